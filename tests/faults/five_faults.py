@@ -11,7 +11,7 @@ import asyncio
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -53,6 +53,13 @@ HEALTHY = tuple(f"healthy_{n}" for n in range(5))
 """Environments in which nothing is wrong."""
 
 
+ASKED = {
+    "dead_parser": "where is it?", "stripped_thinking": "a riddle", "stale_sampler": "say yes",
+    "hackable_reward": "tell a joke", "always_fails": "an order",
+}  # fmt: skip
+"""What the user asks."""
+
+
 def look(place: str) -> str:
     """Look at a place.
 
@@ -65,10 +72,9 @@ def look(place: str) -> str:
 class Played(Episode):
     """Two turns; earns by its seed, unless its environment says otherwise."""
 
-    messages = ({"role": "user", "content": "go"},)
-
     def __init__(self, kind: str, seed: int) -> None:
         self.kind, self.seed, self.replies = kind, seed, 0
+        self.messages = ({"role": "user", "content": ASKED.get(kind, "go")},)
         self.tools = [FunctionTool(look)] if kind == "dead_parser" else []
 
     async def reply(self, message):
@@ -88,9 +94,10 @@ class Place:
     """One environment."""
 
     kind: str
+    label: str
 
     def examples(self, split):
-        return [Example(id=f"{self.kind}-{n}") for n in range(50)]
+        return [Example(id=f"{self.label}-{n}") for n in range(50)]
 
     async def start(self, example, seed):
         return Played(self.kind, seed)
@@ -166,19 +173,35 @@ class Watched(Notes):
         self.alarms += [(alarm, time.monotonic() - self.began) for alarm in found]
         self.last = step
         super().on_step(step, metrics, fates)
+        self.keep(step, metrics, fates, found)
+
+    def keep(self, step, metrics, fates, alarms):
+        """For those that write them down."""
 
 
-def play(folder: Path, kinds: Sequence[str] = tuple(NAMED_BY), steps: int = 24) -> Watched:
-    """The run, of one environment of each kind."""
+def play(
+    folder: Path, kinds: Sequence[str] = tuple(NAMED_BY), steps: int = 24, *, labels: Mapping[str, str] | None = None,
+    observer: Callable[[AlarmWatch], Watched] = Watched,
+) -> Watched:
+    """The run, of one environment of each kind.
+
+    Args:
+        folder: Of the trainer.
+        kinds: Of `NAMED_BY` and `HEALTHY`.
+        steps: In all.
+        labels: What the environments are called; by their kinds if it is None.
+        observer: Makes what is told of every step.
+    """
+    label_of = labels or {kind: kind for kind in kinds}
     orchestrator_config = {
         "group_size": GROUP, "max_async_level": 0, "max_off_policy_steps": 8, "renderer": {"name": "auto"},
-        "train": {"env": [{"id": kind} for kind in kinds]},
+        "train": {"env": [{"id": label_of[kind]} for kind in kinds]},
     }  # fmt: skip
     samplers, ledger = Samplers(), Ledger()
-    environments = {kind: Place(kind) for kind in kinds}
+    environments = {label_of[kind]: Place(kind, label_of[kind]) for kind in kinds}
     setups = {
-        kind: RolloutSetup(
-            env=kind, environment=environments[kind], sampler=samplers.of[kind],
+        label_of[kind]: RolloutSetup(
+            env=label_of[kind], environment=environments[label_of[kind]], sampler=samplers.of[kind],
             renderer=StripsThinking() if kind == "stripped_thinking" else ByteRenderer(), params=SamplingParams(),
             limits=EpisodeLimits(), slots=asyncio.Semaphore(64),
         )
@@ -186,8 +209,8 @@ def play(folder: Path, kinds: Sequence[str] = tuple(NAMED_BY), steps: int = 24) 
     }  # fmt: skip
     dispatcher = Dispatcher(
         schedule=ExampleSchedule(
-            {kind: place.examples("train") for kind, place in environments.items()}, dict.fromkeys(kinds, 1.0), seed=0,
-            pool_rules=None,
+            {label: place.examples("train") for label, place in environments.items()},
+            dict.fromkeys(environments, 1.0), seed=0, pool_rules=None,
         ),
         setups=setups, ledger=ledger, group_size=GROUP, groups_per_batch=GROUPS, max_async_level=0,
         max_off_policy_steps=1000, oversampling_factor=1.0, run_seed=5, max_steps=steps,
@@ -197,13 +220,13 @@ def play(folder: Path, kinds: Sequence[str] = tuple(NAMED_BY), steps: int = 24) 
         max_length=CONTEXT, max_off_policy_steps=8,
     )  # fmt: skip
     every = {name: rule() for name, rule in ALARMS.items()}
-    notes = Watched(AlarmWatch(every, config={"orchestrator": orchestrator_config}))
+    notes = observer(AlarmWatch(every, config={"orchestrator": orchestrator_config}))
     orchestrator = Orchestrator(
         schedule=RunSchedule(
             max_steps=steps, eval_setups=[], eval_interval=1000, eval_episodes=0, eval_seed=0, checkpoint_interval=1000
         ),
         sampler=samplers, trainer=FakeTrainer(folder), dispatcher=dispatcher, ledger=ledger,
-        rules=dict.fromkeys(kinds, rules), environments=environments, observer=notes, checkpointer=notes,
+        rules=dict.fromkeys(environments, rules), environments=environments, observer=notes, checkpointer=notes,
     )  # fmt: skip
     assert asyncio.run(orchestrator.run())
     return notes

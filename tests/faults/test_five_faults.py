@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from faults.five_faults import HEALTHY, NAMED_BY, Watched, play
+from faults.planted_run import ANSWERS, write_run
+from verbatim.viewer.query import Filters
+from verbatim.viewer.run_view import RunView
 
 
 @pytest.fixture(scope="module")
@@ -52,3 +55,20 @@ def test_the_stale_sampler_is_told_from_slow_episodes(notes: Watched):
 @pytest.mark.slow
 def test_a_run_without_a_fault_has_no_alarm(tmp_path: Path):
     assert [alarm for alarm, _ in play(tmp_path, HEALTHY).alarms] == []
+
+
+@pytest.mark.slow
+def test_each_fault_is_shown_on_the_page_of_the_run_by_trajectories_that_have_it(tmp_path: Path):
+    """The run of `planted_run`, whose environments have names that say nothing of the faults."""
+    write_run(tmp_path / "run", steps=24)
+    page = RunView(tmp_path / "run")
+    page.read_all()
+    raised = {alarm["name"]: alarm for alarm in page.metrics(None)["alarms"] if alarm["state"] == "raised"}
+    shown = {fault: page.trajectory(raised[name]["trajectory_ids"][0]) for fault, name in NAMED_BY.items()}
+    assert {fault: t["env"] for fault, t in shown.items()} == {fault: ANSWERS[fault] for fault in NAMED_BY}
+    assert "<tool_call>" in str(shown["dead_parser"]["messages"]) and not shown["dead_parser"]["turns"][0]["tool_calls"]
+    assert "thinking_stripped" in str(shown["stripped_thinking"]["turns"][1])
+    assert shown["stale_sampler"]["step"] > 5 and set(shown["stale_sampler"]["turns"][0]["policy_versions"]) == {0}
+    first = page.rows(Filters(env=(ANSWERS["hackable_reward"],)), sort="step", limit=8)["rows"]
+    assert shown["hackable_reward"]["num_sampled_tokens"] > 1.3 * max(row["num_sampled_tokens"] for row in first)
+    assert "score raised KeyError" in shown["always_fails"]["error"]

@@ -58,11 +58,22 @@ def figures_at(columns: dict[str, Any], step: int) -> StepFigures:
     return StepFigures(step=step, metrics=row(columns["metrics"]), envs=envs, errors=columns["errors"][index])
 
 
-@pytest.mark.parametrize("name", ["guess_number_0", "guess_number_1", "guess_number_2", "parcel_desk_1", "smollm2"])
+@pytest.mark.parametrize("name", [
+    "guess_number_0", "guess_number_1", "guess_number_2", "parcel_desk_1", "smollm2", "calculator", "delegate",
+    "alphabet_sort", "terminal_ipa", "guess_number_opd",
+])  # fmt: skip
 def test_a_recipe_is_quiet(name: str):
-    """guess_number (three seeds), the README's environment, SmolLM2 on the calculator. Two of the seeds fall for some
-    steps on the way, and come back."""
+    """guess_number (three seeds), the README's environment, SmolLM2 on the calculator, and the other recipes. Two of
+    the seeds fall for some steps on the way, and come back."""
     assert replayed(name) == []
+
+
+def test_a_sampler_that_a_teacher_stands_in_for_is_not_idle():
+    """guess_number_sft on a machine of which others took most: there the teacher's server was slow, and steps longer
+    than ten seconds. The sampler has nothing to do between evaluations, as in every run of the mode sft."""
+    found = [(alarm.name, alarm.state, alarm.step) for alarm in replayed("guess_number_sft")]
+    assert found == [("trainer_idle", "raised", 40), ("trainer_idle", "cleared", 49)]
+    assert replayed("guess_number_sft")[0].cause.startswith("the teacher's server is the slower side")
 
 
 def test_a_run_that_collapsed_is_not():

@@ -196,7 +196,8 @@ def _why_starved(window: Window, steps: Sequence[StepFigures], env: str) -> tupl
         )
     if _total(steps, env, "untrained/stale") > started / 2:
         return (
-            "its rollouts are dropped as too old: its episodes take longer than the others'",
+            "its rollouts are dropped as too old: its episodes take longer than the others', or new weights do not "
+            "reach its sampler (then the alarm staleness says so)",
             f"raise {window.now('orchestrator.max_off_policy_steps')}, or shorten its episodes (max_turns)",
         )
     return (

@@ -14,7 +14,8 @@ class SamplerIdle:
     """The sampler has nothing to do for `share` of the time, and for `seconds` of a step, as the median of the last
     steps.
 
-    Where the two sides take turns (`max_async_level = 0`, or one device for both) that is how the run was set up.
+    Where the two sides take turns (`max_async_level = 0`, or one device for both) that is how the run was set up; so it
+    is in the mode "sft", where a teacher plays the episodes and the sampler the evaluations alone.
     """
 
     share: Fraction = 0.8
@@ -26,6 +27,8 @@ class SamplerIdle:
 
     def __call__(self, window: Window) -> Finding | None:
         """What the last steps show."""
+        if window.setting("orchestrator.training_mode") == "sft":
+            return None
         idle, share = _idle(window, "time/sampler_idle", self.steps, busy_if_all_were_trained=False)
         return None if idle is None else Finding(
             level=_level(idle, share, self.seconds, self.share),
@@ -58,15 +61,24 @@ class TrainerIdle:
     def __call__(self, window: Window) -> Finding | None:
         """What the last steps show."""
         idle, share = _idle(window, "time/trainer_idle", self.steps, busy_if_all_were_trained=True)
+        cause, advice = _why_trainer_waits(window)
         return None if idle is None else Finding(
             level=_level(idle, share, self.seconds, self.share),
             message=f"the trainer waits {share:.0%} of a step, {idle:.1f} s of {_step(window, self.steps):.1f} s "
             f"(medians of {self.steps} steps)",
-            cause="the sampler is the slower side, or single episodes take much longer than the rest",
-            advice=f"give the sampler more replicas or devices ([inference.{window.setting('inference.backend')}]), "
-            f"raise {window.now('orchestrator.max_concurrent')}, or lower {window.now('orchestrator.episode_timeout')}",
-            evidence=_evidence(window),
+            cause=cause, advice=advice, evidence=_evidence(window),
         )  # fmt: skip
+
+
+def _why_trainer_waits(window: Window) -> tuple[str, str]:
+    """Cause and advice."""
+    single = "or single episodes take much longer than the rest"
+    more = f"raise {window.now('orchestrator.max_concurrent')}, or lower {window.now('orchestrator.episode_timeout')}"
+    if window.setting("orchestrator.training_mode") == "sft":
+        return (f"the teacher's server is the slower side, {single}",
+                f"give the teacher's server more replicas or devices, {more}")  # fmt: skip
+    return (f"the sampler is the slower side, {single}", "give the sampler more replicas or devices "
+            f"([inference.{window.setting('inference.backend')}]), {more}")  # fmt: skip
 
 
 def _idle(

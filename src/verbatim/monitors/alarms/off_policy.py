@@ -95,32 +95,39 @@ class Staleness:
         share = statistics.median(shares) if shares else 0.0
         too_old = mean / (level + self.beyond) if level + self.beyond else float(mean > 0)
         found = max(too_old, share / max(self.dropped, 1e-9))
+        cause, advice = _why_old(window)
         return Finding(
             level=found,
             message=f"rollouts are {mean:.2f} steps old when they are trained, where {level:g} are asked for, and "
             f"{share:.1%} are dropped as too old (medians of {self.steps} steps)",
-            cause=_why_old(window),
-            advice=f"lower orchestrator.max_concurrent or max_turns so that episodes end sooner, or lower "
-            f"{window.now('orchestrator.max_async_level')}; if staleness/max is at "
-            f"{window.now('orchestrator.max_off_policy_steps')} and few are dropped, the age may be accepted",
+            cause=cause, advice=advice,
             evidence=_evidence(window, "staleness/mean", "staleness/max", "staleness/dropped", "policy_version",
                                "time/weight_sync"),
             trajectory_ids=_oldest(window.fates) if found >= 1 else (),
         )  # fmt: skip
 
 
-def _why_old(window: Window) -> str:
-    """What the oldest rollout of the step says."""
+def _why_old(window: Window) -> tuple[str, str]:
+    """What the oldest rollout of the step says, and what to change."""
     records = [fate.trajectory for fate in window.fates]
     versions = [(version, record.env) for record in records if (version := first_version(record)) is not None]
     several = "episodes take several steps, or the trainer is much faster than the sampler"
+    sooner = (
+        f"lower orchestrator.max_concurrent or max_turns so that episodes end sooner, or lower "
+        f"{window.now('orchestrator.max_async_level')}; if staleness/max is at "
+        f"{window.now('orchestrator.max_off_policy_steps')} and few are dropped, the age may be accepted"
+    )
     if not versions:
-        return several
+        return several, sooner
     version, env = min(versions)
     if version == 0 and window.step > 4:
-        return (f"rollouts of {env} are still sampled by version 0 at step {window.step}: new weights do not reach its "
-                "sampler")  # fmt: skip
-    return f"{several}; the oldest is of {env}, sampled by version {version}"
+        return (
+            f"rollouts of {env} are still sampled by version 0 at step {window.step}: new weights do not reach its "
+            "sampler",
+            "look at weights/canary and at the sampler's log for weights that were not loaded, and resume the run once "
+            f"they are ({window.now('inference.backend')})",
+        )
+    return f"{several}; the oldest is of {env}, sampled by version {version}", sooner
 
 
 def _why_off_policy(window: Window) -> tuple[str, str]:
