@@ -1,6 +1,7 @@
 """Programs as environments: each run of one is an episode; what goes wrong in it is data under its own reason."""
 
 import asyncio
+import subprocess
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from verbatim import build_samples
 from verbatim.environments.resolve import create_environment
 from verbatim.errors import UsageError
 from verbatim.gateway.program.launch import _prefixes
+from verbatim.gateway.program.leftovers import VARIABLE, kill_marked
 from verbatim.gateway.program.process import ProgramProcess
 from verbatim.gateway.program.reused import ReusedPrograms
 from verbatim.gateway.service import Service
@@ -36,12 +38,12 @@ def sampler(**options):
     return ScriptedSampler(script=play, vocab_size=VOCAB_SIZE, context_length=10_000, **options)
 
 
-async def run_all(environment, engine=None):
+async def run_all(environment, engine=None, episode_timeout=60.0):
     """One trajectory of each example, all at once."""
     setup = RolloutSetup(
         env="program", environment=environment, sampler=engine or sampler(), renderer=ByteRenderer(),
         params=SamplingParams(max_tokens=100), slots=asyncio.Semaphore(64),
-        limits=EpisodeLimits(max_turns=8, max_context=5000, timeout=60.0),
+        limits=EpisodeLimits(max_turns=8, max_context=5000, timeout=episode_timeout),
     )  # fmt: skip
     runs = [GroupRun(setup, example, index=n, size=1, run_seed=0).run()
             for n, example in enumerate(environment.examples("train"))]  # fmt: skip
@@ -141,6 +143,43 @@ async def test_no_process_outlives_its_episode(sandbox):
     assert running(began) == []
 
 
+@pytest.mark.parametrize("sandbox", WAYS)
+async def test_a_daemon_does_not_outlive_the_episode(sandbox):
+    began = time.time()
+    (trajectory,) = await run_all(make(sandbox, rows=[{"texts": ["hi"], "how": "daemon"}]))
+    await asyncio.sleep(0.2)
+    assert (trajectory.error, trajectory.reward) == (None, 4.0)
+    assert running(began) == []
+
+
+@pytest.mark.parametrize("sandbox", WAYS)
+async def test_what_a_program_leaves_behind_cannot_write_its_score(sandbox):
+    rows = [{"texts": ["hi"], "how": "forges"}]
+    (trajectory,) = await run_all(make(sandbox, rows=rows, reward="score", score="sleep 0.5; echo 0.25"))
+    assert (trajectory.error, trajectory.reward) == (None, 0.25)
+
+
+@pytest.mark.parametrize("sandbox", WAYS)
+async def test_a_scoring_command_that_hangs_is_told_as_such(sandbox, monkeypatch):
+    monkeypatch.setattr("verbatim.gateway.program.environment.SCORE_SECONDS", 1.0)
+    (trajectory,) = await run_all(make(sandbox, reward="score", score="echo 1; sleep 50"))
+    assert trajectory.error == "environment: program: the scoring command did not end within 1 s"
+
+
+def test_marked_processes_are_killed_and_no_others():
+    def sleeper(mark):
+        return subprocess.Popen(["sleep", "30"], env={VARIABLE: mark}, start_new_session=True)
+
+    ours, other = sleeper("abc"), sleeper("abcd")
+    try:
+        assert kill_marked("abc") == 1
+        assert ours.wait(5) == -9
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
 async def test_a_child_that_outlives_its_program_does_not_hold_the_episode():
     began = time.monotonic()
     (trajectory,) = await run_all(make(rows=[{"texts": ["hi"], "how": "leaves"}]))
@@ -166,7 +205,7 @@ async def test_a_reused_program_that_cannot_be_started_takes_no_place(monkeypatc
     for _ in range(2):
         async with asyncio.timeout(2):
             with pytest.raises(OSError, match="no more processes"):
-                await programs.play({"id": "one"}, "key", 1.0)
+                await programs.take()
 
 
 async def test_a_cut_off_or_refused_last_request_is_the_end():
@@ -194,6 +233,21 @@ class TestReuse:
         kinds = [None if t.error is None else t.error.partition(":")[0] for t in trajectories]
         assert kinds == ["program_crashed", None, "program_hung", None, "program_crashed", None]
         assert "the program said: no luck" in trajectories[4].error
+
+    async def test_waiting_for_a_place_takes_none_of_a_programs_own_time(self):
+        rows = [{"texts": ["hi"], "how": "slow"}] * 3
+        environment = make(arguments=["--lines"], rows=rows, reuse=True, max_processes=1, timeout=3.0)
+        assert [t.error for t in await run_all(environment)] == [None] * 3  # the last one has waited for 3 s
+
+    async def test_an_episode_that_finds_no_place_says_so_and_ends_no_other(self):
+        rows = [{"texts": ["hi"], "how": "slow", "seconds": 2.0}] * 3
+        environment = make(arguments=["--lines"], rows=rows, reuse=True, max_processes=1)
+        trajectories = await run_all(environment, episode_timeout=4.8)  # 3.84 s for a program and its wait
+        errors = [t.error for t in trajectories]
+        assert errors[0] is None
+        assert "program: there was no place for it within 3.84 s (max_processes = 1 with episodes_per_process = 1)" in (
+            errors[2])  # fmt: skip
+        assert {t.info["program"]["processes_started"] for t in trajectories[:1]} == {1}
 
     async def test_it_takes_neither_files_nor_scores(self):
         with pytest.raises(UsageError, match="reads its examples from lines"):

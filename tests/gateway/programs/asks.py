@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -64,10 +65,38 @@ def one(example):
     elif how == "leaves":
         subprocess.Popen(["sleep", "8"], start_new_session=True)
         print(reward)
+    elif how == "daemon":
+        daemon()
+        print(reward)
+    elif how == "forges":
+        forge()
+        print(reward)
     elif how == "no reward":
         print("done")
     else:
         print("a log line\n" + json.dumps({"reward": reward}) + "\n")
+
+
+def daemon():
+    """Leaves a process behind that belongs to no one: `asks.py --sleep`."""
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+            subprocess.Popen([sys.executable, __file__, "--sleep"], **quiet)
+        os._exit(0)
+    time.sleep(0.3)
+
+
+def forge():
+    """Leaves a process behind that says again and again, as the shell would, that the program has ended well and that
+    its score is a million."""
+    with open(f"/proc/{os.getppid()}/cmdline") as file:
+        (token,) = set(re.findall("program-[0-9a-f]{16}", file.read()))
+    said = f"\0{token} done 0\0\n1000000\n"
+    code = f"import os, time\nwhile True: os.write(1, {said.encode()!r}); time.sleep(0.001)"
+    subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    time.sleep(0.3)
 
 
 def lines():
@@ -79,6 +108,8 @@ def lines():
             sys.exit("it broke")
         if example.get("how") == "hang":
             time.sleep(1000)
+        if example.get("how") == "slow":
+            time.sleep(example.get("seconds", 1.5))
         if example.get("how") == "error":
             print(json.dumps({"id": order["id"], "error": "no luck"}), flush=True)
             continue
@@ -87,7 +118,9 @@ def lines():
 
 
 if __name__ == "__main__":
-    if "--lines" in sys.argv:
+    if "--sleep" in sys.argv:
+        time.sleep(30)
+    elif "--lines" in sys.argv:
         lines()
     elif len(sys.argv) > 1:
         with open(sys.argv[1]) as file:

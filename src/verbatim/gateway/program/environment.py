@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import shlex
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +20,7 @@ from verbatim.environments.sources import read_json_lines
 from verbatim.errors import EnvironmentFault, NoDemonstrations, ProgramFault, UsageError
 from verbatim.gateway.gateway import stop_reason_of
 from verbatim.gateway.program.launch import Launch
-from verbatim.gateway.program.process import Outcome, ProgramProcess
+from verbatim.gateway.program.process import SCORE_SECONDS, Outcome, ProgramProcess
 from verbatim.gateway.program.reused import ReusedPrograms
 from verbatim.gateway.program.rewards import read_reward
 from verbatim.gateway.service import Service
@@ -54,6 +55,37 @@ class _Played:
     info: Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class _TimeLimit:
+    """How long a program may take."""
+
+    own: float | None
+    """Seconds for the program itself."""
+    end: float
+    """When the episode's own time is up, by the clock of `time.monotonic`."""
+
+    @property
+    def left(self) -> float:
+        """Seconds until then."""
+        return max(0.0, self.end - time.monotonic())
+
+    @property
+    def seconds(self) -> float:
+        """Seconds for a program that begins now."""
+        return self.left if self.own is None else min(self.own, self.left)
+
+    @contextlib.asynccontextmanager
+    async def of_waiting(self, why: str) -> AsyncIterator[None]:
+        """Wait for a place inside of the block; an EnvironmentFault where the time is up before there is one."""
+        seconds = self.left
+        try:
+            async with asyncio.timeout(seconds):
+                yield
+        except TimeoutError:
+            raise EnvironmentFault(f"program: there was no place for it within {seconds:.3g} s ({why}); raise that, or "
+                                   "the episode_timeout of the environment") from None  # fmt: skip
+
+
 class Program:
     """Runs a program for each example. The program knows nothing of this environment: it asks a chat model at the base
     URL and with the key that SDKs find in their environment variables, and says what the episode earned.
@@ -75,7 +107,8 @@ class Program:
         score: A bash command that runs after the program, in the same folder and sandbox, for reward = "score".
         failed_reward: The reward of a program that crashed, hung or never called the model. None = such an episode has
             failed, and is counted as `program_crashed`, `program_hung` or `program_silent`.
-        timeout: Seconds for the program; by default the episode's, less 5.
+        timeout: Seconds for the program, waiting for a place not counted; at most, and by default, what is left of the
+            episode's, less 5.
         memory_mb: MiB of address space of each of its processes.
         processes: Processes at a time, in the sandbox.
         disk_mb: MiB of files that it may write, in the sandbox.
@@ -128,7 +161,7 @@ class Program:
         self.reward, self.failed_reward, self.timeout, self.reuse = reward, failed_reward, timeout, reuse
         self.settings = SessionSettings(sampling=sampling, restores_reasoning=restores_reasoning)
         self._options = Options(unenforced=frozenset(unenforced))
-        self._most, self._places = max_processes, episodes_per_process
+        self.most, self.places = max_processes, episodes_per_process
         self._demonstrations = demonstrations
         self.watch: Watch | None = None
         """Is told of all requests and answers, for a check."""
@@ -159,7 +192,7 @@ class Program:
         """The gateway of the running event loop, and the programs that are reused; they end with the loop."""
         loop = asyncio.get_running_loop()
         if loop not in self._serving:
-            self._serving[loop] = Serving(self.launch, Service(options=self._options), self._most, self._places)
+            self._serving[loop] = Serving(self.launch, Service(options=self._options), self.most, self.places)
         serving = self._serving[loop]
         await serving.up()
         return serving
@@ -228,9 +261,10 @@ class ProgramEpisode(Episode):
         session = Session(agent, environment.settings)
         session.watch = environment.watch
         key = serving.service.open(session)
-        seconds = environment.timeout or max(agent.limits.timeout - _RESERVE, 0.8 * agent.limits.timeout)
+        limit = agent.limits.timeout
+        time_limit = _TimeLimit(environment.timeout, time.monotonic() + max(limit - _RESERVE, 0.8 * limit))
         try:
-            played = await (self._reuse if environment.reuse else self._launch)(serving, session, key, seconds)
+            played = await (self._reuse if environment.reuse else self._launch)(serving, session, key, time_limit)
         finally:
             serving.service.forget(key)
             await session.end()
@@ -265,14 +299,15 @@ class ProgramEpisode(Episode):
         if fault is not None:
             self.info = {**self.info, "program": {**self.info["program"], "end": fault.kind, "said": str(fault)[:1000]}}
 
-    async def _launch(self, serving: Serving, session: Session, key: str, seconds: float) -> _Played:
+    async def _launch(self, serving: Serving, session: Session, key: str, time_limit: _TimeLimit) -> _Played:
         """A process of its own."""
         process = ProgramProcess(self._environment.launch, serving.service)
         try:
-            async with serving.starting:
+            async with time_limit.of_waiting(f"{_STARTING} programs start at a time"), serving.starting:
                 began = time.monotonic()
                 await process.start(key)
             fault: ProgramFault | None = None
+            seconds = time_limit.seconds
             try:
                 async with asyncio.timeout(seconds):
                     await process.go()
@@ -281,6 +316,8 @@ class ProgramEpisode(Episode):
             except TimeoutError:
                 outcome = process.outcome()
                 fault = ProgramFault("program_hung", f"no end after {seconds:g} s; so far {outcome.told()}")
+            if fault is None and outcome.status is not None and self._environment.launch.score:
+                outcome = await process.scored(min(SCORE_SECONDS, time_limit.left + _RESERVE / 2))
             if fault is None and outcome.status != 0:
                 fault = ProgramFault("program_crashed", f"the program ended with {outcome.told()}")
             first = session.first_request
@@ -296,13 +333,16 @@ class ProgramEpisode(Episode):
         text = outcome.stdout if self._environment.reward == "last_line" else outcome.score
         return next((line for line in reversed(text.splitlines()) if line.strip()), "")
 
-    async def _reuse(self, serving: Serving, session: Session, key: str, seconds: float) -> _Played:
+    async def _reuse(self, serving: Serving, session: Session, key: str, time_limit: _TimeLimit) -> _Played:
         """A process that plays other episodes too."""
         began = time.monotonic()
         fault: ProgramFault | None = None
         answer: Mapping[str, Any] = {}
         try:
-            answer = await serving.reused.play(self._row(), key, seconds)
+            async with time_limit.of_waiting(f"max_processes = {self._environment.most} with episodes_per_process = "
+                                             f"{self._environment.places}"):  # fmt: skip
+                place = await serving.reused.take()
+            answer = await serving.reused.play(place, self._row(), key, time_limit.seconds)
         except ProgramFault as raised:
             fault = raised
         if "error" in answer:

@@ -36,6 +36,7 @@ cd {folder} || exit 125
 {command} <&3 3<&-
 status=$?
 exec 3<&-
+{end_others}
 printf '\\0{token} done %s\\0' $status
 {score}
 exit 0
@@ -118,9 +119,16 @@ class Launch:
             inside=f"-t {limits.cpu_seconds} -f {limits.disk_mb << 10} -u {limits.processes}" if self.is_inside else "",
             folder=shlex.quote(FOLDER if self.is_inside else str(self.folder)),
             example=read if self.example_in_file else "", command=command,
-            score=self.score.replace("{work}", work),
+            end_others="kill -s KILL -- -1 2>/dev/null" if self.is_inside else "",
+            score=self.score.replace("{work}", work) if self.is_inside else "",
         )  # fmt: skip
         return self.isolation.command(limits, script, self.shown)
+
+    def score_argv(self, work: str) -> list[str]:
+        """The command line of the scoring command, without a sandbox."""
+        limits, folder = self.limits, shlex.quote(str(self.folder))
+        return ["bash", "-c", f"ulimit -c 0 && ulimit -v {limits.memory_mb << 10} -n {limits.open_files} && "
+                f"cd {folder} || exit 125\n{self.score.replace('{work}', work)}"]  # fmt: skip
 
     def environment(self, variables: Mapping[str, str], work: str) -> dict[str, str]:
         """All environment variables."""

@@ -19,12 +19,13 @@ from pathlib import Path
 from verbatim.errors import EnvironmentFault
 from verbatim.gateway.gateway import variables
 from verbatim.gateway.program.launch import PORT, Launch
+from verbatim.gateway.program.leftovers import VARIABLE, kill_marked
 from verbatim.gateway.service import Service
 
 START_SECONDS = 60.0
 """Seconds for the sandbox and the shell in it; many may start at a time on few cores."""
 SCORE_SECONDS = 60.0
-"""Seconds for the scoring command."""
+"""Most seconds for the scoring command."""
 _TAIL = 64 * 2**10
 """Bytes kept of each output: the last ones."""
 
@@ -85,6 +86,8 @@ class ProgramProcess:
         self._stdout, self._stderr, self._score = bytearray(), bytearray(), bytearray()
         self._line = bytearray()
         self._work, self._folder = launch.work_folder()
+        self._environment: dict[str, str] = {}
+        self._marked = secrets.token_hex(16)
         self.url = service.url
         """Where the program reaches the gateway."""
         self.started = time.monotonic()
@@ -100,9 +103,10 @@ class ProgramProcess:
             EnvironmentFault: it does not start.
         """
         self.url = f"http://127.0.0.1:{PORT}" if self._launch.is_inside else self._service.url
+        self._environment = {**self._launch.environment(variables(self.url, key), self._work), VARIABLE: self._marked}
         starting = asyncio.ensure_future(asyncio.create_subprocess_exec(
             *self._launch.argv(self._token, self._work), stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True,
-            env=self._launch.environment(variables(self.url, key), self._work), cwd="/",
+            env=self._environment, cwd="/",
         ))  # fmt: skip
         try:
             await asyncio.shield(starting)
@@ -138,13 +142,45 @@ class ProgramProcess:
                 self._process.stdin.close()
 
     async def ended(self) -> Outcome:
-        """Wait for the end of the program, and of the scoring command."""
+        """Wait for the end of the program."""
         await self._done.wait()
-        if self._status is not None and self._launch.score:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(SCORE_SECONDS):
-                    await self._reading[0]
         return self.outcome()
+
+    async def scored(self, seconds: float = SCORE_SECONDS) -> Outcome:
+        """Wait for the end of the scoring command, once the program has ended. What the program has started is killed
+        before, so that nothing else can write a score.
+
+        Raises:
+            EnvironmentFault: it takes longer than this many seconds.
+        """
+        try:
+            async with asyncio.timeout(seconds):
+                if self._launch.is_inside:
+                    await asyncio.shield(self._reading[0])  # the last mark is the shell's: it has killed all others
+                else:
+                    await asyncio.to_thread(kill_marked, self._marked)
+                    await self._score_outside()
+        except TimeoutError:
+            raise EnvironmentFault(f"program: the scoring command did not end within {seconds:g} s") from None
+        return self.outcome()
+
+    async def _score_outside(self) -> None:
+        """Run the scoring command in a process of its own, with an output that no other process has."""
+        process = await asyncio.create_subprocess_exec(
+            *self._launch.score_argv(self._work), stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True,
+            env=self._environment, cwd="/",
+        )  # fmt: skip
+        assert process.stdout is not None and process.stderr is not None
+        errors = asyncio.create_task(self._read_errors(process.stderr), name="score-stderr")
+        try:
+            while chunk := await process.stdout.read(1 << 16):
+                self._score += chunk
+                del self._score[:-_TAIL]
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            errors.cancel()
+            await _waited(process)
 
     def outcome(self) -> Outcome:
         """How it ended, or what it has written so far."""
@@ -152,12 +188,13 @@ class ProgramProcess:
         return Outcome(status=self._status, stdout=text[0], stderr=text[1], score=text[2])
 
     async def close(self) -> None:
-        """Kill the program and what it has started, and delete its files. Without a sandbox, what has a session of its
-        own lives on. May be called again."""
+        """Kill the program and what it has started, daemons too, and delete its files. May be called again."""
         process, self._process = self._process, None
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            if not self._launch.is_inside:  # a sandbox ends with its first process
+                await asyncio.to_thread(kill_marked, self._marked)
             for task in self._reading:
                 task.cancel()
             await asyncio.gather(*self._reading, return_exceptions=True)
@@ -180,6 +217,7 @@ class ProgramProcess:
                     self._ready.set()
                 else:
                     self._status = int(found[2])
+                    self._score.clear()  # what is behind the last mark counts: the program knows how to write others
                     self._done.set()
             start = pending.rfind(b"\0")  # a mark may be cut in two
             keep = start if start >= 0 and len(pending) - start < 64 else len(pending)

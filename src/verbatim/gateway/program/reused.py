@@ -21,7 +21,7 @@ from verbatim.gateway.program.process import ProgramProcess
 from verbatim.gateway.service import Service
 
 
-class _Reused:
+class Reused:
     """One process, and the episodes that it is playing."""
 
     def __init__(self, launch: Launch, service: Service) -> None:
@@ -94,25 +94,24 @@ class ReusedPrograms:
 
     def __init__(self, launch: Launch, service: Service, most: int, places: int) -> None:
         self._launch, self._service, self._most, self._places = launch, service, most, places
-        self._running: list[_Reused] = []
+        self._running: list[Reused] = []
         self._changed = asyncio.Condition()
         self._num_episodes = 0
         self.num_started = 0
         """Processes started so far."""
 
-    async def play(self, example: Mapping[str, Any], key: str, seconds: float) -> Mapping[str, Any]:
+    async def play(self, program: Reused, example: Mapping[str, Any], key: str, seconds: float) -> Mapping[str, Any]:
         """The answer of a program to an example.
 
         Args:
+            program: From `take`; its place is free again afterwards.
             example: JSON values.
             key: Of its session.
-            seconds: For the program, waiting for a place not counted.
+            seconds: For the program.
 
         Raises:
             ProgramFault: it hung, and was killed, or it ended.
-            EnvironmentFault: it does not start.
         """
-        program = await self._take()
         self._num_episodes += 1
         hung = False
         try:
@@ -137,14 +136,19 @@ class ReusedPrograms:
         for program in list(self._running):
             await self._remove(program)
 
-    async def _take(self) -> _Reused:
+    async def take(self) -> Reused:
+        """A place in a program, as soon as there is one.
+
+        Raises:
+            EnvironmentFault: the program does not start.
+        """
         async with self._changed:
             await self._changed.wait_for(lambda: self._free() is not None or len(self._running) < self._most)
             program = self._free()
             if program is not None:
                 program.num_running += 1
                 return program
-            program = _Reused(self._launch, self._service)
+            program = Reused(self._launch, self._service)
             program.num_running = 1
             self._running.append(program)
             self.num_started += 1
@@ -157,12 +161,12 @@ class ReusedPrograms:
             raise
         return program
 
-    def _free(self) -> _Reused | None:
+    def _free(self) -> Reused | None:
         """The process with the fewest episodes, if it has a place."""
         alive = [p for p in self._running if not p.is_dead and p.watching is not None and p.num_running < self._places]
         return min(alive, key=lambda p: p.num_running, default=None)
 
-    async def _remove(self, program: _Reused) -> None:
+    async def _remove(self, program: Reused) -> None:
         if program in self._running:
             self._running.remove(program)
         await program.close()
