@@ -89,14 +89,25 @@ def write_file(path: Path, data: bytes, *, temporary: Path | None = None) -> Non
     Raises:
         OSError: the system refused to write; the file is as it was.
     """
+    with replacing(path, temporary=temporary) as new:
+        new.write_bytes(data)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, temporary: Path | None = None) -> Iterator[Path]:
+    """Context manager for the path of a file that replaces `path` when the block ends without an error: as
+    `write_file`, for what is not written at once.
+
+    Raises:
+        OSError: the system refused to write; the file is as it was.
+    """
     temporary = temporary or path.with_name(f".{path.name}.tmp")
     try:
-        with naming(path), temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            sync_descriptor(file.fileno())
+        with naming(path):
+            yield temporary
+            sync(temporary)
         rename(temporary, path)
-    except OSError:
+    except BaseException:
         temporary.unlink(missing_ok=True)
         raise
 

@@ -59,14 +59,16 @@ class TokenPath:
         """Itself: nothing of it can change. A copy of its segments, one inside the other, would recurse too deep."""
         return self
 
-    def ids(self, length: int | None = None) -> Int32:
-        """The first `length` tokens (all by default) as one array: int32, read-only."""
+    def ids(self, length: int | None = None, *, start: int = 0) -> Int32:
+        """The tokens from `start` to `length` (all by default) as one array: int32, read-only."""
         end = self.length if length is None else length
         parts = []
         segment = self.segment
-        while segment is not None:
+        while segment is not None and start < end:
             if segment.start < end:
-                parts.append(segment.ids if segment.end <= end else segment.ids[: end - segment.start])
+                is_whole = segment.end <= end and start <= segment.start
+                first = max(0, start - segment.start)
+                parts.append(segment.ids if is_whole else segment.ids[first : end - segment.start])
                 end = segment.start
             segment = segment.parent
         if not parts:

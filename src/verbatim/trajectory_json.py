@@ -25,6 +25,8 @@ from verbatim.texts import cut
 from verbatim.trajectories.record import TrajectoryRecord
 from verbatim.types import ToolCall, Trajectory, Turn, TurnTiming
 
+_AS_THEY_ARE = frozenset({str, int, bool, type(None)})
+"""Types whose values JSON has."""
 NOT_WRITTEN = "not_written"
 """The key of a stored trajectory's `info` that says what is missing in its record."""
 
@@ -52,6 +54,12 @@ def trajectory_from_json(record: Mapping[str, Any]) -> Trajectory:
 def plain(value: Any) -> Any:
     """A value with arrays as lists, and the numbers that JSON does not have as the texts "NaN", "Infinity" and
     "-Infinity", which `float()` reads back."""
+    kind = type(value)
+    if kind in _AS_THEY_ARE:
+        return value
+    if kind is dict:
+        return {key if type(key) is str else str(key): inner if type(inner) in _AS_THEY_ARE else plain(inner)
+                for key, inner in value.items()}  # fmt: skip
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, float) and not math.isfinite(value):
@@ -67,6 +75,8 @@ def prompt_to_json(turn: Turn, earlier: Sequence[Turn]) -> dict[str, Any]:
     """A turn's prompt as what it shares with the context of an earlier turn, `of_turn` and `shared`, and `new_ids`."""
     prompt = turn.num_prompt_tokens
     best, shared = None, 0
+    if earlier and turn.extends(earlier[-1]):  # as almost always: nothing shares more
+        best, shared, earlier = len(earlier) - 1, len(earlier[-1].path), ()
     for index in range(len(earlier) - 1, -1, -1):
         context = earlier[index].path
         if len(context) <= shared:
@@ -76,7 +86,7 @@ def prompt_to_json(turn: Turn, earlier: Sequence[Turn]) -> dict[str, Any]:
             best, shared = index, length
         if length == len(context):
             break  # an exact extension: nothing shares more with less
-    return {"of_turn": best, "shared": shared, "new_ids": turn.prompt_ids[shared:]}
+    return {"of_turn": best, "shared": shared, "new_ids": turn.path.ids(prompt, start=shared)}
 
 
 def why_not_json(value: Any) -> str | None:

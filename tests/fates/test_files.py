@@ -279,7 +279,7 @@ def test_long_trajectories_are_read_without_their_neighbours(tmp_path: Path):
     FateFolder(tmp_path).write(1, [Fate.of_dropped(t, "stale") for t in (*short[:2], long, *short[2:])])
     with pq.ParquetFile(tmp_path / "step-000001.parquet") as file:
         sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
-    assert sizes == [2, 1, 64, 64]
+    assert sizes == [2, 1, 128]
     assert pq.read_table(tmp_path / "step-000001.parquet").num_rows == 131
     assert [fate.trajectory.trajectory_id for _, fate in read_fates(tmp_path)] == ["t0", "t1", "long", *(
         f"t{i}" for i in range(2, 130)

@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from verbatim.disk import keep_aside, make_folder, write_file
+from verbatim.disk import keep_aside, make_folder, replacing
 from verbatim.errors import UsageError
 from verbatim.fates.retention import EVERYTHING, Retention
 from verbatim.fates.schema import FIGURES, SCHEMA, VERSION, VERSION_KEY
@@ -38,14 +38,32 @@ from verbatim.trajectory_json import NOT_WRITTEN
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_ROWS = 64
-"""Most rows of a row group: what is read at once to see one trajectory."""
+_ROWS = 512
+"""Most rows of a row group: what is read at once to see one trajectory. Each has 10 KB of its own in the file."""
 _ROW_GROUP_BYTES = 4 * 2**20
 """Bytes in memory from which on a row group has fewer rows."""
+_SLICE_TOKENS = 2**19
+"""Sampled tokens from which on a table has no further row: the memory for it is used again by the next table."""
+_PART = 2**20
+"""Bytes of a file that are read at once."""
 _NAME = re.compile(r"step-(\d{6,})\.parquet")
-_FLOATS = [f"turns.list.element.{name}.list.element"
-           for name in ("logprobs", "trainer_logprobs", "gradients", "teacher_logprobs")]  # fmt: skip
+_NUMBERS = [
+    *(f"turns.list.element.{name}.list.element" for name in ("prompt_new_ids", "completion_ids", "logprobs",
+                                                             "trainer_logprobs", "gradients", "teacher_logprobs")),
+    *(f"turns.list.element.seconds_{part}" for part in ("queued", "generated", "tools")),
+]  # fmt: skip
 """Columns of numbers that hardly repeat: their bytes are grouped by place instead of looked up in a dictionary."""
+
+
+def _leaves(schema: pa.Schema) -> list[str]:
+    """The names that Parquet gives to the columns of a schema."""
+    empty = pa.BufferOutputStream()
+    pq.write_table(schema.empty_table(), empty)
+    columns = pq.ParquetFile(empty.getvalue()).schema
+    return [columns.column(index).path for index in range(len(columns))]
+
+
+_LEAVES = _leaves(SCHEMA)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,12 +94,11 @@ class FateFolder:
             OSError: the system refused to write; there is no file of this step.
         """
         kept = [fate for fate in fates if self.retention.keeps(fate.trajectory.group_id)]
-        table = to_table(step, kept)
-        self.num_incomplete += sum(f'"{NOT_WRITTEN}"' in text for text in table.column("info").to_pylist())
-        data = _to_bytes(table)
         make_folder(self.path)
-        write_file(self.path / f"step-{step:06d}.parquet", data)
-        self.files[step] = FileMark(size=len(data), crc32=zlib.crc32(data))
+        with replacing(self.path / f"step-{step:06d}.parquet") as path:
+            self.num_incomplete += _write(path, step, kept)
+            mark = _mark_of(path)
+        self.files[step] = mark
         self._retire()
 
     def marks(self) -> dict[str, dict[str, int]]:
@@ -213,15 +230,32 @@ def _check(file: pq.ParquetFile, path: Path) -> None:
                          f"{VERSION.decode()}")  # fmt: skip
 
 
-def _to_bytes(table: pa.Table) -> bytes:
-    sink = pa.BufferOutputStream()
-    others = [name for name in _leaves(SCHEMA) if name not in _FLOATS]
-    with pq.ParquetWriter(sink, table.schema, compression="zstd", use_dictionary=others,
-                          column_encoding=dict.fromkeys(_FLOATS, "BYTE_STREAM_SPLIT")) as writer:  # fmt: skip
-        for start, end in row_groups(weights(table)):
-            writer.write_table(table.slice(start, end - start), row_group_size=_ROWS)
-    data: bytes = sink.getvalue().to_pybytes()
-    return data
+def _write(path: Path, step: int, fates: Sequence[Fate]) -> int:
+    """Write the file; how many trajectories are in it without their messages and info."""
+    num_incomplete = 0
+    with pa.OSFile(str(path), "wb") as sink, pq.ParquetWriter(
+        sink, SCHEMA, compression="zstd", use_dictionary=[name for name in _LEAVES if name not in _NUMBERS],
+        column_encoding=dict.fromkeys(_NUMBERS, "BYTE_STREAM_SPLIT"),
+        write_statistics=[name for name in _LEAVES if "." not in name],
+    ) as writer:  # fmt: skip
+        for own in _slices(fates):
+            table = to_table(step, own)
+            num_incomplete += pc.sum(pc.match_substring(table.column("info"), f'"{NOT_WRITTEN}"')).as_py() or 0
+            for start, end in row_groups(weights(table)):
+                writer.write_table(table.slice(start, end - start), row_group_size=_ROWS)
+    return num_incomplete
+
+
+def _slices(fates: Sequence[Fate]) -> Iterator[Sequence[Fate]]:
+    """What is made a table at once: as many as a row group may have, or fewer where they are long; one that is empty
+    where there are no fates."""
+    start, total = 0, 0
+    for place, fate in enumerate(fates):
+        if place - start == _ROWS or total > _SLICE_TOKENS:
+            yield fates[start:place]
+            start, total = place, 0
+        total += fate.trajectory.num_sampled_tokens
+    yield fates[start:]
 
 
 def weights(table: pa.Table) -> list[int]:
@@ -257,18 +291,17 @@ def row_groups(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
         yield start, len(sizes)
 
 
-def _leaves(schema: pa.Schema) -> list[str]:
-    """The names that Parquet gives to the columns of a schema."""
-    empty = pa.BufferOutputStream()
-    pq.write_table(schema.empty_table(), empty)
-    columns = pq.ParquetFile(empty.getvalue()).schema
-    return [columns.column(index).path for index in range(len(columns))]
-
-
 def _mark(path: Path) -> FileMark | None:
     """What a file is; None where it cannot be read."""
     try:
-        data = path.read_bytes()
+        return _mark_of(path)
     except OSError:
         return None
-    return FileMark(size=len(data), crc32=zlib.crc32(data))
+
+
+def _mark_of(path: Path) -> FileMark:
+    size, crc32 = 0, 0
+    with path.open("rb") as file:
+        while part := file.read(_PART):
+            size, crc32 = size + len(part), zlib.crc32(part, crc32)
+    return FileMark(size=size, crc32=crc32)

@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ def to_table(step: int, fates: Sequence[Fate]) -> pa.Table:
     records = [fate.trajectory for fate in fates]
     texts = [_texts(record) for record in records]
     columns: dict[str, Any] = {
-        name: [_text(getattr(record, name)) for record in records] for name in SCHEMA.names if name not in _SAME
+        name: [getattr(record, name) for record in records] for name in SCHEMA.names if name not in _SAME
     }
     columns |= {
         "step": [step] * len(fates),
@@ -81,7 +82,9 @@ def _json(value: Any) -> str:
 
 def _text(value: Any) -> Any:
     """Texts without lone surrogates, which UTF-8 does not have: `\\udce9` is written as these six characters."""
-    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
+    if not isinstance(value, str) or value.isascii():
+        return value
+    return value.encode("utf-8", "backslashreplace").decode()
 
 
 def _turns(fates: Sequence[Fate]) -> pa.StructArray:
@@ -102,13 +105,15 @@ def _turns(fates: Sequence[Fate]) -> pa.StructArray:
         "teacher_logprobs": lambda: _token_lists(_each(fates, "teacher_logprobs"), np.float32),
         "policy_versions": lambda: _token_lists([turn.policy_versions for turn in turns], np.int32),
         "routed_experts": lambda: [_experts_to_bytes(turn.routed_experts) for turn in turns],
-        "tool_calls": lambda: [_json([vars(call) for call in turn.tool_calls]) for turn in turns],
+        "tool_calls": lambda: [
+            _json([vars(call) for call in turn.tool_calls]) if turn.tool_calls else "[]" for turn in turns
+        ],
         **{f"seconds_{part}": _seconds(turns, part) for part in ("queued", "generated", "tools")},
     }
     arrays = []
     for field in TURN:
         make = special.get(field.name)
-        values = [_text(getattr(turn, field.name)) for turn in turns] if make is None else make()
+        values = list(map(attrgetter(field.name), turns)) if make is None else make()
         arrays.append(values if isinstance(values, pa.Array) else _array(values, field.type))
     return pa.StructArray.from_arrays(arrays, fields=list(TURN))
 
@@ -123,11 +128,18 @@ def _seconds(turns: Sequence[Turn], part: str) -> Callable[[], list[float | None
 
 
 def _array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
-    if kind in (NAME, pa.string()):  # an environment may name a part of its reward, or an agent, by a number
-        values = [None if value is None else _text(str(value)) for value in values]
-    if pa.types.is_dictionary(kind):
-        return pa.array(values, kind.value_type).dictionary_encode().cast(kind)
+    if kind == NAME:
+        return _names(values)
+    if kind == pa.string():
+        values = [value if value is None else _text(str(value)) for value in values]
     return pa.array(values, kind)
+
+
+def _names(values: Sequence[Any]) -> pa.DictionaryArray:
+    """Each distinct text once. An environment may name a part of its reward, or an agent, by a number."""
+    numbers: dict[str, int] = {}
+    places = [None if value is None else numbers.setdefault(_text(str(value)), len(numbers)) for value in values]
+    return pa.DictionaryArray.from_arrays(pa.array(places, pa.int32()), pa.array(list(numbers), pa.string()))
 
 
 def _token_lists(arrays: Sequence[NDArray[Any] | None], dtype: type) -> pa.ListArray:
@@ -135,7 +147,8 @@ def _token_lists(arrays: Sequence[NDArray[Any] | None], dtype: type) -> pa.ListA
     present = [array for array in arrays if array is not None]
     values = np.concatenate(present) if present else np.empty(0, dtype=dtype)
     missing = pa.array([array is None for array in arrays], pa.bool_())
-    return _lists([0 if array is None else len(array) for array in arrays], pa.array(values.astype(dtype)), missing)
+    values = pa.array(values.astype(dtype, copy=False))
+    return _lists([0 if array is None else len(array) for array in arrays], values, missing)
 
 
 def _lists(lengths: Sequence[int], values: pa.Array, missing: pa.Array | None = None) -> pa.ListArray:

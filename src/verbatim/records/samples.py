@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby, pairwise
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -127,6 +129,19 @@ class TrainingSample:
         if self.spans is None or name not in OUTSIDE:
             return getattr(self, name)[self.trained_places()]  # type: ignore[no-any-return]
         return of_trained(self.spans, name)
+
+    def trained_chunks(self) -> Iterator[tuple[int, int]]:
+        """The turns that have trained tokens, in the order of these: index and number of tokens.
+
+        Example: chunk ids `[-1, 0, 0, -1, 1]` give (0, 2) and (1, 1).
+        """
+        if self.spans is not None:
+            for chunk, own in groupby(self.spans, key=attrgetter("chunk")):
+                yield chunk, sum(span.end - span.start for span in own)
+            return
+        chunks = self.trained("chunk_ids")
+        cuts = [0, *(np.flatnonzero(np.diff(chunks)) + 1).tolist(), len(chunks)]
+        yield from ((int(chunks[first]), last - first) for first, last in pairwise(cuts) if first < last)
 
     def __len__(self) -> int:
         return len(self.token_ids)

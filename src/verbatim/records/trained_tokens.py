@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
@@ -45,11 +44,8 @@ class TrainedTokens:
         """
         start = 0
         for sample in samples:
-            chunks = sample.trained("chunk_ids")
-            cuts = [0, *(np.flatnonzero(np.diff(chunks)) + 1).tolist(), len(chunks)]
-            for first, last in pairwise(cuts):
-                if first < last:
-                    at = slice(start + first, start + last)
-                    yield sample, int(chunks[first]), self.logprobs[at], self.gradients[at]
-            start += len(chunks)
+            for chunk, count in sample.trained_chunks():
+                at = slice(start, start + count)
+                yield sample, chunk, self.logprobs[at], self.gradients[at]
+                start += count
         assert start == len(self.logprobs), f"{len(self.logprobs)} tokens of a batch that has {start}"
