@@ -5,11 +5,12 @@ Every turn brings 256 new ids, half of them sampled, and is handed over with its
 - `extends`: each prompt extends the turn before exactly, so the episode is one sample.
 - `breaks`: half of each completion is gone from the next prompt (stripped thinking), so every turn is a sample.
 
-Each with the prompts as int32 arrays and as Python lists. The rate counts the ids of all prompts handed over; flatness
-is the time per such id at 128 turns over that at 16 (asked: at most 1.25). Memory is what 1,000 recorded episodes of 64
-turns add to the process, over their distinct ids (asked: at most 16 bytes), message texts excluded.
+Each with the prompts as int32 arrays and as Python lists. The rate counts the ids of all prompts handed over, over
+processor time; flatness is the time per such id at 128 turns over that at 16 (asked: at most 1.25). A sample's arrays
+are made when they are read: `read` is the rate with every array of every sample read. Memory is what 1,000 recorded
+episodes of 64 turns add to the process, over their distinct ids (asked: at most 16 bytes), message texts excluded.
 
-Prints one JSON line of medians. Run on one core: python benchmarks/samples.py
+Prints one JSON line of medians. Run on one core: python benchmarks/samples.py [--without-memory]
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from verbatim.rollouts import Recorder
 TURNS = (16, 32, 64, 128)
 NEW, SAMPLED = 256, 128
 VOCAB = 151_936
+ARRAYS = ("token_ids", "loss_mask", "logprobs", "advantages", "chunk_ids", "policy_versions", "temperatures")
 
 
 @dataclass(frozen=True)
@@ -71,17 +73,21 @@ def record(requests: Sequence[Request]) -> Trajectory:
     return Trajectory(example_id="x", turns=tuple(recorder.turns), advantage=0.5)
 
 
-def rate(turns: int, repetitions: int, *, breaks: bool, lists: bool) -> float:
-    """Prompt ids per second: recording and building, median of several episodes."""
+def rates(turns: int, repetitions: int, *, breaks: bool, lists: bool) -> tuple[float, float]:
+    """Prompt ids per second, medians of several episodes: recording and building; and reading every array too."""
     requests = play(turns, np.random.default_rng(turns), breaks=breaks, lists=lists)
     handed_over = sum(len(request.prompt) for request in requests)
-    seconds = []
+    built, read = [], []
     for _ in range(repetitions):
-        began = time.perf_counter()
+        began = time.thread_time()
         samples = build_samples(record(requests))
-        seconds.append(time.perf_counter() - began)
+        built.append(time.thread_time() - began)
+        for sample in samples:
+            for name in ARRAYS:
+                getattr(sample, name)
+        read.append(time.thread_time() - began)
         assert len(samples) == (turns if breaks else 1)
-    return handed_over / statistics.median(seconds)
+    return handed_over / statistics.median(built), handed_over / statistics.median(read)
 
 
 def bytes_per_token_alone(*args: int) -> float:
@@ -122,20 +128,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=51, help="episodes of each load")
     parser.add_argument("--episodes", type=int, default=1000, help="episodes kept for the memory figure")
+    parser.add_argument("--without-memory", action="store_true", help="leave the memory figure out")
     args = parser.parse_args()
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     result: dict[str, Any] = {"benchmark": "samples", "turns": TURNS}
-    result["bytes_per_token"] = {
-        f"{sampled} of {NEW} sampled": round(bytes_per_token_alone(args.episodes, 64, sampled), 2)
-        for sampled in (128, 255)
-    }
+    if not args.without_memory:
+        result["bytes_per_token"] = {
+            f"{sampled} of {NEW} sampled": round(bytes_per_token_alone(args.episodes, 64, sampled), 2)
+            for sampled in (128, 255)
+        }
     for breaks in (False, True):
         for lists in (False, True):
-            rates = [rate(turns, args.repetitions, breaks=breaks, lists=lists) for turns in TURNS]
+            found = [rates(turns, args.repetitions, breaks=breaks, lists=lists) for turns in TURNS]
             name = f"{'breaks' if breaks else 'extends'}_{'lists' if lists else 'arrays'}"
             result[name] = {
-                "million_prompt_tokens_per_second": [round(r / 1e6, 1) for r in rates],
-                "flatness": round(rates[0] / rates[-1], 3),
+                "million_prompt_tokens_per_second": [round(built / 1e6, 1) for built, _ in found],
+                "read": [round(read / 1e6, 1) for _, read in found],
+                "flatness": round(found[0][0] / found[-1][0], 3),
             }
     print(json.dumps(result))
 

@@ -15,6 +15,9 @@ Int32: TypeAlias = NDArray[np.int32]
 Ids: TypeAlias = Int32 | Sequence[int]
 
 LARGEST_ID = int(np.iinfo(np.int32).max)
+_INT32, _UINT32 = np.dtype(np.int32), np.dtype(np.uint32)
+_FEW = 4096
+"""Ids up to which two arrays are compared as bytes: sooner than as numbers, which takes less memory."""
 
 
 class Segment:
@@ -39,15 +42,17 @@ class TokenPath:
     In one tree, equal sequences end in the same segment at the same length, so prefixes are found by identity.
     """
 
-    __slots__ = ("length", "segment", "tree")
+    __slots__ = ("added", "length", "segment", "tree")
 
-    def __init__(self, tree: object, segment: Segment | None, length: int) -> None:
+    def __init__(self, tree: object, segment: Segment | None, length: int, added: Int32 | None = None) -> None:
         self.tree = tree
         """Tells trees apart; not the tree itself, which need not outlive its recording."""
         self.segment = segment
         """Holds the last token; None for the empty sequence."""
         self.length = length
         """Tokens."""
+        self.added = added
+        """The completion that it was made with: its last ids."""
 
     def __len__(self) -> int:
         return self.length
@@ -89,10 +94,15 @@ class TokenPath:
 
     def starts_with(self, other: TokenPath) -> bool:
         """Whether the other sequence, of the same tree, is a prefix of this one (or equal)."""
-        return other.length <= self.length and self.segment_at(other.length) is other.segment
+        segment, length = self.segment, other.length
+        while segment is not None and segment.start >= length:
+            segment = segment.parent
+        return segment is other.segment and length <= self.length
 
     def ends_with(self, ids: Int32) -> bool:
         """Whether these are the last ids of the sequence."""
+        if ids is self.added:
+            return True
         count = len(ids)
         if not count or self.segment is None or count > self.length:
             return not count
@@ -134,6 +144,8 @@ class TokenTree:
         """By the segment and the length that a segment follows, and its first id."""
         self._last = self._tail = _NONE
         """The sequence taken in last, in two parts: as many of the first as the second leaves, then the second."""
+        self._last_is_new = False
+        """Whether some of it was stored: then it ends where its segment does, and nothing follows."""
         self._last_path = self.root
 
     @property
@@ -161,17 +173,18 @@ class TokenTree:
             segment, known = self._descend(segment, known, completion, num_prompt)
         stored: Int32 | None = None
         if known < total:
-            new = (prompt[known:], completion) if known < num_prompt else (completion[known - num_prompt :],)
-            ids = _read_only(np.concatenate(new, dtype=np.int32))
+            is_new = known <= num_prompt  # all of the completion
+            answered = completion.tobytes() if is_new else completion[known - num_prompt :].tobytes()
+            ids: Int32 = np.frombuffer(prompt[known:].tobytes() + answered, _INT32)
             self._check(ids, known, num_prompt)
             parent, segment = segment, Segment(ids, segment, known)
             self._branches[parent, known, int(ids[0])] = segment
-            if known <= num_prompt:
+            if is_new:
                 stored = ids[num_prompt - known :]
         if stored is None:
             stored = _read_only(completion.copy())
-        self._last_path = TokenPath(self._key, segment, total)
-        self._last, self._tail = _kept(prompt), stored
+        self._last_path = TokenPath(self._key, segment, total, stored)
+        self._last, self._tail, self._last_is_new = _kept(prompt), stored, known < total
         return self._last_path, stored
 
     def foresee(self, prompt: Int32) -> None:
@@ -185,19 +198,20 @@ class TokenTree:
         head = length - len(self._tail)
         if len(ids) < length:
             return False
-        return bool(
-            (ids is self._last or (ids[:head] == self._last[:head]).all())
-            and (not len(self._tail) or (ids[head:length] == self._tail).all())
-        )
+        return (ids is self._last or _same(ids[:head], self._last[:head])) and _same(ids[head:length], self._tail)
 
     def _find(self, ids: Int32) -> tuple[Segment | None, int]:
         """Where the known part of a sequence ends: the segment, and the length."""
         length = self._last_path.length
         if self._extends_last(ids):
             segment, known = self._last_path.segment, length
+            if self._last_is_new:
+                return segment, known
         else:
-            last = np.concatenate([self._last[: length - len(self._tail)], self._tail])
-            known = common_prefix_length(last, ids)
+            head = length - len(self._tail)
+            known = common_prefix_length(self._last[:head], ids)
+            if known == head:  # as where a completion is shown without its thinking
+                known += common_prefix_length(self._tail, ids[head:])
             segment = self._last_path.segment_at(known)
         return self._descend(segment, known, ids, 0)
 
@@ -219,7 +233,7 @@ class TokenTree:
 
     def _check(self, ids: Int32, start: int, num_prompt: int) -> None:
         # As unsigned numbers, negative ids are the largest.
-        if np.maximum.reduce(ids.view(np.uint32)) < self._vocab_size:
+        if np.maximum.reduce(ids.view(_UINT32)) < self._vocab_size:
             return
         at = int(np.flatnonzero((ids < 0) | (ids >= self._vocab_size))[0])
         place = start + at
@@ -231,6 +245,11 @@ class TokenTree:
 
 
 _NONE: Int32 = np.empty(0, dtype=np.int32)
+
+
+def _same(a: Int32, b: Int32) -> bool:
+    """Whether two arrays of one length hold the same ids."""
+    return a.tobytes() == b.tobytes() if len(a) <= _FEW else bool(np.logical_and.reduce(a == b))
 
 
 def _read_only(ids: Int32) -> Int32:
@@ -265,10 +284,13 @@ def as_ids(values: Any, what: str) -> Int32:
     if isinstance(values, np.ndarray) and values.dtype == np.int32 and values.ndim == 1:
         return values
     if isinstance(values, list):
-        try:
-            return np.frombuffer(array("i", values), dtype=np.int32)
-        except (TypeError, OverflowError):
-            pass  # what is wrong with them is said below
+        for kind in "Ii":  # "I" takes half the time
+            try:
+                ids: Int32 = np.frombuffer(array(kind, values), dtype=np.int32)
+            except (TypeError, OverflowError):
+                continue  # what is wrong with them is said below
+            if kind == "i" or not len(ids) or np.minimum.reduce(ids) >= 0:
+                return ids
     try:
         found = np.asarray(values)
     except (TypeError, ValueError, OverflowError) as error:

@@ -89,8 +89,8 @@ class TrainingSample:
         sample = cls.__new__(cls)
         assert not spans or (spans[0].start > 0 and spans[-1].end <= len(token_ids))
         assert routed_experts is None or len(routed_experts) == len(token_ids), "experts of another sample"
-        fill(
-            sample, token_ids=read_only(token_ids), _spans=tuple(spans), logprob_streams={},
+        vars(sample).update(
+            token_ids=read_only(token_ids), _spans=tuple(spans), logprob_streams={},
             routed_experts=routed_experts, trajectory_id=trajectory_id, group_id=group_id, env=env, part=part,
         )  # fmt: skip
         return sample
@@ -101,8 +101,7 @@ class TrainingSample:
             """An array that follows from the spans, when it is read first."""
             if name not in OUTSIDE or self.spans is None:
                 raise AttributeError(f"{type(self).__name__} has no {name!r}")
-            array = expanded(self.spans, name, len(self))
-            fill(self, **{name: array})
+            array = vars(self)[name] = expanded(self.spans, name, len(self))
             return array
 
     @property

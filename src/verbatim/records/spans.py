@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,7 +38,12 @@ class Span(NamedTuple):
     """float32 [end - start]; None = missing."""
 
 
-_FIELD = {"advantages": "advantage", "chunk_ids": "chunk", "policy_versions": "version", "temperatures": "temperature"}
+_INSIDE: dict[str, Callable[[Span], Any]] = {
+    "loss_mask": lambda span: True, "logprobs": attrgetter("logprobs"), "advantages": attrgetter("advantage"),
+    "chunk_ids": attrgetter("chunk"), "policy_versions": attrgetter("version"),
+    "temperatures": attrgetter("temperature"),
+}  # fmt: skip
+"""What the arrays of `OUTSIDE` hold in a span; None = what they hold outside."""
 
 
 def expanded(spans: Sequence[Span], name: str, length: int) -> NDArray[Any]:
@@ -48,14 +54,12 @@ def expanded(spans: Sequence[Span], name: str, length: int) -> NDArray[Any]:
     [-1, 7, 7, -1]
     """
     dtype, outside = OUTSIDE[name]
+    inside = _INSIDE[name]
     array: NDArray[Any] = np.empty(length, dtype=dtype)
     array.fill(outside)
     for span in spans:
-        if name == "logprobs":
-            if span.logprobs is not None:
-                array[span.start : span.end] = span.logprobs
-        else:
-            array[span.start : span.end] = True if name == "loss_mask" else getattr(span, _FIELD[name])
+        if (value := inside(span)) is not None:
+            array[span[0] : span[1]] = value
     array.flags.writeable = False
     return array
 
@@ -70,7 +74,7 @@ def of_trained(spans: Sequence[Span], name: str) -> NDArray[Any]:
     dtype, outside = OUTSIDE[name]
     pieces = []
     for span in spans:
-        value = span.logprobs if name == "logprobs" else True if name == "loss_mask" else getattr(span, _FIELD[name])
+        value = _INSIDE[name](span)
         if not isinstance(value, np.ndarray):
             value = np.full(span.end - span.start, outside if value is None else value, dtype=dtype)
         pieces.append(value)

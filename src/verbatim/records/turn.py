@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -14,12 +14,16 @@ from numpy.typing import NDArray
 
 from verbatim.errors import RecordError
 from verbatim.records.experts import Experts, as_experts
-from verbatim.records.fields import Float32, as_number, fill
+from verbatim.records.fields import Float32, as_number
 from verbatim.records.messages import ParseStatus, StopReason, ToolCall
 from verbatim.token_tree import LARGEST_ID, Ids, Int32, TokenPath, TokenTree, as_ids
 
 MAX_POSITIVE_LOGPROB = 1e-4
 """Rounding may leave a logprob this far above 0; it is stored as 0. Anything above is refused."""
+_FLOAT32, _INT32 = np.dtype(np.float32), np.dtype(np.int32)
+_SMALLEST = int(np.float32(np.finfo(np.float32).min).view(np.int32))
+"""The smallest float32 as an integer of the same bits. Other negative numbers are smaller integers, all else is
+larger: -inf, NaN, 0, positive numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +38,7 @@ class TurnTiming:
     """In tools and environment after the completion."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, init=False)
+@dataclass(frozen=True, kw_only=True, eq=False, init=False, slots=True)
 class Turn:
     """One model request and its response, as exact ids.
 
@@ -101,15 +105,17 @@ class Turn:
             raise RecordError("prompt_ids: empty; nothing would predict the first completion id")
         if not (math.isfinite(temperature) and temperature >= 0):
             raise RecordError(f"temperature: expected a finite number >= 0, found {temperature}")
-        fill(
-            self, path=path, completion_ids=completion,
-            logprobs=None if logprobs is None else _as_logprobs(logprobs, count),
-            policy_versions=None if policy_versions is None else _as_versions(policy_versions, count),
-            routed_experts=None if routed_experts is None else as_experts(routed_experts, path.length - 1),
-            stop_reason=StopReason(stop_reason), temperature=temperature, reward=as_number(reward, "reward"),
-            advantage=as_number(advantage, "advantage"), state_key=state_key, agent=agent, parse_status=parse_status,
-            tool_calls=tuple(tool_calls), timing=timing, trained=trained, attachments=attachments,
+        values = (
+            path, completion, None if logprobs is None else _as_logprobs(logprobs, count),
+            None if policy_versions is None else _as_versions(policy_versions, count),
+            None if routed_experts is None else as_experts(routed_experts, path.length - 1),
+            stop_reason if type(stop_reason) is StopReason else StopReason(stop_reason), temperature,
+            None if reward is None else as_number(reward, "reward"),
+            None if advantage is None else as_number(advantage, "advantage"), state_key, agent, parse_status,
+            tuple(tool_calls), timing, trained, attachments,
         )  # fmt: skip
+        for set_field, value in zip(_SETTERS.values(), values, strict=True):  # in the order of the fields
+            set_field(self, value)
 
     @property
     def prompt_ids(self) -> Int32:
@@ -126,8 +132,9 @@ class Turn:
 
         Both belong to one trajectory.
         """
-        assert self.path.tree is earlier.path.tree
-        return earlier.path.length <= self.num_prompt_tokens and self.path.starts_with(earlier.path)
+        path, before = self.path, earlier.path
+        assert path.tree is before.tree
+        return before.length <= path.length - len(self.completion_ids) and path.starts_with(before)
 
     def amended(self, **changes: Any) -> Turn:
         """A copy with another reward, timing or parse status; nothing else is checked again."""
@@ -139,30 +146,58 @@ class Turn:
 
     def replace(self, **changes: Any) -> Turn:
         """A copy with some fields changed; ids that do not change are stored once."""
+        if changes.keys() <= _BESIDE:
+            return self._with(changes)
         if changes.keys() & {"prompt_ids", "completion_ids"} and "path" not in changes:
             changes = {"prompt_ids": self.prompt_ids, "path": None, **changes}
         return dataclasses.replace(self, **changes)
 
+    def _with(self, changes: Mapping[str, Any]) -> Turn:
+        """A copy with changes of `_BESIDE`; ids and logprobs were looked at when this turn was made."""
+        turn = object.__new__(type(self))
+        for name, set_field in _SETTERS.items():
+            value = changes[name] if name in changes else getattr(self, name)
+            set_field(turn, as_number(value, name) if name in ("reward", "advantage") else value)
+        return turn
+
+
+_SETTERS: dict[str, Callable[[Turn, Any], None]] = {
+    field.name: getattr(Turn, field.name).__set__ for field in dataclasses.fields(Turn)
+}
+"""Set a field of a turn that is being made: several times as fast as by the field's name."""
+_BESIDE = frozenset({"reward", "advantage", "timing", "parse_status", "state_key", "agent", "trained"})
+"""Fields that ids and logprobs do not depend on."""
+
 
 def _as_logprobs(values: object, expected: int) -> Float32:
     try:
-        logprobs = np.array(values, dtype=np.float32)
+        given = np.asarray(values, dtype=_FLOAT32)
     except (TypeError, ValueError) as error:
         raise RecordError(f"logprobs: every entry must be a number ({error}); pass None for a whole turn "
                           "whose logprobs are missing") from None  # fmt: skip
-    if logprobs.shape != (expected,):
-        raise RecordError(f"logprobs: {logprobs.size} for {expected} completion ids")
-    # NaN is its own smallest and largest: two looks, where all is well.
-    if expected and not (math.isfinite(np.minimum.reduce(logprobs)) and np.maximum.reduce(logprobs) <= 0):
-        bad = np.flatnonzero(~np.isfinite(logprobs) | (logprobs > MAX_POSITIVE_LOGPROB))
-        if bad.size:
-            raise RecordError(
-                f"logprobs: {logprobs[bad[0]]} at position {int(bad[0])}; expected a finite number <= 0. "
-                "A logprob that is not known is missing (None), never 0.0 or NaN"
-            )
-        np.minimum(logprobs, np.float32(0), out=logprobs)
-    logprobs.flags.writeable = False
+    if given.shape != (expected,):
+        raise RecordError(f"logprobs: {given.size} for {expected} completion ids")
+    raw = given.tobytes()
+    logprobs: Float32 = np.frombuffer(raw, _FLOAT32)
+    if expected and np.maximum.reduce(np.frombuffer(raw, _INT32)) > _SMALLEST:
+        return _checked_logprobs(logprobs)
     return logprobs
+
+
+def _checked_logprobs(logprobs: Float32) -> Float32:
+    """Refuse what is no logprob; what is above 0 by a rounding error becomes 0."""
+    # NaN is its own smallest and largest: two looks, where all is well.
+    if math.isfinite(np.minimum.reduce(logprobs)) and np.maximum.reduce(logprobs) <= 0:
+        return logprobs
+    bad = np.flatnonzero(~np.isfinite(logprobs) | (logprobs > MAX_POSITIVE_LOGPROB))
+    if bad.size:
+        raise RecordError(
+            f"logprobs: {logprobs[bad[0]]} at position {int(bad[0])}; expected a finite number <= 0. "
+            "A logprob that is not known is missing (None), never 0.0 or NaN"
+        )
+    below: Float32 = np.minimum(logprobs, np.float32(0))
+    below.flags.writeable = False
+    return below
 
 
 def _as_versions(values: object, expected: int) -> Int32:
@@ -175,12 +210,12 @@ def _as_versions(values: object, expected: int) -> Int32:
     if given.dtype != np.int32 and expected and not _fits_int32(given):
         raise RecordError(f"policy_versions: expected integers from -1 (unknown) to {LARGEST_ID}, found "
                           f"{given.tolist()[:4]}; pass None for a whole turn whose versions are unknown")  # fmt: skip
-    versions = given.astype(np.int32)
+    versions = given if given.dtype == np.int32 else given.astype(np.int32)
     raw = versions.tobytes()
     if expected and raw == raw[:4] * expected:
         return _repeated(raw[:4], expected)
-    versions.flags.writeable = False
-    return versions
+    kept: Int32 = np.frombuffer(raw, _INT32)
+    return kept
 
 
 def _fits_int32(numbers: NDArray[Any]) -> bool:

@@ -20,51 +20,36 @@ class Extension:
     """That sample; at a break the one that shares most, None if no sample is open."""
 
 
-class OpenSamples:
-    """The samples that a turn may join; each is the prompt and completion of its last turn.
+class SampleEnds:
+    """Where the samples end that a turn may join; each is the prompt and completion of its last turn.
 
     The ids of a trajectory were compared when they were taken into its `TokenTree`, each prompt token once. So equal
     prefixes are the same segments, and what is asked here is answered by walking from a prompt's end towards the root:
     with any number of open samples, at most one look for each of its segments.
-
-    Example: with the samples `[1, 2]` and `[1, 2, 3]`, the prompt `[1, 2, 3, 9]` extends the second; `[1, 5]` extends
-    none and shares 1 id with the first.
     """
 
     def __init__(self) -> None:
         self._ends: dict[Segment, list[tuple[int, int]]] = {}
         """By the segment in which samples end: (length, number) of each."""
-        self._reach: dict[Segment, tuple[int, int]] = {}
-        """How far into a segment samples go: the largest length, and the number of the first that has it."""
         self._count = 0
 
-    def find(self, turn: Turn) -> Extension:
-        """The longest open sample that is an exact prefix of the turn's prompt.
+    def longest(self, turn: Turn) -> tuple[int, int] | None:
+        """Number and length of the longest open sample that is an exact prefix of the turn's prompt; None = a break.
 
         A shorter sample must not win over a longer one: the longer one's sampled tokens would then be taken for tokens
         of the environment. Of equally long ones the earliest wins.
         """
         length = turn.num_prompt_tokens
         segment = turn.path.segment_at(length)
-        shared, closest = 0, 0 if self._count else None
         while segment is not None:
-            reach = self._reach.get(segment)
-            if reach is not None:
-                if closest is None or min(reach[0], length) > shared:
-                    shared, closest = min(reach[0], length), reach[1]
-                longest, number = 0, -1
-                for end, candidate in self._ends.get(segment, ()):
-                    if longest < end <= length or (end == longest and candidate < number):
-                        longest, number = end, candidate
-                if longest:
-                    return Extension(sample=number, shared=longest, closest=number)
+            longest, number = 0, -1
+            for end, candidate in self._ends.get(segment, ()):
+                if longest < end <= length or (end == longest and candidate < number):
+                    longest, number = end, candidate
+            if longest:
+                return number, longest
             length, segment = segment.start, segment.parent
-        return Extension(sample=None, shared=shared, closest=closest)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all samples, with shared prefixes counted once."""
-        return sum(length - segment.start for segment, (length, _) in self._reach.items())
+        return None
 
     def open(self, path: TokenPath) -> int:
         """A sample of its own; its number."""
@@ -80,9 +65,45 @@ class OpenSamples:
         self._mark(path, number)
 
     def _mark(self, path: TokenPath, number: int) -> None:
+        assert path.segment is not None
+        self._ends.setdefault(path.segment, []).append((path.length, number))
+
+
+class OpenSamples(SampleEnds):
+    """The same, and which sample is the closest one at a break.
+
+    Example: with the samples `[1, 2]` and `[1, 2, 3]`, the prompt `[1, 2, 3, 9]` extends the second; `[1, 5]` extends
+    none and shares 1 id with the first.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._reach: dict[Segment, tuple[int, int]] = {}
+        """How far into a segment samples go: the largest length, and the number of the first that has it."""
+
+    def find(self, turn: Turn) -> Extension:
+        """The sample that the turn joins, or the closest one."""
+        found = self.longest(turn)
+        if found is not None:
+            return Extension(sample=found[0], shared=found[1], closest=found[0])
+        length = turn.num_prompt_tokens
+        segment = turn.path.segment_at(length)
+        shared, closest = 0, 0 if self._count else None
+        while segment is not None:
+            reach = self._reach.get(segment)
+            if reach is not None and (closest is None or min(reach[0], length) > shared):
+                shared, closest = min(reach[0], length), reach[1]
+            length, segment = segment.start, segment.parent
+        return Extension(sample=None, shared=shared, closest=closest)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all samples, with shared prefixes counted once."""
+        return sum(length - segment.start for segment, (length, _) in self._reach.items())
+
+    def _mark(self, path: TokenPath, number: int) -> None:
+        super()._mark(path, number)
         segment, length = path.segment, path.length
-        assert segment is not None
-        self._ends.setdefault(segment, []).append((length, number))
         while segment is not None and self._reach.get(segment, (0, 0))[0] < length:
             self._reach[segment] = (length, number)
             length, segment = segment.start, segment.parent

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from verbatim.records.turn import Turn
-from verbatim.trajectories.extension import OpenSamples
+from verbatim.trajectories.extension import SampleEnds
 
 
 def interleaved(turns: Sequence[Turn]) -> list[list[int]]:
@@ -20,13 +20,14 @@ def interleaved(turns: Sequence[Turn]) -> list[list[int]]:
     `[[0, 1], [2]]`: the samples `[1, 2, 3, 4]`, where 2 and 4 are trained, and `[1, 9, 5]`, where 5 is trained.
     """
     samples: list[list[int]] = []
-    opened = OpenSamples()
+    ends = SampleEnds()
     for place, turn in enumerate(turns):
-        number = opened.find(turn).sample
-        if number is None:
-            opened.open(turn.path)
+        found = ends.longest(turn)
+        if found is None:
+            ends.open(turn.path)
             samples.append([place])
         else:
-            opened.extend(number, turns[samples[number][-1]].path, turn.path)
-            samples[number].append(place)
+            own = samples[found[0]]
+            ends.extend(found[0], turns[own[-1]].path, turn.path)
+            own.append(place)
     return samples

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Literal
 
 import numpy as np
@@ -109,10 +110,11 @@ def build(
     failed = trajectory.error is not None
     if failed and not include_failed:
         return BuiltSamples(samples=[], fate=Fate.of_dropped(trajectory, "error"))
-    fates = [_fate(turn, max_length, needs_logprobs) for turn in trajectory.turns]
+    longest = sys.maxsize if max_length is None else max_length
+    fates = [_fate(turn, longest, needs_logprobs) for turn in trajectory.turns]
     kept = [
         (index, turn) for index, turn in enumerate(trajectory.turns)
-        if len(turn.completion_ids) and not _is_too_long(turn, max_length)
+        if len(turn.completion_ids) and turn.path.length <= longest
     ]  # fmt: skip
     runs = group([turn for _, turn in kept])
     _check_runs(strategy, runs, kept)
@@ -151,9 +153,9 @@ def find_strategy(name: str) -> Strategy:
 def _check_runs(strategy: str, runs: list[list[int]], kept: Sequence[tuple[int, Turn]]) -> None:
     """Each turn once, and together only turns that extend each other: for a strategy of the user's own, their error."""
     fault = None
-    if not _is_lists(runs):
+    if strategy not in STRATEGIES and not _is_lists(runs):
         fault = f"gave {shown(runs, 80)}"
-    elif sorted(place for run in runs for place in run) != [*range(len(kept))]:
+    elif sorted(chain.from_iterable(runs)) != [*range(len(kept))]:
         fault = "lost or repeated turns"
     elif not all(kept[place][1].extends(kept[before][1]) for run in runs for before, place in pairwise(run)):
         fault = "joined turns across a break"
@@ -171,16 +173,12 @@ def _is_lists(runs: object) -> bool:
     )
 
 
-def _fate(turn: Turn, max_length: int | None, needs_logprobs: bool) -> str:
+def _fate(turn: Turn, longest: int, needs_logprobs: bool) -> str:
     if not turn.trained:
         return "untrained"
-    if _is_too_long(turn, max_length):
+    if turn.path.length > longest:
         return "over_length"
     return TRAINED if turn.logprobs is not None or not needs_logprobs else "missing_logprobs"
-
-
-def _is_too_long(turn: Turn, max_length: int | None) -> bool:
-    return max_length is not None and turn.path.length > max_length
 
 
 def _sample(trajectory: TrajectoryRecord, trained: Sequence[tuple[int, Turn]], *, part: int) -> TrainingSample:
@@ -188,41 +186,42 @@ def _sample(trajectory: TrajectoryRecord, trained: Sequence[tuple[int, Turn]], *
 
     What follows it, a turn that is not trained, would be context of nothing.
     """
+    spans: list[Span] = []
+    for index, turn in trained:
+        _add_spans(spans, index, turn, turn.advantage if turn.advantage is not None else trajectory.advantage)
     return TrainingSample.of_spans(
-        trained[-1][1].path.ids(), [span for index, turn in trained for span in _spans(trajectory, index, turn)],
-        routed_experts=_routed([turn for _, turn in trained], trajectory.turns), trajectory_id=trajectory.trajectory_id,
-        group_id=trajectory.group_id, env=trajectory.env, part=part,
+        trained[-1][1].path.ids(), spans, routed_experts=_routed(trained, trajectory.turns),
+        trajectory_id=trajectory.trajectory_id, group_id=trajectory.group_id, env=trajectory.env, part=part,
     )  # fmt: skip
 
 
-def _spans(trajectory: TrajectoryRecord, index: int, turn: Turn) -> list[Span]:
-    """The trained tokens of a turn: a span for each policy version that sampled some of them."""
-    start, end, versions = turn.num_prompt_tokens, turn.path.length, turn.policy_versions
-    advantage = (turn.advantage if turn.advantage is not None else trajectory.advantage) or 0.0
+def _add_spans(spans: list[Span], index: int, turn: Turn, advantage: float | None) -> None:
+    """Add the trained tokens of a turn: a span for each policy version that sampled some of them."""
+    end, versions, logprobs = turn.path.length, turn.policy_versions, turn.logprobs
+    start, advantage = end - len(turn.completion_ids), advantage or 0.0
     if versions is None or versions.strides == (0,):
         version = -1 if versions is None else int(versions[0])
-        return [Span(start, end, index, version, advantage, turn.temperature, turn.logprobs)]
+        spans.append(Span(start, end, index, version, advantage, turn.temperature, logprobs))
+        return
     cuts = [0, *(np.flatnonzero(versions[1:] != versions[:-1]) + 1).tolist(), end - start]
-    return [
-        Span(start + first, start + last, index, int(versions[first]), advantage, turn.temperature,
-             None if turn.logprobs is None else turn.logprobs[first:last])
-        for first, last in pairwise(cuts)
-    ]  # fmt: skip
+    for first, last in pairwise(cuts):
+        own = None if logprobs is None else logprobs[first:last]
+        spans.append(Span(start + first, start + last, index, int(versions[first]), advantage, turn.temperature, own))
 
 
-def _routed(own: Sequence[Turn], turns: Sequence[Turn]) -> RoutedExperts | None:
+def _routed(trained: Sequence[tuple[int, Turn]], turns: Sequence[Turn]) -> RoutedExperts | None:
     """The experts that computed the tokens of a sample: as its own turns recorded them, and others as far as they have
     the same context. Where several did, the first one counts: it sampled what comes next.
 
     Args:
-        own: The trained turns of the sample.
+        trained: The trained turns of the sample, each with its index.
         turns: All turns of the trajectory.
     """
-    recorded = [(turn, turn.routed_experts) for turn in dict.fromkeys([*own, *turns])]
-    first = next((experts for _, experts in recorded if experts is not None), None)
+    first = next((turn.routed_experts for turn in turns if turn.routed_experts is not None), None)
     if first is None:
         return None
-    path = own[-1].path
+    recorded = [(turn, turn.routed_experts) for turn in dict.fromkeys([*(turn for _, turn in trained), *turns])]
+    path = trained[-1][1].path
     found = RoutedExperts.of_none(path.length, first)
     for turn, experts in recorded:
         if experts is not None:
