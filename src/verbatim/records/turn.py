@@ -138,11 +138,7 @@ class Turn:
 
     def amended(self, **changes: Any) -> Turn:
         """A copy with another reward, timing or parse status; nothing else is checked again."""
-        if "reward" in changes:
-            changes["reward"] = as_number(changes["reward"], "reward")
-        turn = object.__new__(Turn)
-        fill(turn, **{**self.__dict__, **changes})
-        return turn
+        return self._with(changes)
 
     def replace(self, **changes: Any) -> Turn:
         """A copy with some fields changed; ids that do not change are stored once."""
