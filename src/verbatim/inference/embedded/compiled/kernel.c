@@ -20,6 +20,8 @@
 #define PAGE 16
 #define SPAN 512      /* keys whose scores are held at a time; sums of longer sequences are merged in order */
 #define MOST_QUERIES 64
+#define STRIDE (SPAN + PAGE) /* between the scores of two queries: no power of two, which would share cache lines */
+#define FEW 16           /* queries that wait for memory, not for their products */
 
 /* ROWS x 2 vectors of a product, QUERIES x 4 vectors of scores: as many as there are registers for. */
 #if defined(__AVX512F__)
@@ -354,7 +356,7 @@ INLINE void score(int queries, int pages, const float *q, int64_t size, const fl
         }
     }
     EACH (int r = 0; r < queries; r++)
-        EACH (int j = 0; j < pages * PARTS; j++) store(scores + r * SPAN + j * LANES, acc[r][j]);
+        EACH (int j = 0; j < pages * PARTS; j++) store(scores + r * STRIDE + j * LANES, acc[r][j]);
 }
 
 /* Adds weighted values: out[r, c % 2, d] += weights[r, c] v[c, d] for the keys c of a page, in order. */
@@ -374,7 +376,7 @@ INLINE void add_values(int queries, int parts, const float *weights, const float
                     if (queries > 1) HOLD(value[j]);
                 }
                 EACH (int r = 0; r < queries; r++) {
-                    vec one = all(weights[r * SPAN + page * PAGE + c + odd]);
+                    vec one = all(weights[r * STRIDE + page * PAGE + c + odd]);
                     EACH (int j = 0; j < parts; j++) acc[r][odd][j] += one * value[j];
                 }
             }
@@ -382,6 +384,24 @@ INLINE void add_values(int queries, int parts, const float *weights, const float
         EACH (int odd = 0; odd < 2; odd++)
             EACH (int j = 0; j < parts; j++) store(out + (2 * r + odd) * size + j * LANES, acc[r][odd][j]);
 }
+
+/* Each size is a function of its own: what an inlined loop's surroundings keep in registers would be in its way. */
+#define SIZES(make) make(1) make(2) make(3) make(4)
+#define ALONE static __attribute__((noinline)) void
+#define SCORE(n)                                                                                                    \
+    ALONE score_##n##_1(const float *q, int64_t size, const float *const *k, float *to)                             \
+    { score(n <= QUERIES ? n : 1, 1, q, size, k, to); }                                                             \
+    ALONE score_##n##_2(const float *q, int64_t size, const float *const *k, float *to)                             \
+    { score(n <= QUERIES ? n : 1, PAGES_AT_ONCE < 2 ? 1 : 2, q, size, k, to); }                                     \
+    ALONE score_##n##_4(const float *q, int64_t size, const float *const *k, float *to)                             \
+    { score(n <= QUERIES ? n : 1, PAGES_AT_ONCE, q, size, k, to); }
+#define ADD(n)                                                                                                      \
+    ALONE add_##n##_1(const float *weights, const float *const *v, int64_t pages, int64_t size, float *out)         \
+    { add_values(n <= QUERIES ? n : 1, 1, weights, v, pages, size, out); }                                          \
+    ALONE add_##n##_2(const float *weights, const float *const *v, int64_t pages, int64_t size, float *out)         \
+    { add_values(n <= QUERIES ? n : 1, 2, weights, v, pages, size, out); }
+SIZES(SCORE)
+SIZES(ADD)
 
 typedef struct {
     const Work *w;
@@ -394,10 +414,13 @@ typedef struct {
 #define BY_QUERIES(from, until, call)                                                         \
     do {                                                                                      \
         int64_t at = (from), left;                                                            \
-        for (; at + QUERIES <= (until); at += QUERIES) call(QUERIES);                         \
+        if (QUERIES == 4)                                                                     \
+            for (; at + 4 <= (until); at += 4) call(4);                                       \
+        else                                                                                  \
+            for (; at + 2 <= (until); at += 2) call(2);                                       \
         left = (until) - at;                                                                  \
-        if (QUERIES > 3 && left == 3) call((QUERIES > 3 ? 3 : 1));                            \
-        if (QUERIES > 2 && left == 2) call((QUERIES > 2 ? 2 : 1));                            \
+        if (left == 3) call(3);                                                               \
+        if (left == 2) call(2);                                                               \
         if (left == 1) call(1);                                                               \
     } while (0)
 
@@ -411,9 +434,9 @@ static void all_scores(const Tiled *t, int64_t from, int64_t until, const int32_
         n = end - page >= PAGES_AT_ONCE ? PAGES_AT_ONCE : end - page >= 2 ? 2 : 1;
         for (int64_t j = 0; j < n; j++) k[j] = plane(w->m, w->p, table[page + j], w->index, t->head, 0);
         float *to = t->scores + (page * PAGE - base);
-#define FOUR(queries) score(queries, PAGES_AT_ONCE, t->q + at * t->size, t->size, k, to + at * SPAN)
-#define TWO(queries) score(queries, PAGES_AT_ONCE < 2 ? 1 : 2, t->q + at * t->size, t->size, k, to + at * SPAN)
-#define ONE(queries) score(queries, 1, t->q + at * t->size, t->size, k, to + at * SPAN)
+#define FOUR(queries) score_##queries##_4(t->q + at * t->size, t->size, k, to + at * STRIDE)
+#define TWO(queries) score_##queries##_2(t->q + at * t->size, t->size, k, to + at * STRIDE)
+#define ONE(queries) score_##queries##_1(t->q + at * t->size, t->size, k, to + at * STRIDE)
         if (n == PAGES_AT_ONCE) BY_QUERIES(from, until, FOUR);
         else if (n == 2) BY_QUERIES(from, until, TWO);
         else BY_QUERIES(from, until, ONE);
@@ -435,8 +458,8 @@ static void all_values(const Tiled *t, int64_t from, int64_t until, const int32_
         const float *weights = t->scores + (page * PAGE - base);
         for (int64_t d = 0; d < t->size; d += 2 * LANES) {
             for (int64_t j = 0; j < n; j++) part[j] = v[j] + d;
-#define WIDE(queries) add_values(queries, 2, weights + at * SPAN, part, n, t->size, t->out + at * 2 * t->size + d)
-#define NARROW(queries) add_values(queries, 1, weights + at * SPAN, part, n, t->size, t->out + at * 2 * t->size + d)
+#define WIDE(queries) add_##queries##_2(weights + at * STRIDE, part, n, t->size, t->out + at * 2 * t->size + d)
+#define NARROW(queries) add_##queries##_1(weights + at * STRIDE, part, n, t->size, t->out + at * 2 * t->size + d)
             if (d + 2 * LANES <= t->size) BY_QUERIES(from, until, WIDE);
             else BY_QUERIES(from, until, NARROW);
 #undef WIDE
@@ -448,7 +471,7 @@ static void all_values(const Tiled *t, int64_t from, int64_t until, const int32_
 /* Turns a query's scores of the keys base to base + end - 1 into weights; those outside of [low, high) get 0. */
 static void weigh(const Tiled *t, int64_t query, int64_t low, int64_t high, int64_t end, int is_first)
 {
-    float *s = t->scores + query * SPAN;
+    float *s = t->scores + query * STRIDE;
     ivec lane;
     for (int i = 0; i < LANES; i++) lane[i] = i;
     if (high <= low) {
@@ -483,13 +506,22 @@ static void weigh(const Tiled *t, int64_t query, int64_t low, int64_t high, int6
         }
 }
 
+/* Asks for the keys or the values of pages that come next: a page is too short for the processor to foresee it. */
+static void fetch(const Work *w, const int32_t *table, int64_t page, int64_t end, int64_t head, int value)
+{
+    for (; page < end; page++) {
+        const float *at = plane(w->m, w->p, table[page], w->index, head, value);
+        for (int64_t i = 0; i < PAGE * w->m->head_size; i += 16) __builtin_prefetch(at + i);
+    }
+}
+
 static void attend_tile(const Work *w, const Tile *tile, int64_t head, float *scratch)
 {
     const Model *m = w->m;
     const Pass *p = w->p;
     int64_t size = m->head_size, group = m->heads / m->kv_heads, queries = tile->rows * group, window = w->layer->window;
     Tiled made = {w, head, group, size, scratch, scratch + queries * size, NULL, NULL, NULL}, *t = &made;
-    t->out = t->scores + queries * SPAN;
+    t->out = t->scores + queries * STRIDE;
     t->top = t->out + queries * 2 * size;
     t->total = t->top + queries;
     const Piece *pieces = w->pieces + tile->piece;
@@ -517,6 +549,11 @@ static void attend_tile(const Work *w, const Tile *tile, int64_t head, float *sc
         for (int64_t i = 0; i < tile->pieces; i++) {
             const Piece *piece = pieces + i;
             int64_t last = smaller(piece->pages, end), own = greater(start, common), until = query + piece->rows * group;
+            if (until - query <= FEW) {
+                if (i + 1 < tile->pieces)
+                    fetch(w, table_of(p, piece[1].row), own, smaller(piece[1].pages, end), head, 0);
+                fetch(w, table_of(p, piece->row), own, last, head, 1);
+            }
             if (last > own) all_scores(t, query, until, table_of(p, piece->row), own, last, base);
             for (int64_t q = query; q < until; q++) {
                 int64_t position = p->positions[piece->row + (q - query) / group];
@@ -684,7 +721,7 @@ static int64_t tile_rows(const Model *m, int64_t rows)
 static int64_t attention_floats(const Model *m)
 {
     int64_t group = m->heads / m->kv_heads, queries = greater(MOST_QUERIES, group);
-    return ROUND(queries * (3 * m->head_size + SPAN + 2));
+    return ROUND(queries * (3 * m->head_size + STRIDE + 2));
 }
 
 /* Floats of working memory for a pass of so many rows. */
