@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from verbatim.cores import CoreShare
 from verbatim.errors import ModelError, RecordError, SamplerFault, UsageError
 from verbatim.inference import Sampler, SampleRequest, SamplingParams
 from verbatim.inference.cut_off import num_tokens_drawn
@@ -447,3 +448,23 @@ async def test_an_engine_that_fails_as_it_takes_a_request_answers_that_one_too(s
     async with asyncio.timeout(20):
         found = await asyncio.gather(*(sampler.generate(request(seed=k)) for k in range(3)), return_exceptions=True)
     assert [type(error) for error in found] == [SamplerFault] * 3
+
+
+async def test_free_cores_are_taken_and_given_back(models, tmp_path, monkeypatch):
+    """Both sides' views of the cores: the engine computes with all of them until the trainer computes too, and says
+    that it has ended when nothing is left to do."""
+    mine, trainer = (CoreShare(tmp_path / "cores", side, 2) for side in ("sampler", "trainer"))
+    threads = []
+    set_num_threads = torch.set_num_threads
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: (threads.append(n), set_num_threads(n)))
+    sampler = TorchSampler(models["tied"], config=TorchSettings(device="cpu"), context_length=64, num_threads=1,
+                           cores=mine)  # fmt: skip
+    await until(lambda: not trainer._map[0])
+    await sampler.generate(request(max_tokens=4))
+    assert threads[-1] == 2
+    await until(lambda: not trainer._map[0])
+    trainer.compute(True)
+    await sampler.generate(request(max_tokens=4))
+    assert threads[-1] == 1
+    await until(lambda: trainer.num_threads == 2)
+    await sampler.close()

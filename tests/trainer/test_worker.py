@@ -11,6 +11,7 @@ from test_trainer_steps import make_trainer, weights
 from trainer_helpers import make_batch, num_trained
 from transformers import AutoModelForCausalLM
 
+from verbatim.cores import CoreShare
 from verbatim.errors import RunStopped
 from verbatim.models.loading import load_model
 from verbatim.trainer.local import LocalTrainer
@@ -209,3 +210,29 @@ def test_memory_that_runs_out_after_the_batch_stops_the_run_by_name(made, monkey
     assert made.worker.version == 0
     with pytest.raises(RunStopped, match="an earlier one failed"):
         made.train(1)
+
+
+def test_cores_that_the_sampler_leaves_free_are_taken(made, tmp_path, monkeypatch):
+    mine, sampler = (CoreShare(tmp_path / "cores", side, 2) for side in ("trainer", "sampler"))
+    before, seen, others = torch.get_num_threads(), [], []
+    monkeypatch.setattr(torch, "set_num_threads", seen.append)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: seen[-1] if seen else before)
+    train = made.trainer.train_batch
+    monkeypatch.setattr(made.trainer, "train_batch", lambda *x: (others.append(sampler.num_threads), train(*x))[1])
+    made.worker.share(mine)
+    sampler.compute(True)
+    made.train(1)
+    assert [*seen, before][0] == 1
+    sampler.compute(False)
+    made.train(2)
+    assert seen[-1] == 2
+    assert others == [1, 1], "while it trains the sampler has its share"
+    assert sampler.num_threads == 2
+
+
+def test_a_batch_that_fails_gives_the_cores_back(made, tmp_path):
+    mine, sampler = (CoreShare(tmp_path / "cores", side, 2) for side in ("trainer", "sampler"))
+    made.worker.share(mine)
+    with pytest.raises(RunStopped):
+        made.train(1, samples=poisoned(0))
+    assert sampler.num_threads == 2

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.config.inference import OnWeightUpdate
+from verbatim.cores import CoreShare
 from verbatim.inference.sending import WeightSender
 
 
@@ -24,6 +25,8 @@ class BackendInputs:
     """The version of these weights."""
     num_threads: int | None = None
     """The backend's share of this machine's cores, for one that computes here; None = all of them."""
+    cores: CoreShare | None = None
+    """Tells a backend that computes here how many threads it may have now; None = `num_threads` all the time."""
     on_weight_update: OnWeightUpdate = "recompute"
     """What happens to the key/value cache of sequences in flight when new weights arrive."""
     return_routed_experts: bool = False

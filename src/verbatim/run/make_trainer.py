@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from verbatim.config.schema import RunConfig
+from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.rollouts import derive_seed
 from verbatim.run.parts import frozen_models, make_loss
+from verbatim.run.rollouts import inference_settings
 
 if TYPE_CHECKING:
     from verbatim.trainer.parallel.ranks import Ranks
@@ -65,6 +67,20 @@ def threads_of(config: RunConfig, own: int | None) -> int | None:
     if config.orchestrator.max_async_level == 0 or "OMP_NUM_THREADS" in os.environ:
         return None
     return max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+def shares_cores(config: RunConfig) -> bool:
+    """Whether a trainer and a sampler in two processes on this machine may take each other's free cores.
+
+    Not where either number of threads is set, several processes train, or the sampler is deterministic: bits depend on
+    the number of threads.
+    """
+    engine = inference_settings(config)
+    if not isinstance(engine, TorchSettings) or engine.urls or engine.num_threads is not None or engine.deterministic:
+        return False
+    trainer = config.trainer
+    own = trainer.num_threads is not None or trainer.parallel.processes > 1 or trainer.device not in ("auto", "cpu")
+    return config.orchestrator.max_async_level > 0 and not own and "OMP_NUM_THREADS" not in os.environ
 
 
 def set_trainer_threads(config: RunConfig, processes: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from verbatim.config import BackendSettings, find_backend, settings_for
 from verbatim.config.schema import EnvConfig, OrchestratorConfig, RendererConfig, RunConfig, SamplingConfig
 from verbatim.config.sections import table_of
+from verbatim.cores import CoreShare
 from verbatim.environments.base import Environment
 from verbatim.errors import ComponentError, UsageError
 from verbatim.inference import SAMPLERS, BackendInputs
@@ -151,7 +152,7 @@ _SAMPLER_METHODS = ("generate", "update_weights", "prompt_logprobs", "close")
 
 async def make_sampler(
     config: RunConfig, source: str | Path, *, policy_version: int = 0, num_threads: int | None = None,
-    logs: Path | None = None, sender: WeightSender | None = None,
+    logs: Path | None = None, sender: WeightSender | None = None, cores: CoreShare | None = None,
 ) -> Sampler:  # fmt: skip
     """The configured rollout engine with the weights in `source`.
 
@@ -163,6 +164,7 @@ async def make_sampler(
             own setting.
         logs: The folder for what an engine in other processes prints.
         sender: The trainer, where it sends its weights to the engine's servers.
+        cores: What an engine in this process shares with the trainer.
 
     Raises:
         ComponentError: the backend gave something that is not a sampler.
@@ -170,7 +172,7 @@ async def make_sampler(
     inference = config.inference
     backend = find_backend(inference.backend, SAMPLERS, what=inference.what)
     inputs = _backend_inputs(
-        config, source, policy_version=policy_version, num_threads=num_threads, logs=logs, sender=sender
+        config, source, policy_version=policy_version, num_threads=num_threads, logs=logs, sender=sender, cores=cores
     )
     settings = settings_for(inference, inference.backend, backend)
     made = backend.function(inputs, settings)
@@ -185,7 +187,7 @@ async def make_sampler(
 
 def _backend_inputs(
     config: RunConfig, source: str | Path, *, policy_version: int = 0, num_threads: int | None = None,
-    logs: Path | None = None, sender: WeightSender | None = None,
+    logs: Path | None = None, sender: WeightSender | None = None, cores: CoreShare | None = None,
 ) -> BackendInputs:  # fmt: skip
     lora = config.trainer.lora
     return BackendInputs(
@@ -193,6 +195,7 @@ def _backend_inputs(
         context_length=config.orchestrator.seq_len,
         policy_version=policy_version,
         num_threads=num_threads,
+        cores=cores,
         on_weight_update=config.inference.on_weight_update,
         return_routed_experts=config.inference.return_routed_experts,
         adapter_rank=lora.r if lora is not None else rank_of(source) if is_adapter(source) else None,

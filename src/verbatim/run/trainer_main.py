@@ -14,12 +14,13 @@ from rich.console import Console
 from verbatim.checkpoints import ORCHESTRATOR, CheckpointStore, RunFolder
 from verbatim.config import dump_config
 from verbatim.config.schema import RunConfig
+from verbatim.cores import CoreShare, own_cores
 from verbatim.errors import CheckpointError, RunStopped
 from verbatim.monitors.progress_bar import ProgressBar
 from verbatim.run.environments import Environments, make_environments
 from verbatim.run.hosts import fetch_run
 from verbatim.run.logs import last_lines
-from verbatim.run.make_trainer import make_trainer, threads_of
+from verbatim.run.make_trainer import make_trainer, shares_cores, threads_of
 from verbatim.run.parts import needs_first_model
 from verbatim.run.rollouts import inference_settings
 from verbatim.run.trainer_ranks import open_ranks
@@ -150,6 +151,8 @@ def serve_trainer(
         )  # fmt: skip
         if ranks is None:
             set_num_threads(threads_of(config, config.trainer.num_threads))
+        if session is not None and shares_cores(config):  # the orchestrator is on this machine
+            worker.share(CoreShare(exchange.cores, "trainer", own_cores()))
         exchange.ready(ready)
         look = ranks.look if ranks is not None else lambda: None
         with asked_to_end(exchange, heartbeat) as stopped:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from rich.console import Console
 from verbatim.checkpoints import TRAINER, RunFolder
 from verbatim.checkpoints.lock import is_locked
 from verbatim.config.schema import RunConfig
+from verbatim.cores import CoreShare, own_cores
 from verbatim.errors import RunStopped, UsageError
 from verbatim.imports import child_environment
 from verbatim.inference.http.server import as_others_reach
@@ -30,7 +31,7 @@ from verbatim.monitors.progress_bar import ProgressBar
 from verbatim.run.environments import Environments
 from verbatim.run.hosts import serve_run
 from verbatim.run.logs import last_lines
-from verbatim.run.make_trainer import threads_of
+from verbatim.run.make_trainer import shares_cores, threads_of
 from verbatim.run.trainer_main import open_trainer
 from verbatim.run.weight_transfer import own_address
 from verbatim.transport import TrainerLink, TrainerReady
@@ -61,6 +62,8 @@ class TrainerSide:
     """Tells the trainer that this process goes on, and what it does."""
     wants_to_stop: Callable[[], bool]
     """Whether the trainer was asked to end."""
+    cores: CoreShare | None = None
+    """What the sampler shares with the trainer; None = each side has its number of threads."""
 
 
 @contextlib.contextmanager
@@ -111,8 +114,9 @@ def trainer_child(config: RunConfig, folder: RunFolder, console: Console) -> Ite
                 time.sleep(_POLL)
         ready = _wait_until_ready(exchange, config, ended, log)
         exchange.attach()
+        cores = CoreShare(exchange.cores, "sampler", own_cores()) if shares_cores(config) else None
         with _side(ready, exchange, config, ended, log) as side:
-            yield side
+            yield replace(side, cores=cores)
         patience = _PATIENCE
     except RunStopped as error:
         patience = _LITTLE_PATIENCE

@@ -185,7 +185,7 @@ class TrainingRun:
         with self._log.stage("starting the sampler"):
             sampler = await make_sampler(
                 config, ready.weights, policy_version=ready.version, num_threads=threads_of(config, None),
-                logs=self.folder.path / "logs" / "inference", sender=sending,
+                logs=self.folder.path / "logs" / "inference", sender=sending, cores=side.cores,
             )  # fmt: skip
         stack.push_async_callback(side.link.close)
         stack.push_async_callback(sampler.close)

@@ -56,6 +56,8 @@ class GradientPass:
     """Added to the loss; its value is a metric, and not part of the returned sum."""
     tokens: TokenValues | None = None
     """Is told of each target's logprob and gradient; None = they are not kept."""
+    before_pass: Callable[[], None] = lambda: None
+    """Called before each micro-batch."""
     num_trained: int = 0
     """Targets whose gradient was taken, so far."""
     _losses: list[tuple[Tensor, Callable[[], list[str]]]] = field(default_factory=list)
@@ -152,6 +154,7 @@ class GradientPass:
 
     def _backward_alone(self, batch: DeviceBatch) -> None:
         """A batch that shares no trajectory with another one."""
+        self.before_pass()
         hidden_MD = self.lm.hidden(batch)
         (grad_M,) = self._whole_gradients([batch], [self._logprobs(batch, hidden_MD.detach())])
         self._carry_back(batch, grad_M, hidden_MD)
@@ -206,7 +209,9 @@ class GradientPass:
     def _backward(
         self, batch: DeviceBatch, gradient: Callable[[slice, ChunkLogprobs], Tensor], hidden_MD: Tensor | None = None
     ) -> None:
-        hidden_MD = self.lm.hidden(batch) if hidden_MD is None else hidden_MD
+        if hidden_MD is None:
+            self.before_pass()
+            hidden_MD = self.lm.hidden(batch)
         self.lm.backward(hidden_MD, batch.target_ids_M, batch.temperatures_M, gradient)
         self.num_trained += len(batch)
 

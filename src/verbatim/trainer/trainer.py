@@ -97,6 +97,8 @@ class Trainer:
         if config.compile:
             try_compiled(self._targets, self._sharding)
         self.optimizer = build_optimizer(self.model, config.optim)
+        self.before_pass: Callable[[], None] = lambda: None
+        """Called before each micro-batch of this process."""
         self.num_optimizer_steps = 0
         """Optimizer steps done: what the schedule counts."""
         self._frozen = FrozenModels(
@@ -213,7 +215,7 @@ class Trainer:
         tokens = None if lengths is None else TokenValues(lengths)
         gradients = GradientPass(
             lm=self._targets, loss=self.loss, denominator=denominator, metrics=mine, frozen=self._frozen.streams,
-            ranks=self.ranks, router_loss=self._router_loss, tokens=tokens,
+            ranks=self.ranks, router_loss=self._router_loss, tokens=tokens, before_pass=self.before_pass,
         )  # fmt: skip
         try:
             gradients.run(own)

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
+import torch
+
+from verbatim.cores import CoreShare
 from verbatim.disk import link_or_copy
 from verbatim.errors import RunStopped, VerbatimError
 from verbatim.inference.sending import SendOrder, SendReport
@@ -43,11 +46,22 @@ class TrainerWorker:
     broadcaster: WeightBroadcaster | None = None
     """Sends its weights to the sampler's servers; None = they read what it publishes."""
     _failure: str | None = None
+    _cores: CoreShare | None = None
 
     def __post_init__(self) -> None:
         probes = probe_sequences(self.trainer.lm.vocab_size, self.context_length)
         self._probe_samples = [whole_sample(ids) for ids in probes]
         self._optimizer_steps = self.trainer.num_optimizer_steps
+
+    def share(self, cores: CoreShare) -> None:
+        """Compute from now on with as many threads as the sampler leaves free."""
+        self._cores = cores
+        self.trainer.before_pass = self._take_cores
+
+    def _take_cores(self) -> None:
+        assert self._cores is not None
+        if torch.get_num_threads() != (free := self._cores.num_threads):
+            torch.set_num_threads(free)
 
     def train(self, samples: Sequence[TrainingSample], version: int, *, checkpoint: bool = False) -> StepReport:
         """Train on one batch and publish the weights.
@@ -62,6 +76,8 @@ class TrainerWorker:
         state = self._state(version) if checkpoint else None
         moving = 0.0
         try:
+            if self._cores is not None:
+                self._cores.compute(True)
             moving += self.memory.come_back() if self.memory is not None else 0.0
             tokens: list[TrainedTokens] = []
             metrics = self.trainer.train_batch(samples, tokens.append if self.keeps_tokens else None)
@@ -83,6 +99,9 @@ class TrainerWorker:
                 raise
             self._failure = f"batch {version - 1} could not be trained: {describe(error)}"
             raise RunStopped(self._failure) from error
+        finally:
+            if self._cores is not None:
+                self._cores.compute(False)
         self.version = version
         self._optimizer_steps = self.trainer.num_optimizer_steps
         if self.memory is not None:

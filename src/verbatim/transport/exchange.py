@@ -42,6 +42,7 @@ class Exchange:
         self.trainer_beat = folder / "trainer.json"
         self.orchestrator_beat = folder / "orchestrator.json"
         self.config = folder / "config.toml"
+        self.cores = folder / "cores"
         self._attached = folder / "attached"
 
     # ---- the trainer's side

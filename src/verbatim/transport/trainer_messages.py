@@ -8,6 +8,7 @@ exchange/{session}/
     trainer.json  orchestrator.json          heartbeats
     messages/000001.safetensors                a batch and what to do with it
     answers/000001.json                      its result
+    cores                                    which side computes, of two on one machine
     states/v000025/                          the trainer's part of a checkpoint, on its way there
 ```
 

@@ -35,6 +35,7 @@ async def torch_backend(inputs: BackendInputs, settings: TorchSettings) -> Sampl
         context_length=inputs.context_length,
         policy_version=inputs.policy_version,
         num_threads=settings.num_threads or inputs.num_threads,
+        cores=inputs.cores if settings.num_threads is None and not settings.deterministic else None,
         on_weight_update=inputs.on_weight_update,
         return_routed_experts=inputs.return_routed_experts,
     )

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from verbatim.config.inference import OnWeightUpdate
+from verbatim.cores import CoreShare
 from verbatim.errors import ModelError, RecordError, SamplerFault, VerbatimError
 from verbatim.inference.base import Completion, SampleRequest, Watch
 from verbatim.inference.cut_off import cut_off, num_tokens_drawn, settle
@@ -50,6 +51,7 @@ class TorchSampler:
         context_length: Most tokens of prompt and completion together.
         policy_version: Version of the weights in `model_path`.
         num_threads: Threads of the engine's matrix products; None takes torch's setting. Other threads keep theirs.
+        cores: Says before each step how many threads it may have now; None = always `num_threads`.
         on_weight_update: What happens to the key/value cache of sequences in flight when new weights arrive.
         return_routed_experts: Return the experts of a mixture that computed each token.
 
@@ -65,6 +67,7 @@ class TorchSampler:
         context_length: int,
         policy_version: int = 0,
         num_threads: int | None = None,
+        cores: CoreShare | None = None,
         on_weight_update: OnWeightUpdate = "recompute",
         return_routed_experts: bool = False,
     ) -> None:
@@ -98,7 +101,7 @@ class TorchSampler:
                                     keep_cache=on_weight_update == "keep",
                                     record_experts=return_routed_experts)  # fmt: skip
         self._reading_weights = threading.Lock()
-        self._engine = EngineThread(self._decoder, num_threads)
+        self._engine = EngineThread(self._decoder, num_threads, cores)
 
     # ---- the Sampler protocol, called from event loops
 

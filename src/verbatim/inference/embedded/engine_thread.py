@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 
+from verbatim.cores import CoreShare
 from verbatim.errors import SamplerFault, VerbatimError
 from verbatim.inference.base import Completion, nothing_sampled
 from verbatim.inference.embedded.decoder import Counts, Decoder
@@ -58,11 +59,13 @@ class EngineThread:
     Args:
         decoder: The model and its cache; used by this thread alone.
         num_threads: Threads of its matrix products; None takes torch's setting.
+        cores: Says before each step how many threads it may have now; None = always `num_threads`.
     """
 
-    def __init__(self, decoder: Decoder, num_threads: int | None) -> None:
+    def __init__(self, decoder: Decoder, num_threads: int | None, cores: CoreShare | None = None) -> None:
         self._decoder = decoder
         self._num_threads = num_threads
+        self._cores = cores
         self._wake = threading.Condition()
         self._inbox: deque[Job | Command | Cancel] = deque()
         self._closing = False
@@ -146,6 +149,7 @@ class EngineThread:
             with torch_threads(self._num_threads):
                 while self._receive():
                     began = time.perf_counter()
+                    self._share_cores(computes=True)
                     self._admit()
                     self._step()
                     self._outbox.send()
@@ -161,6 +165,7 @@ class EngineThread:
         """Take new messages, sleeping while there is nothing to do; False = stop."""
         with self._wake:
             while not (self._inbox or self._closing or self._waiting or self._running or self._commands):
+                self._share_cores(computes=False)
                 self._wake.wait()
             if self._closing:
                 return False
@@ -173,6 +178,14 @@ class EngineThread:
             self._commands.popleft()
         self._outbox.send()
         return True
+
+    def _share_cores(self, *, computes: bool) -> None:
+        """Tell the trainer whether this side computes; with threads for the next step, as many as are free."""
+        if self._cores is None:
+            return
+        self._cores.compute(computes)
+        if computes and torch.get_num_threads() != (free := self._cores.num_threads):
+            torch.set_num_threads(free)
 
     def _take(self, message: Job | Command | Cancel) -> None:
         match message:

@@ -27,7 +27,8 @@ class TorchSettings(ServerSettings):
     prefill_chunk: PositiveInt = 2048
     """Most prompt tokens processed between two decode steps."""
     num_threads: PositiveInt | None = None
-    """Threads of its matrix products on a CPU; by default half of the cores where both sides work at once."""
+    """Threads of its matrix products on a CPU; by default half of the cores while the trainer computes on
+    this machine too, and all of them while it does not."""
 
     weight_transfer: Literal["auto", "files", "http"] = "auto"
     """How new weights reach the servers in `urls`: "files" reads the published folder, which a server's host must have
