@@ -238,10 +238,14 @@ class RandomClient:
         elif way < 0.35:
             answers = [read(a) for a in await asyncio.gather(*(self.whole(route, data) for _ in range(2)))]
         else:
-            answers = [read(await self.whole(route, data))]
-            if rng.random() < 0.1:  # its answer was lost on the way
-                again = read(await self.post(route, data, **{"x-stainless-retry-count": "1"}))
-                assert [*map(says, again)] == [*map(says, answers[0])]
+            key = f"key {rng.random()}" if rng.random() < 0.1 else None
+            answers = [read(await self.whole(route, data, key))]
+            if key is not None or rng.random() < 0.1:  # its answer was lost on the way
+                again = read(await self.whole(route, data, key, first=1))
+                same = [*map(says, again)] == [*map(says, answers[0])]
+                assert same or key is None
+                if not same:  # that of an equal request that was left, or had failed
+                    answers.append(again)
         messages = [message for answer in answers for message in answer]
         sent = tuple(map(says, history))
         self.received += [(sent, says(message), "stop" in body) for message in messages]
@@ -280,10 +284,11 @@ class RandomClient:
         self.num_requests += 1
         return await self.client.post(route, data, **headers)
 
-    async def whole(self, route, data):
+    async def whole(self, route, data, key=None, first=0):
         """The answer; asked for again while the sampler fails."""
         headers = {**self.client.headers, "content-type": "application/json"}
-        for attempt in range(20):
+        headers |= {} if key is None else {"idempotency-key": key}
+        for attempt in range(first, 20):
             self.num_requests += 1
             url = f"{self.client.episode.base_url}/{route}"
             sent = {**headers, "x-stainless-retry-count": str(attempt)}

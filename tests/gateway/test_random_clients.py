@@ -9,6 +9,7 @@ import asyncio
 import os
 import random
 from collections import Counter
+from dataclasses import replace
 
 import aiohttp
 import numpy as np
@@ -92,7 +93,7 @@ def check(trajectory, returned, clients):
     # string cuts, the turn has the beginning.
     recorded = Counter((t.prompt_ids.tobytes(), t.completion_ids.tobytes()) for t in trajectory.turns)
     assert not recorded - Counter(returned)
-    trained = [index for sample in build_samples(trajectory)
+    trained = [index for sample in build_samples(replace(trajectory, error=None))
                for index in np.unique(sample.chunk_ids[sample.loss_mask]).tolist()]  # fmt: skip
     assert sorted(trained) == [n for n, t in enumerate(trajectory.turns) if len(t.completion_ids)]
     for turn in trajectory.turns:

@@ -1,0 +1,167 @@
+"""What a client may take of the gateway, and that no session reaches another one's."""
+
+import asyncio
+import hmac
+import json
+
+import numpy as np
+import pytest
+from scripted_gateway import Client, gateway_over, scripted
+
+from byte_renderer import say
+from verbatim.gateway import service
+from verbatim.gateway.service import ServiceLimits
+from verbatim.gateway.session import INFO
+from verbatim.gateway.session_settings import SessionSettings
+
+ROUTES = ("chat/completions", "responses", "messages", "messages/count_tokens", "reward", "../inference/v1/generate")
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def nested(levels):
+    return {"type": "object", "properties": {"a": nested(levels - 1)}} if levels else {"type": "string"}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+async def test_a_body_that_does_not_arrive_is_refused_in_time(route):
+    async with gateway_over(service_limits=ServiceLimits(body_seconds=0.2)) as gateway:
+        key = gateway.episode().api_key
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
+        path = f"v1/{route}".removeprefix("v1/../")
+        writer.write(f"POST /s/{key}/{path} HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{{".encode())
+        async with asyncio.timeout(5):
+            head = await reader.readline()
+        writer.close()
+    assert head.split()[1] == b"408"
+
+
+@pytest.mark.parametrize("route", ROUTES)
+async def test_a_body_that_is_too_large_is_refused_by_every_route(http, route):
+    async with gateway_over(service_limits=ServiceLimits(max_body=1000)) as gateway:
+        client = Client(http, gateway.episode())
+        await client.post(route, {"x": "x" * 2000})
+        assert client.status == 413
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"a":' * 100_000, b'{"a": 1e999}', b'"x"', b"null", b"\xff\xfe"])
+async def test_what_is_no_body_is_refused_by_every_route(http, gateway, route, body):
+    client = Client(http, gateway.episode())
+    answer = await client.post(route, body)
+    assert client.status == 400 and answer["error"]["message"]
+
+
+async def test_what_is_nested_too_deeply_is_refused(http, gateway):
+    client = Client(http, gateway.episode())
+    for levels, status in ((20, 200), (40, 400)):  # two levels of JSON each
+        tools = [{"type": "function", "function": {"name": "add", "parameters": nested(levels)}}]
+        await client.chat([user("hi")], tools=tools)
+        assert client.status == status
+        await client.post("messages", {"messages": [user("hi")], "max_tokens": 9,
+                                       "tools": [{"name": "add", "input_schema": nested(levels)}]})  # fmt: skip
+        assert client.status == status
+        await client.post("responses", {"input": "hi", "tools": [
+            {"type": "function", "name": "add", "parameters": nested(levels)}]})  # fmt: skip
+        assert client.status == status
+
+
+async def test_a_session_has_no_more_requests_than_it_may(http, gateway):
+    episode = gateway.episode()
+    episode.session.settings = SessionSettings(sampling="client", max_requests=2)
+    client = Client(http, episode)
+    for status in (200, 200, 403):
+        await client.chat([user("hi")])
+        assert client.status == status
+    for status in (200, 200, 403):
+        await client.post("messages/count_tokens", {"messages": [user("hi")]})
+        assert client.status == status
+
+
+async def test_a_session_has_no_more_requests_at_a_time_than_it_may(http):
+    async with gateway_over(scripted(seconds_per_token=0.02)) as gateway:
+        one, two = gateway.episode(), gateway.episode()
+        one.session.settings = SessionSettings(sampling="client", max_open=3)
+        asking = [asyncio.create_task(Client(http, one).chat([user(f"hello {k}")])) for k in range(3)]
+        await asyncio.sleep(0.1)
+        client, other = Client(http, one), Client(http, two)
+        await client.chat([user("one more")])
+        await other.chat([user("hi")])
+        assert (client.status, other.status) == (429, 200)
+        await asyncio.gather(*asking)
+        await client.chat([user("one more")])
+        assert client.status == 200
+
+
+@pytest.mark.parametrize("headers", [{}, {"idempotency-key": "k"}, {"x-stainless-retry-count": "1"}])
+async def test_equal_requests_of_two_sessions_are_two(http, headers):
+    sampler = scripted(lambda r: np.array(say(str(r.seed)), np.int32))
+    async with gateway_over(sampler) as gateway:
+        episodes = [gateway.episode(), gateway.episode()]
+        answers = [await Client(http, episode).chat([user("hi")], headers) for episode in episodes]
+        posted = Client(http, episodes[0])
+        await posted.post("reward", {"reward": 1.0})
+        one, two = [await episode.finish() for episode in episodes]
+    assert answers[0]["choices"] != answers[1]["choices"]
+    assert [len(one.turns), len(two.turns)] == [1, 1]
+    assert (one.reward, two.reward) == (1.0, None)
+    assert "repeated" not in {**one.info[INFO]["counts"], **two.info[INFO]["counts"]}
+
+
+async def test_every_key_is_compared_in_constant_time(http, gateway, monkeypatch):
+    """Also one that names no session, so that an answer's time does not tell which names there are."""
+    compared = []
+
+    class Noting:
+        @staticmethod
+        def compare_digest(a, b):
+            compared.append((len(a), len(b)))
+            return hmac.compare_digest(a, b)
+
+    monkeypatch.setattr(service, "hmac", Noting)
+    episode = gateway.episode()
+    client = Client(http, episode)
+    _, name, secret = episode.api_key.split("-", 2)
+    keys = (f"vb-{name}-{'x' * len(secret)}", f"vb-{'0' * len(name)}-{secret}", "vb-", "")
+    for key in keys:
+        client.headers["authorization"] = f"Bearer {key}"
+        await client.chat([user("hi")])
+        assert client.status == 401
+    assert len(compared) == len(keys)
+    assert {right for _, right in compared} == {len(secret)}
+
+
+FIELDS = {
+    "chat/completions": ({"messages": [user("hi")]}, [
+        {"logit_bias": {"5": 1}}, {"presence_penalty": 1.0}, {"frequency_penalty": 0.5},
+        {"response_format": {"type": "json_object"}}, {"n": 1000}, {"top_logprobs": 5, "logprobs": True},
+        {"temperature": -1}, {"max_tokens": 0}, {"made_up": 1},
+    ]),
+    "responses": ({"input": "hi"}, [
+        {"text": {"format": {"type": "json_object"}}}, {"previous_response_id": "r"}, {"truncation": "auto"},
+        {"made_up": 1}, {"background": True},
+    ]),
+    "messages": ({"messages": [user("hi")], "max_tokens": 9}, [
+        {"output_format": {"type": "json_schema"}}, {"thinking": {"type": "disabled"}}, {"container": "c"},
+        {"made_up": 1}, {"mcp_servers": [{"type": "url"}]},
+    ]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("route", FIELDS)
+async def test_fields_that_would_change_sampling_are_refused_in_the_protocols_form_and_counted(http, gateway, route):
+    body, refused = FIELDS[route]
+    episode = gateway.episode()
+    client = Client(http, episode)
+    for fields in refused:
+        answer = await client.post(route, {**body, **fields})
+        assert client.status == 400, fields
+        assert answer["error"]["message"], fields
+        assert (answer.get("type") == "error") == (route == "messages")
+    await client.post(route, body)
+    assert client.status == 200
+    counts = (await episode.finish()).info[INFO]["counts"]
+    assert sum(count for name, count in counts.items() if name.startswith("refused/")) == len(refused)
+    assert counts["refused/other"] == 1, json.dumps(counts)
