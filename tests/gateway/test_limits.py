@@ -13,6 +13,7 @@ from verbatim.gateway import service
 from verbatim.gateway.service import ServiceLimits
 from verbatim.gateway.session import INFO
 from verbatim.gateway.session_settings import SessionSettings
+from verbatim.rollouts import EpisodeLimits
 
 ROUTES = ("chat/completions", "responses", "messages", "messages/count_tokens", "reward", "../inference/v1/generate")
 
@@ -165,3 +166,16 @@ async def test_fields_that_would_change_sampling_are_refused_in_the_protocols_fo
     counts = (await episode.finish()).info[INFO]["counts"]
     assert sum(count for name, count in counts.items() if name.startswith("refused/")) == len(refused)
     assert counts["refused/other"] == 1, json.dumps(counts)
+
+
+async def test_requests_that_are_refused_fill_no_memory(http):
+    async with gateway_over(limits=EpisodeLimits(max_turns=100, max_context=60)) as gateway:
+        episode = gateway.episode()
+        client = Client(http, episode)
+        for k in range(5):
+            await client.chat([user("hi"), user(f"{k} " + "x" * 100)])
+            assert client.status == 400
+        assert not episode.session._threads._root.children
+        await client.chat([user("hi")])
+        assert client.status == 200
+        assert (await episode.finish()).info[INFO]["branches"] == []

@@ -236,3 +236,31 @@ def test_matching_costs_time_linear_in_the_request():
 
     assert seconds(3000, 0) < 30 * seconds(300, 0)
     assert seconds(300, 3000) < 3 * seconds(300, 0)
+
+
+def nodes_of(threads):
+    waiting, count = [threads._root], 0
+    while waiting:
+        count += 1
+        waiting += waiting.pop().children.values()
+    return count
+
+
+def _user(text):
+    return {"role": "user", "content": text}
+
+
+def test_what_was_refused_is_forgotten_and_what_others_have_is_kept():
+    threads = Threads()
+    first = threads.match([_user("a"), _user("b")])
+    threads.answer(first, said("x"), 0)
+    threads.close(first, answered=True)
+    before = nodes_of(threads)
+    open_one = threads.match([_user("a"), _user("b"), said("x"), _user("c")])
+    refused = threads.match([_user("a"), _user("b"), said("x"), _user("c"), _user("d"), _user("e")])
+    threads.close(refused, answered=False, forget=True)
+    assert nodes_of(threads) == before + 1  # the message that the open one ends with
+    threads.close(open_one, answered=False, forget=True)
+    assert nodes_of(threads) == before
+    again = threads.match([_user("a"), _user("b"), said("x"), _user("c")])
+    assert (again.reason, again.known.turn) == (None, 0)

@@ -140,7 +140,7 @@ class Session:
         if self.watch is not None and body is not None:
             self.watch.placed(request, body, {place: kept.thread.turn for place, kept in match.turns.items()})
         self._num_open += 1
-        answered = False
+        answered, may_come_again = False, False
         try:
             params = self._params(request)
             prompt = self._prompt(match, request, trained=trained and params.temperature > 0)
@@ -155,12 +155,14 @@ class Session:
             self._record_fault = self._record_fault or fault
             raise
         except SamplerFault as fault:
+            may_come_again = True
             if progress is None or progress.num_waiting:  # else it fails for no one
                 self._sampler_faults.setdefault(match.end, fault)
             raise
         finally:
             self._num_open -= 1
-            self._threads.close(match, answered=answered)
+            # What was refused is not kept: a client could fill the memory with it.
+            self._threads.close(match, answered=answered, forget=not answered and not may_come_again)
 
     async def complete(self, request: SampleRequest, *, agent: str = "", trained: bool = True) -> Completion:
         """Sample and record one turn of exact ids, for a client that renders by itself. It continues whatever turns its

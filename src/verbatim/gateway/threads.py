@@ -56,6 +56,8 @@ class Node(Generic[T]):
     parent: Node[T] | None
     depth: int
     """Messages up to and including this one."""
+    digest: bytes = b""
+    """Where it hangs among its parent's children."""
     turn: T | None = None
     """What was sampled as this message."""
     tools: bytes = b""
@@ -174,7 +176,7 @@ class Threads(Generic[T]):
         self._last_answer = text_of(message.get("content")).strip()
         node = match.end.children.get(digest.full)
         if node is None:
-            node = Node(message=message, parent=match.end, depth=match.end.depth + 1)
+            node = Node(message=message, parent=match.end, depth=match.end.depth + 1, digest=digest.full)
             match.end.children[digest.full] = node
         # Of two equal answers to one prompt, the client most probably goes on with the newest.
         if node.turn is None or not (node.num_open or node.num_continued):
@@ -187,12 +189,22 @@ class Threads(Generic[T]):
         match.known.num_continued += 1
         return match.known.num_continued > 1
 
-    def close(self, match: Match[T], *, answered: bool) -> None:
-        """The request is over."""
+    def close(self, match: Match[T], *, answered: bool, forget: bool = False) -> None:
+        """The request is over.
+
+        Args:
+            match: Of the request.
+            answered: Whether it has an answer.
+            forget: Whether its messages are let go of, as far as no other request has them.
+        """
         if match.known is not None:
             match.known.num_open -= 1
         if not answered:
             match.end.num_answers -= 1
+        node = match.end
+        while forget and node.parent is not None and not (node.children or node.turn is not None or node.num_answers):
+            del node.parent.children[node.digest]
+            node = node.parent
 
     def _walk(self, messages: Sequence[Mapping[str, Any]]) -> _Walk[T]:
         digester = Digester()
@@ -210,7 +222,7 @@ class Threads(Generic[T]):
                 if walk.new_from is None:
                     walk.new_from, walk.stripped = index, stripped is not None
                 walk.num_moved += digest.bare in self._seen and not is_system
-                other = Node(message=message, parent=node, depth=index + 1)
+                other = Node(message=message, parent=node, depth=index + 1, digest=digest.full)
                 node.children[digest.full] = other
                 walk.added.append(digest.bare)
             walk.end = other
