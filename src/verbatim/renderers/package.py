@@ -15,6 +15,7 @@ from renderers.configs import config_from_name
 from verbatim.errors import EnvironmentFault, ModelError
 from verbatim.renderers.base import ParsedResponse, Schemas
 from verbatim.renderers.guard import GuardedTokenizer
+from verbatim.renderers.remembered import Readings, Remembered
 from verbatim.renderers.responses import read_completion
 from verbatim.renderers.stable_text import settled
 from verbatim.renderers.tool_support import ToolSupport, probe
@@ -26,6 +27,8 @@ _REMEMBERED = 64
 _REMEMBERED_BRIDGES, _SHORT = 4096, 256
 """Bridges whose ids are remembered, and the most ids that one may add: where episodes are short and examples few, the
 same turn comes again and again."""
+
+_NOT_KNOWN: Int32 = np.empty(0, dtype=np.int32)
 
 _BRIDGED_ROLES = frozenset({"tool", "user"})
 """Some families render a later system message in a bridge but not in a history: those are never bridged."""
@@ -43,6 +46,9 @@ class PackageRenderer:
         ModelError: the tokenizer lacks the family's tokens.
     """
 
+    thread_safe = True
+    """Several threads may use it at once."""
+
     def __init__(self, tokenizer: Any, name: str = "qwen3") -> None:
         self.name = name
         self._tokenizer = tokenizer if isinstance(tokenizer, GuardedTokenizer) else GuardedTokenizer(tokenizer)
@@ -57,8 +63,9 @@ class PackageRenderer:
         self._control = frozenset(self._tokenizer.control_tokens.values())
         think = [self._tokenizer.control_tokens.get(tag) for tag in ("<think>", "</think>")]
         self._think_ids = frozenset(i for i in think if i is not None)
-        self._rendered: dict[str, Int32] = {}
-        self._bridged: dict[bytes, Int32 | None] = {}
+        self._rendered: Remembered[str, Int32] = Remembered(_REMEMBERED)
+        self._bridged: Remembered[bytes, Int32 | None] = Remembered(_REMEMBERED_BRIDGES)
+        self._readings = Readings(_REMEMBERED_BRIDGES)
 
     def render_ids(
         self, messages: Sequence[Message], tools: Schemas = None, add_generation_prompt: bool = True
@@ -98,9 +105,7 @@ class PackageRenderer:
                 ) from error
             ids = np.asarray(values, dtype=np.int32)
             ids.flags.writeable = False
-            self._rendered[key] = ids
-            while len(self._rendered) > _REMEMBERED:
-                del self._rendered[next(iter(self._rendered))]
+            self._rendered.add(key, ids)
         return ids
 
     def parse_response(
@@ -114,7 +119,9 @@ class PackageRenderer:
         ids = completion_ids.tolist()
         stop = next((i for i, token in enumerate(ids) if token in self.stop_token_ids), len(ids))
         prompt = None if prompt_ids is None else prompt_ids.tolist()
-        return read_completion(self._family, self._tokenizer, ids[:stop], prompt, tools)
+        parsed = read_completion(self._family, self._tokenizer, ids[:stop], prompt, tools)
+        self._readings.add(prompt_ids, completion_ids, tools, parsed)
+        return parsed
 
     def stable_text(self, completion_ids: Int32, prompt_ids: Int32 | None = None) -> tuple[str, str]:
         """Thinking and content with which every completion that begins with these ids is read.
@@ -167,14 +174,11 @@ class PackageRenderer:
         turn.update(prev_prompt_ids.astype(np.int32, copy=False).tobytes())
         turn.update(prev_completion_ids.astype(np.int32, copy=False).tobytes())
         key = turn.digest()
-        if key in self._bridged:
-            added = self._bridged[key]
-        else:
+        added = self._bridged.get(key, _NOT_KNOWN)
+        if added is _NOT_KNOWN:
             added = self._added(prev_prompt_ids, prev_completion_ids, new_messages, tools)
             if added is None or len(added) <= _SHORT:
-                self._bridged[key] = added
-                while len(self._bridged) > _REMEMBERED_BRIDGES:
-                    self._bridged.pop(next(iter(self._bridged)), None)
+                self._bridged.add(key, added)
         if added is None:
             return None
         return np.concatenate([prev_prompt_ids, prev_completion_ids, added], dtype=np.int32)
@@ -193,7 +197,9 @@ class PackageRenderer:
                 rendered = self._lasting.bridge_to_next_turn(prompt, completion, new, tools=schemas)
             if rendered is None or rendered.token_ids[: len(before)] != before:
                 return None
-            parsed = self.parse_response(prev_completion_ids, prev_prompt_ids, tools)
+            parsed = self._readings.of(prev_prompt_ids, prev_completion_ids, tools)
+            if parsed is None:
+                parsed = self.parse_response(prev_completion_ids, prev_prompt_ids, tools)
             added = list(rendered.token_ids[len(before) :])
             return np.asarray(added, dtype=np.int32) if self._stays(parsed, completion, added, new) else None
         except _REFUSALS:
@@ -220,17 +226,23 @@ class PackageRenderer:
         families have no tokens for them.
         """
         (message,) = self._tokenizer.guard.messages([parsed.message()])
-        opening = self._family.render_ids([_OPENING], add_generation_prompt=True)
+        opening, opened = self._opened
         history = self._family.render_ids([_OPENING, message, *new], add_generation_prompt=True)
         sampled = [*opening, *completion, *added]
         written, said = self.decode(history), self.decode(sampled)
-        if not written.startswith(self.decode(opening)):
+        if not written.startswith(opened):
             return False
         if any(written.count(tag) != said.count(tag) for tag in ("<think>", "</think>")):
             return False
         return any(call.status != "ok" for call in parsed.tool_calls) or self._controls(history) == self._controls(
             sampled
         )
+
+    @cached_property
+    def _opened(self) -> tuple[list[int], str]:
+        """One question and the generation prompt, as ids and as text."""
+        ids = list(self._family.render_ids([_OPENING], add_generation_prompt=True))
+        return ids, self.decode(ids)
 
     def _controls(self, ids: Sequence[int]) -> Counter[int]:
         return Counter(i for i in ids if i in self._control)

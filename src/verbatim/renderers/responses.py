@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -21,6 +22,8 @@ MAX_DEPTH = 64
 """The deepest nesting of arguments; deeper values would overflow the stack of later readers."""
 _MAX_BITS = 14_000
 """The largest integer, in bits; Python refuses to write longer ones (`sys.get_int_max_str_digits`)."""
+_SCALARS = frozenset({str, int, float, bool, type(None)})
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _TYPES = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
 _WORDS: Mapping[str, tuple[str, Any]] = {
     "true": ("boolean", True), "false": ("boolean", False), "null": ("null", None), "none": ("null", None),
@@ -114,6 +117,10 @@ def unreadable(raw: str, status: ParseStatus) -> ToolCall:
 
 def is_json(value: object) -> bool:
     """Whether a value can be written as JSON text in UTF-8 and be nested less than `MAX_DEPTH` deep."""
+    if type(value) in _SCALARS:
+        return _is_json_item(value)
+    if type(value) is dict and all(type(item) in _SCALARS for item in value.values()):  # as most arguments are
+        return _is_json_item(value) and all(map(_is_json_item, value.values()))
     return is_shallow(value) and all(_is_json_item(item) for level in levels(value) for item in level)
 
 
@@ -137,7 +144,7 @@ def levels(value: object) -> Iterator[list[object]]:
 def _is_json_item(item: object) -> bool:
     """Whether a value is JSON, whatever is in it."""
     if isinstance(item, str):
-        return not any("\ud800" <= c <= "\udfff" for c in item)
+        return item.isascii() or _SURROGATE.search(item) is None
     if isinstance(item, dict):
         return all(isinstance(key, str) and _is_json_item(key) for key in item)
     if isinstance(item, int):
