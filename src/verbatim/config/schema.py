@@ -167,8 +167,8 @@ class TrainerConfig(Section):
     separate_process: bool = True
     """Train in a process of its own. false: on a thread of the orchestrator's, where a debugger reaches it."""
     num_threads: PositiveInt | None = None
-    """Threads of its matrix products on a CPU, of each process; by default half of the cores where both sides work at
-    once, shared among the processes."""
+    """Threads of its matrix products on a CPU, of each process; by default half of the cores while the sampler
+    computes on this machine too, shared among the processes, and of one process all of them while it does not."""
     parallel: ParallelConfig = ParallelConfig()
     """Several processes."""
 
