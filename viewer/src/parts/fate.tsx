@@ -11,7 +11,7 @@ export function fateColour(fate: string): number {
   if (fate === "trained") return 0;
   if (fate.startsWith("filter:")) return 1;
   const at = REASONS.indexOf(fate);
-  return at < 0 ? 6 : [2, 3, 4, 5, 6, 5, 6, 6, 6, 6, 2][at] ?? 6;
+  return at < 0 ? 6 : [2, 3, 4, 5, 6, 5, 6, 6, 6, 6, 6][at] ?? 6;
 }
 
 export function Fate({ fate }: { fate: string }) {

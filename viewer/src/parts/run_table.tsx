@@ -21,7 +21,7 @@ export function RunTable({ runs, hidden, toggle }: Props) {
         <tr>
           <th>run</th><th>step</th><th>reward</th><th>success</th><th>evaluation</th><th>mismatch KL</th>
           <th title="share of all sampled tokens that were trained">tokens trained</th>
-          <th title="share of the last step">sampler idle</th><th title="share of the last step">trainer idle</th>
+          <th title="share of the last 8 steps">sampler idle</th><th title="share of the last 8 steps">trainer idle</th>
           <th>trajectories</th><th>alarms</th>
         </tr>
       </thead>
@@ -45,8 +45,8 @@ export function RunTable({ runs, hidden, toggle }: Props) {
             <td><LastEvaluation metrics={metrics} /></td>
             <td>{shown(metrics, "mismatch_kl")}</td>
             <td>{ratio(metrics, "ledger/trained", "ledger/sampled")}</td>
-            <td>{ratio(metrics, "time/sampler_idle", "time/step")}</td>
-            <td>{ratio(metrics, "time/trainer_idle", "time/step")}</td>
+            <td>{shareOfTime(metrics, "time/sampler_idle")}</td>
+            <td>{shareOfTime(metrics, "time/trainer_idle")}</td>
             <td>
               <a href={link("trajectories", run.id)}>{count(run.num_trajectories)}</a>
               {run.indexed < 1 && <span class="of" title="the index is being built"> {percent(run.indexed)} read</span>}
@@ -66,6 +66,15 @@ function shown(metrics: Metrics | null, name: string) {
 function ratio(metrics: Metrics | null, part: string, whole: string) {
   const [a, b] = [last(metrics?.columns[part]), last(metrics?.columns[whole])];
   return a === null || !b ? "–" : percent(Math.min(1, a / b));
+}
+
+/** Of the last 8 steps together: in the very last one a side may have nothing left to do. */
+function shareOfTime(metrics: Metrics | null, part: string) {
+  const steps = (metrics?.columns["time/step"] ?? []).slice(-8);
+  const idle = (metrics?.columns[part] ?? []).slice(-8);
+  const known = steps.map((whole, i) => [whole ?? 0, Math.min(idle[i] ?? 0, whole ?? 0)] as const).filter(([whole], i) => whole > 0 && idle[i] != null);
+  const whole = known.reduce((sum, [each]) => sum + each, 0);
+  return whole ? percent(known.reduce((sum, [, each]) => sum + each, 0) / whole) : "–";
 }
 
 function LastEvaluation({ metrics }: { metrics: Metrics | null }) {

@@ -29,7 +29,7 @@ export function Siblings({ source, run, trajectory, params }: Props) {
         {value.rows.map((row) => (
           <li key={row.key}>
             <a href={link("trajectory", run, row.key, keep)} aria-current={row.key === trajectory.key ? "page" : undefined}
-              class={row.reason ? "dropped" : ""} title={`${spelled(row.trajectory_id)}: reward ${figure(row.reward)}, ${row.reason ?? "trained"}`}>
+              class={row.reason && row.reason !== "evaluation" ? "dropped" : ""} title={`${spelled(row.trajectory_id)}: reward ${figure(row.reward)}, ${row.reason ?? "trained"}`}>
               {row.reward === null ? "–" : figure(row.reward)}
             </a>
           </li>

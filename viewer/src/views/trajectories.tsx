@@ -29,7 +29,7 @@ interface Column {
 }
 
 const COLUMNS: Column[] = [
-  { name: "step", title: "step", number: true, about: "the step it was trained in, or dropped before", cell: (row) => <>{row.kind === "eval" && <span class="tag" title="of an evaluation">eval</span>}{count(row.step)}</> },
+  { name: "step", title: "step", number: true, about: "the step it was trained in, dropped before, or evaluated after", cell: (row) => <>{row.kind === "eval" && row.reason !== "evaluation" && <span class="tag" title="of an evaluation">eval</span>}{count(row.step)}</> },
   { name: "env", text: true, title: "environment", cell: (row) => <Text value={row.env} /> },
   { name: "trajectory_id", text: true, title: "trajectory", cell: (row) => <Text value={row.trajectory_id} /> },
   { name: "example_id", text: true, title: "example", cell: (row) => <Text value={row.example_id} /> },

@@ -6,7 +6,7 @@ import { useAnswer, useKeys } from "../hooks";
 import { mark } from "../marks";
 import { Copy } from "../parts/copy";
 import { Empty } from "../parts/empty";
-import { RowFate } from "../parts/fate";
+import { fateColour, RowFate } from "../parts/fate";
 import { Inspector } from "../parts/inspector";
 import { json } from "../parts/message";
 import { Siblings } from "../parts/siblings";
@@ -149,7 +149,7 @@ function Facts({ trajectory: t, load }: { trajectory: Trajectory; load: (path: s
         <div><dt>breaks</dt><dd>{t.num_breaks ? <span class="tag warn">{t.num_breaks}</span> : "0"}</dd></div>
         <div><dt>environment</dt><dd class="id"><Text value={t.env} /></dd></div>
         <div><dt>example</dt><dd class="id"><Text value={t.example_id} title={t.example_id ?? ""} /></dd></div>
-        <div><dt>step</dt><dd>{count(t.step)}{t.kind === "eval" && <span class="tag">evaluation</span>}</dd></div>
+        <div><dt>step</dt><dd>{count(t.step)}{t.kind === "eval" && t.reason !== "evaluation" && <> <span class="tag">evaluation</span></>}</dd></div>
         {t.flags.length > 0 && <div><dt>flagged by</dt><dd>{t.flags.map((flag) => <span key={flag} class="tag"><Text value={flag} /></span>)}</dd></div>}
         {parts.map(([name, value]) => <div key={name}><dt><Text value={name} /></dt><dd>{figure(value)}</dd></div>)}
       </dl>
@@ -200,7 +200,7 @@ function TurnList({ trajectory, turns }: { trajectory: Trajectory; turns: Map<nu
           <li key={turn.index}>
             <a href={`#turn-${turn.index}`} onClick={show(turn.index)}>
               <b>{turn.index}</b>
-              <span class="bar"><i class={turn.fate === "trained" ? "f0" : turn.fate === null ? "" : "f1"} style={{ width: `${Math.max(3, (100 * (turns.get(turn.index)?.numSampled ?? 0)) / longest(turns))}%` }} /></span>
+              <span class="bar"><i class={turn.fate === null ? "" : `f${fateColour(turn.fate)}`} style={{ width: `${Math.max(3, (100 * (turns.get(turn.index)?.numSampled ?? 0)) / longest(turns))}%` }} /></span>
               <span class="amount">{count(turns.get(turn.index)?.numSampled ?? 0)}</span>
               {turn.agent !== "main" && <Text class="agent" value={turn.agent} />}
               {turn.break && <span class="tag warn">break</span>}
