@@ -25,7 +25,7 @@ help:
 	@echo "make test      lint, types, and the tests that take seconds and need no extras"
 	@echo "make test-all  the extras (MCP, datasets, Ray, verifiers, reasoning-gym, textarena, W&B) installed, and all tests but those of vLLM"
 	@echo "make test-cuda-fake  a build of torch for CUDA in $(CUDA) (5 GB), and the trainer and the sampler on fake CUDA tensors; no GPU needed"
-	@echo "make test-clients  agents on other people's SDKs, in $(CLIENTS), against the gateway"
+	@echo "make test-clients  agents on other people's SDKs and codex, in $(CLIENTS), against the gateway (NODE=no: without codex)"
 	@echo "make test-vllm an environment with vLLM in $(VLLM), and the tests with real vLLM servers"
 	@echo "make faults    the fault campaigns as a whole: kills, damaged files, hostile environments, requests, templates"
 	@echo "make faults-vllm  runs whose vLLM servers are killed and frozen: 20 kills, 10 freezes"
@@ -108,13 +108,25 @@ $(VLLM_INSTALLED): src/verbatim/inference/vllm/install.py | install
 	@touch $@
 
 # Agents on other people's SDKs, whose packages pin each other's versions.
-test-clients: install $(CLIENTS)/.installed
-	VERBATIM_CLIENTS_PYTHON=$(abspath $(CLIENTS))/bin/python $(BIN)/pytest -m clients
+# Packages of agents pin each other's versions, so litellm has an environment of its own.
+WITHOUT_NODE := $(filter no,$(NODE))
 
-$(CLIENTS)/.installed:
-	$(PYTHON) -m venv $(CLIENTS)
-	$(CLIENTS)/bin/python -m pip install --quiet openai-agents anthropic \
-	  'pydantic-ai-slim[openai]' langchain-openai langgraph 'smolagents[openai]'
+test-clients: install $(CLIENTS)/.agents $(CLIENTS)/.litellm $(if $(WITHOUT_NODE),,$(CLIENTS)/.codex)
+	VERBATIM_CLIENTS=$(abspath $(CLIENTS)) $(BIN)/pytest -m clients \
+	  $(if $(WITHOUT_NODE),--deselect tests/gateway/test_clients.py::test_codex)
+	@$(if $(WITHOUT_NODE),echo "codex was NOT tested: NODE=no",:)
+
+$(CLIENTS)/.agents $(CLIENTS)/.litellm: $(CLIENTS)/.%: tests/gateway/clients/%.txt | install
+	$(PYTHON) -m venv $(CLIENTS)/$*
+	$(CLIENTS)/$*/bin/python -m pip install --quiet -r $<
+	@touch $@
+
+$(CLIENTS)/.codex: tests/gateway/clients/package.json
+	@command -v npm >/dev/null || { \
+	  echo "there is no npm, so codex cannot be tested; install Node 20 or newer, or leave it out: make test-clients NODE=no" >&2; \
+	  exit 1; }
+	@mkdir -p $(CLIENTS)/node && cp $< $(CLIENTS)/node
+	npm install --prefix $(CLIENTS)/node --no-audit --no-fund --silent
 	@touch $@
 
 faults: install

@@ -7,25 +7,47 @@ program in clients/; what it sampled is recorded once, and a conversation that o
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from verbatim.envcheck.program_check import check_program
+from verbatim.envcheck.program_check import ProgramReport, check_program
 from verbatim.gateway.program.environment import Program
 
 pytestmark = pytest.mark.clients
 CLIENTS = Path(__file__).parent / "clients"
 
 
-def check(program: str, **example: object):
-    python = os.environ.get("VERBATIM_CLIENTS_PYTHON")
-    assert python, "these tests need VERBATIM_CLIENTS_PYTHON, the Python of an environment with the SDKs"
-    environment = Program([python, program], [{"id": "0", **example}], cwd=str(CLIENTS), sandbox=False, timeout=200.0)
-    report = check_program(environment, seconds=200.0)
+
+
+def installed(path: str) -> str:
+    """A program of the environments that `make test-clients` makes."""
+    folder = os.environ.get("VERBATIM_CLIENTS")
+    assert folder, "these tests need VERBATIM_CLIENTS, the folder that `make test-clients` installs the clients in"
+    assert Path(folder, path).exists(), f"{path} is not installed in VERBATIM_CLIENTS = {folder}"
+    return str(Path(folder, path))
+
+
+def check(program: str, said: Sequence[Mapping[str, Any]] = (), *, environment: str = "agents", reasoning: bool = False,
+          **example: object) -> ProgramReport:  # fmt: skip
+    python = installed(f"{environment}/bin/python") if environment else sys.executable
+    variables = {} if environment else {"CODEX": installed("node/node_modules/.bin/codex")}
+    played = Program([python, program], [{"id": "0", **example}], cwd=str(CLIENTS), sandbox=False, timeout=300.0,
+                     env=variables)  # fmt: skip
+    report = check_program(played, said, reasoning=reasoning, seconds=300.0)
     assert report.error is None, report.error
     assert report.num_sampled_tokens == report.num_trained_tokens > 0
+    assert report.num_differences == 0
+    assert not [name for name in report.counts if name.startswith("refused/")]
     return report
+
+
+def calling(name: str, content: str = "", **arguments: object) -> dict[str, Any]:
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": content, "tool_calls": [call]}
 
 
 @pytest.mark.parametrize(("program", "example", "num_turns"), [
@@ -39,6 +61,56 @@ def test_a_conversation_that_only_goes_on_is_one_sample(program: str, example: d
     report = check(program, **example)
     assert (report.num_turns, report.num_samples, report.branches) == (num_turns, 1, [])
     assert report.reward == 1.0
+
+
+def test_how_langgraph_and_pydantic_ai_write_answers_down_is_told():
+    assert check("langgraph_agent.py").rewritten == {0: ["content null"], 1: ["content null"]}
+    report = check("pydantic_ai_agent.py", model="openai-chat:gpt-4o")
+    assert report.rewritten == {0: ["content null", "arguments of add in other white space"]}
+
+
+@pytest.mark.parametrize("example", [{}, {"stream": True}, {"model": "anthropic/claude-sonnet-4-5"}])
+def test_litellm_is_one_sample(example: dict[str, object]):
+    report = check("litellm_loop.py", environment="litellm", **example)
+    assert (report.num_turns, report.num_samples, report.branches, report.reward) == (2, 1, [], 1.0)
+
+
+def test_the_break_of_a_stream_that_litellm_puts_together_for_anthropic_is_explained():
+    """It writes a sentence of its own in the place of an empty text."""
+    report = check("litellm_loop.py", environment="litellm", stream=True, model="anthropic/claude-sonnet-4-5")
+    assert (report.num_turns, report.num_samples, report.reward) == (2, 2, 1.0)
+    assert [(b["reason"], b["found"]) for b in report.branches] == [
+        ("edited_history", "message 2, an answer, is not what was sampled")
+    ]
+
+
+def in_text(command: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": f"I act.\n```mswea_bash_command\n{command}\n```"}
+
+
+DONE = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+
+
+@pytest.mark.parametrize(("kind", "said"), [
+    ("litellm", [calling("bash", "I look.", command="echo 42"), calling("bash", command=DONE)]),
+    ("litellm_response", [calling("bash", "I look.", command="echo 42"), calling("bash", command=DONE)]),
+    ("litellm_textbased", [in_text("echo 42"), in_text(DONE)]),
+])  # fmt: skip
+def test_mini_swe_agent_is_one_sample(kind: str, said: list[dict[str, Any]]):
+    report = check("mini_swe_agent.py", said, environment="litellm", kind=kind)
+    assert (report.num_turns, report.num_samples, report.branches, report.reward) == (2, 1, [], 1.0)
+
+
+@pytest.mark.parametrize("reasoning", [False, True])
+def test_codex(reasoning: bool):
+    """It runs a command and starts a sub-agent, whose conversation is a branch."""
+    said = [calling("exec_command", cmd="echo 42 > out.txt; cat out.txt"),
+            calling("multi_agent_v1__spawn_agent", message="Say a word."),
+            {"role": "assistant", "content": "The scripted model is done."}]  # fmt: skip
+    report = check("codex.py", said, environment="", reasoning=reasoning)
+    assert (report.num_turns, report.num_samples, report.reward) == (4, 2, 1.0)
+    (branch,) = report.branches
+    assert branch["found"] == "message 3 is new, and others are not"
 
 
 def test_each_break_of_smolagents_is_explained():

@@ -21,6 +21,7 @@ PORT = 8100
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 QUIET = {
     "PYTHONUNBUFFERED": "1", "OPENAI_AGENTS_DISABLE_TRACING": "1", "DO_NOT_TRACK": "1", "LITELLM_TELEMETRY": "False",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     "NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost",
 }  # fmt: skip
 """Variables that every program gets: lines are written at once, nothing is sent elsewhere, and no proxy stands between
