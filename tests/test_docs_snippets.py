@@ -36,6 +36,7 @@ RUN_BY = {
     "alarms.md": "test_docs.py", "README.md": "test_docs.py", "coming_from.md": "test_coming_from.py",
     "environments.md": "environments/test_verifiers.py", "extending.md": "test_docs.py",
     "games.md": "test_docs.py", "gateway.md": "gateway/test_gateway_page.py",
+    "gateway_clients.md": "gateway/test_clients.py",
     "inference.md": "test_docs.py", "lora.md": "e2e/test_lora_runs.py", "monitors.md": "test_docs.py",
     "python.md": "run/test_entry.py", "renderers.md": "test_docs.py", "rollouts.md": "test_docs.py",
     "serving.md": "test_docs.py", "trajectories.md": "recipes/test_bundled_recipes.py", "tutorial.md": "test_docs.py",

@@ -7,6 +7,7 @@ program in clients/; what it sampled is recorded once, and a conversation that o
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from verbatim.gateway.program.environment import Program
 
 pytestmark = pytest.mark.clients
 CLIENTS = Path(__file__).parent / "clients"
+PAGE = (Path(__file__).parents[2] / "docs" / "gateway_clients.md").read_text(encoding="utf-8")
 
 
 
@@ -119,3 +121,11 @@ def test_each_break_of_smolagents_is_explained():
     assert report.num_turns == report.num_samples == len(report.branches) + 1
     assert {b["reason"] for b in report.branches} <= {"edited_history", "sub_agent", "compaction"}
     assert report.counts["unenforced/tool_choice"] > 0
+
+
+@pytest.mark.parametrize(("environment", "name", "text"), re.findall(
+    r"^```python\n# (\w+): (\w+\.py)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))  # fmt: skip
+def test_the_programs_of_the_page_are_recorded(environment: str, name: str, text: str, tmp_path: Path):
+    (tmp_path / name).write_text(text)
+    report = check(str(tmp_path / name), environment=environment)
+    assert (report.num_turns, report.num_samples, report.branches, report.reward) == (1, 1, [], 1.0)

@@ -1,4 +1,4 @@
-"""`verbatim rl` trains a small model through agents on three SDKs, unmodified: each game is one exact sample."""
+"""`verbatim rl` trains a small model through agents on three SDKs, unmodified: each token as it was sampled."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ pytestmark = [pytest.mark.clients, pytest.mark.slow]
 
 RUN = Path("runs", "run", "latest")
 TOML = """\
-max_steps = 3
+max_steps = 2
 [model.build]
 hidden_size = 64
 num_layers = 2
 vocab_size = 512
 [warm_start]
-steps = 200
+steps = 120
 batch_size = 8
 conversations = 300
 optim = {{ lr = 3e-3 }}
@@ -88,17 +88,19 @@ def test_a_model_is_trained_through_an_sdk(sdk: str, tmp_path: Path, monkeypatch
     assert main(["rl", "run.toml", "--quiet"]) == 0
     lines = [json.loads(line) for line in (tmp_path / RUN / "metrics.jsonl").read_text().splitlines()]
     steps = [line["metrics"] for line in lines if line["kind"] == "train"]
-    assert [(m["rollouts"], m["rollouts/failed"], m["breaks"]) for m in steps] == [(32, 0, 0)] * 3
+    assert [(m["rollouts"], m["rollouts/failed"]) for m in steps] == [(32, 0)] * 2
     last = steps[-1]
     ledger = {name.removeprefix("ledger/"): count for name, count in last.items() if name.startswith("ledger/")}
     assert ledger.pop("sampled") == sum(ledger.values())
     # The trainer computes the logprobs of every token in the context that it was recorded in: those of the sampler.
     assert all(m["mismatch_kl"] < 1e-3 for m in steps)
     trajectories = [trajectory for _, trajectory in read_trajectories(tmp_path / RUN)]
-    assert len(trajectories) >= 96
+    assert len(trajectories) >= 64
     assert max(len(trajectory.turns) for trajectory in trajectories) > 1
     for trajectory in trajectories:
         samples = build_samples(trajectory)
-        assert len(samples) == (1 if trajectory.turns else 0)
+        branches = trajectory.info["gateway"]["branches"]
+        # A renderer that cannot continue a malformed or an empty thought renders anew: that is a sample of its own, too.
+        assert 1 + len(branches) <= len(samples) <= len(trajectory.turns)
+        assert all(branch["reason"] == "edited_history" and branch["found"] for branch in branches)
         assert sum(int(sample.loss_mask.sum()) for sample in samples) == trajectory.num_sampled_tokens
-        assert trajectory.info["gateway"]["branches"] == []

@@ -83,6 +83,8 @@ class TestDigests:
         assert canonical_arguments('{"a": ') == '{"a":'
         assert canonical_arguments("[" * 5000) == "[" * 5000
         assert canonical_arguments("") == canonical_arguments({}) == "{}"
+        assert canonical_arguments('{"INVALID_JSON": "{\\"a\\": "}') == '{"a":'
+        assert canonical_arguments({"INVALID_JSON": 1}) == '{"INVALID_JSON":1}'
 
 
 class TestThreads:

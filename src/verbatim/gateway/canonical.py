@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _SYSTEM = ("system", "developer")
+_UNREAD = "INVALID_JSON"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,11 @@ def canonical_arguments(arguments: Any) -> str:
     '{"a":true,"b":1}'
     >>> canonical_arguments(None), canonical_arguments('{"a": 1')
     ('{}', '{"a": 1')
+
+    pydantic-ai sends arguments that it cannot read as an object with one key:
+
+    >>> canonical_arguments({"INVALID_JSON": '{"a": 1'})
+    '{"a": 1'
     """
     if isinstance(arguments, str):
         text = arguments.strip()
@@ -104,6 +110,8 @@ def canonical_arguments(arguments: Any) -> str:
         if not isinstance(value, dict):
             return text
         arguments = value
+    if isinstance(arguments, Mapping) and list(arguments) == [_UNREAD] and isinstance(arguments[_UNREAD], str):
+        return str(arguments[_UNREAD]).strip()
     return _json(arguments or {})
 
 

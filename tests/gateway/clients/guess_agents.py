@@ -1,4 +1,4 @@
-"""Agents on three SDKs play guess-the-number, a game a line: openai-agents, pydantic-ai or langgraph by the argument."""
+"""An agent on an SDK plays guess-the-number, a game a line: the argument is openai_agents, pydantic_ai or langgraph."""
 
 import asyncio
 import json
@@ -40,9 +40,9 @@ async def pydantic_ai(game: Game, base_url: str, key: str) -> None:
 
 
 async def langgraph(game: Game, base_url: str, key: str) -> None:
+    from langchain_core.tools import StructuredTool
     from langchain_openai import ChatOpenAI
     from langgraph.prebuilt import ToolNode, create_react_agent
-    from langchain_core.tools import StructuredTool
 
     guess = StructuredTool.from_function(game.guess, name="guess", description="Guess the number.")
     model = ChatOpenAI(model="any", base_url=base_url, api_key=key)
@@ -54,7 +54,7 @@ async def play(order: dict) -> None:
     game = Game(order["example"]["secret"])
     try:
         await globals()[sys.argv[1]](game, order["base_url"], order["api_key"])
-    except Exception as error:  # the end of the game, or of its turns, or a call that an SDK does not take
+    except Exception as error:  # noqa: BLE001  the end of the game or of its turns, or a call that an SDK does not take
         print(f"{type(error).__name__}: {error}"[:300], file=sys.stderr)
     print(json.dumps({"id": order["id"], "reward": float(game.found)}), flush=True)
 
