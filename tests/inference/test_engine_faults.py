@@ -283,7 +283,7 @@ async def test_many_questions_between_two_steps_do_not_hold_up_completions(model
     sampler = make(models["tied"])
     order = []
     step = sampler._decoder.step
-    monkeypatch.setattr(sampler._decoder, "step", lambda: (order.append("step"), step())[1])
+    monkeypatch.setattr(sampler._decoder, "step", lambda: (order.append("step"), time.sleep(0.001), step())[2])
     running = asyncio.create_task(sampler.generate(request(max_tokens=200)))
     await asyncio.sleep(0.02)
     spent, began = {"step": 0.0, "question": 0.0}, time.perf_counter()

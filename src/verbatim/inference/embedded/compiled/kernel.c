@@ -21,6 +21,7 @@
 #define SPAN 512      /* keys whose scores are held at a time; sums of longer sequences are merged in order */
 #define MOST_QUERIES 64
 #define STRIDE (SPAN + PAGE) /* between the scores of two queries: no power of two, which would share cache lines */
+#define DEPTH 64      /* products that are added one after the other */
 #define FEW 16           /* queries that wait for memory, not for their products */
 
 /* ROWS x 2 vectors of a product, QUERIES x 4 vectors of scores: as many as there are registers for. */
@@ -146,7 +147,9 @@ static void run(int64_t threads, Task task, void *arg)
     task(arg, 0, 1);
 }
 
-/* ---- products of matrices: y[t, n] = sum over k of x[t, k] w[n, k], added in the order of k
+/* ---- products of matrices: y[t, n] = sum over k of x[t, k] w[n, k]
+
+   Sums of DEPTH products, each in the order of k, are added in order: one long sum would round more.
 
    Weights [N, K] are packed as panels of PANEL columns, [N / PANEL][K][PANEL], with zeros behind the last. */
 
@@ -164,19 +167,28 @@ void verbatim_pack(const float *w, int64_t n_end, int64_t k_end, float *to)
 INLINE void tile(int rows, int panels, const float *x, int64_t ldx, const float *w, const float *bias, int64_t k_end,
                  float *y, int64_t ldy, int64_t wanted, int adds)
 {
-    vec acc[ROWS][8];
-    EACH (int r = 0; r < rows; r++)
-        EACH (int c = 0; c < 2 * panels; c++) acc[r][c] = all(0.0f);
-    for (int64_t k = 0; k < k_end; k++) {
-        vec column[8];
-        EACH (int c = 0; c < 2 * panels; c++) {
-            column[c] = load(w + (c / 2 * k_end + k) * PANEL + c % 2 * LANES);
-            if (rows > 1) HOLD(column[c]);
+    vec acc[ROWS][8], total[ROWS][8];
+    for (int64_t start = 0; start < k_end; start += DEPTH) {
+        int64_t end = start + DEPTH < k_end ? start + DEPTH : k_end;
+        EACH (int r = 0; r < rows; r++)
+            EACH (int c = 0; c < 2 * panels; c++) acc[r][c] = all(0.0f);
+        for (int64_t k = start; k < end; k++) {
+            vec column[8];
+            EACH (int c = 0; c < 2 * panels; c++) {
+                column[c] = load(w + (c / 2 * k_end + k) * PANEL + c % 2 * LANES);
+                if (rows > 1) HOLD(column[c]);
+            }
+            EACH (int r = 0; r < rows; r++) {
+                vec one = all(x[r * ldx + k]);
+                EACH (int c = 0; c < 2 * panels; c++) acc[r][c] += one * column[c];
+            }
         }
-        EACH (int r = 0; r < rows; r++) {
-            vec one = all(x[r * ldx + k]);
-            EACH (int c = 0; c < 2 * panels; c++) acc[r][c] += one * column[c];
-        }
+        if (end < k_end || start)
+            EACH (int r = 0; r < rows; r++)
+                EACH (int c = 0; c < 2 * panels; c++) {
+                    if (start) acc[r][c] += total[r][c];
+                    if (end < k_end) total[r][c] = acc[r][c];
+                }
     }
     EACH (int r = 0; r < rows; r++)
         EACH (int c = 0; c < 2 * panels; c++) {
