@@ -123,6 +123,5 @@ def test_a_long_campaign():
     for trajectory in trajectories:
         counts.update(trajectory.info["gateway"]["counts"])
     assert num_requests >= CAMPAIGN
-    assert sum(t.error is not None for t in trajectories) <= 1
     assert set(counts) >= {"repeated", "branches/edited_history", "branches/same_prompt", "branches/compaction"}
     print(f"seed {SEED}: {num_requests} requests, {sum(len(t.turns) for t in trajectories)} turns, {dict(counts)}")
