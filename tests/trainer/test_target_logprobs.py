@@ -46,6 +46,20 @@ def test_two_tokens_by_hand():
     assert found.entropy_M.tolist() == pytest.approx([0.5623351446188083, 0.3250829733914482], abs=1e-12)
 
 
+def test_the_head_is_in_float32_where_layers_are_cast_to_bfloat16():
+    torch.manual_seed(0)
+    head, ids = Head(torch.randn(7, 4)), torch.randint(0, 7, (10,))
+    hidden = torch.randn(10, 4).bfloat16().requires_grad_()
+    rounding = TargetLogprobs(head, 8, lambda: torch.autocast("cpu", dtype=torch.bfloat16))
+    expected, _ = reference(head, hidden.float(), ids, torch.ones(10))
+    found = rounding.forward(hidden.detach(), ids, torch.ones(10))
+    torch.testing.assert_close(found.logprobs_M.double(), expected.detach(), rtol=1e-6, atol=1e-6)
+    wanted = torch.autograd.grad(-expected.sum(), [hidden, head.weight])
+    rounding.backward(hidden, ids, torch.ones(10), lambda at, found: -torch.ones_like(found.logprobs_M))
+    torch.testing.assert_close(head.weight.grad, wanted[1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(hidden.grad, wanted[0])
+
+
 @pytest.mark.parametrize("chunk", [1, 3, 10, 99])
 def test_chunks_agree_with_one_log_softmax(problem, chunk):
     head, hidden, ids, temperatures = problem

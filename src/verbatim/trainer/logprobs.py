@@ -64,8 +64,7 @@ class TargetLogprobs:
             return ChunkLogprobs(none, none)
         parts = []
         for at in _chunks(len(target_ids_M), self.chunk):
-            with self.autocast():
-                logits_MV = self.model.logits(hidden_MD[at])
+            logits_MV = self._logits(hidden_MD[at])
             parts.append(_log_softmax(logits_MV, target_ids_M[at], temperatures_M[at]).result)
             del logits_MV  # before the next ones are made
         return ChunkLogprobs(torch.cat([p.logprobs_M for p in parts]), torch.cat([p.entropy_M for p in parts]))
@@ -85,8 +84,7 @@ class TargetLogprobs:
         def down(at: slice) -> Tensor:
             """One chunk's gradient; a function, so that its logits are gone before the next ones are made."""
             leaf_MD = hidden_MD[at].detach().requires_grad_()
-            with self.autocast():
-                logits_MV = self.model.logits(leaf_MD)
+            logits_MV = self._logits(leaf_MD)
             softmax = _log_softmax(logits_MV.detach(), target_ids_M[at], temperatures_M[at])
             grad_M = gradient(at, softmax.result)
             torch.autograd.backward(logits_MV, softmax.backward(grad_M))
@@ -95,6 +93,14 @@ class TargetLogprobs:
 
         grads = [down(at) for at in _chunks(len(target_ids_M), self.chunk)]
         torch.autograd.backward(hidden_MD, torch.cat(grads) if grads else torch.zeros_like(hidden_MD))
+
+    def _logits(self, hidden_MD: Tensor) -> Tensor:
+        """[M, V]. On a CPU the head is computed in float32 also where the layers are cast to bfloat16, which has 8 bits
+        for a logit."""
+        with self.autocast():
+            if hidden_MD.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
+                return self.model.logits(hidden_MD)
+        return self.model.logits(hidden_MD.float())
 
     def idle_pass(self) -> None:
         """A pass over one token whose gradient is 0, and backward where gradients are enabled: takes part in what the
