@@ -10,7 +10,8 @@ The processor is either free (`--core free`: what the rules allow), or one core 
 time moves on while the code computes; `--core wire` adds what the HTTP client costs for each message). What is not in
 it: the template of a conversation, tokens themselves (ids are `SCALE` times shorter), and the trajectory log.
 
-Prints a table, and one JSON line for each row. Run: python benchmarks/cluster.py [--short] [--servers 1 10 100 1000]
+Prints one JSON line for each row, then a table. The whole of it takes half an hour of one core and 8 GB of memory,
+`--short` three minutes. Run: python benchmarks/cluster.py [--short] [--servers 1 10 100 1000] [--core free one wire]
 """
 
 from __future__ import annotations
@@ -50,13 +51,15 @@ from verbatim.inference import SamplingParams
 from verbatim.inference.pool.pool import ReplicaPool
 from verbatim.orchestrator.assemble import GroupRules
 from verbatim.orchestrator.base import RunSchedule
+from verbatim.orchestrator.collector import seldom_collected
 from verbatim.orchestrator.dispatcher import Dispatcher
 from verbatim.orchestrator.loop import Orchestrator
 from verbatim.rollouts import EpisodeLimits, RolloutSetup
 from verbatim.trajectories import Ledger
 
-WIRE = {"generate": 700e-6, "health": 250e-6, "load_metrics": 300e-6, "prompt_logprobs": 300e-6}
-"""Processor seconds of the HTTP client for a message; see docs/scale.md."""
+WIRE = {"generate": 1280e-6, "health": 200e-6, "load_metrics": 300e-6, "prompt_logprobs": 300e-6}
+"""Processor seconds that the HTTP client takes for a message: of a turn, 200 us for the request (`http_client.py`) and
+1,080 us to read vLLM's answer of 1,533 tokens with their logprobs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,7 +217,8 @@ class Simulation:
         probe = asyncio.create_task(self._probe())
         gc.callbacks.append(self._collected)
         try:
-            await self.orchestrator.run()
+            with seldom_collected():
+                await self.orchestrator.run()
         finally:
             gc.callbacks.remove(self._collected)
             probe.cancel()
@@ -354,26 +358,26 @@ def main() -> None:
     """Simulate and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--servers", type=int, nargs="+", default=[1, 10, 100, 1000])
-    parser.add_argument("--per-server", type=int, default=100)
-    parser.add_argument("--core", nargs="+", choices=("free", "one", "wire"), default=["free"])
-    parser.add_argument("--level", type=int, default=4)
-    parser.add_argument("--batch-share", type=float, default=0.5)
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--warm-up", type=int, default=3)
-    parser.add_argument("--short", action="store_true", help="three minutes: fewer episodes and steps")
+    parser.add_argument("--per-server", type=int, default=100, help="episodes at once on each server")
+    parser.add_argument("--core", nargs="+", choices=("free", "one", "wire"), default=["free", "one"])
+    parser.add_argument("--level", type=int, default=4, help="max_async_level")
+    parser.add_argument("--batch-share", type=float, default=0.5, help="a batch, as a share of the episodes at once")
+    parser.add_argument("--steps", type=int, help="to be measured; by default 12 of few servers, 1 of 1,000")
+    parser.add_argument("--short", action="store_true", help="three minutes: fewer steps, and 10 episodes on each of "
+                        "1,000 servers")  # fmt: skip
     args = parser.parse_args()
-    logging.basicConfig(level=logging.ERROR)
+    logging.basicConfig(level=logging.CRITICAL)
     rows = []
     for servers in args.servers:
-        for core in args.core:
-            setting = Setting(
-                servers=servers, per_server=args.per_server, core=core, level=args.level, steps=args.steps,
-                warm_up=args.warm_up, batch_share=args.batch_share,
-            )  # fmt: skip
-            row = simulate(setting)
+        for core in ["one"] if args.short else args.core:
+            most = (80 if args.short else 200) // servers
+            per_server = min(args.per_server, max(10, 10_000 // servers)) if args.short else args.per_server
+            row = simulate(Setting(
+                servers=servers, per_server=per_server, core=core, level=args.level, batch_share=args.batch_share,
+                warm_up=max(1, min(4, most)), steps=args.steps or max(1, min(12, most)),
+            ))  # fmt: skip
             rows.append(row)
             print(json.dumps({"benchmark": "cluster", **row}), flush=True)
-            gc.collect()
     print(show(rows))
 
 

@@ -35,6 +35,7 @@ from verbatim.environments.base import Environment
 from verbatim.errors import VerbatimError
 from verbatim.inference.base import Sampler, watch_engine
 from verbatim.inference.teacher import Teacher
+from verbatim.orchestrator import collector
 from verbatim.orchestrator.assemble import GroupRules
 from verbatim.orchestrator.base import Checkpointer, Observer, RunSchedule
 from verbatim.orchestrator.dispatcher import Dispatcher
@@ -164,6 +165,7 @@ class Orchestrator:
             while (submitted := await self._next_submitted(producer, watch)) is not None:
                 await self._finish_step(submitted)
                 self._turns.step_is_over()
+                collector.step_is_over()
             await producer
         except (VerbatimError, OSError):
             # An external failure: completed batches are valid, so checkpoint them.

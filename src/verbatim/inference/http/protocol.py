@@ -5,6 +5,7 @@ A float32 stands in JSON as the shortest decimal of the double that it equals, s
 
 from __future__ import annotations
 
+import contextlib
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -317,6 +318,9 @@ def _read_logprobs(value: object, ids: Int32) -> Float32 | None:
     content = value.get("content") if isinstance(value, dict) else None
     if not isinstance(content, list) or len(content) != len(ids):
         raise ValueError(f"expected a logprob for each of {len(ids)} ids, found {brief(value)}")
+    with contextlib.suppress(TypeError, KeyError):  # what is wrong is said below
+        if [entry["token_id"] for entry in content] == ids.tolist():
+            return read_plain([entry["logprob"] for entry in content], len(ids))
     for position, (entry, token) in enumerate(zip(content, ids.tolist(), strict=True)):
         named = entry.get("token_id", entry.get("token")) if isinstance(entry, dict) else None
         if named not in (token, f"token_id:{token}"):  # vLLM 0.32, and older ones
