@@ -4,7 +4,7 @@ Episodes of 8 turns run through the dispatcher, the groups, the rollout engine, 
 are in flight at once. The sampler costs nothing: it has every completion ready. Three loads:
 
 - `many`: 10,000 episodes of 2,000 tokens; rendering is left out (a renderer that copies arrays).
-- `long`: 5,000 episodes of 32,000 tokens, half of them sampled; the same renderer. Memory is read when all episodes
+- `long`: 5,008 episodes of 32,000 tokens, half of them sampled; the same renderer. Memory is read when all episodes
   wait for their last completion.
 - `guess`: 512 games of guess_number with the demo's tokenizer and the renderer that its template is recognised as.
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import subprocess
@@ -65,7 +66,7 @@ class Load:
 
 LOADS = {
     "many": Load(episodes=10_000, opening=400, sampled=120, answer=91),
-    "long": Load(episodes=5_000, opening=1_000, sampled=2_000, answer=2_143, holds=True),
+    "long": Load(episodes=5_008, opening=1_000, sampled=2_000, answer=2_143, holds=True),
     "guess": Load(episodes=512),
 }
 
@@ -267,7 +268,7 @@ def main() -> None:
         return
     load = LOADS[args.load]
     if args.episodes:
-        load = Load(**{**vars(load), "episodes": args.episodes})
+        load = dataclasses.replace(load, episodes=-(-args.episodes // GROUP) * GROUP)
     print(json.dumps({"benchmark": "orchestrator", **asyncio.run(play(args.load, load))}))
 
 
