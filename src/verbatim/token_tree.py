@@ -260,7 +260,7 @@ def _read_only(ids: Int32) -> Int32:
 def _kept(ids: Int32) -> Int32:
     """The array itself where nobody writes to its memory, else a copy."""
     owned = ids.flags.owndata and not ids.flags.writeable
-    return ids if owned else _read_only(np.array(ids, dtype=np.int32))
+    return ids if owned else np.frombuffer(ids.tobytes(), _INT32)
 
 
 def common_prefix_length(a: Int32, b: Int32) -> int:

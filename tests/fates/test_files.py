@@ -113,6 +113,15 @@ def test_a_trajectory_that_is_not_json_is_kept_without_its_messages_and_says_so(
     assert files.num_incomplete == 2
 
 
+def test_info_is_written_as_plain_values_whatever_its_keys_and_numbers_are(tmp_path: Path):
+    told = {True: 1, None: [np.int64(2), np.float32(0.5)], 3: float("nan"), "x": {"true": np.arange(2)}, 2.5: (1, "é")}
+    FateFolder(tmp_path).write(1, [Fate.of_dropped(FULL.replace(info={"told": told}), "stale")])
+    ((_, fate),) = read_fates(tmp_path)
+    assert fate.trajectory.info == {
+        "told": {"True": 1, "None": [2, 0.5], "3": "NaN", "x": {"true": [0, 1]}, "2.5": [1, "é"]}
+    }
+
+
 def test_names_that_are_numbers_are_written_as_texts(tmp_path: Path):
     numbered = FULL.replace(reward_parts={1: 0.5}, turns=[SECOND.replace(agent=2)])
     FateFolder(tmp_path).write(1, [Fate.of_dropped(numbered, "stale")])

@@ -76,8 +76,18 @@ def _texts(record: TrajectoryRecord) -> tuple[str, str, str]:
         return "[]", "[]", _json({NOT_WRITTEN: f"messages and info were not written: {error_text(error)}"})
 
 
+_JSON = json.JSONEncoder(allow_nan=False)
+_ODD_KEYS = ('"true": ', '"false": ', '"null": ')
+"""Keys as the encoder writes them where they are no texts but True, False or None; `plain` names them otherwise."""
+
+
 def _json(value: Any) -> str:
-    return json.dumps(plain(value), allow_nan=False)
+    """The JSON text of `plain(value)`, which almost always is that of the value itself."""
+    try:
+        text = _JSON.encode(value)
+    except (TypeError, ValueError):
+        return _JSON.encode(plain(value))
+    return _JSON.encode(plain(value)) if any(key in text for key in _ODD_KEYS) else text
 
 
 def _text(value: Any) -> Any:
