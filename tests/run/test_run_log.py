@@ -4,8 +4,10 @@ import asyncio
 import logging
 import os
 import shutil
+import threading
 import time
 import zlib
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from verbatim.checkpoints import CheckpointStore, RunFolder, read_json
 from verbatim.config import load_config
 from verbatim.environments.guess_number import GuessNumber
 from verbatim.evaluation.stored import evaluated_steps, read_outcomes
-from verbatim.fates.files import files_in, read_fates
+from verbatim.fates.files import FateFolder, files_in, read_fates
 from verbatim.fates.retention import Retention
 from verbatim.monitors import Alarm, read_alarms
 from verbatim.monitors.jsonl import measure, read_jsonl
@@ -441,3 +443,27 @@ def test_a_resumed_run_that_keeps_no_trajectories_cuts_the_evaluated_ones_all_th
     log.close()
     log_of(folder, 1, evaluates=True, saves=False).close()
     assert [step for step, _ in read_evaluated(folder.path)] == [1, 1]
+
+
+def test_a_step_does_not_wait_until_its_trajectories_are_written_and_a_checkpoint_does(folder, monkeypatch):
+    may_write, written = threading.Event(), []
+    write = FateFolder.write
+
+    def slow(files: FateFolder, step: int, fates: Sequence[Fate]) -> None:
+        assert may_write.wait(60)
+        write(files, step, fates)
+        written.append(step)
+
+    monkeypatch.setattr(FateFolder, "write", slow)
+    log = log_of(folder, 0)
+    train(log, 1)
+    train(log, 2)
+    assert written == []
+    may_write.set()
+    save(log, 2)
+    assert written == [1, 2]
+    logs = read_json(folder.checkpoints / "step_000002" / "manifest.json")["logs"]
+    assert list(logs["trajectories"]) == ["1", "2"]
+    train(log, 3)
+    log.close()
+    assert written == [1, 2, 3] and list(files_in(folder.trajectories)) == [1, 2, 3]

@@ -35,4 +35,5 @@ class EvaluationLog:
         """Write what was gathered: all of an evaluation, or of one that did not come to its end what there is."""
         if any(self._played.values()):
             self._files.write(self._step, [Fate.of_evaluated(t) for played in self._played.values() for t in played])
+            self._files.wait()
         self._played = {}

@@ -1,10 +1,15 @@
-"""Writes fates into the run folder, a file for each step, and brings them back to a checkpoint."""
+"""Writes fates into the run folder, a file for each step, and brings them back to a checkpoint.
+
+A thread of its own writes, so that neither the next step nor a checkpoint of another log waits for a large file.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -19,8 +24,14 @@ from verbatim.trajectories import Fate
 logger = logging.getLogger(__name__)
 
 
+_MOST_WAITING = 2
+"""Steps that may wait for the writer; their trajectories stay in memory. Then whoever brings another one waits."""
+
+
 class FateLog:
     """The fate files of a run, and what its checkpoints say of them.
+
+    `write` returns before the file is there; all else waits for it.
 
     Args:
         path: The folder of the files. By its name a checkpoint's manifest lists them.
@@ -37,6 +48,8 @@ class FateLog:
     ) -> None:  # fmt: skip
         self._store, self._writes, self._is_failing, self._what = store, retention is not None, False, what
         self._files = FateFolder(path, retention or EVERYTHING)
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{path.name}-writer")
+        self._waiting: deque[Future[None]] = deque()
         if self._writes:
             make_folder(path)
         logs = store.logs(first_step) if first_step else {}
@@ -51,6 +64,20 @@ class FateLog:
         """The file of this step. Where the system refuses, that is logged, and the run goes on."""
         if not self._writes:
             return
+        self.wait(_MOST_WAITING)
+        self._waiting.append(self._writer.submit(self._write, step, fates))
+
+    def wait(self, most: int = 0) -> None:
+        """Wait until at most so many steps are not written yet."""
+        while len(self._waiting) > most:
+            self._waiting.popleft().result()
+
+    def close(self) -> None:
+        """Wait until everything is written, and end the writer."""
+        self.wait()
+        self._writer.shutdown()
+
+    def _write(self, step: int, fates: Sequence[Fate]) -> None:
         incomplete = self._files.num_incomplete
         try:
             self._files.write(step, fates)
@@ -69,11 +96,13 @@ class FateLog:
 
     def marks(self) -> dict[str, Any]:
         """What a checkpoint remembers of the files."""
+        self.wait()
         return self._files.marks()
 
     @property
     def num_incomplete(self) -> int:
         """Trajectories that were written without their messages and info."""
+        self.wait()
         return self._files.num_incomplete
 
     def _forget(self, step: int) -> None:

@@ -217,12 +217,12 @@ class RunLog:
 
     def _sync_logs(self) -> dict[str, Any]:
         """Wait until the logs are on disk; how long each is. One that cannot be synced costs no checkpoint."""
-        marks = {}
+        fates = {self._folder.trajectories: self._fates, self._folder.evaluations: self._evaluated}
+        marks: dict[str, Any] = {folder.name: log.marks() for folder, log in fates.items()}
         for name, writer in self._writers.items():
             with _told(writer):
                 marks[name] = dataclasses.asdict(writer.sync())
-        fates = {self._folder.trajectories: self._fates, self._folder.evaluations: self._evaluated}
-        return {**marks, **{folder.name: log.marks() for folder, log in fates.items()}}
+        return marks
 
     def close(self, state: RunState = "stopped") -> None:
         """Tell the monitors how this process of the run ended, close files, draw the curve."""
@@ -230,6 +230,8 @@ class RunLog:
         self._monitors.on_end({**said, "results": {**said["results"], **self.results}})
         self._monitors.close()
         self._evaluations.flush()
+        for log in (self._evaluated, self._fates):
+            log.close()
         if incomplete := self._evaluated.num_incomplete + self._fates.num_incomplete:
             logger.error("%d trajectories were logged without their messages and info, which are not JSON", incomplete)
 
