@@ -325,3 +325,27 @@ def test_a_damaged_lock_file_locks(tmp_path: Path):
         with pytest.raises(UsageError, match=r"is in use by process \\xff"):
             RunFolder.resume(config, name="x")
     RunFolder.resume(config, name="x").close()
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_folder_that_was_made_for_a_run_that_cannot_begin_is_removed(tmp_path: Path, named: bool):
+    def fails(path: Path) -> list[str]:
+        (path / "half").write_text("copied")
+        raise UsageError("the checkpoint is gone")
+
+    config = config_of(tmp_path, *(["--run-dir", str(tmp_path / "mine")] if named else []))
+    with pytest.raises(UsageError, match="the checkpoint is gone"):
+        RunFolder.create(config, name="x", now=NOON, root=tmp_path / "runs", beginning=fails)
+    assert list((tmp_path / "runs").glob("x/*")) == [] and not (tmp_path / "mine").exists()
+
+
+def test_a_folder_that_was_there_before_stays(tmp_path: Path):
+    def fails(path: Path) -> list[str]:
+        raise UsageError("the checkpoint is gone")
+
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    config = config_of(tmp_path, "--run-dir", str(tmp_path / "mine"))
+    with pytest.raises(UsageError, match="the checkpoint is gone"):
+        RunFolder.create(config, name="x", now=NOON, beginning=fails)
+    assert (tmp_path / "mine" / "notes.txt").read_text() == "mine"

@@ -214,6 +214,9 @@ def test_a_file_of_other_columns_is_refused(place: Path, run: Path):
         (["--replay", "1", "--run-dir", "run", "--seed", "7"], "seed: 0 -> 7 changes nothing in it; keys that may"),
         (["--replay", "1", "--run-dir", "run", "--model.name", "x"], "changes nothing in it"),
         (["--replay", "1", "--run-dir", "run", "--trainer.lora.r", "4"], "changes nothing in it"),
+        (["--replay", "1", "--run-dir", "run", "--trainer.separate-process", "true", "--trainer.parallel.processes",
+          "2"], "changes nothing in it; keys that may change: trainer.* but for trainer.lora and trainer.parallel (it "
+         "trains in one process), "),
         (["--replay", "1", "--run-dir", "run", "--orchestrator.group-size", "2"], "changes nothing in it"),
         (["--replay", "1", "--run-dir", "run", "--trainer.optim.lrr", "1"], 'unknown key "lrr"'),
     ],

@@ -10,7 +10,7 @@ import pytest
 
 from verbatim.errors import UsageError
 from verbatim.monitors import Alarm, AlarmLog, read_alarms
-from verbatim.monitors.alarm_log import is_alarm
+from verbatim.monitors.alarm_log import is_alarm, standing_alarms
 
 RAISED = Alarm(
     name="reward_hacking", step=12, state="raised", message="the reward rises, and lengths too", cause="a weak grader",
@@ -63,3 +63,12 @@ def test_a_damaged_log_is_named(tmp_path: Path):
     path.write_text("nonsense\n")
     with pytest.raises(UsageError, match=r"alarms.jsonl:1: expected a JSON object"):
         read_alarms(path)
+
+
+def test_what_stands_was_raised_and_not_cleared_since():
+    said = [("a", None, "raised"), ("b", "game", "raised"), ("a", None, "cleared"), ("b", "other", "raised"),
+            ("a", None, "raised"), ("b", "other", "cleared")]  # fmt: skip
+    alarms = [Alarm(name=name, step=step, state=state, message="", cause="", advice="", env=env)
+              for step, (name, env, state) in enumerate(said, start=1)]  # fmt: skip
+    found = [(alarm.name, alarm.env, alarm.step) for alarm in standing_alarms(alarms)]
+    assert found == [("b", "game", 2), ("a", None, 5)]

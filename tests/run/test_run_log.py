@@ -467,3 +467,26 @@ def test_a_step_does_not_wait_until_its_trajectories_are_written_and_a_checkpoin
     train(log, 3)
     log.close()
     assert written == [1, 2, 3] and list(files_in(folder.trajectories)) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("watches", [True, False])
+def test_alarms_that_stand_are_told_again_by_a_resumed_run_that_looks_for_them(
+    folder: RunFolder, capsys, watches: bool
+):  # fmt: skip
+    class Raises:
+        def on_step(self, step, metrics, fates):
+            return [Alarm(name="stale", step=step, state="raised", message="9 steps old", cause="", advice="")]
+
+        def on_eval(self, step, env, metrics):
+            return []
+
+        def state_dict(self):
+            return {}
+
+    log = watched(folder, 0, Raises(), Heard())
+    train(log, 1)
+    save(log, 1)
+    log.close()
+    capsys.readouterr()
+    watched(folder, 1, Raises() if watches else None, Heard()).close()
+    assert ("alarm  stale  since step 1  9 steps old." in capsys.readouterr().out) == watches

@@ -204,3 +204,13 @@ def test_a_folder_that_is_no_run_is_refused_with_what_to_type(tmp_path: Path, ma
     with pytest.raises(UsageError) as error:
         RunView(path)
     assert found in str(error.value) and expected in str(error.value)
+
+
+def test_of_many_bad_lines_the_first_are_told_and_the_rest_counted(tmp_path: Path):
+    folder = make_run(tmp_path, evals=[(1, trajectory("e1"))])
+    with (folder / "eval_trajectories.jsonl").open("a") as file:
+        file.write("no json\n" * 3000)
+    run = read(folder)
+    problems = run.about()["problems"]
+    assert names(run) == ["e1"] and len(problems) == 51 and problems[-1] == "and 2,950 more"
+    assert sum(map(len, run._index._line_problems.values())) == 50

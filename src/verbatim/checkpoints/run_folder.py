@@ -132,13 +132,19 @@ class RunFolder:
             path = config.run_dir
             if holds_run(path):
                 raise UsageError(_HOLDS_A_RUN.format(path))
+            was_there = path.exists()
             _make_writable(path)
         else:
-            path = _make_stamped(root / name, now)
+            path, was_there = _make_stamped(root / name, now), False
 
         def begin(found: RunFolder) -> None:
-            found._beginning = tuple(beginning(path)) if beginning is not None else ()
-            found._store(dump_config(config))
+            try:
+                found._beginning = tuple(beginning(path)) if beginning is not None else ()
+                found._store(dump_config(config))
+            except BaseException:
+                if not was_there:  # it is locked: no other process has put anything there
+                    shutil.rmtree(path, ignore_errors=True)
+                raise
 
         folder = cls._open(path, ORCHESTRATOR, begin)
         folder._new, folder._stamped = True, config.run_dir is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,16 @@ def read_alarms(path: Path) -> list[Alarm]:
         TypeError, ValueError: one that is no alarm.
     """
     return [alarm_from_json(record) for record in read_jsonl(path)] if path.is_file() else []
+
+
+def standing_alarms(alarms: Iterable[Alarm]) -> list[Alarm]:
+    """Those that were raised and not cleared since, in the order in which they were raised."""
+    found: dict[tuple[str, str | None], Alarm] = {}
+    for alarm in alarms:
+        found.pop((alarm.name, alarm.env), None)
+        if alarm.state == "raised":
+            found[alarm.name, alarm.env] = alarm
+    return list(found.values())
 
 
 def is_alarm(record: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import rich.console
 from rich.text import Text
@@ -45,11 +45,12 @@ class Console(Monitor):
         console: Where to print; standard output by default.
         first_step: Steps done before this process started (a resumed run).
         now: A clock, in seconds.
+        alarms: Those that stand since before this process started; each gets a line.
     """
 
     def __init__(
         self, max_steps: int, *, console: rich.console.Console | None = None, first_step: int = 0,
-        now: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.monotonic, alarms: Iterable[Alarm] = (),
     ) -> None:  # fmt: skip
         self.console = console or PlainConsole()
         self.max_steps = max_steps
@@ -59,9 +60,11 @@ class Console(Monitor):
         self._lines_since_header = HEADER_EVERY
         self._metrics: Metrics = {}
         self._evals: dict[str, str] = {}
-        self._alarms: dict[tuple[str, str | None], Alarm] = {}
+        self._alarms = {(alarm.name, alarm.env): alarm for alarm in alarms}
         self.view = LiveView(self.console, lines=self.lines, now=now)
         self._bar = self.view.open("training", max_steps, done=first_step)
+        for alarm in self._alarms.values():
+            self._print_alarm(alarm, "since")
 
     def on_step(self, step: int, metrics: Metrics, distributions: Distributions = NO_DISTRIBUTIONS) -> None:
         """One line, under a heading every so often."""
@@ -94,7 +97,10 @@ class Console(Monitor):
             self._alarms[alarm.name, alarm.env] = alarm
         else:
             self._alarms.pop((alarm.name, alarm.env), None)
-        line = Text(f"alarm  {alarm.name}  after step {alarm.step}  {alarm.text}",
+        self._print_alarm(alarm, "after")
+
+    def _print_alarm(self, alarm: Alarm, when: str) -> None:
+        line = Text(f"alarm  {alarm.name}  {when} step {alarm.step}  {alarm.text}",
                     style="bold red" if alarm.state == "raised" else "green")  # fmt: skip
         self.console.print(line, soft_wrap=not self.console.is_terminal)
 

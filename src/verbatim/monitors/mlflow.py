@@ -180,7 +180,7 @@ class MlflowMonitor(Monitor):
 
         def log(record: _Record) -> None:
             record.log(alarm.step, at, {name: float(alarm.state == "raised")}, mark=name)
-            record.client.set_tag(record.run_id, _key(f"alarm.{alarm.name}"), alarm.text[:_LONGEST_TAG])
+            record.client.set_tag(record.run_id, _key(alarm.metric.replace("/", ".")), alarm.text[:_LONGEST_TAG])
             if (file := self._run.folder / "alarms.jsonl").is_file():
                 record.client.log_artifact(record.run_id, str(file))
 

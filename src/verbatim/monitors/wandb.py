@@ -135,7 +135,7 @@ class WandbMonitor(Monitor):
 
         def log(record: Any) -> None:
             record.log({alarm.metric: float(raised)}, step=alarm.step)
-            record.summary.update({f"alarm_message/{alarm.name}": alarm.text})
+            record.summary.update({alarm.metric.replace("alarm/", "alarm_message/", 1): alarm.text})
             if raised:
                 record.alert(title=f"{alarm.name} at step {alarm.step}", text=alarm.text, level="WARN")
 

@@ -145,16 +145,21 @@ def _compared(
     )  # fmt: skip
 
 
+_NOT_OF_A_STEP = ("lora", "parallel", "separate_process")
+"""Of [trainer]: the weights have the adapters' shape, and a replay trains in one process."""
+
+
 def _refuse_idle(changes: Sequence[str]) -> None:
     """Keys that cannot change what becomes of a batch that was sampled long ago."""
     for change in changes:
         key = change.partition(":")[0]
         parts = key.split(".")
         of_batch = parts[0] == "orchestrator" and any(part in _BATCH for part in parts)
-        if not (of_batch or (parts[0] == "trainer" and parts[1] != "lora")):
+        if not (of_batch or (parts[0] == "trainer" and parts[1] not in _NOT_OF_A_STEP)):
             names = ", ".join(f"orchestrator.{name}" for name in _BATCH)
             raise UsageError(f"--replay trains a batch that is stored, on the weights of then: {change} changes "
-                             "nothing in it; keys that may change: trainer.* but for trainer.lora, " + names)
+                             "nothing in it; keys that may change: trainer.* but for trainer.lora and "
+                             f"trainer.parallel (it trains in one process), {names}")
 
 
 def _trainer_before(

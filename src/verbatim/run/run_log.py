@@ -21,7 +21,7 @@ from verbatim.environments.base import Environment
 from verbatim.errors import CheckpointError, RunStopped
 from verbatim.fates.retention import EVERYTHING, Retention
 from verbatim.monitors.alarm import Alarm, Detector
-from verbatim.monitors.alarm_log import AlarmLog, is_alarm
+from verbatim.monitors.alarm_log import AlarmLog, is_alarm, read_alarms, standing_alarms
 from verbatim.monitors.base import Monitor, Monitors
 from verbatim.monitors.console import Console
 from verbatim.monitors.jsonl import JsonlWriter, LogMark
@@ -97,7 +97,8 @@ class RunLog:
         curve = LearningCurve(folder.metrics, folder.learning_curve, title=title, best_constant=self._best_constant)
         self.results: dict[str, Any] = {}
         """What the loop says of its end, beside the figures of the metrics."""
-        self._console = Console(max_steps, console=console, first_step=first_step)
+        standing = standing_alarms(read_alarms(folder.alarms)) if detector is not None else ()
+        self._console = Console(max_steps, console=console, first_step=first_step, alarms=standing)
         self._monitors = Monitors([metrics, alarms, self._console, curve, *monitors])
 
     def _go_back(self, path: Path, step: int, is_record: Callable[[Any], bool]) -> LogMark:

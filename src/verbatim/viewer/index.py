@@ -10,6 +10,7 @@ import contextlib
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,6 +65,8 @@ class RunIndex:
     _bad: dict[_File, tuple[_Mark, str]] = field(default_factory=dict)
     """Those that cannot be read, and why."""
     _line_problems: dict[int, list[str]] = field(default_factory=dict)
+    """The first bad lines of each source; how many more there are is counted."""
+    _more_problems: Counter[int] = field(default_factory=Counter)
     _new: list[pa.Table] = field(default_factory=list)
     _gone: list[tuple[int, int | None]] = field(default_factory=list)
     """Source, and file of it (None: all), whose rows are no longer there."""
@@ -129,11 +132,11 @@ class RunIndex:
     def _forget(self, source: int) -> None:
         self._lines[source].restart()
         self._line_problems.pop(source, None)
+        self._more_problems.pop(source, None)
         self._gone.append((source, None))
         self._rewritten = True
 
     def _take_lines(self, source: int, lines: FollowedLines) -> Iterator[int]:
-        problems = self._line_problems.setdefault(source, [])
         records, size = [], 0
         try:
             for place, line in lines.new_lines():
@@ -141,14 +144,14 @@ class RunIndex:
                 try:
                     records.append((place, line_columns(json.loads(line))))
                 except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                    problems.append(f"{lines.path.name}, byte {place:,}: no trajectory of ours "
-                                    f"({type(error).__name__}: {cut(str(error), 100)})")  # fmt: skip
+                    self._complain(source, f"{lines.path.name}, byte {place:,}: no trajectory of ours "
+                                           f"({type(error).__name__}: {cut(str(error), 100)})")  # fmt: skip
                 if len(records) >= _LINES_AT_ONCE or size > _LARGEST_CHUNK:
                     self._take_records(records, source)
                     yield size
                     records, size = [], 0
         except OSError as error:
-            problems.append(f"{lines.path.name} cannot be read: {error.strerror or error}")
+            self._complain(source, f"{lines.path.name} cannot be read: {error.strerror or error}")
         self._take_records(records, source)
         yield size
 
@@ -160,18 +163,27 @@ class RunIndex:
         except (pa.ArrowException, OverflowError, TypeError, ValueError):  # a value of another kind in one of them
             if len(records) == 1:
                 name = self._lines[source].path.name
-                self._line_problems[source].append(f"{name}, byte {records[0][0]:,}: no trajectory of ours")
+                self._complain(source, f"{name}, byte {records[0][0]:,}: no trajectory of ours")
                 return
             for record in records:
                 self._take_records([record], source)
+
+    def _complain(self, source: int, problem: str) -> None:
+        """Keep what is wrong with a line, of the first ones."""
+        kept = self._line_problems.setdefault(source, [])
+        if len(kept) < _PROBLEMS:
+            kept.append(problem)
+        else:
+            self._more_problems[source] += 1
 
     def _publish(self) -> None:
         before = self.snapshot
         self._published = time.monotonic()
         problems = [why for _, (_, why) in sorted(self._bad.items())]
         problems += [why for _, found in sorted(self._line_problems.items()) for why in found]
-        if len(problems) > _PROBLEMS:
-            problems = [*problems[:_PROBLEMS], f"and {len(problems) - _PROBLEMS:,} more"]
+        more = len(problems) + self._more_problems.total() - _PROBLEMS
+        if more > 0:
+            problems = [*problems[:_PROBLEMS], f"and {more:,} more"]
         changed = bool(self._new or self._gone)
         indexed = 1.0 if not self._left else self._read / max(1, self._read + self._left)
         if not changed and indexed == before.indexed and tuple(problems) == before.problems:
