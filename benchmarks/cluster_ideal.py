@@ -22,9 +22,9 @@ class Means:
     """What a turn is like on average."""
 
     tokens: float
-    """Sampled."""
+    """Sampled tokens."""
     new_tokens: float
-    """Of the prompt, that no earlier turn computed."""
+    """Tokens of the prompt that no earlier turn computed."""
     context: float
     """Tokens of an episode at a random turn."""
     tool: float
@@ -54,7 +54,7 @@ def means(tables: Tables, episodes: int = 4096) -> Means:
 
 
 def turns_per_second(episodes: float, curve: Curve, mean: Means) -> float:
-    """Of one server with so many episodes."""
+    """What one server with so many episodes completes."""
 
     def rate(n: float) -> float:
         return n / (mean.tokens * (curve.step + curve.step_per_request * n) + n * mean.new_tokens / curve.prefill)

@@ -112,7 +112,7 @@ class _Answering:
     asked: ChatRequest
     _response: web.StreamResponse | None = None
     _writer: ChatStream | None = None
-    """Of a stream."""
+    """Writes the parts of a stream; None where the answer is sent as a whole."""
 
     @property
     def response(self) -> web.StreamResponse:

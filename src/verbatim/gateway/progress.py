@@ -21,7 +21,7 @@ class Progress:
     def __init__(self, stamp: Stamp, num_replies: int = 1) -> None:
         self.stamp = stamp
         self.ids: list[list[int]] = [[] for _ in range(num_replies)]
-        """Of each reply, the ids sampled so far; empty where the sampler shows none before the end."""
+        """For each reply, the ids sampled so far; empty where the sampler shows none before the end."""
         self.prompt_ids: Int32 | None = None
         """int32 [P]; None until it has been rendered."""
         self.num_waiting = 0

@@ -40,7 +40,7 @@ def read_object(body: bytes) -> dict[str, Any]:
     """The JSON object of a body.
 
     Raises:
-        SessionRefusal: it is none.
+        SessionRefusal: the body is not a JSON object.
     """
     given = read_body(body)
     if not isinstance(given, dict):

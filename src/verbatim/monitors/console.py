@@ -181,7 +181,7 @@ _MAIN = ("success", "reward/mean")
 
 
 def _interval(name: str, metrics: Metrics) -> str:
-    """Of `success`, `success/low` and `success/high`; of `reward/mean`, `reward/low` and `reward/high`."""
+    """The interval beside a metric: from `success/low` and `success/high`, or `reward/low` and `reward/high`."""
     family = name.removesuffix("/mean")
     low, high = metrics.get(f"{family}/low", math.nan), metrics.get(f"{family}/high", math.nan)
     return "" if math.isnan(low) or math.isnan(high) else f" [{format_number(round(low, 9))}, {format_number(high)}]"

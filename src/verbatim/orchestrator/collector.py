@@ -22,7 +22,7 @@ def seldom_collected() -> Iterator[None]:
     """Leave what exists already (modules, models, tokenizers) out of all collections meanwhile, and collect what is new
     less often. References still free everything at once; only cycles wait longer."""
     before = gc.get_threshold()
-    if not before[0] or not gc.isenabled():  # somebody has switched it off
+    if not before[0] or not gc.isenabled():  # the collector is switched off
         yield
         return
     gc.collect()
