@@ -234,6 +234,14 @@ class TestReuse:
         assert kinds == ["program_crashed", None, "program_hung", None, "program_crashed", None]
         assert "the program said: no luck" in trajectories[4].error
 
+    async def test_one_that_ends_after_its_answer_is_replaced(self):
+        environment = make(arguments=["--lines"], rows=[{"texts": ["hi"], "how": "leaves later"}], reuse=True,
+                           max_processes=1)  # fmt: skip
+        for number in (1, 2):
+            (trajectory,) = await run_all(environment, episode_timeout=8.0)
+            assert (trajectory.error, trajectory.info["program"]["processes_started"]) == (None, number)
+            await asyncio.sleep(0.4)  # it leaves after 0.1 s
+
     async def test_waiting_for_a_place_takes_none_of_a_programs_own_time(self):
         rows = [{"texts": ["hi"], "how": "slow"}] * 3
         environment = make(arguments=["--lines"], rows=rows, reuse=True, max_processes=1, timeout=3.0)

@@ -115,6 +115,9 @@ def lines():
             continue
         reward = play(example, order["base_url"], order["api_key"])
         print(json.dumps({"id": order["id"], "reward": reward, "pid": os.getpid()}), flush=True)
+        if example.get("how") == "leaves later":
+            time.sleep(0.1)
+            sys.exit(0)
 
 
 if __name__ == "__main__":

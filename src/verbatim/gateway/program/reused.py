@@ -143,16 +143,23 @@ class ReusedPrograms:
             EnvironmentFault: the program does not start.
         """
         async with self._changed:
-            await self._changed.wait_for(lambda: self._free() is not None or len(self._running) < self._most)
+            await self._changed.wait_for(
+                lambda: self._free() is not None or self._ended() is not None or len(self._running) < self._most
+            )
             program = self._free()
             if program is not None:
                 program.num_running += 1
                 return program
+            ended = self._ended()
+            if ended is not None:
+                self._running.remove(ended)
             program = Reused(self._launch, self._service)
             program.num_running = 1
             self._running.append(program)
             self.num_started += 1
         try:
+            if ended is not None:
+                await ended.close()
             await program.start()
             async with self._changed:
                 self._changed.notify_all()
@@ -165,6 +172,10 @@ class ReusedPrograms:
         """The process with the fewest episodes, if it has a place."""
         alive = [p for p in self._running if not p.is_dead and p.watching is not None and p.num_running < self._places]
         return min(alive, key=lambda p: p.num_running, default=None)
+
+    def _ended(self) -> Reused | None:
+        """A process that has ended by itself between two episodes; its place is free."""
+        return next((p for p in self._running if p.is_dead and not p.num_running), None)
 
     async def _remove(self, program: Reused) -> None:
         if program in self._running:
