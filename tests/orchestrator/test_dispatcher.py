@@ -7,6 +7,8 @@ from itertools import pairwise
 import pytest
 from virtual_runs import Play, on_virtual_time
 
+from verbatim.orchestrator.dispatcher import MOST_AT_ONCE
+
 G = 16
 """Groups per batch."""
 
@@ -229,3 +231,26 @@ def test_what_goes_wrong_as_a_group_is_collected_stops_the_run(monkeypatch):
     with pytest.raises(MemoryError):
         on_virtual_time(asked())
     assert held[0] >= G  # they will be sampled again when the run goes on
+
+
+def test_a_fault_while_launching_goes_on_in_a_later_turn_of_the_loop_stops_the_run():
+    """The examples cannot be drawn from the 129th on: nothing has ended by then, and nothing will for an hour."""
+
+    async def run():
+        play = Play(seconds=lambda index: 3600.0, groups_per_batch=200)
+        draw, drawn = play.dispatcher.schedule.draw, []
+
+        def broken_draw():
+            if len(drawn) == MOST_AT_ONCE:
+                raise RuntimeError("no example 128")
+            drawn.append(draw())
+            return drawn[-1]
+
+        play.dispatcher.schedule.draw = broken_draw
+        play.dispatcher.start(version=0, batch=0)
+        with pytest.raises(RuntimeError, match="no example 128"):
+            await play.dispatcher.next_batch()
+        assert asyncio.get_running_loop().time() < 1.0
+        await play.dispatcher.stop()
+
+    on_virtual_time(run())

@@ -52,6 +52,17 @@ def test_the_oldest_is_forgotten():
     assert known == {1: "1", 2: "2"}
 
 
+def test_long_readings_are_forgotten_sooner():
+    """Each has 400 bytes of ids, 600 of text and the 1 byte of no schemas: three of them have more than 3000 bytes."""
+    readings, sent = Readings(100, most_bytes=3000), [prompt(number) for number in range(3)]
+    answered = prompt(*range(100))
+    for ids in sent:
+        readings.add(ids, answered, None, ParsedResponse(content="x" * 600))
+    assert [readings.of(ids, answered, None) is not None for ids in sent] == [False, True, True]
+    readings.add(sent[2], answered, None, ParsedResponse(content="y" * 600))  # in the place of the one before
+    assert [readings.of(ids, answered, None) is not None for ids in sent] == [False, True, True]
+
+
 def test_several_threads_at_once():
     known = Remembered(8)
 

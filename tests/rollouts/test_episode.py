@@ -584,6 +584,57 @@ async def test_siblings_of_a_turn_that_ends_the_episode_are_cut_off_and_it_stays
     assert trajectory.num_unrecorded_tokens == sampler.num_drawn - 6 > 0
 
 
+class Busy:
+    """A turnstile that lets the second caller wait until the gate is open."""
+
+    def __init__(self):
+        self.num_callers, self.gate = 0, asyncio.Event()
+
+    async def enter(self):
+        self.num_callers += 1
+        if self.num_callers == 2:
+            await self.gate.wait()
+
+
+class ScoresLate(Runs):
+    """The turnstile's gate opens while it is scored."""
+
+    async def score(self, trajectory):
+        self.busy.gate.set()
+        await ticks(9)
+        return float(len(trajectory.turns))
+
+
+async def ends_with_a_turn(agent, tasks):
+    await asyncio.gather(speak(agent, "long"), speak(agent, "sub"))
+
+
+async def ends_by_itself(agent, tasks):
+    tasks += [asyncio.ensure_future(speak(agent, name)) for name in ("first", "behind")]
+    await tasks[0]
+
+
+@pytest.mark.parametrize("run", [ends_with_a_turn, ends_by_itself])
+async def test_a_completion_that_was_not_read_when_the_episode_ended_is_no_turn_of_it(run, monkeypatch):
+    """Both agents' completions are there at once, and one waits for its place. If a turn ends the episode, it stays
+    whole; an environment that leaves the other agent behind is set aside."""
+    environment = ScoresLate(run)
+    environment.busy = busy = Busy()
+    monkeypatch.setattr("verbatim.rollouts.agent_loop.turnstile", lambda: busy)
+    ending = [*b"no end"] if run is ends_with_a_turn else say("x" * 5)
+    sampler = ScriptedSampler(script=lambda request: ending if len(sampler.requests) == 1 else say("x" * 5),
+                              vocab_size=VOCAB_SIZE, context_length=1000)  # fmt: skip
+    trajectory = await play(sampler, environment)
+    busy.gate.set()
+    await asyncio.gather(*environment.tasks, return_exceptions=True)
+    assert (busy.num_callers, sampler.num_drawn) == (2, 12)
+    assert (len(trajectory.turns), trajectory.num_unrecorded_tokens) == (1, 6)
+    if run is ends_with_a_turn:
+        assert (trajectory.error, trajectory.reward) == (None, 1.0)
+    else:
+        assert trajectory.error.startswith("record: turn 1: sampled or recorded after the episode had ended")
+
+
 async def test_who_samples_while_an_episode_is_scored_goes_on_after_its_end():
     class Scores(Runs):
         async def score(self, trajectory):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import contextvars
 import subprocess
 import sys
 import threading
@@ -412,6 +413,21 @@ async def test_an_inline_function_runs_without_a_task_and_what_it_gives_to_await
     assert isinstance(left.fault.__cause__, SystemExit)
     own = asyncio.current_task()
     assert tasks[0] is own and own not in tasks[1:]
+
+
+async def test_what_an_inline_function_gives_to_await_sees_the_context_variables_that_it_set():
+    place = contextvars.ContextVar("place", default="nowhere")
+
+    def look():
+        async def there():
+            return place.get()
+
+        place.set("Bonn")
+        return there()
+
+    tools = ToolManager([FunctionTool(look, inline=True, description="")])
+    assert (await tools.dispatch(ToolCall(name="look", arguments={}))).message["content"] == "Bonn"
+    assert place.get() == "nowhere"
 
 
 async def test_a_subclass_of_an_inline_function_tool_is_called_by_its_own_call():

@@ -234,8 +234,13 @@ class Dispatcher:
             task.add_done_callback(self._finished)
 
     def _go_on(self) -> None:
+        """As with `_finished`: the event loop would only log what goes wrong here."""
         self._goes_on = False
-        self._launch()
+        try:
+            self._launch()
+        except BaseException as error:  # noqa: BLE001  (next_batch raises it)
+            self._failure = self._failure or error
+            self._changed.set()
 
     def _has_room(self) -> bool:
         """Whether one more group may be in flight now."""

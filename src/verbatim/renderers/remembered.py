@@ -16,19 +16,35 @@ V = TypeVar("V")
 _SCALARS = (str, int, float, bool, type(None))
 
 
+MOST_BYTES = 64 * 2**20
+"""Of readings: ids, texts and schemas. Without it, thousands of long completions would be kept after their episodes."""
+
+
 class Remembered(dict[K, V], Generic[K, V]):
-    """The newest entries; `add` forgets the oldest ones."""
+    """The newest entries; `add` forgets the oldest ones.
 
-    def __init__(self, most: int) -> None:
+    Args:
+        most: Most entries.
+        most_bytes: Most bytes of all of them, as `add` is told; None = they are not counted.
+    """
+
+    def __init__(self, most: int, most_bytes: int | None = None) -> None:
         super().__init__()
-        self._most, self._lock = most, threading.Lock()
+        self._most, self._most_bytes, self._lock = most, most_bytes, threading.Lock()
+        self._sizes: dict[K, int] = {}
+        self._num_bytes = 0
 
-    def add(self, key: K, value: V) -> None:
-        """Remember one more."""
+    def add(self, key: K, value: V, num_bytes: int = 0) -> None:
+        """Remember one more, of so many bytes."""
         with self._lock:
             self[key] = value
-            while len(self) > self._most:
-                del self[next(iter(self))]
+            if self._most_bytes is not None:
+                self._num_bytes += num_bytes - self._sizes.get(key, 0)
+                self._sizes[key] = num_bytes
+            while len(self) > self._most or (self._most_bytes is not None and self._num_bytes > self._most_bytes):
+                oldest = next(iter(self))
+                del self[oldest]
+                self._num_bytes -= self._sizes.pop(oldest, 0)
 
 
 class Readings:
@@ -37,8 +53,10 @@ class Readings:
     A prompt is known by its array, which has to be read-only; the rest by its content.
     """
 
-    def __init__(self, most: int) -> None:
-        self._known: Remembered[tuple[int, bytes], tuple[weakref.ref[Int32], bytes, ParsedResponse]] = Remembered(most)
+    def __init__(self, most: int, most_bytes: int = MOST_BYTES) -> None:
+        self._known: Remembered[tuple[int, bytes], tuple[weakref.ref[Int32], bytes, ParsedResponse]] = Remembered(
+            most, most_bytes
+        )
 
     def add(self, prompt_ids: Int32 | None, completion_ids: Int32, tools: Schemas, parsed: ParsedResponse) -> None:
         """Remember a reading, unless somebody could change a part of it."""
@@ -48,7 +66,9 @@ class Readings:
             shown = marshal.dumps(tools, 0)  # type: ignore[arg-type]  # raises ValueError for what it cannot write
         except ValueError:
             return
-        self._known.add((id(prompt_ids), completion_ids.tobytes()), (weakref.ref(prompt_ids), shown, parsed))
+        key = (id(prompt_ids), completion_ids.tobytes())
+        texts = len(parsed.content) + len(parsed.reasoning_content or "") + sum(len(c.raw) for c in parsed.tool_calls)
+        self._known.add(key, (weakref.ref(prompt_ids), shown, parsed), len(key[1]) + len(shown) + texts)
 
     def of(self, prompt_ids: Int32, completion_ids: Int32, tools: Schemas) -> ParsedResponse | None:
         """The reading of this completion behind this prompt with these schemas; None if it is not remembered."""

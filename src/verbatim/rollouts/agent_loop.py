@@ -48,6 +48,8 @@ class AgentLoop(EpisodeLoop):
         self._draws = Draws(recorder)
         self._told: tuple[Message, ...] = ()
         self._num_turns_of: dict[str, int] = {}
+        self._num_under_way = 0
+        """Answers that are sampled, or wait to be read."""
         self._num_responses: Counter[bytes] = Counter()
 
     @property
@@ -139,8 +141,10 @@ class AgentLoop(EpisodeLoop):
         return super().messages(agent) if agent in self._threads else self._told
 
     async def end(self) -> bool:
-        """End the episode: cut off what is still being sampled, and count it. Returns whether anything was."""
-        return await self._draws.end()
+        """End the episode: cut off what is still being sampled or not read yet, and count it. Returns whether anything
+        was."""
+        unread = self._num_under_way > 0 and not self._draws.over
+        return await self._draws.end() or unread
 
     def _refuse_if_over(self) -> None:
         if self.stop_reason is None and self._draws.over:
@@ -152,8 +156,14 @@ class AgentLoop(EpisodeLoop):
         self.recorder.foresee(prompt_ids)
         if self.in_order and prompt.thread is not None:
             prompt.thread.answer.let_go()
-        completion = await self._sample_ids(prompt_ids, self.params, prompt.agent)
-        await turnstile().enter()
+        self._num_under_way += 1
+        try:
+            completion = await self._sample_ids(prompt_ids, self.params, prompt.agent)
+            await turnstile().enter()
+        finally:
+            self._num_under_way -= 1
+        if self._draws.over:
+            raise self.recorder.refusal()  # the episode ended while it waited to be read
         return self._read(completion, prompt_ids, prompt, self.params.temperature, extends)
 
     async def _rendered(self, prompt: Prompt) -> tuple[Int32, int | None]:

@@ -131,7 +131,8 @@ class ToolManager(Mapping[str, Tool]):
             if not inspect.isawaitable(ended.value):
                 kind, result, fault = _settled(ended, tool)
                 return _outcome(call, result, kind, output_limit, fault)
-            task = asyncio.ensure_future(_run(functools.partial(_awaited, ended.value)))
+            awaiting = _run(functools.partial(_awaited, ended.value))
+            task = asyncio.get_running_loop().create_task(awaiting, context=ended.context)
         else:
             task = asyncio.ensure_future(_run(functools.partial(tool, dict(call.arguments or {}))))
         try:
@@ -190,9 +191,11 @@ class _Ended:
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self.value: Any = None
+        self.context = contextvars.copy_context()
+        """The context variables as the call left them: what it gave to await sees them too."""
         self._error: BaseException | None = None
         try:
-            self.value = contextvars.copy_context().run(call)
+            self.value = self.context.run(call)
         except BaseException as error:  # noqa: BLE001  raised by `result`
             self._error = _contained(error, asyncio.current_task())
             if self._error is not error:
