@@ -820,7 +820,8 @@ typedef struct {
 static void head(void *arg, int64_t index, int64_t count)
 {
     Draw *d = arg;
-    SHARE(first, last, ROUND(d->m->vocab), PANEL);
+    /* Panels are narrower than 16 where vectors have 4 numbers: none is packed behind the one with the last token. */
+    SHARE(first, last, smaller(ROUND(d->m->vocab), verbatim_packed(d->m->vocab, 1)), PANEL);
     int64_t most = greater(48, 98304 / d->m->width); /* rows of hidden states that stay in the second cache */
     for (int64_t t = 0; t < d->rows; t += most)
         product(d->hidden + t * d->m->width, d->m->width, d->m->head, NULL, d->m->width, d->logits + t * d->stride,
