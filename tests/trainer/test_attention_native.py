@@ -45,13 +45,46 @@ def test_it_is_attention_forward_and_backward(shape, seed, count, window):
     qkv, outside = tensors(batch.num_tokens, shape)
     plan = TreePlan(batch.position_ids, batch.ends)
     out = plan.attend(0, *qkv, attention_call("plain", window))
-    assert list(plan._native) == [window], "the compiled functions were not called"
+    assert list(plan._native) == [(window, shape[0] // shape[1])], "the compiled functions were not called"
     grads = torch.autograd.grad(out, qkv, outside)
     exact = [x.detach().double().requires_grad_() for x in qkv]
     expected = dense(*exact, seen_in(batch.starts, batch.ends, batch.position_ids, window), attention_call("plain", 1))
     expected_grads = torch.autograd.grad(expected, exact, outside.double())
     for found, wanted in zip((out, *grads), (expected, *expected_grads), strict=True):
         assert difference(found.detach(), wanted.detach()) < 1e-6
+
+
+@needs_compiler
+def test_layers_may_differ_in_query_heads_of_each_key_value_head():
+    """A plan is made for 96 / G tokens a block: with another layer's G a block would have more rows than there are."""
+    batch = forest(1, 80)
+    plan, call = TreePlan(batch.position_ids, batch.ends), attention_call("plain", None)
+    for shape in ((2, 2, 16, 16), (8, 1, 16, 16)):
+        qkv, _ = tensors(batch.num_tokens, shape)
+        found = plan.attend(0, *qkv, call).detach()
+        exact = [x.detach().double() for x in qkv]
+        seen = seen_in(batch.starts, batch.ends, batch.position_ids, None)
+        assert difference(found, dense(*exact, seen, attention_call("plain", 1))) < 1e-6
+
+
+def test_more_query_heads_than_a_block_has_rows_are_left_to_torch():
+    batch = forest(0)
+    for heads, is_native in ((96, native_tree._library() is not None), (97, False)):
+        qkv, _ = tensors(batch.num_tokens, (heads, 1, 16, 16))
+        plan = TreePlan(batch.position_ids, batch.ends)
+        plan.attend(0, *qkv, attention_call("plain", None))
+        assert bool(plan._native) == is_native
+
+
+@needs_compiler
+def test_more_keys_than_int32_counts_are_refused(monkeypatch):
+    """A path of 100 tokens in blocks of 48: 48 + 96 + 100 keys."""
+    depths, ends = np.arange(100, dtype=np.int32), np.full(100, 100, dtype=np.int32)
+    monkeypatch.setattr(native_tree, "MOST_KEYS", 244)
+    assert list(NativeForest(depths, ends, None, 2)._begins) == [0, 48, 144, 244]
+    monkeypatch.setattr(native_tree, "MOST_KEYS", 243)
+    with pytest.raises(AssertionError, match="244 keys of 3 blocks"):
+        NativeForest(depths, ends, None, 2)
 
 
 @needs_compiler

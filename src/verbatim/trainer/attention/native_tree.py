@@ -19,6 +19,10 @@ from verbatim.types import Int32
 SOURCE = Path(__file__).with_name("tree.c")
 SIZE_MULTIPLE = 16
 """Head sizes are multiples of a vector."""
+MOST_GROUPS = 96
+"""Query heads of one key/value head: `ROWS` in tree.c."""
+MOST_KEYS = 2**31 - 1
+"""Keys of all blocks together: they are counted in int32."""
 PARTS = 4
 """Gradients of keys and values are added up in at least so many parts, which threads share, and then over the parts.
 Up to this the result does not depend on the number of threads."""
@@ -32,6 +36,7 @@ def suits(query_BHTD: Tensor, value_BKTE: Tensor, call: AttentionCall) -> bool:
     rounds = query_BHTD.dtype in (torch.float32, torch.bfloat16, torch.float16)
     on_cpu = type(query_BHTD) is Tensor and query_BHTD.device.type == "cpu"
     fits = rounds and call.is_plain and not any(size % SIZE_MULTIPLE for size in sizes)
+    fits = fits and query_BHTD.shape[1] <= MOST_GROUPS * value_BKTE.shape[1]
     return on_cpu and fits and _library() is not None
 
 
@@ -53,10 +58,12 @@ class NativeForest:
         assert library is not None
         self._depths, self._ends = (np.ascontiguousarray(x, dtype=np.int32) for x in (depths, ends))
         self._window = NO_WINDOW if window is None else window
+        self._groups = groups
         self.tokens_per_block = max(1, int(library.rows_per_block()) // groups)
         assert groups <= library.rows_per_block(), f"{groups} query heads for each key/value head"
         keys = [*_keys_of_blocks(self._depths, self.tokens_per_block, window)]
         self._keys = np.concatenate(keys)
+        assert len(self._keys) <= MOST_KEYS, f"{len(self._keys)} keys of {len(keys)} blocks are more than int32 counts"
         self._begins = np.cumsum([0, *map(len, keys)], dtype=np.int32)
         self.num_blocks = len(keys)
         self.tree = _Tree(*(array.ctypes.data for array in (self._keys, self._begins, self._ends, self._depths)))
@@ -70,6 +77,8 @@ class NativeForest:
     def shape(self, query_UHD: Tensor, key_UKD: Tensor, value_UKE: Tensor, scale: float) -> _Shape:
         """What the compiled functions are told of these tensors."""
         assert len(query_UHD) == len(self._depths), f"{len(query_UHD)} tokens, the plan has {len(self._depths)}"
+        groups = query_UHD.shape[1] // key_UKD.shape[1]
+        assert groups == self._groups, f"{groups} query heads for each key/value head, the plan has {self._groups}"
         return _Shape(
             *query_UHD.shape[:2], key_UKD.shape[1], key_UKD.shape[2], value_UKE.shape[2], *query_UHD.stride()[:2],
             *key_UKD.stride()[:2], *value_UKE.stride()[:2], scale, self._window,

@@ -52,7 +52,7 @@ class TreePlan:
         self._ends = ends.astype(np.int64)
         self._device = device
         self._blocks: dict[int | None, list[_Block]] = {}
-        self._native: dict[int | None, NativeForest] = {}
+        self._native: dict[tuple[int | None, int], NativeForest] = {}
 
     def attend(
         self, layer_index: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, call: AttentionCall
@@ -75,11 +75,11 @@ class TreePlan:
 
     def _attend_natively(self, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, call: AttentionCall) -> Tensor:
         window, groups = call.sliding_window, query_BHTD.shape[1] // key_BKTD.shape[1]
-        if window not in self._native:
+        if (window, groups) not in self._native:  # layers may differ in both
             depths, ends = (x.astype(np.int32) for x in (self._depths, self._ends))
-            self._native[window] = NativeForest(depths, ends, window, groups)
+            self._native[window, groups] = NativeForest(depths, ends, window, groups)
         query_UHD, key_UKD, value_UKE = (x[0].transpose(0, 1) for x in (query_BHTD, key_BKTD, value_BKTD))
-        return self._native[window].attend(query_UHD, key_UKD, value_UKE, call.scale)[None]
+        return self._native[window, groups].attend(query_UHD, key_UKD, value_UKE, call.scale)[None]
 
     def _plan(self, window: int | None) -> list[_Block]:
         blocks = []
