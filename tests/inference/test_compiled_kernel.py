@@ -15,7 +15,9 @@ from verbatim.inference import SampleRequest, SamplingParams
 from verbatim.inference.embedded.compiled import forward, library
 from verbatim.inference.embedded.compiled.forward import CompiledForward
 from verbatim.inference.embedded.compiled.library import load_kernel
+from verbatim.inference.embedded.compiled.structures import why_not
 from verbatim.inference.embedded.decoder import Decoder
+from verbatim.inference.embedded.fast_forward import fast_backbone, probe
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.inference.embedded.torch_forward import TorchForward
 from verbatim.models.head import CausalLM
@@ -166,6 +168,37 @@ def test_models_that_it_does_not_compute_are_named_with_the_reason(config, dtype
     with pytest.raises(ModelError, match=f'kernel = "compiled", but .*{why}'):
         Decoder(model, TorchSettings(kernel="compiled"), context_length=64, version=0)
     assert isinstance(Decoder(model, TorchSettings(), context_length=64, version=0).forward, TorchForward)
+
+
+def test_a_head_with_more_ids_than_the_embedding_is_not_computed(tmp_path):
+    """The kernel would read behind the embedding where such an id was drawn."""
+    model = CausalLM(load_model(save(LlamaConfig(**SMALL), tmp_path)))
+    with torch.inference_mode():
+        calls = probe(model)[1]
+        fast = fast_backbone(model, calls, 64)
+    assert why_not(model, fast, calls) is None
+    embedding = model.backbone.embed_tokens
+    embedding.weight = torch.nn.Parameter(embedding.weight[:-1].clone())
+    assert why_not(model, fast, calls) == "ids of the output head have no embedding"
+
+
+def test_after_memory_ran_out_caches_are_those_of_the_present_weights(models, monkeypatch):
+    """Weights are numbered by loads here, and not by versions: a run that was resumed begins with load 0, version 7."""
+    model = CausalLM(load_model(models["tied"]).requires_grad_(False))
+    decoder = Decoder(model, TorchSettings(max_batch_size=3, device="cpu"), context_length=64, version=7)
+
+    def fail(num_tokens):
+        raise MemoryError
+
+    monkeypatch.setattr(decoder.cache, "shrink", fail)
+    monkeypatch.setattr(decoder.cache, "drop", decoder.cache.clear)
+    prompt, params = np.arange(40, dtype=np.int32), SamplingParams(max_tokens=4)
+    decoder.add(SampleRequest(prompt_ids=prompt, params=params, seed=0, session=""))
+    decoder.step()
+    decoder.give_back_memory()
+    decoder.step()
+    decoder.add(SampleRequest(prompt_ids=prompt, params=params, seed=1, session=""))
+    assert decoder.counts.prefix_hit_tokens == 39
 
 
 @pytest.mark.usefixtures("built")

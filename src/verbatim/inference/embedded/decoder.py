@@ -160,7 +160,7 @@ class Decoder:
         except (MemoryError, RuntimeError) as error:  # no room even for the smaller copy
             if not is_out_of_memory(error):
                 raise
-            table.rebuild_all(self.version)
+            table.rebuild_all(self._num_loads)
             self.cache.drop()
         np.minimum(table.computed, self.cache.capacity, out=table.computed)
         if self.model.device.type == "cuda":

@@ -74,6 +74,8 @@ def why_not(model: CausalLM, fast: FastBackbone | None, calls: Sequence[Attentio
         return "the attention has a soft cap or sinks"
     if model.softcap is not None or model.scale != 1.0 or model.output.bias is not None:
         return "the logits are more than the product of hidden states and output head"
+    if len(model.backbone.embed_tokens.weight) < model.vocab_size:
+        return "ids of the output head have no embedding"
     layer = fast.layers[0]
     sizes = {"the width": layer.mlp.gate_proj.weight.shape[1], "the inner width": layer.mlp.gate_proj.weight.shape[0],
              "the head size": fast.head_size}  # fmt: skip
