@@ -468,3 +468,25 @@ async def test_free_cores_are_taken_and_given_back(models, tmp_path, monkeypatch
     assert threads[-1] == 1
     await until(lambda: trainer.num_threads == 2)
     await sampler.close()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_an_engine_that_ends_amid_its_work_leaves_the_trainer_all_cores(models, tmp_path, monkeypatch, fails):
+    mine, trainer = (CoreShare(tmp_path / "cores", side, 2) for side in ("sampler", "trainer"))
+    sampler = TorchSampler(models["tied"], config=TorchSettings(device="cpu"), context_length=64, num_threads=1,
+                           cores=mine)  # fmt: skip
+    step, seen = sampler._decoder.step, []
+
+    def last_step():
+        seen.append(trainer.num_threads)
+        if fails:
+            raise ValueError("a broken step")
+        sampler._engine.stop()
+        return step()
+
+    monkeypatch.setattr(sampler._decoder, "step", last_step)
+    (found,) = await asyncio.gather(sampler.generate(request(max_tokens=8)), return_exceptions=True)
+    assert isinstance(found, SamplerFault) if fails else found.stop_reason == StopReason.CANCELLED
+    await sampler.close()
+    assert seen == [1]
+    assert trainer.num_threads == 2

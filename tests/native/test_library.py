@@ -103,6 +103,18 @@ def test_a_file_that_does_not_compile_is_told(tmp_path, caplog):
 
 
 @needs_compiler
+def test_a_library_without_threads_is_told(tmp_path, monkeypatch, caplog):
+    """As with a compiler whose OpenMP has other names than the one that torch has loaded."""
+    monkeypatch.setattr(native, "_VARIANTS", (("-DOTHER",), ()))
+    text = "#ifdef OTHER\nint verbatim_missing(void);\nint add(int a, int b) { return verbatim_missing(); }\n#else\n"
+    source = write(tmp_path, f"{text}int add(int a, int b) {{ return a + b; }}\n#endif\n")
+    with caplog.at_level(logging.WARNING):
+        assert native.library(source).add(1, 2) == 3
+    assert "the options (none), which is slower" in caplog.text
+    assert "verbatim_missing" in caplog.text
+
+
+@needs_compiler
 def test_a_cache_that_cannot_be_written_is_passed_over(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

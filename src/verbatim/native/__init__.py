@@ -24,7 +24,8 @@ _COMPILERS = ("cc", "gcc", "clang")
 _FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-Wno-psabi")
 _VARIANTS = (("-march=native", "-fopenmp"), ("-march=native",), ("-fopenmp",), ())
 """Tried in this order. OpenMP's functions are not linked: those that torch has loaded are found when the library is
-loaded, so that both use one team of threads. Where they are not found, the library has no threads."""
+loaded, so that both use one team of threads. Where they are not found, the library has no threads, and a warning says
+so."""
 _PATIENCE = 120.0
 """Seconds that a compiler may take."""
 
@@ -49,7 +50,12 @@ def library(source: Path) -> ctypes.CDLL | None:
     reason = ""
     for variant in _VARIANTS:
         try:
-            return ctypes.CDLL(str(_compiled(source, compiler, (*_FLAGS, *variant))), mode=os.RTLD_NOW)
+            found = ctypes.CDLL(str(_compiled(source, compiler, (*_FLAGS, *variant))), mode=os.RTLD_NOW)
+            if reason:
+                options = " ".join(variant) or "(none)"
+                logger.warning("%s was compiled with %s and the options %s, which is slower: %.500s",
+                               source.name, compiler, options, reason)  # fmt: skip
+            return found
         except subprocess.CalledProcessError as error:
             reason = error.stderr.decode(errors="replace")
         except (OSError, subprocess.TimeoutExpired) as error:

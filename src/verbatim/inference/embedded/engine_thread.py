@@ -324,6 +324,7 @@ class EngineThread:
 
     def _shut_down(self, fault: BaseException | None) -> None:
         """Answer all waiting callers: with cancelled completions, or with the fault that stopped the engine."""
+        self._share_cores(computes=False)
         with self._wake:
             self._closing, self._fault = True, fault
             left = [m for m in self._inbox if not isinstance(m, Cancel)]
