@@ -185,7 +185,7 @@ async def test_a_fault_of_the_engine_is_an_error_of_its_trajectory_alone(model, 
     assert sorted(t.error is not None for t in trajectories) == [False, False, True]
     (failed,) = [t for t in trajectories if t.error]
     assert failed.stop_reason is StopReason.API_ERROR
-    assert "request 0 fails, as scripted" in failed.error
+    assert failed.error == "sampler: request 0 fails, as scripted"
 
 
 @in_one_loop

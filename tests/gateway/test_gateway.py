@@ -97,6 +97,7 @@ async def test_several_replies_to_one_request_are_turns_of_one_prompt(http):
         trajectory = await episode.finish()
     assert len(set(texts)) == 3
     assert len(trajectory.turns) == 4
+    assert reasons(trajectory) == [(1, "same_prompt"), (2, "same_prompt")]
     chosen = next(t for t in trajectory.turns if t.completion_ids.tolist() == say(texts[1]))
     assert trajectory.turns[3].extends(chosen)
 

@@ -96,6 +96,18 @@ async def test_a_session_has_no_more_requests_at_a_time_than_it_may(http):
         assert client.status == 200
 
 
+async def test_clients_that_wait_for_one_answer_count_as_requests_at_a_time(http):
+    async with gateway_over(scripted(seconds_per_token=0.05)) as gateway:
+        episode = gateway.episode()
+        episode.session.settings = SessionSettings(sampling="client", max_open=3)
+        clients, key = [Client(http, episode) for _ in range(5)], {"idempotency-key": "k"}
+        await asyncio.gather(*(client.chat([user("hi")], key) for client in clients))
+        assert sorted(client.status for client in clients) == [200, 200, 200, 429, 429]
+        await clients[0].chat([user("hi")], key)
+        assert clients[0].status == 200
+        assert len((await episode.finish()).turns) == 1
+
+
 @pytest.mark.parametrize("headers", [{}, {"idempotency-key": "k"}, {"x-stainless-retry-count": "1"}])
 async def test_equal_requests_of_two_sessions_are_two(http, headers):
     sampler = scripted(lambda r: np.array(say(str(r.seed)), np.int32))

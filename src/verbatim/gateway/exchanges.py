@@ -85,6 +85,8 @@ class Exchanges(Generic[T]):
         self._under_way: set[asyncio.Task[T]] = set()
         self.num_repeated = 0
         """Requests that were answered by an earlier one."""
+        self.num_waiting = 0
+        """Clients that wait for an answer now."""
         self.num_left = 0
         """Requests whose generation was cancelled, because their client had gone."""
 
@@ -131,6 +133,7 @@ class Exchanges(Generic[T]):
     def attend(self, exchange: Exchange[T]) -> Iterator[None]:
         """Someone waits for the answer, inside of the block. Once none does, its generation is cancelled after the
         patience."""
+        self.num_waiting += 1
         exchange.progress.num_waiting += 1
         if exchange.leaving is not None:
             exchange.leaving.cancel()
@@ -138,6 +141,7 @@ class Exchanges(Generic[T]):
         try:
             yield
         finally:
+            self.num_waiting -= 1
             exchange.progress.num_waiting -= 1
             if exchange.progress.num_waiting == 0 and not exchange.task.done():
                 loop = asyncio.get_running_loop()

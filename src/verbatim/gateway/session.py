@@ -108,7 +108,7 @@ class Session:
         """
         if self.over:
             raise SessionRefusal(410, "this session is over", "session_over")
-        if self._num_open >= self.settings.max_open:
+        if max(self._num_open, self.exchanges.num_waiting) >= self.settings.max_open:
             raise SessionRefusal(429, f"more than {self.settings.max_open} requests of this session at a time")
         if self.counts[kind] >= self.settings.max_requests:
             raise SessionRefusal(403, f"more than {self.settings.max_requests} requests of this session",

@@ -70,7 +70,7 @@ class Node(Generic[T]):
     num_open: int = 0
     """Requests under way that continue this sampled message."""
     num_continued: int = 0
-    """Turns that continue this sampled message."""
+    """Turns that continue this sampled message; of one that was not sampled, those that begin behind it."""
     num_answers: int = 0
     """Answers to the prompt that ends here, those under way included."""
 
@@ -164,7 +164,8 @@ class Threads(Generic[T]):
         )  # fmt: skip
 
     def answer(self, match: Match[T], message: Mapping[str, Any], turn: T) -> bool:
-        """Hang an answer under its request. Returns whether another turn has continued the same one before.
+        """Hang an answer under its request. Returns whether another turn has continued the same one before, or, where
+        the request continues none, answered the same messages.
 
         Args:
             match: Of the request, still open.
@@ -184,10 +185,9 @@ class Threads(Generic[T]):
         if digest.bare != digest.full:
             match.end.bare[digest.bare] = node
         self._longest[match.agent] = max(self._longest.get(match.agent, 0), node.depth)
-        if match.known is None:
-            return False
-        match.known.num_continued += 1
-        return match.known.num_continued > 1
+        before = match.known or match.end
+        before.num_continued += 1
+        return before.num_continued > 1
 
     def close(self, match: Match[T], *, answered: bool, forget: bool = False) -> None:
         """The request is over.

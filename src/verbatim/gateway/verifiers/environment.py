@@ -106,8 +106,13 @@ class VerifiersEpisode(Episode):
         self._rewards: dict[str, float] = {}
 
     async def run(self, agent: Any) -> None:
-        """Have verifiers play and score it; an EnvironmentFault if it fails, or if its trace is not what was
-        sampled."""
+        """Have verifiers play and score it.
+
+        Raises:
+            SamplerFault, RecordError: it failed, and one of its requests was answered with that.
+            EnvironmentFault: it failed otherwise, or its trace is not what was sampled.
+            EpisodeOver: it was cut off.
+        """
         if not isinstance(agent, AgentLoop):
             raise EnvironmentFault("verifiers' environments are played by the run's sampler only, not by a teacher")
         serving = self._environment.serving()
@@ -118,11 +123,11 @@ class VerifiersEpisode(Episode):
                     on_trace=lambda trace: reception.connect(trace, agent),
                 )  # fmt: skip
             finally:
-                await reception.disconnect(agent)
+                fault = await reception.disconnect(agent)
         agent.tell(verifiers_trace.messages_of(episode))
         problem = verifiers_trace.errors_of(episode)
         if problem is not None:
-            raise EnvironmentFault(f"verifiers: {problem}")
+            raise fault or EnvironmentFault(f"verifiers: {problem}")
         verifiers_trace.check_served(episode.traces, agent.turns)
         self._rewards = verifiers_trace.rewards_of(episode)
         self.info = {"verifiers": verifiers_trace.metrics_of(episode)}

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from verbatim.errors import RolloutError
 from verbatim.gateway.service import Service
 from verbatim.gateway.session import Session
 from verbatim.gateway.session_settings import SessionRefusal, SessionSettings
@@ -68,11 +69,14 @@ class Reception:
         session = self._traces.setdefault(loop, {})[trace.id] = TraceSession(loop, trace)
         self.service.join(self.key, trace.id, session)
 
-    async def disconnect(self, loop: AgentLoop) -> None:
-        """The episode is over: what is under way is cancelled, and what still comes for it is refused."""
-        for name, session in self._traces.pop(loop, {}).items():
+    async def disconnect(self, loop: AgentLoop) -> RolloutError | None:
+        """The episode is over: what is under way is cancelled, and what still comes for it is refused. Returns the
+        failure of the sampler or of the record that one of its requests was answered with."""
+        sessions = self._traces.pop(loop, {})
+        for name, session in sessions.items():
             self.service.leave(self.key, name)
             await session.end()
+        return next((session.fault for session in sessions.values() if session.fault is not None), None)
 
 
 @dataclass(eq=False)
