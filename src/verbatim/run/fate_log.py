@@ -73,9 +73,11 @@ class FateLog:
             self._waiting.popleft().result()
 
     def close(self) -> None:
-        """Wait until everything is written, and end the writer."""
-        self.wait()
-        self._writer.shutdown()
+        """Wait until everything is written, and end the writer, also where a bug in writing one step is raised."""
+        try:
+            self.wait()
+        finally:
+            self._writer.shutdown()
 
     def _write(self, step: int, fates: Sequence[Fate]) -> None:
         incomplete = self._files.num_incomplete

@@ -230,9 +230,10 @@ class RunLog:
         said = ending(self._folder.metrics, self._best_constant, state=state, seconds=self.seconds)
         self._monitors.on_end({**said, "results": {**said["results"], **self.results}})
         self._monitors.close()
-        self._evaluations.flush()
-        for log in (self._evaluated, self._fates):
-            log.close()
+        with contextlib.ExitStack() as stack:  # a bug in the writing of one leaves the other one whole
+            for log in (self._fates, self._evaluated):
+                stack.callback(log.close)
+            self._evaluations.flush()
         if incomplete := self._evaluated.num_incomplete + self._fates.num_incomplete:
             logger.error("%d trajectories were logged without their messages and info, which are not JSON", incomplete)
 

@@ -1,0 +1,32 @@
+"""The thread that writes fates: what goes wrong on it is raised, and what else waits is written all the same."""
+
+import threading
+
+import pytest
+
+from verbatim import Trajectory, Turn
+from verbatim.fates.files import FateFolder
+from verbatim.fates.retention import EVERYTHING
+from verbatim.run.fate_log import FateLog
+from verbatim.trajectories import Fate
+
+
+def test_a_bug_in_the_writing_of_a_step_is_raised_and_the_next_step_is_written_before_the_log_is_closed(
+    tmp_path, monkeypatch
+):
+    write = FateFolder.write
+
+    def broken(self, step, fates):
+        if step == 1:
+            raise RuntimeError("a bug at step 1")
+        write(self, step, fates)
+
+    monkeypatch.setattr(FateFolder, "write", broken)
+    log = FateLog(tmp_path / "trajectories", store=None, first_step=0, retention=EVERYTHING)
+    fate = Fate.of_dropped(Trajectory(example_id="x", turns=[Turn(prompt_ids=[1], completion_ids=[2])]), "error")
+    for step in (1, 2):
+        log.write(step, [fate])
+    with pytest.raises(RuntimeError, match="a bug at step 1"):
+        log.close()
+    assert [path.name for path in (tmp_path / "trajectories").iterdir()] == ["step-000002.parquet"]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("trajectories-writer")]
