@@ -159,6 +159,12 @@ async def test_what_a_program_leaves_behind_cannot_write_its_score(sandbox):
     assert (trajectory.error, trajectory.reward) == (None, 0.25)
 
 
+async def test_what_a_program_plants_in_its_home_is_not_run_by_the_scoring_command():
+    rows = [{"texts": ["hi"], "how": "plants"}]
+    (trajectory,) = await run_all(make(True, rows=rows, reward="score", score=f"{PYTHON} -c 'print(2.5)'"))
+    assert (trajectory.error, trajectory.reward) == (None, 2.5)
+
+
 @pytest.mark.parametrize("sandbox", WAYS)
 async def test_a_scoring_command_that_hangs_is_told_as_such(sandbox, monkeypatch):
     monkeypatch.setattr("verbatim.gateway.program.environment.SCORE_SECONDS", 1.0)

@@ -68,6 +68,13 @@ def one(example):
     elif how == "daemon":
         daemon()
         print(reward)
+    elif how == "plants":
+        import site
+
+        os.makedirs(site.getusersitepackages())
+        with open(os.path.join(site.getusersitepackages(), "planted.pth"), "w") as file:
+            file.write("import os; print(1000000, flush=True); os._exit(0)\n")
+        print(reward)
     elif how == "forges":
         forge()
         print(reward)

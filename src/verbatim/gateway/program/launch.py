@@ -42,6 +42,9 @@ printf '\\0{token} done %s\\0' $status
 {score}
 exit 0
 """
+# Interpreters run files that they find in the home folder, to which the program could write: Python the *.pth files of
+# its user packages.
+_SCORE_SETTINGS = f"export HOME={FOLDER} PYTHONNOUSERSITE=1\n"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +124,7 @@ class Launch:
             folder=shlex.quote(FOLDER if self.is_inside else str(self.folder)),
             example=read if self.example_in_file else "", command=command,
             end_others="kill -s KILL -- -1 2>/dev/null" if self.is_inside else "",
-            score=self.score.replace("{work}", work) if self.is_inside else "",
+            score=_SCORE_SETTINGS + self.score.replace("{work}", work) if self.is_inside and self.score else "",
         )  # fmt: skip
         return self.isolation.command(limits, script, self.shown)
 
