@@ -27,6 +27,9 @@ LEGACY = frozenset({"Tensor", "DoubleTensor", "FloatTensor", "LongTensor", "IntT
 """Constructors that make a tensor on the CPU, whatever the default device is."""
 
 HOST_SIDE = {
+    "inference/embedded/compiled/forward.py": "computes on the CPU alone",
+    "inference/embedded/compiled/paged_cache.py": "computes on the CPU alone",
+    "inference/embedded/compiled/structures.py": "computes on the CPU alone",
     "inference/embedded/model_check.py": "a small copy on the CPU",
     "inference/embedded/pass_layout.py:as_tensor": "moved, unless the device is the CPU",
     "losses/results.py": "a loss tried before a run; metrics that a loss reports as numbers",

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -116,8 +117,10 @@ async def test_an_engine_that_begins_with_an_adapter_is_one_that_loaded_it(model
         await begun.close()
 
 
-async def test_requests_in_flight_go_on_with_the_new_adapter(models, adapters):
+async def test_requests_in_flight_go_on_with_the_new_adapter(models, adapters, monkeypatch):
     sampler = make(models["tied"])
+    step = sampler._decoder.step
+    monkeypatch.setattr(sampler._decoder, "step", lambda: (time.sleep(0.005), step())[1])
     try:
         running = asyncio.ensure_future(sampler.generate(request(max_tokens=120)))
         await until(lambda: sampler.stats().sampled_tokens > 5)

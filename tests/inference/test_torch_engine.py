@@ -254,8 +254,10 @@ async def test_a_cancelled_call_says_how_many_tokens_were_drawn_for_it(models):
     await sampler.close()
 
 
-async def test_a_deadline_around_a_call_is_a_timeout_and_its_tokens_are_known(models):
+async def test_a_deadline_around_a_call_is_a_timeout_and_its_tokens_are_known(models, monkeypatch):
     sampler = make(models["tied"], context_length=500)
+    step = sampler._decoder.step
+    monkeypatch.setattr(sampler._decoder, "step", lambda: (time.sleep(0.002), step())[1])
     await sampler.generate(request(max_tokens=2))
     with pytest.raises(TimeoutError) as caught:
         async with asyncio.timeout(0.05):

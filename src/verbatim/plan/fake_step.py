@@ -36,6 +36,7 @@ from verbatim.plan.live_memory import BATCH, GRADIENTS, OPTIMIZER, REFERENCE, WE
 from verbatim.records.fields import REFERENCE as REFERENCE_STREAM
 from verbatim.trainer.device_batch import DeviceBatch
 from verbatim.trainer.frozen import base_under_adapters
+from verbatim.trainer.fused import fuse_layers
 from verbatim.trainer.linear import use_onednn
 from verbatim.trainer.logprobs import TargetLogprobs
 from verbatim.trainer.lora import Adapters
@@ -116,6 +117,8 @@ def measure(case: StepCase) -> StepMemory:
     """
     with fake_ranks(case.processes) as ranks, contextlib.ExitStack() as stack:
         model = _model(case.source)
+        if not case.on_cuda:
+            fuse_layers(model)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         memory = LiveMemory(model.get_output_embeddings().weight.shape[0])
         stack.enter_context(fake)

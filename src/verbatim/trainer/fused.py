@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from verbatim import native
 
@@ -55,9 +56,11 @@ def fuse_layers(model: nn.Module) -> None:
 
 
 def suits(*tensors: Tensor) -> bool:
-    """Whether compiled functions can read these: float32, on a CPU, not cast, and with numbers behind them."""
+    """Whether compiled functions can read these: float32, on a CPU, not cast. Fake tensors, whose memory a plan
+    measures, go the same way, and nothing is computed."""
     return not torch.is_autocast_enabled("cpu") and all(
-        type(x) in (Tensor, nn.Parameter) and x.dtype == torch.float32 and x.device.type == "cpu" for x in tensors
+        type(x) in (Tensor, nn.Parameter, FakeTensor) and x.dtype == torch.float32 and x.device.type == "cpu"
+        for x in tensors
     )
 
 
@@ -151,7 +154,9 @@ def _rotated(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor, direction: float) ->
 
 
 def _call(name: str, *inputs: Any) -> None:
-    """Call a compiled function: whole numbers as int64, tensors as pointers."""
+    """Call a compiled function: whole numbers as int64, tensors as pointers. Not for fake tensors."""
+    if any(isinstance(x, FakeTensor) for x in inputs):
+        return
     given = [ctypes.c_void_p(x.data_ptr()) if isinstance(x, Tensor) else ctypes.c_int64(x) if isinstance(x, int) else x
              for x in inputs]  # fmt: skip
     getattr(_library(), name)(*given)

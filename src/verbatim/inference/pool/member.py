@@ -121,6 +121,8 @@ class Life:
         try:
             await self._until_ended(asking)
             if self.over.done() and not asking.done():
+                await asyncio.sleep(0)  # a call that fails at the same moment comes to its end, and its failure is read
+            if self.over.done() and not asking.done():
                 asking.cancel()
                 asking.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # it may be left behind
                 await asyncio.wait({asking}, timeout=GIVING_UP)
