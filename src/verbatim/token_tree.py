@@ -258,7 +258,7 @@ def _read_only(ids: Int32) -> Int32:
 
 
 def _kept(ids: Int32) -> Int32:
-    """The array itself where nobody writes to its memory, else a copy."""
+    """The array itself where its memory cannot be written, else a copy."""
     owned = ids.flags.owndata and not ids.flags.writeable
     return ids if owned else np.frombuffer(ids.tobytes(), _INT32)
 

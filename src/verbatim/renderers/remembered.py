@@ -17,7 +17,8 @@ _SCALARS = (str, int, float, bool, type(None))
 
 
 MOST_BYTES = 64 * 2**20
-"""Of readings: ids, texts and schemas. Without it, thousands of long completions would be kept after their episodes."""
+"""Bytes of ids, texts and schemas that are kept. Without it, thousands of long completions would be kept after their
+episodes."""
 
 
 class Remembered(dict[K, V], Generic[K, V]):
@@ -59,7 +60,7 @@ class Readings:
         )
 
     def add(self, prompt_ids: Int32 | None, completion_ids: Int32, tools: Schemas, parsed: ParsedResponse) -> None:
-        """Remember a reading, unless somebody could change a part of it."""
+        """Remember a reading, unless a part of it could still be changed."""
         if prompt_ids is None or prompt_ids.flags.writeable or not all(map(_is_flat, parsed.tool_calls)):
             return
         try:

@@ -135,7 +135,7 @@ class Dialogue:
             faults.setdefault(failure_kind(said), {"count": 0, "first": first})["count"] += 1
 
     def _entered(self, *, what: str, **about: Any) -> contextlib.AbstractContextManager[dict[str, Any]]:
-        """An entry of the timeline, in seconds since the start of the episode; of no account where there is none."""
+        """An entry of the timeline, in seconds since the start of the episode; dropped where no timeline is kept."""
         return contextlib.nullcontext({}) if self._timeline is None else self._timed(self._timeline, what, about)
 
     @contextlib.contextmanager

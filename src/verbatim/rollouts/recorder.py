@@ -68,7 +68,7 @@ class Recorder:
         return index
 
     def foresee(self, prompt_ids: Int32) -> None:
-        """A prompt that will be recorded when its completion is there; nobody writes to it any more."""
+        """A prompt that will be recorded when its completion is there; it is not changed any more."""
         if prompt_ids.flags.owndata:
             prompt_ids.flags.writeable = False
         self._tree.foresee(prompt_ids)

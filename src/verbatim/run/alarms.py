@@ -53,7 +53,8 @@ def _refuse_silent(name: str, rule: Rule) -> None:
 
 
 _FEWEST_SURE = 7
-"""Of 6 steps and 6 earlier ones one order in C(12, 6) = 924 is by chance: above 1 in 1,000."""
+"""Fewer steps prove too little: 6 steps all stand apart from 6 others by chance once in C(12, 6) = 924 times, which is
+more often than once in 1,000."""
 
 
 def sentence(alarm: Alarm) -> str:

@@ -146,7 +146,8 @@ def _compared(
 
 
 _NOT_OF_A_STEP = ("lora", "parallel", "separate_process")
-"""Of [trainer]: the weights have the adapters' shape, and a replay trains in one process."""
+"""Keys of [trainer] that a replay refuses to change: the weights have the adapters' shape, and it trains in one
+process."""
 
 
 def _refuse_idle(changes: Sequence[str]) -> None:

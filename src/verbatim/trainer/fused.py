@@ -133,7 +133,7 @@ class _Gated(torch.autograd.Function):
 
 
 class _Rotated(torch.autograd.Function):
-    """Of [T, heads, D]; the gradient is turned back."""
+    """Turns the positions of [T, heads, D]; the gradient is turned back."""
 
     @staticmethod
     def forward(ctx: Any, x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
