@@ -336,7 +336,8 @@ class TestKeys:
     async def test_a_reward_can_be_posted(self, http, gateway):
         episode = gateway.episode()
         client = Client(http, episode)
-        for wrong in ({"reward": "much"}, {"reward": None}, [], {"reward": True}, {"reward": float("inf")}):
+        wrongs = ({"reward": "much"}, {"reward": None}, [], {"reward": True}, {"reward": float("inf")}, {"reward": {}})
+        for wrong in wrongs:
             await client.post("reward", wrong)
             assert client.status == 400, wrong
         await client.post("reward", {"reward": {"right": 1.0, "short": 0.5}})
@@ -368,14 +369,25 @@ class TestBadRequests:
         ("header", "status"), [(b"x-verbatim-agent: \xff", b"200"), (b"x-api-key: vb-a-\xff", b"401")]
     )
     async def test_headers_that_are_no_text(self, gateway, header, status):
-        key = gateway.episode().api_key.encode() if status == b"200" else b""
+        assert await self.status_with(gateway, gateway.episode() if status == b"200" else None, header) == status
+
+    @pytest.mark.parametrize("sent", [b"Zo\xeb", "Zoë".encode()])
+    async def test_an_agents_name_is_text_whether_it_is_sent_as_latin_1_or_utf_8(self, gateway, sent):
+        episode = gateway.episode()
+        assert await self.status_with(gateway, episode, b"x-verbatim-agent: " + sent) == b"200"
+        trajectory = await episode.finish()
+        assert [turn.agent for turn in trajectory.turns] == ["Zoë"]
+
+    async def status_with(self, gateway, episode, header):
+        """Of a request with this line among its headers, as bytes."""
+        path = b"/s/" + episode.api_key.encode() if episode is not None else b""
         body = b'{"messages": [{"role": "user", "content": "hi"}]}'
         reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
         writer.write(b"POST %s/v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n"
-                     b"%s\r\n\r\n%s" % (b"/s/" + key if key else b"", len(body), header, body))  # fmt: skip
+                     b"%s\r\n\r\n%s" % (path, len(body), header, body))  # fmt: skip
         answer = await reader.read()
         writer.close()
-        assert answer.split()[1] == status
+        return answer.split()[1]
 
     async def test_messages_that_cannot_be_rendered_are_the_clients_fault(self, http, gateway):
         client = Client(http, gateway.episode())

@@ -12,11 +12,12 @@ from scripted_gateway import play
 from byte_renderer import VOCAB_SIZE, ByteRenderer
 from verbatim import build_samples
 from verbatim.environments.resolve import create_environment
-from verbatim.errors import UsageError
+from verbatim.errors import EnvironmentFault, UsageError
 from verbatim.gateway.program.launch import _prefixes
 from verbatim.gateway.program.leftovers import VARIABLE, kill_marked
 from verbatim.gateway.program.process import ProgramProcess
 from verbatim.gateway.program.reused import ReusedPrograms
+from verbatim.gateway.program.rewards import read_reward
 from verbatim.gateway.service import Service
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
@@ -297,3 +298,9 @@ def test_the_play_is_a_function_of_its_prompt():
     ids = ByteRenderer().render_ids([{"role": "user", "content": "abc"}])
     (completion,) = [play(type("R", (), {"prompt_ids": ids})) for _ in range(1)]
     assert bytes(i for i in completion if i < 256) == b"6:abc" and isinstance(completion, np.ndarray)
+
+
+@pytest.mark.parametrize("line", ["{}", '{"reward": {}}', "done", "true"])
+def test_a_last_line_without_a_reward_is_none(line):
+    with pytest.raises(EnvironmentFault, match="the last line has no reward.*expected a number"):
+        read_reward(line, "the last line")

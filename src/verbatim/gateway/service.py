@@ -202,7 +202,7 @@ class Service:
         given = read_body(body)
         reward = given.get("reward") if isinstance(given, dict) else None
         try:
-            if reward is None or isinstance(reward, bool):
+            if reward is None or reward == {} or isinstance(reward, bool):
                 raise RolloutError(f"found {given!r:.80}, expected "
                                    '{"reward": number} or {"reward": {part: number}}')  # fmt: skip
             read_agent_scores(reward, "POST /reward")

@@ -49,8 +49,22 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 
 def headers_of(request: web.Request) -> dict[str, str]:
-    """The headers by lower-case name."""
-    return {name.lower(): value for name, value in request.headers.items()}
+    """The headers by lower-case name, as texts that can be written. Bytes that are no UTF-8 are read as Latin-1, the
+    older encoding of headers, which `fetch` and requests send."""
+    return {name.lower(): _readable(value) for name, value in request.headers.items()}
+
+
+def _readable(value: str) -> str:
+    """A header's text; aiohttp marks the bytes that are no UTF-8 by surrogates.
+
+    >>> _readable("Zo\\udceb"), _readable("Zoë")
+    ('Zoë', 'Zoë')
+    """
+    try:
+        value.encode()
+        return value
+    except UnicodeEncodeError:
+        return value.encode(errors="surrogateescape").decode("latin-1")
 
 
 def told(error: Exception) -> tuple[int, str, str]:

@@ -25,9 +25,9 @@ def read_reward(line: str, where: str) -> float | Mapping[str, float]:
         value = line
     if isinstance(value, Mapping):
         value = value.get("reward")
-    if value is None or isinstance(value, bool | str | list):
-        raise EnvironmentFault(f"program: {where} has no reward: found {line[-200:]!r}, expected a number, or "
-                               '{"reward": number}')  # fmt: skip
+    if value is None or value == {} or isinstance(value, bool | str | list):
+        raise EnvironmentFault(f"program: {where} has no reward: found {line[-200:]!r}, expected a number, "
+                               '{"reward": number} or {"reward": {part: number}}')  # fmt: skip
     reward, parts = read_score(value, f"program: {where}")
     assert reward is not None
     return parts or reward
