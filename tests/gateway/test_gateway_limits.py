@@ -1,6 +1,7 @@
 """What a client may take of the gateway, and that no session reaches another one's."""
 
 import asyncio
+import contextlib
 import hmac
 import json
 
@@ -37,6 +38,55 @@ async def test_a_body_that_does_not_arrive_is_refused_in_time(route):
             head = await reader.readline()
         writer.close()
     assert head.split()[1] == b"408"
+
+
+@contextlib.asynccontextmanager
+async def only_the_head(gateway, key, route):
+    """The reader of a connection that has said a large body follows, and sends none of it."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
+    path = f"v1/{route}".removeprefix("v1/../")
+    writer.write(f"POST /s/{key}/{path} HTTP/1.1\r\nhost: x\r\ncontent-length: 50000000\r\n\r\n".encode())
+    yield reader
+    writer.close()
+
+
+async def status_of(reader):
+    async with asyncio.timeout(5):
+        return int((await reader.readline()).split()[1])
+
+
+@pytest.mark.parametrize("route", ROUTES)
+async def test_a_session_that_is_full_or_over_reads_no_body(gateway, route):
+    episode = gateway.episode()
+    if route != "reward":
+        for limits, status in (({"max_requests": 0}, 403), ({"max_open": 0}, 429)):
+            episode.session.settings = SessionSettings(**limits)
+            async with only_the_head(gateway, episode.api_key, route) as reader:
+                assert await status_of(reader) == status
+    await episode.session.end()
+    async with only_the_head(gateway, episode.api_key, route) as reader:
+        assert await status_of(reader) == 410
+
+
+async def test_bodies_that_arrive_are_requests_at_a_time(http, gateway):
+    episode = gateway.episode()
+    episode.session.settings = SessionSettings(sampling="client", max_open=2)
+    client, route = Client(http, episode), "chat/completions"
+    async with only_the_head(gateway, episode.api_key, route), only_the_head(gateway, episode.api_key, route):
+        async with asyncio.timeout(5):
+            while episode.session._num_arriving < 2:  # noqa: ASYNC110 - a session sets no event for a count
+                await asyncio.sleep(0.01)
+        await client.chat([user("hi")])
+        assert client.status == 429
+        await client.post("reward", {"reward": 1.0})
+        assert client.status == 200
+    async with asyncio.timeout(5):
+        while episode.session._num_arriving:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await client.chat([user("hi")])
+    assert client.status == 200
+    trajectory = await episode.finish()
+    assert (len(trajectory.turns), trajectory.info[INFO]["counts"]) == (1, {"requests": 1})
 
 
 @pytest.mark.parametrize("route", ROUTES)

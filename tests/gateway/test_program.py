@@ -302,5 +302,5 @@ def test_the_play_is_a_function_of_its_prompt():
 
 @pytest.mark.parametrize("line", ["{}", '{"reward": {}}', "done", "true"])
 def test_a_last_line_without_a_reward_is_none(line):
-    with pytest.raises(EnvironmentFault, match="the last line has no reward.*expected a number"):
+    with pytest.raises(EnvironmentFault, match=r"the last line has no reward.*expected a number"):
         read_reward(line, "the last line")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import secrets
 import socket
@@ -164,18 +165,26 @@ class Service:
             return error_response(chat, 404, f"there is no {request.method} {cut(request.path, 200)}; there are "
                                   f"{known}")  # fmt: skip
         try:
-            async with asyncio.timeout(self.limits.body_seconds):
-                body = await request.read()
-        except TimeoutError:
-            return error_response(chat, 408, f"the body did not arrive within {self.limits.body_seconds:g} s")
-        except web.HTTPRequestEntityTooLarge:
-            return error_response(chat, 413, f"the request is larger than {self.limits.max_body} bytes")
-        try:
-            return await handler(session, request, body)
+            return await handler(session, request, await self._body(session, request, route))
         except ConnectionError:  # the client went while its answer was written; it may ask again
             return web.Response(status=499)
         except SessionRefusal as refusal:
             return error_response(chat, refusal.status, str(refusal), refusal.kind)
+
+    async def _body(self, session: Session, request: web.Request, route: str) -> bytes:
+        """A request's body; a SessionRefusal of one that its session does not take, before it is read."""
+        if session.over:
+            raise SessionRefusal(410, "this session is over", "session_over")
+        kind = {"reward": None, "messages/count_tokens": "token_counts"}.get(route, "requests")
+        try:
+            async with asyncio.timeout(self.limits.body_seconds):
+                with session.arriving(kind) if kind is not None else contextlib.nullcontext():
+                    return await request.read()
+        except TimeoutError:
+            seconds = f"{self.limits.body_seconds:g} s"
+            raise SessionRefusal(408, f"the body did not arrive within {seconds}") from None
+        except web.HTTPRequestEntityTooLarge:
+            raise SessionRefusal(413, f"the request is larger than {self.limits.max_body} bytes") from None
 
     def _handlers(self) -> Mapping[tuple[str, str], Handler]:
         return {

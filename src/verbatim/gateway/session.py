@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
-import json
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 from verbatim.errors import RecordError, RolloutError, SamplerFault
 from verbatim.gateway.exchanges import Exchanges
 from verbatim.gateway.progress import Progress
+from verbatim.gateway.readable import readable
 from verbatim.gateway.session_settings import SessionRefusal, SessionSettings
 from verbatim.gateway.threads import BranchReason, Match, Threads
 from verbatim.gateway.watch import Watch
@@ -77,6 +78,8 @@ class Session:
         self._fresh: OrderedDict[int, _Kept] = OrderedDict()
         self._branches: list[dict[str, Any]] = []
         self._num_open = 0
+        self._num_arriving = 0
+        """Requests whose bodies are being read."""
         self._num_calls = 0
 
     @property
@@ -97,6 +100,20 @@ class Session:
                   "reasoning_restored": self._threads.num_restored}  # fmt: skip
         return {"counts": {name: count for name, count in sorted(counts.items()) if count}, "branches": self._branches}
 
+    @contextlib.contextmanager
+    def arriving(self, kind: str = "requests") -> Iterator[None]:
+        """While its body is read, a request is one of those at a time. `admit` counts it afterwards.
+
+        Raises:
+            SessionRefusal: as of `admit`, before the body is read.
+        """
+        self._refuse_if_full(kind)
+        self._num_arriving += 1
+        try:
+            yield
+        finally:
+            self._num_arriving -= 1
+
     def admit(self, kind: str = "requests") -> None:
         """Count a request.
 
@@ -106,16 +123,20 @@ class Session:
         Raises:
             SessionRefusal: the session is over, or has had or has too many.
         """
+        self._refuse_if_full(kind)
+        self.counts[kind] += 1
+        if self.first_request is None and kind == "requests":
+            self.first_request = time.monotonic()
+
+    def _refuse_if_full(self, kind: str) -> None:
         if self.over:
             raise SessionRefusal(410, "this session is over", "session_over")
-        if max(self._num_open, self.exchanges.num_waiting) >= self.settings.max_open:
+        num_open = max(self._num_open, self.exchanges.num_waiting) + self._num_arriving
+        if num_open >= self.settings.max_open:
             raise SessionRefusal(429, f"more than {self.settings.max_open} requests of this session at a time")
         if self.counts[kind] >= self.settings.max_requests:
             raise SessionRefusal(403, f"more than {self.settings.max_requests} requests of this session",
                                  "max_requests")  # fmt: skip
-        self.counts[kind] += 1
-        if self.first_request is None and kind == "requests":
-            self.first_request = time.monotonic()
 
     async def answer(
         self, request: ChatRequest, *, agent: str = "", trained: bool = True, body: Mapping[str, Any] | None = None,
@@ -351,25 +372,3 @@ class Session:
             after = None if match.known is None or match.known.turn is None else match.known.turn.thread.turn
             self._branches.append({"turn": turn, "agent": match.agent, "reason": str(reason), "after": after,
                                    "found": found})  # fmt: skip
-
-
-def readable(message: Message) -> Message:
-    """A message as templates can write it: calls that are none are text, behind the content.
-
-    >>> call = {"function": {"name": "add", "arguments": "{1"}}
-    >>> readable({"role": "assistant", "content": "so", "tool_calls": [call]})
-    {'role': 'assistant', 'content': 'so\n{1'}
-    """
-    calls = message.get("tool_calls")
-    if not calls or all(isinstance(c["function"]["arguments"], Mapping) and c["function"]["name"] for c in calls):
-        return message
-    whole = [c for c in calls if isinstance(c["function"]["arguments"], Mapping) and c["function"]["name"]]
-    texts = [message["content"], *(_text(c["function"]["arguments"]) for c in calls if c not in whole)]
-    changed: Message = {**message, "content": "\n".join(filter(None, texts)), "tool_calls": whole}
-    if not whole:
-        del changed["tool_calls"]
-    return changed
-
-
-def _text(arguments: str | Mapping[str, Any]) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments) if arguments else ""
