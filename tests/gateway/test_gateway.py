@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from scripted_gateway import Client, Whole, gateway_over, scripted
 
-from byte_renderer import END, call, say
+from byte_renderer import END, ByteRenderer, call, say
 from verbatim import Example, build_samples
 from verbatim.errors import EnvironmentFault, SamplerFault
+from verbatim.gateway import Gateway
 from verbatim.gateway.session import INFO
 from verbatim.inference import SamplingParams
 from verbatim.rollouts import EpisodeLimits
@@ -81,6 +82,38 @@ async def test_each_branch_has_its_reason(http):
     assert [t.agent for t in trajectory.turns] == ["main"] * 4 + ["sub/1", "main"]
     # Turn 2 follows turn 0 by its exact ids, too.
     assert trajectory.turns[2].extends(trajectory.turns[0])
+
+
+async def test_a_break_that_the_renderer_makes_has_its_reason(http):
+    """One that leaves out a thought which the client has sent back, as templates leave out an empty one."""
+
+    class Forgetful(ByteRenderer):
+        def _one(self, message):
+            return super()._one({**message, "content": message["content"].removeprefix("<think></think>")})
+
+    async with Gateway(scripted(lambda r: np.array(say("<think></think>ok"), np.int32)), Forgetful(False)) as gateway:
+        episode = gateway.episode()
+        client = Client(http, episode)
+        history = [user("one")]
+        for text in ("two", "three"):
+            history += [await client.say(history), user(text)]
+        await client.chat(history, n=2)
+        trajectory = await episode.finish()
+    anew = "the prompt was rendered anew, and does not begin with turn {} as it was sampled"
+    branches = [(b["turn"], b["reason"], b["after"], b["found"]) for b in trajectory.info[INFO]["branches"]]
+    assert branches[:2] == [(1, "rendered_anew", 0, anew.format(0)), (2, "rendered_anew", 1, anew.format(1))]
+    assert [branch[:3] for branch in branches[2:]] == [(3, "same_prompt", 1)]
+    assert trajectory.num_breaks == len(branches)
+
+
+async def test_a_prompt_that_is_rendered_anew_with_the_same_ids_is_no_branch(http):
+    async with Gateway(scripted(), ByteRenderer(bridges=False)) as gateway:
+        episode = gateway.episode()
+        client = Client(http, episode)
+        said = await client.say([user("one")])
+        await client.say([user("one"), said, user("two")])
+        trajectory = await episode.finish()
+    assert (reasons(trajectory), trajectory.num_breaks) == ([], 0)
 
 
 async def test_several_replies_to_one_request_are_turns_of_one_prompt(http):

@@ -281,9 +281,19 @@ class Session:
         reason, found = match.reason, match.found
         if reason is None and others:
             reason, found = BranchReason.SAME_PROMPT, "one of several answers to one request"
+        if reason is None and (before := self._not_extended(match, thread.turn)) is not None:
+            reason = BranchReason.RENDERED_ANEW
+            found = f"the prompt was rendered anew, and does not begin with turn {before} as it was sampled"
         if reason is not None:
             self._note_branch(thread.turn, match, reason, found)
         return reply
+
+    def _not_extended(self, match: Match[_Kept], turn: int) -> int | None:
+        """The turn that this one should continue, where its prompt does not begin with that turn's ids."""
+        if match.known is None or match.known.turn is None:
+            return None
+        turns, before = self.loop.recorder.turns, match.known.turn.thread.turn
+        return None if turns[turn].extends(turns[before]) else before
 
     def _watching(
         self, request: ChatRequest, progress: Progress | None, number: int

@@ -45,6 +45,8 @@ class BranchReason(StrEnum):
     """An answer came back without its reasoning."""
     TOOLS_CHANGED = "tools_changed"
     """The same conversation with other tool schemas."""
+    RENDERED_ANEW = "rendered_anew"
+    """It goes on, but the renderer writes an earlier answer otherwise than it was sampled."""
 
 
 @dataclass(eq=False, slots=True)
