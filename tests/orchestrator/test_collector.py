@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 
 import pytest
 
-from verbatim.orchestrator.collector import SLACK, THRESHOLDS, seldom_collected, step_is_over
+from verbatim.orchestrator.collector import FEW, ONE_IN, SLACK, THRESHOLDS, seldom_collected, step_is_over
 
 
 class Cycle:
@@ -63,11 +64,48 @@ def test_what_outlived_a_step_is_left_out_until_it_has_grown():
         gc.collect()
         step_is_over()
         assert gone() is not None
-        many = [[] for _ in range(SLACK + gc.get_freeze_count() // 3)]
+        many = [[] for _ in range(SLACK + sys.getallocatedblocks() // 3)]
         step_is_over()
         assert gone() is None
         del many
     assert gc.get_freeze_count() == 0
+
+
+def gone_cycles(count):
+    cycles = [Cycle() for _ in range(count)]
+    return [weakref.ref(cycle) for cycle in cycles]
+
+
+def num_alive(refs):
+    return sum(ref() is not None for ref in refs)
+
+
+def test_where_the_youngest_hold_no_cycles_the_next_passes_leave_them_out():
+    with seldom_collected():
+        gc.collect(0)
+        unseen = [gone_cycles(1) for _ in range(ONE_IN - 1) if gc.collect(0) == 0]
+        gc.collect(0)
+        assert [num_alive(refs) for refs in unseen[:-1]] == [1] * (ONE_IN - 2)
+        assert num_alive(unseen[-1]) == 0, "the pass after them looks again"
+
+
+def test_where_the_youngest_hold_cycles_every_pass_looks():
+    with seldom_collected():
+        for _ in range(ONE_IN + 2):
+            refs = gone_cycles(FEW)
+            gc.collect(0)
+            assert num_alive(refs) == 0
+
+
+def test_after_a_run_the_collector_looks_at_everything_again():
+    with seldom_collected():
+        gc.collect(0)
+        refs = gone_cycles(3)
+        gc.collect(0)
+        assert num_alive(refs) == 3
+    gc.collect()
+    assert num_alive(refs) == 0
+    assert not any(type(callback).__name__ == "SpotChecks" for callback in gc.callbacks)
 
 
 def test_outside_of_a_run_nothing_is_left_out():
