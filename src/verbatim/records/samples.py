@@ -153,8 +153,8 @@ class TrainingSample:
     @property
     def num_trained_tokens(self) -> int:
         """Tokens under the mask."""
-        if self.spans is not None:
-            return sum(span.end - span.start for span in self.spans)
+        if (spans := self.spans) is not None:
+            return sum([span[1] - span[0] for span in spans])
         return int(np.count_nonzero(self.loss_mask))
 
 

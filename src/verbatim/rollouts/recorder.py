@@ -55,7 +55,8 @@ class Recorder:
             RecordError: an id outside the vocabulary, fields that cannot be, a prompt that does not extend the turn
                 that it is said to extend, or an episode that has ended.
         """
-        self.refuse_if_closed()
+        if self._closed:
+            raise self.went_on()
         index = len(self.turns)
         try:
             path, stored = self._tree.add(as_ids(prompt_ids, "prompt_ids"), as_ids(completion_ids, "completion_ids"))

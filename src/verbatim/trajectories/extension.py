@@ -41,13 +41,15 @@ class SampleEnds:
         """
         length = turn.num_prompt_tokens
         segment = turn.path.segment_at(length)
+        ends = self._ends
         while segment is not None:
-            longest, number = 0, -1
-            for end, candidate in self._ends.get(segment, ()):
-                if longest < end <= length or (end == longest and candidate < number):
-                    longest, number = end, candidate
-            if longest:
-                return number, longest
+            if segment in ends:
+                longest, number = 0, -1
+                for end, candidate in ends[segment]:
+                    if longest < end <= length or (end == longest and candidate < number):
+                        longest, number = end, candidate
+                if longest:
+                    return number, longest
             length, segment = segment.start, segment.parent
         return None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -70,11 +69,11 @@ class Fate:
     @property
     def num_tokens(self) -> dict[str, int]:
         """Sampled tokens by fate; fates without a token are left out."""
-        found: Counter[str] = Counter()
+        found: dict[str, int] = {}
         for fate, turn in zip(self.turns, self.trajectory.turns, strict=True):
-            found[fate] += len(turn.completion_ids)
+            found[fate] = found.get(fate, 0) + len(turn.completion_ids)
         if self.unrecorded is not None:
-            found[self.unrecorded] += self.trajectory.num_unrecorded_tokens
+            found[self.unrecorded] = found.get(self.unrecorded, 0) + self.trajectory.num_unrecorded_tokens
         return {fate: count for fate, count in found.items() if count}
 
     @property

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from verbatim.records.samples import TrainingSample
 from verbatim.records.spans import Span
 from verbatim.records.turn import Turn
 from verbatim.texts import shown
+from verbatim.token_tree import Int32, PathReader, TokenPath
 from verbatim.trajectories.branching import branching
 from verbatim.trajectories.breaks import refuse_breaks
 from verbatim.trajectories.fate import TRAINED, Fate
@@ -121,10 +123,13 @@ def build(
     if on_break == "error" and strategy != "branching":
         refuse_breaks(trajectory, kept, runs)
     samples: list[TrainingSample] = []
+    ids_of = TokenPath.ids if len(runs) == 1 else PathReader().ids
+    has_experts = any([turn.routed_experts is not None for turn in trajectory.turns])
     for run in runs:
         trained = [kept[place] for place in run if fates[kept[place][0]] == TRAINED]
         if trained:
-            samples.append(_sample(trajectory, trained, part=len(samples)))
+            routed = _routed(trained, trajectory.turns) if has_experts else None
+            samples.append(_sample(trajectory, trained, ids_of(trained[-1][1].path), routed, part=len(samples)))
     cut_off = "error" if failed else "cancelled"
     fate = Fate(trajectory=trajectory, turns=tuple(fates),
                 unrecorded=cut_off if trajectory.num_unrecorded_tokens else None)  # fmt: skip
@@ -181,7 +186,10 @@ def _fate(turn: Turn, longest: int, needs_logprobs: bool) -> str:
     return TRAINED if turn.logprobs is not None or not needs_logprobs else "missing_logprobs"
 
 
-def _sample(trajectory: TrajectoryRecord, trained: Sequence[tuple[int, Turn]], *, part: int) -> TrainingSample:
+def _sample(
+    trajectory: TrajectoryRecord, trained: Sequence[tuple[int, Turn]], token_ids: Int32, routed: RoutedExperts | None,
+    *, part: int,
+) -> TrainingSample:  # fmt: skip
     """One sample: the tokens up to the end of the last turn that is trained, and in them all that are.
 
     What follows it, a turn that is not trained, would be context of nothing.
@@ -190,9 +198,13 @@ def _sample(trajectory: TrajectoryRecord, trained: Sequence[tuple[int, Turn]], *
     for index, turn in trained:
         _add_spans(spans, index, turn, turn.advantage if turn.advantage is not None else trajectory.advantage)
     return TrainingSample.of_spans(
-        trained[-1][1].path.ids(), spans, routed_experts=_routed(trained, trajectory.turns),
-        trajectory_id=trajectory.trajectory_id, group_id=trajectory.group_id, env=trajectory.env, part=part,
+        token_ids, spans, routed_experts=routed, trajectory_id=trajectory.trajectory_id,
+        group_id=trajectory.group_id, env=trajectory.env, part=part,
     )  # fmt: skip
+
+
+_span: Callable[[tuple[Any, ...]], Span] = partial(tuple.__new__, Span)
+"""A span of all its fields in their order: in half of the time of `Span(...)`."""
 
 
 def _add_spans(spans: list[Span], index: int, turn: Turn, advantage: float | None) -> None:
@@ -200,26 +212,25 @@ def _add_spans(spans: list[Span], index: int, turn: Turn, advantage: float | Non
     end, versions, logprobs = turn.path.length, turn.policy_versions, turn.logprobs
     start, advantage = end - len(turn.completion_ids), advantage or 0.0
     if versions is None or versions.strides == (0,):
-        version = -1 if versions is None else int(versions[0])
-        spans.append(Span(start, end, index, version, advantage, turn.temperature, logprobs))
+        version = -1 if versions is None else versions.item(0)
+        spans.append(_span((start, end, index, version, advantage, turn.temperature, logprobs)))
         return
     cuts = [0, *(np.flatnonzero(versions[1:] != versions[:-1]) + 1).tolist(), end - start]
     for first, last in pairwise(cuts):
         own = None if logprobs is None else logprobs[first:last]
-        spans.append(Span(start + first, start + last, index, int(versions[first]), advantage, turn.temperature, own))
+        version = versions.item(first)
+        spans.append(_span((start + first, start + last, index, version, advantage, turn.temperature, own)))
 
 
-def _routed(trained: Sequence[tuple[int, Turn]], turns: Sequence[Turn]) -> RoutedExperts | None:
+def _routed(trained: Sequence[tuple[int, Turn]], turns: Sequence[Turn]) -> RoutedExperts:
     """The experts that computed the tokens of a sample: as its own turns recorded them, and others as far as they have
     the same context. Where several did, the first one counts: it sampled what comes next.
 
     Args:
         trained: The trained turns of the sample, each with its index.
-        turns: All turns of the trajectory.
+        turns: All turns of the trajectory; some have recorded experts.
     """
-    first = next((turn.routed_experts for turn in turns if turn.routed_experts is not None), None)
-    if first is None:
-        return None
+    first = next(turn.routed_experts for turn in turns if turn.routed_experts is not None)
     recorded = [(turn, turn.routed_experts) for turn in dict.fromkeys([*(turn for _, turn in trained), *turns])]
     path = trained[-1][1].path
     found = RoutedExperts.of_none(path.length, first)
