@@ -7,8 +7,9 @@ Every turn brings 256 new ids, half of them sampled, and is handed over with its
 
 Each with the prompts as int32 arrays and as Python lists. The rate counts the ids of all prompts handed over, over
 processor time; flatness is the time per such id at 128 turns over that at 16 (asked: at most 1.25). A sample's arrays
-are made when they are read: `read` is the rate with every array of every sample read. Memory is what 1,000 recorded
-episodes of 64 turns add to the process, over their distinct ids (asked: at most 16 bytes), message texts excluded.
+are made when they are read: `packed` is the rate with what packing reads of every sample (its ids, and the arrays of
+its trained tokens), `read` the rate with every array of every sample. Memory is what 1,000 recorded episodes of 64
+turns add to the process, over their distinct ids (asked: at most 16 bytes), message texts excluded.
 
 Prints one JSON line of medians. Run on one core: python benchmarks/samples.py [--without-memory]
 """
@@ -35,6 +36,7 @@ TURNS = (16, 32, 64, 128)
 NEW, SAMPLED = 256, 128
 VOCAB = 151_936
 ARRAYS = ("token_ids", "loss_mask", "logprobs", "advantages", "chunk_ids", "policy_versions", "temperatures")
+PACKED = ("token_ids", "temperatures", "logprobs", "advantages", "chunk_ids")
 
 
 @dataclass(frozen=True)
@@ -73,21 +75,30 @@ def record(requests: Sequence[Request]) -> Trajectory:
     return Trajectory(example_id="x", turns=tuple(recorder.turns), advantage=0.5)
 
 
-def rates(turns: int, repetitions: int, *, breaks: bool, lists: bool) -> tuple[float, float]:
-    """Prompt ids per second, medians of several episodes: recording and building; and reading every array too."""
+def rates(turns: int, repetitions: int, *, breaks: bool, lists: bool) -> tuple[float, float, float]:
+    """Prompt ids per second, medians of several episodes: recording and building; reading too what packing reads; and
+    reading every array."""
     requests = play(turns, np.random.default_rng(turns), breaks=breaks, lists=lists)
     handed_over = sum(len(request.prompt) for request in requests)
-    built, read = [], []
+    seconds: list[tuple[float, float, float]] = []
     for _ in range(repetitions):
         began = time.thread_time()
         samples = build_samples(record(requests))
-        built.append(time.thread_time() - began)
+        built = time.thread_time() - began
+        began = time.thread_time()
+        for sample in samples:
+            sample.trained_places()
+            for name in PACKED:
+                sample.trained(name)
+        packed = time.thread_time() - began
+        began = time.thread_time()
         for sample in samples:
             for name in ARRAYS:
                 getattr(sample, name)
-        read.append(time.thread_time() - began)
+        seconds.append((built, built + packed, built + time.thread_time() - began))
         assert len(samples) == (turns if breaks else 1)
-    return handed_over / statistics.median(built), handed_over / statistics.median(read)
+    built, packed, read = (handed_over / statistics.median(each) for each in zip(*seconds, strict=True))
+    return built, packed, read
 
 
 def bytes_per_token_alone(*args: int) -> float:
@@ -142,8 +153,9 @@ def main() -> None:
             found = [rates(turns, args.repetitions, breaks=breaks, lists=lists) for turns in TURNS]
             name = f"{'breaks' if breaks else 'extends'}_{'lists' if lists else 'arrays'}"
             result[name] = {
-                "million_prompt_tokens_per_second": [round(built / 1e6, 1) for built, _ in found],
-                "read": [round(read / 1e6, 1) for _, read in found],
+                "million_prompt_tokens_per_second": [round(built / 1e6, 1) for built, _, _ in found],
+                "packed": [round(packed / 1e6, 1) for _, packed, _ in found],
+                "read": [round(read / 1e6, 1) for _, _, read in found],
                 "flatness": round(found[0][0] / found[-1][0], 3),
             }
     print(json.dumps(result))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import verbatim.token_tree
 from verbatim.errors import RecordError
-from verbatim.token_tree import TokenTree, as_ids, common_prefix_length
+from verbatim.token_tree import PathReader, TokenTree, as_ids, common_prefix_length
 
 
 def ids(*values):
@@ -90,6 +90,11 @@ def test_an_int32_array_is_taken_without_a_copy():
     assert as_ids(ids(1, 2, 3, 4)[::2], "x").tolist() == [1, 3]
 
 
+def test_an_id_too_large_for_32_bits_is_named_as_it_was_given():
+    with pytest.raises(RecordError, match="id 4294967295 at position 1"):
+        as_ids([7, 2**32 - 1], "prompt_ids")
+
+
 @st.composite
 def sequences(draw):
     """Prompts and completions that extend, branch from, return to or forget earlier ones; prefixes collide."""
@@ -119,6 +124,50 @@ def test_every_sequence_reads_back_is_stored_once_and_compares_as_lists_do(turns
         for other, other_whole in zip(paths, wholes, strict=True):
             assert path.shared_with(other) == naive_prefix(whole, other_whole)
             assert path.starts_with(other) == (whole[: len(other_whole)] == other_whole)
+
+
+@settings(max_examples=200, deadline=None)
+@given(sequences(), st.data())
+def test_sequences_read_one_after_the_other_are_those_read_alone(turns, data):
+    tree, reader = TokenTree(), PathReader()
+    paths = [tree.add(np.array(p, dtype=np.int32), np.array(c, dtype=np.int32))[0] for p, c in turns]
+    for place in data.draw(st.permutations(range(len(turns)))):
+        prompt, completion = turns[place]
+        read = reader.ids(paths[place])
+        assert read.tolist() == prompt + completion and read.dtype == np.int32 and not read.flags.writeable
+
+
+@st.composite
+def handed_over(draw, array):
+    """The same ids as a caller may have them: its own, read-only and kept, every second of an array, or of a list."""
+    kind = draw(st.sampled_from(["own", "kept", "strided", "list"]))
+    if kind == "list":
+        return as_ids(array.tolist(), "prompt_ids")
+    if kind == "strided":
+        return np.repeat(array, 2)[::2]
+    array = array.copy()
+    array.flags.writeable = kind == "own"
+    return array
+
+
+@settings(max_examples=200, deadline=None)
+@given(sequences(), st.data())
+def test_where_the_memory_of_the_ids_lies_changes_nothing_of_what_is_stored(turns, data):
+    one, other = TokenTree(), TokenTree()
+    for prompt, completion in turns:
+        prompt, completion = np.array(prompt, dtype=np.int32), np.array(completion, dtype=np.int32)
+        path, _ = one.add(prompt, completion)
+        again, stored = other.add(data.draw(handed_over(prompt)), data.draw(handed_over(completion)))
+        assert again.ids().tolist() == path.ids().tolist() and stored.tolist() == completion.tolist()
+        assert again.length == path.length
+        assert [(s.start, s.end) for s in walk(again)] == [(s.start, s.end) for s in walk(path)]
+
+
+def walk(path):
+    segment = path.segment
+    while segment is not None:
+        yield segment
+        segment = segment.parent
 
 
 def test_a_foreseen_prompt_is_compared_once_and_frees_what_it_was_compared_with():
