@@ -1,9 +1,12 @@
 """An event loop on virtual time: it jumps to the next event, and may be charged for the processor time of the code.
 
-`cluster.py` runs the orchestrator on it. What is simulated (servers, tools, the trainer) happens inside `select`,
-outside of the code that is measured. With `charge = 0` the processor is infinitely fast. With `charge = 1` virtual time
-also moves on with the processor time of everything else: one core of this machine runs the orchestrator, and nothing
-beside it.
+`cluster.py` runs the orchestrator on it. What is simulated (servers, tools, the trainer) happens inside `select` or
+`uncharged`, outside of the code that is measured. With `charge = 0` the processor is infinitely fast. With `charge = 1`
+virtual time also moves on with the processor time of everything else: one core of this machine runs the orchestrator,
+and nothing beside it.
+
+The processor's clock is read where the code ends and what is simulated begins, and the other way round, several times
+for each turn: `time()` stands still in between.
 """
 
 from __future__ import annotations
@@ -21,16 +24,16 @@ from typing import Any
 class Uncharged:
     """A context manager for simulated work on the loop's thread, whose processor time is not that of the code."""
 
-    __slots__ = ("_began", "_loop")
+    __slots__ = ("_loop",)
 
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop
 
     def __enter__(self) -> None:
-        self._began = thread_time()
+        self._loop.count_code()
 
     def __exit__(self, *_: object) -> None:
-        self._loop.exclude(thread_time() - self._began)
+        self._loop.count_simulated()
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -47,8 +50,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._now = 0.0
         self._rate = self.charge = charge
         self._counted = thread_time()
-        self._began = self._counted
-        self._excluded = 0.0
+        self.code_seconds = 0.0
+        """Processor time of the code that runs on the loop, since it was made."""
         self.simulated_seconds = 0.0
         """Processor time of what is simulated."""
         self.thread_seconds = 0.0
@@ -63,19 +66,20 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         """Virtual seconds."""
-        if not self.charge:
-            return self._now
-        return self._now + self._rate * (thread_time() - self._counted - self._excluded)
+        return self._now
 
-    @property
-    def code_seconds(self) -> float:
-        """Processor time of the code that runs on the loop, since it was made."""
-        return thread_time() - self._began - self.simulated_seconds - self.thread_seconds
+    def count_code(self) -> None:
+        """What ran since the last count was the code."""
+        now = thread_time()
+        seconds, self._counted = now - self._counted, now
+        self.code_seconds += seconds
+        self._now += self._rate * seconds
 
-    def exclude(self, seconds: float) -> None:
-        """Processor time of simulated work on this thread."""
-        self._excluded += seconds
-        self.simulated_seconds += seconds
+    def count_simulated(self) -> None:
+        """What ran since the last count was simulated."""
+        now = thread_time()
+        self.simulated_seconds += now - self._counted
+        self._counted = now
 
     def spend(self, seconds: float) -> None:
         """A message whose processor time is known, and is not spent here."""
@@ -90,57 +94,59 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def sleep(self, seconds: float) -> asyncio.Future[None]:
         """To be awaited: a wait of something that is simulated."""
         done = self.create_future()
-        self.at(self.time() + seconds, _finish, done)
+        self.at(self._now + seconds, _finish, done)
         return done
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
-        done, began = self.create_future(), thread_time()
+        self.count_code()
+        done, began = self.create_future(), self._counted
         try:
             result, error = func(*args), None
         except Exception as raised:  # noqa: BLE001  carried to the caller
             result, error = None, raised
-        seconds = thread_time() - began
-        self._excluded += seconds
+        self._counted = thread_time()
+        seconds = self._counted - began
         self.thread_seconds += seconds
 
         def deliver(_: Any) -> None:
-            self._set_rate(-1)
+            self._thread_begins(-1)
             if not done.done():
                 done.set_exception(error) if error is not None else done.set_result(result)
 
-        self._set_rate(+1)
-        self.at(self.time() + 2 * self.charge * seconds, deliver)
+        self._thread_begins(+1)
+        self.at(self._now + 2 * self.charge * seconds, deliver)
         return done
 
-    def _set_rate(self, more: int) -> None:
-        self._now, self._counted, self._excluded = self.time(), thread_time(), 0.0
+    def _thread_begins(self, more: int) -> None:
         self._busy_threads += more
         self._rate = self.charge * (2 if self._busy_threads else 1)
 
     def wait(self, timeout: float | None) -> None:
         """Let time pass until a timer of the loop or a simulated event is due, and let those events happen."""
-        began = thread_time()
-        now = self.time()
-        if timeout is None or timeout > 0:
-            due = [] if timeout is None else [now + timeout]
+        until = None if timeout is None else self._now + timeout
+        self.count_code()
+        if until is None or until > self._now:
+            due = [] if until is None else [until]
             due += [self._events[0][0]] if self._events else []
             assert due, "everything waits, and nothing will happen"
-            self._now += max(0.0, min(due) - now)
-            now = max(now, min(due))
-        while self._events and self._events[0][0] <= now:
-            _, _, happen, what = heapq.heappop(self._events)
+            self._now = max(self._now, min(due))
+        now, events = self._now, self._events
+        while events and events[0][0] <= now:
+            _, _, happen, what = heapq.heappop(events)
             happen(what)
-        self.exclude(thread_time() - began)
+        self.count_simulated()
 
 
 class _Selector(selectors.DefaultSelector):
+    """No file is ever ready: calls on threads run at once, so no thread wakes the loop."""
+
     def __init__(self, loop: VirtualLoop) -> None:
         super().__init__()
         self._loop = loop
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         self._loop.wait(timeout)
-        return super().select(0)
+        return []
 
 
 def _finish(done: asyncio.Future[None]) -> None:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster_parts import Curve, Script, Tables
+from cluster_workload import Script, Tables
+from cluster_world import Curve
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,12 +11,13 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def cluster():
-    """The benchmark, which is no package."""
+    """The benchmark's names, which is no package."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "benchmarks"))
-        import cluster
+        import cluster_clock
+        import cluster_simulation
 
-        yield cluster
+        yield SimpleNamespace(**(vars(cluster_clock) | vars(cluster_simulation)))
 
 
 def run(cluster, **settings):
@@ -29,6 +31,12 @@ def run(cluster, **settings):
             return simulation
 
         return runner.run(main())
+
+
+def measured(simulation):
+    """Counts where the measured steps begin and where they end."""
+    warm_up, steps, marks = simulation.setting.warm_up, simulation.setting.steps, simulation.notes.marks
+    return marks[warm_up - 1], marks[warm_up + steps - 1]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +56,7 @@ def test_the_throughput_is_what_arithmetic_says(cluster, regular):
     begin together, so what is measured are two whole lives of them, 8 batches."""
     simulation = run(cluster, servers=2, per_server=32, batch_share=0.25, train_share=0.1, level=8, warm_up=4, steps=8,
                      **regular)  # fmt: skip
-    first, last = simulation.notes.marks[0], simulation.notes.marks[-1]
+    first, last = measured(simulation)
     assert (last.drawn - first.drawn) / (last.at - first.at) == pytest.approx(64 * 960 / 13.6, rel=0.02)
     assert simulation.ideal == pytest.approx(64 * 960 / 13.6, rel=0.001)
 
@@ -56,7 +64,7 @@ def test_the_throughput_is_what_arithmetic_says(cluster, regular):
 def test_a_slow_trainer_holds_the_servers_back(cluster, regular):
     """A step cannot be shorter than the trainer's, which is three times the servers' 16 / 64 * 13.6 s."""
     simulation = run(cluster, servers=2, per_server=32, batch_share=0.25, train_share=3.0, **regular)
-    first, last = simulation.notes.marks[0], simulation.notes.marks[-1]
+    first, last = measured(simulation)
     assert (last.at - first.at) / 3 == pytest.approx(3 * 16 * 13.6 / 64, rel=0.02)
 
 
@@ -79,6 +87,6 @@ def test_a_charged_processor_takes_time(cluster, regular):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(cluster.WIRE, "generate", 0.5)
         simulation = run(cluster, servers=2, per_server=8, batch_share=0.5, core="wire", **regular)
-    first, last = simulation.notes.marks[0], simulation.notes.marks[-1]
+    first, last = measured(simulation)
     assert (last.turns - first.turns) / (last.at - first.at) < 2.0  # two messages in a second, 16 * 3 / 13.6 without
     assert (last.turns - first.turns) / (last.at - first.at) > 1.5

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
 
 import pytest
@@ -54,21 +53,49 @@ def test_a_collector_that_is_switched_off_stays_off():
 
 
 def test_what_outlived_a_step_is_left_out_until_it_has_grown():
-    """A cycle that was alive at the end of a step stays, as does every other one, until there are `SLACK` and a quarter
-    more objects than at the start."""
+    """A cycle that was alive at the end of a step stays, as does every other one, until there are a quarter more
+    objects for each held episode than at the end of the first step, and `SLACK` more: here 6 SLACK for 100 of them."""
+    with seldom_collected():
+        first = [[] for _ in range(4 * SLACK)]
+        cycle = Cycle()
+        gone = weakref.ref(cycle)
+        step_is_over(100)
+        del cycle
+        gc.collect()
+        step_is_over(100)
+        assert gone() is not None
+        more = [[] for _ in range(3 * SLACK)]
+        step_is_over(100)
+        assert gone() is None
+        del first, more
+    assert gc.get_freeze_count() == 0
+
+
+def test_more_objects_for_more_episodes_are_no_garbage():
+    """As above; with 200 episodes held, up to 11 SLACK are no sign of it."""
+    with seldom_collected():
+        first = [[] for _ in range(4 * SLACK)]
+        cycle = Cycle()
+        gone = weakref.ref(cycle)
+        step_is_over(100)
+        del cycle
+        more = [[] for _ in range(3 * SLACK)]
+        step_is_over(200)
+        assert gone() is not None
+        step_is_over(100)
+        assert gone() is None
+        del first, more
+
+
+def test_garbage_of_a_run_that_holds_nothing_between_steps_is_found():
     with seldom_collected():
         cycle = Cycle()
         gone = weakref.ref(cycle)
-        step_is_over()
+        kept = [[] for _ in range(2 * SLACK)]
         del cycle
-        gc.collect()
-        step_is_over()
-        assert gone() is not None
-        many = [[] for _ in range(SLACK + sys.getallocatedblocks() // 3)]
-        step_is_over()
+        step_is_over(0)
         assert gone() is None
-        del many
-    assert gc.get_freeze_count() == 0
+        del kept
 
 
 def gone_cycles(count):
@@ -109,5 +136,5 @@ def test_after_a_run_the_collector_looks_at_everything_again():
 
 
 def test_outside_of_a_run_nothing_is_left_out():
-    step_is_over()
+    step_is_over(1)
     assert gc.get_freeze_count() == 0

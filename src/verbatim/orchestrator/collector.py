@@ -6,6 +6,7 @@ import contextlib
 import gc
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 THRESHOLDS = (50_000, 10, 50)
@@ -15,11 +16,24 @@ in the processor's caches. See `SpotChecks`."""
 ONE_IN, FEW = 16, 50
 """While a pass finds fewer cyclic objects than `FEW`, only each `ONE_IN`th is made."""
 GROWTH, SLACK = 1.25, 100_000
-"""What is left out is looked through when there are this many times as many objects, and so many more, as the last
-time. With 10,000 episodes in flight that takes 2 s, in which the event loop stands still."""
+"""Everything is looked through when there are this many times as many objects for each held episode, and so many
+objects more, as the last time. With 10,000 episodes in flight that takes 2 s and with 100,000 more than a minute, in
+which the event loop stands still."""
 
-_left_out: list[int] = []
-"""How many objects there were after they had been looked through last; empty outside of `seldom_collected`."""
+
+@dataclass
+class _Known:
+    """What is no sign of garbage."""
+
+    at_start: int
+    """Objects before the first episode."""
+    per_episode: float | None = None
+    """Objects for each held episode: at the end of the first step, or after everything was looked through; None before
+    that."""
+
+
+_known: list[_Known] = []
+"""One within `seldom_collected`, else empty."""
 
 
 class SpotChecks:
@@ -54,29 +68,39 @@ def seldom_collected() -> Iterator[None]:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*(max(one, other) for one, other in zip(before, THRESHOLDS, strict=True)))
-    _left_out[:] = [_num_objects()]
+    _known[:] = [_Known(_num_objects())]
     checks = SpotChecks()
     gc.callbacks.append(checks)
     try:
         yield
     finally:
         gc.callbacks.remove(checks)
-        _left_out.clear()
+        _known.clear()
         gc.set_threshold(*before)
         gc.unfreeze()
 
 
-def step_is_over() -> None:
+def step_is_over(num_held: int) -> None:
     """Within `seldom_collected`: leave out what is alive, the episodes in flight above all. References free it as ever;
-    of cycles among it, the growth is noticed."""
-    if not _left_out:
+    of cycles among it, the growth is noticed.
+
+    Args:
+        num_held: Episodes in flight, and those that ended and are not settled: what there is beyond their share is
+            garbage. Their share is what there is at the end of the first step, so that a run with many episodes does
+            not stand still there.
+    """
+    if not _known:
         return
     gc.freeze()
-    if _num_objects() > GROWTH * _left_out[0] + SLACK:
+    known = _known[0]
+    grown = _num_objects() - known.at_start
+    if known.per_episode is None and num_held:
+        known.per_episode = grown / num_held
+    elif grown > GROWTH * (known.per_episode or 0.0) * num_held + SLACK:
         gc.unfreeze()
         gc.collect()
         gc.freeze()
-        _left_out[:] = [_num_objects()]
+        known.per_episode = max(0, _num_objects() - known.at_start) / max(1, num_held)
 
 
 def _num_objects() -> int:

@@ -119,6 +119,11 @@ class Dispatcher:
         """Finished groups that wait for a batch."""
         return len(self._ready)
 
+    @property
+    def num_held(self) -> int:
+        """Episodes that were launched, wait, run or have ended, and are not settled."""
+        return (len(self._running) + len(self._ready) + sum(map(len, self._taken))) * self.group_size
+
     def start(self, version: int, batch: int) -> None:
         """Begin to launch: weights of this version are in use and this batch is the first to be formed."""
         self._version, self._next_batch = version, batch

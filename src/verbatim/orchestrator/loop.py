@@ -165,7 +165,7 @@ class Orchestrator:
             while (submitted := await self._next_submitted(producer, watch)) is not None:
                 await self._finish_step(submitted)
                 self._turns.step_is_over()
-                collector.step_is_over()
+                collector.step_is_over(self.dispatcher.num_held)
             await producer
         except (VerbatimError, OSError):
             # An external failure: completed batches are valid, so checkpoint them.

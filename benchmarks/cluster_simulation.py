@@ -1,0 +1,239 @@
+"""One simulated run: the orchestrator as `run/training_run.py` makes it, with simulated parts at its edges."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cluster_clock import VirtualLoop
+from cluster_episodes import Errands, StandInRenderer
+from cluster_ideal import ideal, means
+from cluster_server import Server
+from cluster_trainer import SimulatedTrainer
+from cluster_workload import CONTEXT, Workload
+from cluster_world import Curve, Faults, World
+from verbatim.credit.default import default_advantage
+from verbatim.curriculum import ExampleSchedule
+from verbatim.inference import SamplingParams
+from verbatim.inference.pool.pool import ReplicaPool
+from verbatim.orchestrator.assemble import GroupRules
+from verbatim.orchestrator.base import RunSchedule
+from verbatim.orchestrator.collector import seldom_collected
+from verbatim.orchestrator.dispatcher import Dispatcher
+from verbatim.orchestrator.loop import Orchestrator
+from verbatim.rollouts import EpisodeLimits, RolloutSetup
+from verbatim.trajectories import Ledger
+
+WIRE = {"generate": 1280e-6, "health": 200e-6, "load_metrics": 300e-6, "prompt_logprobs": 300e-6}
+"""Processor seconds that the HTTP client takes for a message: of a turn, 200 us for the request (`http_client.py`) and
+1,080 us to read vLLM's answer of 1,533 tokens with their logprobs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One row."""
+
+    servers: int
+    per_server: int = 100
+    """Episodes at once, for each server."""
+    group: int = 16
+    batch_share: float = 0.5
+    """Episodes of a batch, as a share of those at once."""
+    level: int = 4
+    bound: int = 8
+    """max_async_level and max_off_policy_steps."""
+    core: str = "free"
+    """Whose processor time counts: "free", "one", "wire"."""
+    warm_up: int = 3
+    steps: int = 4
+    """Steps before those that are measured, and those."""
+    train_share: float = 0.6
+    """Seconds of a training step, as a share of the time in which the servers sample a batch."""
+    seed: int = 0
+    curve: Curve = field(default_factory=Curve)
+    work: Workload = field(default_factory=Workload)
+    faults: Faults = field(default_factory=Faults)
+
+    @property
+    def episodes(self) -> int:
+        """Episodes at once."""
+        return self.servers * self.per_server
+
+    @property
+    def groups(self) -> int:
+        """Groups of a batch."""
+        return max(1, round(self.episodes * self.batch_share / self.group))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Mark:
+    """Counts at one moment."""
+
+    at: float
+    drawn: float
+    stood_in: int
+    trained: int
+    turns: int
+    episodes: int
+    messages: int
+    code: float
+    threads: float
+    wire: float
+    collecting: float
+    busy: float
+
+
+class Notes:
+    """Observer and checkpointer: keeps what the steps say, and asks the run to end after the last one."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+        self.marks: list[Mark] = []
+        """At the end of each step."""
+        self.metrics: list[Mapping[str, float]] = []
+        self.in_flight: list[int] = []
+        """Episodes under way, at the end of each step."""
+
+    def on_step(self, step: int, metrics: Mapping[str, float], fates: Sequence[Any]) -> None:
+        simulation = self._simulation
+        self.metrics.append({name: value for name, value in metrics.items() if not name.startswith("replica/")})
+        self.in_flight.append(len(simulation.world.scripts))
+        self.marks.append(simulation.mark())
+        simulation.told(f"step {step}")
+        if step >= simulation.setting.warm_up + simulation.setting.steps:
+            simulation.orchestrator.request_stop()
+
+    def on_eval(self, step: int, evaluation: Any) -> None:
+        raise AssertionError
+
+    def stage(self, what: str, total: int | None = None, *, count: Any = None) -> Any:
+        return contextlib.nullcontext()
+
+    async def save(self, step: int, trainer: Any, state: Mapping[str, Any], trainer_state: Path | None = None) -> None:
+        self.saved = state
+
+    def mark_best(self, step: int, best: Mapping[str, Any]) -> None:
+        raise AssertionError
+
+
+class Simulation:
+    """A run, from its start to the end of the last step that is measured.
+
+    Args:
+        setting: The row.
+        loop: The loop that it runs on.
+        tell: Called now and then, with this and what happened ("step 3", or "" for nothing).
+    """
+
+    def __init__(self, setting: Setting, loop: VirtualLoop, tell: Any = lambda simulation, what: None) -> None:
+        self.setting, self.loop, self._tell = setting, loop, tell
+        self.notes = Notes(self)
+        wire = WIRE if setting.core == "wire" else {}
+        self.world = world = World(loop=loop, curve=setting.curve, work=setting.work, faults=setting.faults, wire=wire,
+                                   seed=setting.seed)  # fmt: skip
+        self.mean = means(world.tables)
+        self.ideal, self.never = ideal(
+            setting.servers, setting.episodes, setting.groups * setting.group, setting.curve, self.mean,
+            update=setting.faults.update,
+        )  # fmt: skip
+        self.servers = [Server(world, index) for index in range(setting.servers)]
+        self.pool = ReplicaPool(self.servers, restart=self._restart)  # type: ignore[arg-type]
+        self.ledger = Ledger()
+        self.environment = Errands(world)
+        self.dispatcher = self._dispatcher()
+        step = setting.groups * setting.group * self.mean.turns * self.mean.tokens / self.never
+        rules = GroupRules(
+            advantage=default_advantage, filters={}, strategy="interleaved", max_length=CONTEXT,
+            max_off_policy_steps=setting.bound,
+        )  # fmt: skip
+        self.orchestrator = Orchestrator(
+            schedule=RunSchedule(
+                max_steps=10_000, eval_setups=[], eval_interval=10_000, eval_episodes=0, eval_seed=0,
+                checkpoint_interval=10_000,
+            ), sampler=self.pool, trainer=SimulatedTrainer(world, setting.train_share * step),
+            dispatcher=self.dispatcher, ledger=self.ledger, rules={"errands": rules},
+            environments={"errands": self.environment}, observer=self.notes, checkpointer=self.notes,
+            probes=world.published(0),
+        )  # fmt: skip
+        self.collecting = 0.0
+        """Processor seconds of garbage collection."""
+        self.longest_collection = 0.0
+        self.lags: list[float] = []
+        """By how much a timer was late, in the steps that are measured."""
+
+    def _dispatcher(self) -> Dispatcher:
+        setting = self.setting
+        setup = RolloutSetup(
+            env="errands", environment=self.environment, sampler=self.pool, renderer=StandInRenderer(setting.work),
+            params=SamplingParams(max_tokens=CONTEXT), limits=EpisodeLimits(
+                max_turns=setting.work.turns[1], max_context=CONTEXT, timeout=36_000.0,
+                tool_timeout=setting.work.tool_timeout,
+            ), slots=asyncio.Semaphore(setting.episodes),
+        )  # fmt: skip
+        examples = ExampleSchedule(
+            {"errands": self.environment.examples("train")}, {"errands": 1.0}, seed=setting.seed
+        )  # fmt: skip
+        return Dispatcher(
+            schedule=examples, setups={"errands": setup}, ledger=self.ledger, group_size=setting.group,
+            groups_per_batch=setting.groups, max_async_level=setting.level, max_off_policy_steps=setting.bound,
+            run_seed=setting.seed, oversampling_factor=setting.level + 1.0, max_steps=10_000,
+        )  # fmt: skip
+
+    async def _restart(self, index: int) -> Server:
+        await self.loop.sleep(self.setting.faults.restart)
+        self.servers[index] = Server(self.world, index)
+        return self.servers[index]
+
+    def mark(self) -> Mark:
+        """Counts as they are."""
+        world, loop = self.world, self.loop
+        return Mark(
+            at=loop.time(), drawn=world.drawn, stood_in=world.stood_in, trained=self.ledger.trained, turns=world.turns,
+            episodes=world.episodes, messages=sum(world.messages.values()), code=loop.code_seconds,
+            threads=loop.thread_seconds, wire=loop.wire_seconds, collecting=self.collecting, busy=world.busy,
+        )  # fmt: skip
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the steps before those that are measured are over."""
+        return len(self.notes.marks) >= self.setting.warm_up
+
+    def told(self, what: str = "") -> None:
+        """Tell whoever watches; it is not charged."""
+        with self.loop.uncharged:
+            self._tell(self, what)
+
+    async def run(self) -> None:
+        """To the end of the last measured step, and through the shutdown."""
+        probe = asyncio.create_task(self._probe())
+        gc.callbacks.append(self._collected)
+        try:
+            with seldom_collected():
+                await self.orchestrator.run()
+        finally:
+            gc.callbacks.remove(self._collected)
+            probe.cancel()
+            await self.pool.close()
+        self.ledger.check(self.dispatcher.num_pending_tokens)
+
+    async def _probe(self) -> None:
+        while True:
+            due = self.loop.time() + 0.05
+            await asyncio.sleep(0.05)
+            if self.is_measured:
+                self.lags.append(self.loop.time() - due)
+            self.told()
+
+    def _collected(self, phase: str, info: Mapping[str, int]) -> None:
+        now = time.thread_time()
+        if phase == "start":
+            self._since = now
+        else:
+            self.collecting += now - self._since
+            self.longest_collection = max(self.longest_collection, now - self._since)

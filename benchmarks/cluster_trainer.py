@@ -1,0 +1,41 @@
+"""A simulated trainer: it takes a fixed time for a step, one batch after the other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from cluster_clock import running
+from cluster_world import World
+from verbatim.transport import StepReport
+from verbatim.types import TrainingSample
+
+
+class SimulatedTrainer:
+    """Takes a fixed time for a token, one batch after the other.
+
+    Args:
+        world: What is simulated.
+        seconds: Of a step.
+    """
+
+    def __init__(self, world: World, seconds: float) -> None:
+        self._world, self._seconds, self._turn = world, seconds, asyncio.Lock()
+
+    async def train(self, samples: Sequence[TrainingSample], version: int, *, checkpoint: bool = False) -> StepReport:
+        async with self._turn:
+            await running().sleep(self._seconds)
+        return StepReport(
+            version=version, weights=Path("weights"), metrics={"loss": 0.0}, probes=self._world.published(version),
+            num_trained_tokens=sum(sample.num_trained_tokens for sample in samples),
+        )  # fmt: skip
+
+    async def save(self, folder: Path, version: int) -> None:
+        pass
+
+    async def watch(self) -> None:
+        await asyncio.Event().wait()
+
+    async def close(self) -> None:
+        pass
