@@ -25,6 +25,7 @@ from verbatim.environments.resolve import create_environment, examples_of
 from verbatim.errors import ComponentError, ConfigError, UsageError
 from verbatim.imports import search_beside
 from verbatim.rollouts import EpisodeLimits
+from verbatim.tools.signature import read_signature
 
 SUMS = [{"prompt": f"{n} + 1?", "answer": str(n + 1)} for n in range(3)]
 CODES = [{"prompt": "Open the vault.", "code": n} for n in (4, 7)]
@@ -52,6 +53,15 @@ def brought(name: str, **args: Any) -> Any:
 
 
 # ---- a class with reset and tool methods
+
+
+def test_the_methods_of_a_class_are_read_once_for_all_its_objects():
+    """An episode that read them anew would take 4 ms of the event loop."""
+    environment = brought("Vault", data=CODES)
+    before = read_signature.cache_info().misses
+    for _ in range(5):
+        assert play(environment, [tool_call("hint", {})]).error is None
+    assert read_signature.cache_info().misses == before
 
 
 def test_a_class_as_trl_takes_it_plays_with_its_rows_its_tools_and_its_reward():

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import json
+import time
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from test_trainer_steps import make_trainer, weights
 from trainer_helpers import make_batch, num_trained
 from transformers import AutoModelForCausalLM
 
-from verbatim.cores import CoreShare
+from verbatim.cores import FIRST_PASS, CoreShare
 from verbatim.errors import RunStopped
 from verbatim.models.loading import load_model
 from verbatim.trainer.local import LocalTrainer
@@ -217,17 +218,22 @@ def test_cores_that_the_sampler_leaves_free_are_taken(made, tmp_path, monkeypatc
     before, seen, others = torch.get_num_threads(), [], []
     monkeypatch.setattr(torch, "set_num_threads", seen.append)
     monkeypatch.setattr(torch, "get_num_threads", lambda: seen[-1] if seen else before)
+    clock = [1000.0]
+    monkeypatch.setattr("verbatim.cores.time.monotonic", lambda: clock[0])
     train = made.trainer.train_batch
-    monkeypatch.setattr(made.trainer, "train_batch", lambda *x: (others.append(sampler.num_threads), train(*x))[1])
+    monkeypatch.setattr(made.trainer, "train_batch",
+                        lambda *x: (others.append(sampler.threads_for_pass()), train(*x))[1])  # fmt: skip
     made.worker.share(mine)
     sampler.compute(True)
     made.train(1)
     assert [*seen, before][0] == 1
     sampler.compute(False)
+    clock[0] += 60
     made.train(2)
     assert seen[-1] == 2
     assert others == [1, 1], "while it trains the sampler has its share"
-    assert sampler.num_threads == 2
+    clock[0] += 60
+    assert sampler.threads_for_pass() == 2
 
 
 def test_a_batch_that_fails_gives_the_cores_back(made, tmp_path):
@@ -235,4 +241,5 @@ def test_a_batch_that_fails_gives_the_cores_back(made, tmp_path):
     made.worker.share(mine)
     with pytest.raises(RunStopped):
         made.train(1, samples=poisoned(0))
-    assert sampler.num_threads == 2
+    time.sleep(FIRST_PASS)
+    assert sampler.threads_for_pass() == 2

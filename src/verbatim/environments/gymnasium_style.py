@@ -12,7 +12,7 @@ from verbatim.environments.single_turn import opened_with
 from verbatim.environments.tool_class import called, closed_on_failure, made, maker, name_of
 from verbatim.errors import ComponentError, EnvironmentFault, UsageError
 from verbatim.texts import shown
-from verbatim.tools.function_tool import in_thread
+from verbatim.tools.threads import in_thread
 from verbatim.types import Example, Message, Trajectory
 
 

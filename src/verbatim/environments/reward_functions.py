@@ -11,7 +11,7 @@ from typing import Any
 from verbatim.errors import ComponentError, EnvironmentFault
 from verbatim.imports import import_object
 from verbatim.texts import numbered, shown
-from verbatim.tools.function_tool import in_thread
+from verbatim.tools.threads import in_thread
 from verbatim.types import Example, Trajectory
 
 LISTS = ("completions", "prompts", "completion_ids", "environments")
@@ -42,7 +42,7 @@ class RewardFunction:
     weight: float = 1.0
 
     async def __call__(self, given: Mapping[str, Any]) -> Any:
-        """What it returns for one rollout. A plain function runs in a thread of its own, several at one time.
+        """What it returns for one rollout. A plain function runs in a thread, several at one time.
 
         Raises:
             EnvironmentFault: a function of TRL's kind that did not return a list of one.

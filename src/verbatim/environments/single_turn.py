@@ -21,7 +21,7 @@ class SingleTurn:
         reward: A function or its import path, or a list of them, which are summed. `def exact(completion, answer,
             **columns) -> float` is called with the text and the fields of the row by name, TRL's `def exact(
             completions, answer, **columns) -> list[float]` with lists of one. It may be async; a plain one runs in a
-            thread of its own. None where a judge gives the reward.
+            thread. None where a judge gives the reward.
         prompt: The field with the prompt, a text or messages; `messages` where rows have no such field.
         system_prompt: A system message before it.
         eval_data: Held-out rows; by default every tenth row of `data`, where there are at least 20.

@@ -16,7 +16,8 @@ from verbatim.errors import ComponentError, EnvironmentFault
 from verbatim.imports import import_object, told
 from verbatim.texts import shown
 from verbatim.tools import FunctionTool, ToolFailed, ToolResult
-from verbatim.tools.function_tool import as_result, in_thread
+from verbatim.tools.function_tool import as_result
+from verbatim.tools.threads import in_thread
 from verbatim.types import Example, Message, Trajectory
 from verbatim.user_code import is_ctrl_c
 
@@ -186,7 +187,7 @@ async def closed_on_failure(one: Any) -> AsyncIterator[None]:
 
 
 async def called(function: Callable[..., Any]) -> Any:
-    """The result of a plain function, in a thread of its own, or of an async one."""
+    """The result of a plain function, in a thread, or of an async one."""
     inner = function.func if isinstance(function, functools.partial) else function
     value = function() if inspect.iscoroutinefunction(inner) else await in_thread(function)
     return await value if inspect.isawaitable(value) else value
@@ -208,40 +209,28 @@ def _has_solution(cls: type) -> bool:
     return inspect.isfunction(solution) and len(inspect.signature(solution).parameters) == 1
 
 
-def _tools(one: Any, name: str) -> list[FunctionTool]:
-    try:
-        return [FunctionTool(_ending(one, getattr(one, method))) for method in tool_methods(type(one))]
-    except ComponentError as error:
-        raise ComponentError(f"{name}: {error}") from error
+class _Method(FunctionTool):
+    """A method as a tool. Its ValueError is told to the model, and it ends the episode where the object is done."""
 
+    def __init__(self, one: Any, method: Callable[..., Any]) -> None:
+        super().__init__(method)
+        self._one = one
 
-def _ending(one: Any, method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method; its ValueError is told to the model, and it ends the episode where the object is done."""
-
-    def after(value: Any) -> ToolResult:
-        result = as_result(value)
-        is_done = result.done or getattr(one, "done", False) is True
-        return ToolResult(content=result.content, done=is_done, reward=result.reward)
-
-    if inspect.iscoroutinefunction(method):
-
-        @functools.wraps(method)
-        async def call(*args: Any, **kwargs: Any) -> ToolResult:
-            try:
-                return after(await method(*args, **kwargs))
-            except ValueError as error:
-                raise ToolFailed(str(error)) from error
-
-        return call
-
-    @functools.wraps(method)
-    def plain(*args: Any, **kwargs: Any) -> ToolResult:
+    async def __call__(self, arguments: Mapping[str, Any]) -> ToolResult:
+        call = self._call(arguments)
         try:
-            return after(method(*args, **kwargs))
+            result = as_result(await called(call))
         except ValueError as error:
             raise ToolFailed(str(error)) from error
+        is_done = result.done or getattr(self._one, "done", False) is True
+        return ToolResult(content=result.content, done=is_done, reward=result.reward)
 
-    return plain
+
+def _tools(one: Any, name: str) -> list[FunctionTool]:
+    try:
+        return [_Method(one, getattr(one, method)) for method in tool_methods(type(one))]
+    except ComponentError as error:
+        raise ComponentError(f"{name}: {error}") from error
 
 
 def _taken(reset: Callable[..., Any], fields: Mapping[str, Any], example: Example) -> dict[str, Any]:

@@ -3,15 +3,11 @@ return value becomes the text that the model reads."""
 
 from __future__ import annotations
 
-import asyncio
-import contextvars
 import dataclasses
 import functools
 import inspect
 import json
-import threading
 from collections.abc import Awaitable, Callable, Mapping, Set
-from concurrent.futures import Future
 from enum import Enum
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
@@ -24,6 +20,7 @@ from verbatim.errors import ComponentError
 from verbatim.texts import shown
 from verbatim.tools.base import ToolResult
 from verbatim.tools.signature import Signature, Subject, read_docstring, read_signature
+from verbatim.tools.threads import in_thread
 
 if TYPE_CHECKING:
     from verbatim.tools.json_arguments import JsonArguments
@@ -36,8 +33,8 @@ class FunctionTool:
     `Annotated[..., Field(description=...)]`; where both describe an argument, the docstring does. The schema is what
     `transformers.utils.get_json_schema` gives, and also carries defaults, constraints and nested models.
 
-    A coroutine function runs on the event loop. Any other function runs in a thread of its own, so that it may
-    block; `inline=True` calls it on the loop instead, for work of microseconds, where the thread costs more.
+    A coroutine function runs on the event loop. Any other function runs in a thread, so that it may block;
+    `inline=True` calls it on the loop instead, for work of microseconds, where the thread costs more.
 
     Args:
         function: The callable. Arguments bound by `functools.partial` are hidden from the model.
@@ -134,27 +131,6 @@ class FunctionTool:
         by_name = self._arguments.validate(arguments)
         in_order = self._arguments.by_position if isinstance(self._arguments, Signature) else ()
         return functools.partial(self._function, *(by_name.pop(name) for name in in_order), **by_name)
-
-
-async def in_thread(call: Callable[[], Any]) -> Any:
-    """What a function returns that may block: it runs in a thread of its own, with the caller's context variables."""
-    # Not the loop's pool: a hung tool would block one of its few threads for ever, and keep the process from ending.
-    result: Future[Any] = Future()
-    result.set_running_or_notify_cancel()  # from here on it holds what the call gives, whether or not that is awaited
-    context = contextvars.copy_context()
-
-    def work() -> None:
-        try:
-            value = context.run(call)
-        except StopIteration as error:  # the event loop's futures cannot hold it
-            result.set_exception(RuntimeError(f"the tool raised StopIteration: {error}"))
-        except BaseException as error:  # noqa: BLE001  passed to the caller, which counts it
-            result.set_exception(error)
-        else:
-            result.set_result(value)
-
-    threading.Thread(target=work, daemon=True, name="verbatim-tool").start()
-    return await asyncio.wrap_future(result)
 
 
 def as_result(value: object) -> ToolResult:

@@ -60,7 +60,7 @@ class TrainerWorker:
 
     def _take_cores(self) -> None:
         assert self._cores is not None
-        if torch.get_num_threads() != (free := self._cores.num_threads):
+        if torch.get_num_threads() != (free := self._cores.threads_for_pass()):
             torch.set_num_threads(free)
 
     def train(self, samples: Sequence[TrainingSample], version: int, *, checkpoint: bool = False) -> StepReport:

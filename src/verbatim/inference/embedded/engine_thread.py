@@ -184,7 +184,7 @@ class EngineThread:
         if self._cores is None:
             return
         self._cores.compute(computes)
-        if computes and torch.get_num_threads() != (free := self._cores.num_threads):
+        if computes and torch.get_num_threads() != (free := self._cores.threads_for_pass()):
             torch.set_num_threads(free)
 
     def _take(self, message: Job | Command | Cancel) -> None:

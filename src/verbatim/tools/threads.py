@@ -1,0 +1,77 @@
+"""Calls functions that may block on threads beside the event loop's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from typing import Any
+
+KEPT_SECONDS = 10.0
+"""A thread that has nothing to do waits so long for the next call, because starting one takes 0.2 to 0.5 ms."""
+
+
+async def in_thread(call: Callable[[], Any]) -> Any:
+    """What a function returns that may block: it has a thread for itself, with the caller's context variables.
+
+    There are as many threads as calls at a time. A call that hangs keeps its thread, and nothing else: neither other
+    calls nor the end of the process wait for it.
+
+    Raises:
+        BaseException: what the function raised; a StopIteration as a RuntimeError, because coroutines cannot raise it.
+    """
+    result: Future[Any] = Future()
+    result.set_running_or_notify_cancel()  # from here on it holds what the call gives, whether or not that is awaited
+    try:
+        worker = _idle.pop()
+    except IndexError:
+        worker = _Worker()
+    worker.calls.put((result, contextvars.copy_context(), call))
+    return await asyncio.wrap_future(result)
+
+
+class _Worker:
+    """A thread that takes one call after the other."""
+
+    def __init__(self) -> None:
+        self.calls: SimpleQueue[tuple[Future[Any], contextvars.Context, Callable[[], Any]]] = SimpleQueue()
+        # A daemon, and not of the loop's pool: a call that hangs would keep the process from ending, or block one of
+        # the few threads for ever.
+        threading.Thread(target=self._main, daemon=True, name="verbatim-tool").start()
+
+    def _main(self) -> None:
+        while True:
+            try:
+                given = self.calls.get(timeout=KEPT_SECONDS)
+            except Empty:
+                try:
+                    _idle.remove(self)
+                except ValueError:  # taken in this moment: its call comes
+                    continue
+                return
+            self._answer(*given)
+            del given
+
+    def _answer(self, result: Future[Any], context: contextvars.Context, call: Callable[[], Any]) -> None:
+        try:
+            value = context.run(call)
+        except StopIteration as stop:
+            _idle.append(self)
+            result.set_exception(RuntimeError(f"the tool raised StopIteration: {stop}"))
+        except BaseException as error:  # noqa: BLE001  passed to the caller, which counts it
+            _idle.append(self)
+            result.set_exception(error)
+        else:
+            _idle.append(self)
+            result.set_result(value)
+
+
+_idle: list[_Worker] = []
+"""Threads without a call; the last one is taken first. `pop`, `remove` and `append` are each one operation of Python:
+no lock is needed. A thread is here before its caller has the answer, so that the caller's next call finds it."""
+
+os.register_at_fork(after_in_child=_idle.clear)  # a forked process has none of the threads

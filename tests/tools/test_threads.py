@@ -1,0 +1,113 @@
+"""Functions that may block run on threads which are kept for the next call."""
+
+import asyncio
+import contextvars
+import multiprocessing
+import threading
+import weakref
+
+import pytest
+
+from verbatim.tools import threads
+from verbatim.tools.threads import in_thread
+
+CALLER = contextvars.ContextVar("caller")
+
+
+def test_calls_one_after_the_other_share_a_thread():
+    async def many():
+        return [await in_thread(threading.get_ident) for _ in range(50)]
+
+    assert len({*asyncio.run(many())} - {threading.get_ident()}) == 1
+
+
+def test_calls_at_a_time_have_a_thread_each():
+    together = threading.Barrier(40)
+
+    async def many():
+        return await asyncio.gather(*(in_thread(lambda: together.wait(30)) for _ in range(40)))
+
+    assert sorted(asyncio.run(many())) == list(range(40))
+
+
+def test_a_call_that_hangs_holds_no_other():
+    end = threading.Event()
+
+    async def beside():
+        hanging = asyncio.ensure_future(in_thread(lambda: end.wait(30)))
+        assert [await in_thread(lambda: 1) for _ in range(5)] == 5 * [1]
+        hanging.cancel()
+        end.set()
+
+    asyncio.run(beside())
+
+
+def test_the_callers_context_variables_are_seen_and_not_changed():
+    def call():
+        seen = CALLER.get()
+        CALLER.set("callee")
+        return seen
+
+    async def two():
+        CALLER.set("first")
+        found = [await in_thread(call), CALLER.get()]
+        CALLER.set("second")
+        return [*found, await in_thread(call)]
+
+    assert asyncio.run(two()) == ["first", "first", "second"]
+
+
+def test_what_is_raised_reaches_the_caller_and_the_thread_goes_on():
+    def fails(error):
+        raise error
+
+    async def each():
+        for error, seen in ((KeyError("a"), KeyError), (StopIteration("b"), RuntimeError), (SystemExit(3), SystemExit)):
+            with pytest.raises(seen):
+                await in_thread(lambda error=error: fails(error))
+        return await in_thread(lambda: "goes on")
+
+    assert asyncio.run(each()) == "goes on"
+
+
+def test_a_thread_that_waits_keeps_nothing_of_its_last_call():
+    class Large:
+        pass
+
+    async def call():
+        gone = weakref.ref(await in_thread(Large))
+        for _ in range(100):
+            if gone() is None:
+                return True
+            await asyncio.sleep(0.01)
+        return False
+
+    assert asyncio.run(call())
+
+
+def test_an_idle_thread_ends_and_the_next_call_starts_another(monkeypatch):
+    monkeypatch.setattr(threads, "KEPT_SECONDS", 0.05)
+    monkeypatch.setattr(threads, "_idle", [])
+
+    async def twice():
+        first = await in_thread(threading.current_thread)
+        await asyncio.to_thread(first.join, 30)
+        assert not first.is_alive() and threads._idle == []
+        second = await in_thread(threading.current_thread)
+        return first is second
+
+    assert not asyncio.run(twice())
+
+
+def _calls(result):
+    result.put(asyncio.run(in_thread(lambda: "forked")))
+
+
+def test_a_forked_process_starts_its_own():
+    assert asyncio.run(in_thread(lambda: 1)) == 1
+    context = multiprocessing.get_context("fork")
+    result = context.SimpleQueue()
+    process = context.Process(target=_calls, args=(result,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0 and result.get() == "forked"
