@@ -31,7 +31,7 @@ from tokenizers.trainers import BpeTrainer
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from beside_trl_job import conversations
-from demo_runs import finish, train_metrics, verbatim
+from demo_runs import CoresBusy, finish, train_metrics, verbatim
 
 TRL = "1.16.0"
 HERE = Path(__file__).parent
@@ -139,9 +139,12 @@ def ours(folder: Path, model: Path, steps: int, level: int) -> dict[str, Any]:
     file = Path(tempfile.mkdtemp(dir=folder)) / "run.toml"
     file.write_text(RUN.format(steps=steps, model=model, level=level))
     run = file.parent / "run"
-    finish(verbatim("rl", str(file), "--run-dir", str(run), cwd=folder, PYTHONPATH=search_path(folder)))
+    process = verbatim("rl", str(file), "--run-dir", str(run), cwd=folder, PYTHONPATH=search_path(folder))
+    busy = CoresBusy(process, run, SKIPPED, steps)
+    finish(process)
     found = train_metrics(run)[SKIPPED:]
-    return {"rate": 128 * len(found) / sum(each["time/step"] for each in found), **{
+    rate = 128 * len(found) / sum(each["time/step"] for each in found)
+    return {"rate": rate, "cores_busy": busy.share(), **{
         name: statistics.mean(each[name] for each in found) for name in ("turns", "completion_tokens", "reward/mean")
     }}  # fmt: skip
 

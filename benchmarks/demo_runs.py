@@ -6,9 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "guess_number.toml"
 
@@ -45,6 +49,41 @@ def run_options(model: Path, steps: int, level: int) -> list[str]:
         str(RECIPE), "--model", json.dumps({"name": str(model)}).replace(":", " =", 1).replace('"name"', "name"),
         "--warm-start", "null", "--max-steps", str(steps), "--orchestrator.max-async-level", str(level),
     ]  # fmt: skip
+
+
+class CoresBusy:
+    """Processor time of a run and its processes from one of its steps to its last one.
+
+    Args:
+        process: The run.
+        folder: Its run folder.
+        skip: Steps before the time counts.
+        steps: Steps of the run.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], folder: Path, skip: int, steps: int) -> None:
+        self._root = psutil.Process(process.pid)
+        self._metrics = folder / "metrics.jsonl"
+        self._ends = (skip, steps)
+        self._seen: list[tuple[float, float]] = []
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        for end in self._ends:
+            while not self._metrics.exists() or self._metrics.read_text().count('"kind": "train"') < end:
+                time.sleep(0.01)
+            self._seen.append((time.perf_counter(), self._processor_time()))
+
+    def _processor_time(self) -> float:
+        times = [one.cpu_times() for one in (self._root, *self._root.children(recursive=True))]
+        return sum(each.user + each.system for each in times)
+
+    def share(self) -> float:
+        """Of the machine's cores: 1 = all of them, all the time."""
+        self._thread.join(60)
+        (began, before), (ended, after) = self._seen
+        return (after - before) / (ended - began) / len(os.sched_getaffinity(0))
 
 
 def train_metrics(run: Path) -> list[dict[str, Any]]:
