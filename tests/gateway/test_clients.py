@@ -112,7 +112,7 @@ def test_codex(reasoning: bool):
     report = check("codex.py", said, environment="", reasoning=reasoning)
     assert (report.num_turns, report.num_samples, report.reward) == (4, 2, 1.0)
     (branch,) = report.branches
-    assert branch["found"] == "message 3 is new, and others are not"
+    assert (branch["agent"], branch["reason"]) == ("sub/1", "sub_agent")
 
 
 def test_each_break_of_smolagents_is_explained():

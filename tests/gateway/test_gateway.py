@@ -84,6 +84,20 @@ async def test_each_branch_has_its_reason(http):
     assert trajectory.turns[2].extends(trajectory.turns[0])
 
 
+@pytest.mark.parametrize(("header", "first"), [("thread-id", {"thread-id": "1"}), ("x-claude-code-agent-id", {})])
+async def test_agents_are_told_apart_by_their_clients_own_headers(http, header, first):
+    async with gateway_over() as gateway:
+        episode = gateway.episode()
+        client = Client(http, episode)
+        await client.say([SYSTEM, user("one")], first)
+        await client.say([SYSTEM, user("two")], {header: "2"})
+        await client.say([SYSTEM, user("three")], {header: "3"})
+        await client.say([SYSTEM, user("four")], {header: "2"})
+        trajectory = await episode.finish()
+    assert [turn.agent for turn in trajectory.turns] == ["main", "sub/1", "sub/2", "sub/1"]
+    assert reasons(trajectory) == [(1, "sub_agent"), (2, "sub_agent"), (3, "new_conversation")]
+
+
 async def test_a_break_that_the_renderer_makes_has_its_reason(http):
     """One that leaves out a thought which the client has sent back, as templates leave out an empty one."""
 

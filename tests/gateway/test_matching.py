@@ -115,6 +115,22 @@ class TestThreads:
         assert (again.agent, again.reason) == ("sub/1", BranchReason.NEW_CONVERSATION)
         assert (named.agent, named.reason) == ("critic", BranchReason.SUB_AGENT)
 
+    def test_a_clients_threads_tell_its_agents_apart(self):
+        """Also those with one system prompt, and one that begins with the history of another."""
+        threads, spawning = Threads(), said("", ("spawn", {}))
+        history = [SYSTEM, HELLO, spawning, {"role": "tool", "tool_call_id": "call_0", "content": "done"}]
+        asked(threads, [SYSTEM, HELLO], spawning, turn=0, thread="a")
+        helper = asked(threads, [SYSTEM, MORE], said("found"), turn=1, thread="b")
+        goes_on = asked(threads, history, said("ok"), turn=2, thread="a")
+        again = asked(threads, [SYSTEM, MORE, said("found"), OTHER], said("yes"), turn=3, thread="b")
+        forked = asked(threads, [*history[:3], MORE], said("so"), turn=4, thread="c")
+        named = asked(threads, [SYSTEM, MORE, said("found"), OTHER, said("yes"), MORE], thread="b", agent="critic")
+        assert [m.agent for m in (helper, goes_on, again, forked, named)] == [
+            "sub/1", "main", "sub/1", "sub/2", "critic"]  # fmt: skip
+        assert [m.reason for m in (helper, goes_on, again, forked, named)] == [
+            BranchReason.SUB_AGENT, None, None, BranchReason.SUB_AGENT, None]  # fmt: skip
+        assert forked.known.turn == 0
+
     def test_a_continued_conversation_keeps_its_agent(self):
         threads = Threads()
         asked(threads, [SYSTEM, HELLO], said("hi"), turn=0, agent="critic")

@@ -30,6 +30,11 @@ MODEL = "policy"
 """The model's name, for requests that name none and for lists of models; a request may name any."""
 AGENT_HEADER, TRAINED_HEADER = "x-verbatim-agent", "x-verbatim-trained"
 """The headers for an agent's name, and for "false" where a turn is context only."""
+THREAD_HEADERS = (
+    "thread-id",  # codex: the conversation of each agent, the first one's too
+    "x-claude-code-agent-id",  # Claude Code: of each sub-agent
+)
+"""Headers by which clients tell their agents apart. Their values are no names: they are new in each episode."""
 _QUIET_SECONDS = 10.0
 """Seconds after which a stream is sent something, so that it does not look dead."""
 _PAUSE = 0.02
@@ -40,9 +45,27 @@ _LARGE = 256 * 2**10
 Replies: TypeAlias = list[ChatReply]
 
 
-def about(headers: Mapping[str, str]) -> tuple[str, bool]:
-    """The agent's name that a request's headers give, and whether its tokens may be trained."""
-    return headers.get(AGENT_HEADER, "")[:200], headers.get(TRAINED_HEADER, "").lower() not in ("false", "0")
+@dataclass(frozen=True, kw_only=True)
+class Sender:
+    """Who has sent a request, as its headers say."""
+
+    agent: str
+    """The agent's name; "" = it is not said."""
+    thread: str
+    """Tells the agents of a client apart; "" = it is not said."""
+    trained: bool
+    """Whether its tokens may be trained."""
+
+
+def sender_of(headers: Mapping[str, str]) -> Sender:
+    """Who has sent the request with these headers.
+
+    >>> sender_of({"x-verbatim-agent": "critic", "thread-id": "01a2"})
+    Sender(agent='critic', thread='thread-id 01a2', trained=True)
+    """
+    threads = (f"{name} {headers[name]}" for name in THREAD_HEADERS if headers.get(name))
+    return Sender(agent=headers.get(AGENT_HEADER, "")[:200], thread=next(threads, "")[:200],
+                  trained=headers.get(TRAINED_HEADER, "").lower() not in ("false", "0"))  # fmt: skip
 
 
 def sent_before(headers: Mapping[str, str]) -> tuple[str, bool]:
@@ -80,16 +103,17 @@ async def answer_chat(
     except ProtocolRefusal as refusal:
         session.counts[f"refused/{refusal.field or 'request'}"] += 1
         return json_response(refusal.status, refusal.body)
-    agent, trained = about(headers)
+    sender = sender_of(headers)
     key, is_retry = sent_before(headers)
     answering = _Answering(session, request, protocol, asked)
 
     async def work(progress: Progress) -> Replies:
-        return await session.answer(asked, agent=agent, trained=trained, body=given, progress=progress)
+        return await session.answer(asked, agent=sender.agent, thread=sender.thread, trained=sender.trained,
+                                    body=given, progress=progress)  # fmt: skip
 
     try:
         exchange = await session.exchanges.open(
-            work, digest_of(body, protocol.name, agent, trained), key=key, is_retry=is_retry,
+            work, digest_of(body, protocol.name, sender), key=key, is_retry=is_retry,
             progress=Progress(Stamp(created=int(time.time()), model=asked.model or MODEL), asked.n),
         )  # fmt: skip
         with session.exchanges.attend(exchange):

@@ -139,14 +139,15 @@ class Session:
                                  "max_requests")  # fmt: skip
 
     async def answer(
-        self, request: ChatRequest, *, agent: str = "", trained: bool = True, body: Mapping[str, Any] | None = None,
-        progress: Progress | None = None,
+        self, request: ChatRequest, *, agent: str = "", thread: str = "", trained: bool = True,
+        body: Mapping[str, Any] | None = None, progress: Progress | None = None,
     ) -> list[ChatReply]:  # fmt: skip
         """Sample and record as many replies as are asked for.
 
         Args:
             request: As its protocol read it.
             agent: The agent's name, where the request has one.
+            thread: Tells the client's agents apart, where the request does.
             trained: Whether its tokens may be trained.
             body: As the client wrote it, for a `watch`.
             progress: Is told the ids of a stream as they are sampled, where the sampler shows them.
@@ -157,7 +158,7 @@ class Session:
         """
         for name in request.unenforced:
             self.counts[f"unenforced/{name}"] += 1
-        match = self._threads.match(request.messages, request.tools, agent)
+        match = self._threads.match(request.messages, request.tools, agent, thread)
         if self.watch is not None and body is not None:
             self.watch.placed(request, body, {place: kept.thread.turn for place, kept in match.turns.items()})
         self._num_open += 1

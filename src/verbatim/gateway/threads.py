@@ -32,7 +32,7 @@ class BranchReason(StrEnum):
     NEW_CONVERSATION = "new_conversation"
     """Nothing but the system prompt is known."""
     SUB_AGENT = "sub_agent"
-    """Another system prompt, or another agent's name, and nothing of it is known."""
+    """The first request of another agent."""
     PARALLEL_CALL = "parallel_call"
     """Another request that continues the same turn is being answered."""
     SAME_PROMPT = "same_prompt"
@@ -143,19 +143,22 @@ class Threads(Generic[T]):
         """Answers that came back without their reasoning and were taken for the whole ones."""
 
     def match(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, agent: str = ""
-    ) -> Match[T]:
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, agent: str = "",
+        thread: str = "",
+    ) -> Match[T]:  # fmt: skip
         """Find the place of a request, and keep it open until `close`.
 
         Args:
             messages: The request's, at least one; they are kept, and must not change.
             tools: The schemas it shows.
             agent: The agent's name, where the request says it.
+            thread: What tells the client's agents apart, where the request says it.
         """
         shown = tools_digest(tools)
         walk = self._walk(messages)
         known = walk.known
-        name = agent or (known.agent if known is not None else self._name_of(messages))
+        continued = known.agent if known is not None and not thread else ""
+        name = agent or continued or self._name_of(thread.encode() or identity_of(messages))
         reason, found = self._reason(walk, name, shown)
         if known is not None:
             known.num_open += 1
@@ -234,9 +237,9 @@ class Threads(Generic[T]):
         walk.first_new = messages[walk.new_from] if walk.new_from is not None else None
         return walk
 
-    def _name_of(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The first system prompt's agent is "main", the others are "sub/1", "sub/2", ... as they appear."""
-        identity = identity_of(messages)
+    def _name_of(self, identity: bytes) -> str:
+        """The first agent, by its thread or else its system prompt, is "main", the others are "sub/1", "sub/2", ... as
+        they appear."""
         if identity not in self._agents:
             self._agents[identity] = f"sub/{len(self._agents)}" if self._agents else "main"
         return self._agents[identity]
@@ -253,6 +256,8 @@ class Threads(Generic[T]):
             return None, ""
         if walk.end.num_answers:
             return BranchReason.SAME_PROMPT, "the same messages were sent before"
+        if agent not in self._longest:
+            return BranchReason.SUB_AGENT, f"the first request of agent {agent}"
         is_answer = walk.first_new is not None and walk.first_new.get("role") == "assistant"
         if known.num_open and not is_answer:
             return BranchReason.PARALLEL_CALL, f"another request that follows message {known.depth - 1} is under way"

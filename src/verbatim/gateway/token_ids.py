@@ -7,7 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
-from verbatim.gateway.chat import MODEL, about, digest_of, sent_before
+from verbatim.gateway.chat import MODEL, digest_of, sender_of, sent_before
 from verbatim.gateway.progress import Progress
 from verbatim.gateway.session import Session
 from verbatim.gateway.session_settings import SessionRefusal
@@ -37,7 +37,7 @@ async def answer_ids(
     """
     session.admit()
     headers = headers_of(request)
-    agent, trained = about(headers)
+    sender = sender_of(headers)
     key, is_retry = sent_before(headers)
     loop = session.loop
     try:
@@ -47,10 +47,10 @@ async def answer_ids(
                                        end_ids=loop.params.stop_token_ids)  # fmt: skip
 
         async def work(progress: Progress) -> Completion:
-            return await session.complete(asked, agent=agent, trained=trained)
+            return await session.complete(asked, agent=sender.agent, trained=sender.trained)
 
         exchange = await session.exchanges.open(
-            work, digest_of(body, GENERATE, agent, trained), key=key, is_retry=is_retry, progress=Progress(Stamp())
+            work, digest_of(body, GENERATE, sender), key=key, is_retry=is_retry, progress=Progress(Stamp())
         )
         with session.exchanges.attend(exchange):
             completion: Completion = await session.exchanges.wait(exchange)
