@@ -19,6 +19,7 @@ from verbatim.gateway.service import Service
 from verbatim.gateway.session import Session
 from verbatim.gateway.session_settings import SessionRefusal, SessionSettings
 from verbatim.inference.base import Completion, SampleRequest
+from verbatim.inference.cut_off import settle
 from verbatim.rollouts.agent_loop import AgentLoop
 
 logger = logging.getLogger(__name__)
@@ -73,9 +74,9 @@ class Reception:
         """The episode is over: what is under way is cancelled, and what still comes for it is refused. Returns the
         failure of the sampler or of the record that one of its requests was answered with."""
         sessions = self._traces.pop(loop, {})
-        for name, session in sessions.items():
+        for name in sessions:
             self.service.leave(self.key, name)
-            await session.end()
+        await settle([asyncio.ensure_future(session.end()) for session in sessions.values()])
         return next((session.fault for session in sessions.values() if session.fault is not None), None)
 
 
@@ -87,7 +88,6 @@ class Serving:
     env: Any
     """verifiers' environment."""
     _users: int = 0
-    _changing: asyncio.Lock = field(default_factory=asyncio.Lock)
     _task: asyncio.Task[None] | None = None
     _end: asyncio.Event = field(default_factory=asyncio.Event)
     _up: asyncio.Future[Reception] | None = None
@@ -99,36 +99,39 @@ class Serving:
         Args:
             context_length: The sampler's.
         """
-        async with self._changing:
-            self._users += 1
-            if self._users == 1:
-                self._end = asyncio.Event()
-                self._up = asyncio.get_running_loop().create_future()
-                self._task = asyncio.create_task(self._serve(context_length, self._up), name="verifiers-serving")
+        if self._users == 0:
+            self._end = asyncio.Event()
+            self._up = asyncio.get_running_loop().create_future()
+            serve = self._serve(context_length, self._up, self._end, self._task)
+            self._task = asyncio.create_task(serve, name="verifiers-serving")
+        self._users += 1
+        task, up = self._task, self._up
+        assert task is not None and up is not None
         try:
-            assert self._up is not None
-            yield await asyncio.shield(self._up)
+            yield await asyncio.shield(up)
         finally:
-            async with self._changing:
-                self._users -= 1
-                if self._users == 0:
-                    assert self._task is not None
-                    self._end.set()
-                    await asyncio.wait([self._task])
-                    if not self._task.cancelled() and self._task.exception() is not None:
-                        logger.warning("verifiers' servers did not end cleanly", exc_info=self._task.exception())
+            self._users -= 1
+            if self._users == 0:
+                self._end.set()
+                await settle([task])  # also where the episode is cancelled once more: nothing is left open
 
-    async def _serve(self, context_length: int, up: asyncio.Future[Reception]) -> None:
+    async def _serve(
+        self, context_length: int, up: asyncio.Future[Reception], end: asyncio.Event, before: asyncio.Task[None] | None
+    ) -> None:
+        if before is not None:
+            await asyncio.wait([before])
         service = Service()
         try:
             await service.start()
             async with self.env.serving():
                 up.set_result(Reception(service, service.open_group(context_length)))
-                await self._end.wait()
+                await end.wait()
         except BaseException as error:
             if not up.done():
                 up.set_exception(error)  # those who wait for it have to hear of it
                 return
-            raise
+            if not isinstance(error, Exception):
+                raise
+            logger.warning("verifiers' servers did not end cleanly", exc_info=error)
         finally:
             await service.close()

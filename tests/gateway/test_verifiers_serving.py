@@ -1,0 +1,99 @@
+"""What is served for verifiers ends with the last episode, however often that is cancelled. verifiers is not needed."""
+
+import asyncio
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+
+from verbatim.gateway.verifiers.serving import Reception, Serving
+
+
+class Servers:
+    """verifiers' environment: notes when its servers are up."""
+
+    def __init__(self, seconds_to_end=0.0, fails=False):
+        self.seconds, self.fails = seconds_to_end, fails
+        self.log = []
+
+    @contextlib.asynccontextmanager
+    async def serving(self):
+        if self.fails:
+            raise OSError("no port is free")
+        self.log.append("up")
+        try:
+            yield
+        finally:
+            self.log.append("ending")
+            await asyncio.sleep(self.seconds)
+            self.log.append("down")
+
+
+async def use(serving, seconds=60.0):
+    async with serving.use(100) as reception:
+        await asyncio.sleep(seconds)
+        return reception.service.url
+
+
+async def test_a_second_cancellation_leaves_nothing_open():
+    servers = Servers(seconds_to_end=0.1)
+    serving = Serving(servers)
+    episode = asyncio.create_task(use(serving))
+    await asyncio.sleep(0.05)
+    for _ in range(3):
+        episode.cancel()
+        await asyncio.sleep(0.02)
+    with pytest.raises(asyncio.CancelledError):
+        await episode
+    assert servers.log == ["up", "ending", "down"]
+    await use(serving, 0)
+    assert servers.log == ["up", "ending", "down"] * 2
+
+
+async def test_an_episode_that_comes_while_the_last_one_ends_waits_for_that():
+    servers = Servers(seconds_to_end=0.05)
+    serving = Serving(servers)
+    first = asyncio.create_task(use(serving, 0))
+    await asyncio.sleep(0.03)
+    assert servers.log == ["up", "ending"]
+    second = asyncio.create_task(use(serving, 0))
+    await asyncio.sleep(0)
+    second.cancel()
+    third = asyncio.create_task(use(serving, 0))
+    await asyncio.wait([first, second, third])
+    assert (first.exception(), second.cancelled(), third.exception()) == (None, True, None)
+    assert servers.log.count("up") == servers.log.count("down") >= 2
+    assert [log for log in servers.log if log != "ending"] == ["up", "down"] * servers.log.count("up")
+
+
+async def test_servers_that_do_not_start_are_told_to_all_who_wait_and_tried_again_later():
+    serving = Serving(Servers(fails=True))
+    failed = await asyncio.gather(use(serving), use(serving), return_exceptions=True)
+    assert [str(error) for error in failed] == ["no port is free"] * 2
+    serving.env.fails = False
+    await use(serving, 0)
+    assert serving.env.log == ["up", "ending", "down"]
+
+
+async def test_all_sessions_of_an_episode_end_when_it_is_cancelled_meanwhile():
+    ended, left = [], []
+
+    class Session:
+        fault = None
+
+        def __init__(self, name):
+            self.name = name
+
+        async def end(self):
+            await asyncio.sleep(0.02)
+            ended.append(self.name)
+
+    service = SimpleNamespace(leave=lambda key, name: left.append(name))
+    reception = Reception(service, "key", {"loop": {name: Session(name) for name in ("a", "b", "c")}})
+    leaving = asyncio.create_task(reception.disconnect("loop"))
+    for _ in range(2):
+        await asyncio.sleep(0)
+        leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    assert (left, ended) == (["a", "b", "c"], ["a", "b", "c"])
