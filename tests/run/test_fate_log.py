@@ -1,6 +1,8 @@
 """The thread that writes fates: what goes wrong on it is raised, and what else waits is written all the same."""
 
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -30,3 +32,23 @@ def test_a_bug_in_the_writing_of_a_step_is_raised_and_the_next_step_is_written_b
         log.close()
     assert [path.name for path in (tmp_path / "trajectories").iterdir()] == ["step-000002.parquet"]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("trajectories-writer")]
+
+
+def test_two_may_wait_at_once_and_both_wait_until_it_is_written(tmp_path, monkeypatch):
+    write, may_write = FateFolder.write, threading.Event()
+
+    def slow(self, step, fates):
+        may_write.wait(10)
+        write(self, step, fates)
+
+    monkeypatch.setattr(FateFolder, "write", slow)
+    log = FateLog(tmp_path / "trajectories", store=None, first_step=0, retention=EVERYTHING)
+    fate = Fate.of_dropped(Trajectory(example_id="x", turns=[Turn(prompt_ids=[1], completion_ids=[2])]), "error")
+    log.write(1, [fate])
+    with ThreadPoolExecutor(2) as others:
+        marks = [others.submit(log.marks) for _ in range(2)]
+        time.sleep(0.05)
+        assert not any(mark.done() for mark in marks)
+        may_write.set()
+        assert [list(mark.result()) for mark in marks] == [["1"], ["1"]]
+    log.close()

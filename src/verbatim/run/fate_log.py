@@ -68,9 +68,18 @@ class FateLog:
         self._waiting.append(self._writer.submit(self._write, step, fates))
 
     def wait(self, most: int = 0) -> None:
-        """Wait until at most so many steps are not written yet."""
+        """Wait until at most so many steps are not written yet. Several threads may wait at once; a bug in the writing
+        of a step is raised to each that waits for it, and not again."""
         while len(self._waiting) > most:
-            self._waiting.popleft().result()
+            try:
+                oldest = self._waiting[0]
+            except IndexError:  # another one has waited for it
+                return
+            try:
+                oldest.result()
+            finally:
+                with contextlib.suppress(ValueError):
+                    self._waiting.remove(oldest)
 
     def close(self) -> None:
         """Wait until everything is written, and end the writer, also where a bug in writing one step is raised."""
