@@ -75,6 +75,16 @@ def test_samples_of_spans_and_of_arrays_travel_together_with_every_bit(tmp_path,
     assert_same_sample(found[1], sent[1])  # with its experts
 
 
+def test_a_logprob_stream_may_have_any_name(tmp_path):
+    """Also one that is like the names of the tensors of spans."""
+    names = ("span", "teacher", "span_numbers", "")
+    sent = [sample.with_streams({name: np.full(len(sample), -1.0 - i, np.float32) for i, name in enumerate(names)})
+            for sample in (sample_of_spans(), make_sample(9))]  # fmt: skip
+    found = travelled(TrainerMessage(kind="train", version=1, samples=tuple(sent)), tmp_path).samples
+    assert [bits(sample) for sample in found] == [bits(sample) for sample in sent]
+    assert set(names) < bits(found[0]).keys()
+
+
 def test_a_token_takes_at_most_14_bytes_of_an_order():
     """A long episode whose every second token was sampled, as ids and logprobs: 4 + 4 / 2 bytes, and a little more."""
     turns, prompt = [], []

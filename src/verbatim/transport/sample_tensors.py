@@ -26,7 +26,7 @@ _STREAM = "_logprobs"
 _EXPERTS, _KNOWN = "routed_experts", "routed_experts_known"
 """Tensors of the samples that have them, one after the other."""
 _NAMES = ("trajectory_id", "group_id", "env", "part")
-_COUNTS, _PLACES, _NUMBERS, _SPAN_LOGPROBS = "span_counts", "span_places", "span_numbers", "span_logprobs"
+_COUNTS, _PLACES, _NUMBERS, _SPAN_LOGPROBS = "span_counts", "span_places", "span_numbers", "span_sampled"
 """Tensors of the samples of spans: how many each has [S]; start, end, chunk, version and whether it has logprobs
 [N, 5]; advantage and temperature [N, 2]; the logprobs of those that have them."""
 
@@ -70,7 +70,7 @@ def samples_from_tensors(tensors: Mapping[str, NDArray[Any]], head: Mapping[str,
     ids = _split(tensors["token_ids"], lengths)
     arrays = {name: iter(_split(tensors[name], lengths[of_arrays])) for name in _ARRAYS[1:] if name in tensors}
     streams = {name.removesuffix(_STREAM): iter(_split(array, lengths))
-               for name, array in tensors.items() if name.endswith(_STREAM) and name != _SPAN_LOGPROBS}  # fmt: skip
+               for name, array in tensors.items() if name.endswith(_STREAM)}  # fmt: skip
     experts = _read_experts(tensors, lengths, head["routed"])
     spans = iter(_read_spans(tensors))
     samples = []
