@@ -120,3 +120,18 @@ def test_a_cache_that_cannot_be_written_is_passed_over(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     native._folder.cache_clear()
     assert native.library(write(tmp_path, SUM)).add(2, 2) == 4
+
+
+@needs_compiler
+def test_the_variable_for_the_compiler_may_have_arguments(tmp_path, monkeypatch):
+    """As CC="ccache gcc": the first word is the program, and the others are its arguments."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    monkeypatch.setenv("CC", f"env MARK=1 {compiler} -DEXTRA=5")
+    assert native.library(write(tmp_path, SUM.replace("a + b", "a + b + EXTRA"))).add(1, 1) == 7
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["", "no-such-compiler -O1", "'gcc"])
+def test_a_variable_that_names_no_compiler_is_passed_over(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("CC", name)
+    assert native.library(write(tmp_path, SUM)).add(1, 1) == 2

@@ -10,6 +10,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -42,7 +43,7 @@ def library(source: Path) -> ctypes.CDLL | None:
     """
     import torch  # noqa: F401 - it loads OpenMP
 
-    compiler = next(filter(None, map(shutil.which, [os.environ.get("CC", ""), *_COMPILERS])), None)
+    compiler = _found_compiler()
     if os.environ.get(SWITCH) == "0" or compiler is None:
         reason = "no C compiler was found" if compiler is None else f"{SWITCH} = 0"
         logger.info("%s is not compiled: %s", source.name, reason)
@@ -54,30 +55,43 @@ def library(source: Path) -> ctypes.CDLL | None:
             if reason:
                 options = " ".join(variant) or "(none)"
                 logger.warning("%s was compiled with %s and the options %s, which is slower: %.500s",
-                               source.name, compiler, options, reason)  # fmt: skip
+                               source.name, " ".join(compiler), options, reason)  # fmt: skip
             return found
         except subprocess.CalledProcessError as error:
             reason = error.stderr.decode(errors="replace")
         except (OSError, subprocess.TimeoutExpired) as error:
             reason = str(error)
-    logger.warning("%s could not be compiled with %s: %.500s", source.name, compiler, reason)
+    logger.warning("%s could not be compiled with %s: %.500s", source.name, " ".join(compiler), reason)
     return None
 
 
-def _compiled(source: Path, compiler: str, flags: tuple[str, ...]) -> Path:
+def _found_compiler() -> tuple[str, ...] | None:
+    """The C compiler, with its first arguments: that of the variable `CC`, such as `ccache gcc`, or one of the usual
+    names."""
+    for name in (os.environ.get("CC", ""), *_COMPILERS):
+        try:
+            words = shlex.split(name)
+        except ValueError:  # a quotation without its end
+            continue
+        if words and (path := shutil.which(words[0])) is not None:
+            return path, *words[1:]
+    return None
+
+
+def _compiled(source: Path, compiler: tuple[str, ...], flags: tuple[str, ...]) -> Path:
     """The shared library of a C file, made where it does not exist."""
     headers = sorted(Path(__file__).parent.glob("*.h"))
     flags = (*flags, f"-I{Path(__file__).parent}")
     files = [path.read_bytes() for path in (source, *headers)]
-    parts = [*files, compiler.encode(), *(flag.encode() for flag in flags), _version(compiler), _processor()]
+    parts = [*files, " ".join(compiler).encode(), *(flag.encode() for flag in flags), _version(compiler), _processor()]
     digest = hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:24]
     folder = _folder()
     found = folder / f"{source.stem}-{digest}.so"
     if not found.exists():
         with tempfile.TemporaryDirectory(dir=folder) as name:
             objects, shared = Path(name) / "x.o", Path(name) / "x.so"
-            for command in ([compiler, *flags, "-c", str(source), "-o", str(objects)],
-                            [compiler, "-shared", str(objects), "-o", str(shared), "-lm"]):  # fmt: skip
+            for command in ([*compiler, *flags, "-c", str(source), "-o", str(objects)],
+                            [*compiler, "-shared", str(objects), "-o", str(shared), "-lm"]):  # fmt: skip
                 subprocess.run(command, check=True, capture_output=True, timeout=_PATIENCE)
             os.replace(shared, found)  # processes that start together each make it, and the last one stays
     return found
@@ -101,8 +115,8 @@ def _own_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 @cache
-def _version(compiler: str) -> bytes:
-    return subprocess.run([compiler, "--version"], check=False, capture_output=True, timeout=_PATIENCE).stdout
+def _version(compiler: tuple[str, ...]) -> bytes:
+    return subprocess.run([*compiler, "--version"], check=False, capture_output=True, timeout=_PATIENCE).stdout
 
 
 @cache
