@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import math
+import os
+import subprocess
+import sys
 
 from verbatim.monitors import Alarm
 from verbatim.monitors.json_lines import JsonLines
@@ -25,3 +29,38 @@ def test_steps_evaluations_alarms_and_the_end_are_one_line_each():
          "evidence": {"staleness/mean": 9.0}, "env": None, "trajectory_ids": ["t"]},
         {"kind": "end", "state": "finished", "steps": 1, "results": {"gain_interval_95": [0.1, 0.2]}},
     ]  # fmt: skip
+
+
+def test_a_reader_that_goes_ends_no_run(caplog):
+    reading, writing = os.pipe()
+    monitor = JsonLines(os.fdopen(writing, "w", encoding="utf-8"))
+    monitor.on_step(1, {"loss": 1.0})
+    os.close(reading)
+    with caplog.at_level(logging.WARNING):
+        monitor.on_step(2, {"loss": 0.5})
+        monitor.on_end({"state": "finished"})
+    assert [record.getMessage() for record in caplog.records] == [
+        "the program that read the run's JSON lines has gone; the run goes on without it"]  # fmt: skip
+
+
+def test_a_program_ends_well_though_its_reader_has_gone():
+    """As `verbatim rl ... --json | head -1`: lines that no one takes are still in the stream as it is closed."""
+    program = """
+from verbatim.cli.own_stdout import own_stdout
+from verbatim.monitors.json_lines import JsonLines
+import sys
+with own_stdout() as stdout:
+    monitor = JsonLines(stdout)
+    monitor.on_step(1, {})
+    sys.stdin.read()
+    monitor.on_step(2, {})
+    monitor.on_end({})
+"""
+    running = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True)  # fmt: skip
+    assert running.stdout is not None and running.stdin is not None and running.stderr is not None
+    assert json.loads(running.stdout.readline())["step"] == 1
+    running.stdout.close()
+    running.stdin.close()
+    said = running.stderr.read()
+    assert (running.wait(), "Error" in said) == (0, False), said

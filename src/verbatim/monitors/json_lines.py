@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from typing import Any, TextIO
 
 from verbatim.monitors.alarm import Alarm
 from verbatim.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics, Monitor
 from verbatim.trajectory_json import plain
+
+logger = logging.getLogger(__name__)
 
 
 class JsonLines(Monitor):
@@ -17,11 +20,13 @@ class JsonLines(Monitor):
     of `Monitor.on_end`. NaN and infinities are the texts "NaN", "Infinity" and "-Infinity".
 
     Args:
-        stream: Where to print; each line is flushed.
+        stream: Where to print; each line is flushed. Once its reader has gone, nothing more is printed, and the run
+            goes on.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self._has_reader = True
 
     def on_step(self, step: int, metrics: Metrics, distributions: Distributions = NO_DISTRIBUTIONS) -> None:
         self._print("step", {"step": step, "metrics": metrics})
@@ -36,5 +41,12 @@ class JsonLines(Monitor):
         self._print("end", summary)
 
     def _print(self, kind: str, record: Mapping[str, Any]) -> None:
-        self._stream.write(json.dumps({"kind": kind, **plain(record)}, allow_nan=False, default=str) + "\n")
-        self._stream.flush()
+        if not self._has_reader:
+            return
+        line = json.dumps({"kind": kind, **plain(record)}, allow_nan=False, default=str) + "\n"
+        try:
+            self._stream.write(line)
+            self._stream.flush()
+        except BrokenPipeError:
+            self._has_reader = False
+            logger.warning("the program that read the run's JSON lines has gone; the run goes on without it")
