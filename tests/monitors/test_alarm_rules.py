@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from monitors.alarm_series import findings, level, steps_of, told, window_of
+from verbatim.evaluation.intervals import wilson
 from verbatim.monitors.alarms import ALARMS, Finding, StepFigures, Window
 from verbatim.monitors.alarms.base import TRAINING, TRAINING_ERROR
 from verbatim.monitors.alarms.change import chance_of_rise, falls, rises
@@ -140,6 +141,20 @@ def test_staleness_is_a_step_more_than_asked_for_or_a_tenth_dropped(mean, droppe
 def test_entropy_collapse_is_a_twentieth_of_the_first_steps_without_success(entropy, success, reward, expected):
     steps = steps_of({"entropy": [0.2] * 8 + [entropy] * 8, "success": success, "reward/mean": reward})
     assert (level("entropy_collapse", steps) >= 1) is expected
+
+
+def test_dropped_rollouts_are_compared_with_those_of_the_same_step():
+    """Two of five steps count 20 dropped of 100. The first step counts none at all: its 400 belong to no other one."""
+    columns = {"staleness/mean": 1.0, "staleness/dropped": [None, 20.0, 0.0, 20.0, 0.0],
+               "rollouts": [400.0, 80.0, 100.0, 80.0, 100.0]}  # fmt: skip
+    (found,) = findings("staleness", steps_of(columns, count=5), {"orchestrator.max_async_level": 1})
+    assert found.level == pytest.approx(1.0)  # the median of 0.2, 0, 0.2 and 0 is 0.1
+
+
+def test_a_step_that_says_nothing_of_the_loss_hides_no_masked_tokens():
+    columns = {"masked_by_loss": [None] + [20.0] * 7, "trained_tokens": 100.0}
+    (found,) = findings("masked_tokens", steps_of(columns, count=8))
+    assert found.level == pytest.approx(2.0)
 
 
 def test_entropy_may_fall_while_the_reward_rises():
@@ -321,6 +336,18 @@ def test_a_side_is_idle_for_four_fifths_of_a_step_and_ten_seconds(name: str, idl
     assert level(name, steps, {"orchestrator.max_async_level": 0}) == 0  # they take turns
 
 
+def test_where_both_sides_wait_one_alarm_says_for_what():
+    config = {"orchestrator.max_async_level": 1}
+    both = steps_of({**BUSY, "time/trainer_idle": 17.0, "time/sampler_idle": 18.0}, count=8)
+    assert level("sampler_idle", both, config) == 0
+    (found,) = findings("trainer_idle", both, config)
+    assert found.level >= 1 and "episodes wait for their tools" in found.cause
+    assert found.advice.startswith("make these answer sooner, raise orchestrator.max_concurrent")
+    one = steps_of({**BUSY, "time/trainer_idle": 17.0, "time/sampler_idle": 2.0}, count=8)
+    (found,) = findings("trainer_idle", one, config)
+    assert found.level >= 1 and found.cause.startswith("the sampler is the slower side")
+
+
 def test_a_trainer_that_is_given_little_is_counted_as_if_it_had_everything():
     """2 s for a quarter of the tokens would be 8 s for all: it would wait 12 of 20 s."""
     steps = steps_of({**BUSY, "trained_tokens": 250, "time/trainer_idle": 18.0}, count=8)
@@ -429,6 +456,74 @@ def test_an_evaluation_is_flat_while_training_rises(successes, expected):
 def test_few_episodes_prove_nothing():
     rising = ((0.5, 0.5), (0.5, 0.6), (0.5, 0.65), (0.5, 0.7))
     assert not any(f.level >= 1 for f in ALARMS["evaluation_flat"]()(evaluated(*rising, episodes=20)))
+
+
+# -- evaluation_drop
+
+
+def measured(*successes: float, episodes: int = 300, **more: object) -> Window:
+    """Evaluations with Wilson's intervals, every ten steps; `more` are metrics of the last one."""
+    found = []
+    for n, success in enumerate(successes):
+        low, high = wilson(success * episodes, episodes)
+        own = {"success": success, "success/low": low, "success/high": high, "reward/mean": success, "reward/low": low,
+               "reward/high": high, "reward/std": 0.5, "episodes": episodes}  # fmt: skip
+        found.append((10 * n, {**own, **(more if n == len(successes) - 1 else {})}))
+    return Window(steps=[], evaluations={"game": found})
+
+
+def drop(*successes: float, episodes: int = 300, **more: object) -> float:
+    found = list(ALARMS["evaluation_drop"]()(measured(*successes, episodes=episodes, **more)))
+    return max((finding.level for finding in found), default=0.0)
+
+
+@pytest.mark.parametrize(
+    ("successes", "episodes", "expected"),
+    [
+        ([0.5, 0.8, 0.6], 300, True),
+        ([0.5, 0.8, 0.71], 300, False),  # a tenth is large enough, and 0.09 is not
+        ([0.5, 0.8, 0.69], 300, False),  # 0.11 with an error of 0.035: 3.1, where two before ask for 3.5
+        ([0.5, 0.8, 0.69], 2000, True),
+        ([0.5, 0.8, 0.6], 20, False),  # an error of 0.15
+        ([0.8, 0.5], 300, True),  # below the first one, before training
+        ([0.5, 0.6, 0.7, 0.8], 300, False),
+        ([0.5], 300, False),
+    ],
+)
+def test_an_evaluation_drops_below_the_best_before_by_more_than_chance(successes, episodes, expected):
+    assert (drop(*successes, episodes=episodes) >= 1) is expected
+
+
+def test_the_best_of_many_evaluations_is_in_part_luck():
+    """0.13 is 3.2 standard errors of 0.040, and 0.15 is 3.7: one evaluation before asks for 3.3, and 31 ask for 4.2."""
+    assert drop(0.63, 0.50) < 1
+    assert drop(0.65, 0.50) >= 1
+    assert drop(*[0.5, 0.52, 0.48] * 10, 0.65, 0.5) < 1
+
+
+def test_a_reward_drops_though_the_success_does_not():
+    before = {"reward/mean": 0.9, "reward/low": 0.88, "reward/high": 0.92, "reward/std": 0.2, "success": 0.5}
+    after = {**before, "reward/mean": 0.8, "reward/low": 0.78, "reward/high": 0.82}
+    window = Window(steps=[], evaluations={"game": [(0, before), (10, after)]})
+    (found,) = ALARMS["evaluation_drop"]()(window)
+    # 0.1 is half a deviation; its error is sqrt(2) 0.02 / 1.96 = 0.0144; a chance of 1/2000 is 3.29 of them
+    assert found.level == pytest.approx(min(0.1 / (3.2905 * 0.02 * 2**0.5 / 1.95996), 0.1 / 0.04), rel=1e-4)
+    assert found.message.startswith("the mean reward of the evaluation of game fell from 0.9 at step 0, its best, to "
+                                    "0.8 (95% intervals 0.88 to 0.92 and 0.78 to 0.82)")  # fmt: skip
+
+
+def test_an_evaluation_that_drops_names_the_cause_that_its_metrics_point_to():
+    def found(**more: object) -> Finding:
+        (only,) = ALARMS["evaluation_drop"]()(measured(0.5, 0.8, 0.5, **more))
+        return only
+
+    assert "updates have made the policy worse" in found().cause and "the checkpoint at step 10" in found().advice
+    assert found(failed=0.3).cause == "30% of its episodes failed, 0% of the best one's"
+    window = measured(0.5, 0.8, 0.5)
+    for _, metrics in window.evaluations["game"]:
+        metrics |= {TRAINING: 0.8, TRAINING_ERROR: 0.02}
+    (learned,) = ALARMS["evaluation_drop"]()(window)
+    assert learned.cause.startswith("the policy learns the training examples at the cost of others")
 
 
 # -- all of them

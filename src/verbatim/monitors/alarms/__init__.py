@@ -6,6 +6,7 @@ from typing import Any
 from verbatim.monitors.alarms.base import Finding, Rule, StepFigures, Window
 from verbatim.monitors.alarms.entropy import EntropyCollapse
 from verbatim.monitors.alarms.errors import RepeatedError
+from verbatim.monitors.alarms.evaluation_drop import EvaluationDrop
 from verbatim.monitors.alarms.filtered import EnvironmentStarves, EverythingFiltered, PoolsDry
 from verbatim.monitors.alarms.idle import SamplerIdle, TrainerIdle
 from verbatim.monitors.alarms.off_policy import MaskedTokens, MismatchKl, Staleness
@@ -18,6 +19,7 @@ ALARMS: Mapping[str, Any] = {
     "reward_hacking": RewardHacking,
     "reward_success_gap": RewardSuccessGap,
     "evaluation_flat": EvaluationFlat,
+    "evaluation_drop": EvaluationDrop,
     "entropy_collapse": EntropyCollapse,
     "mismatch_kl": MismatchKl,
     "masked_tokens": MaskedTokens,

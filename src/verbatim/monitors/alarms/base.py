@@ -74,6 +74,17 @@ class Window:
         figure that it does not have there."""
         return _values(self._of(env)[-count:], name, env, count, missing)
 
+    def together(self, names: Sequence[str], count: int, env: str | None = None) -> list[tuple[float, ...]]:
+        """The values of several metrics in the steps, of the last `count`, that have all of them; as `recent` else.
+
+        Example: of the steps {"a": 1, "b": 2}, {"a": 3} and {"a": 5, "b": 6} the metrics a and b are together in the
+        first and the last: [(1, 2), (5, 6)].
+        """
+        rows = [[_value(figures, name, env) for name in names] for figures in self._of(env)[-count:]]
+        whole = [tuple(value for value in row if value is not None) for row in rows]
+        found = [row for row in whole if len(row) == len(names)]
+        return found if len(self._of(env)) >= count and 2 * len(found) >= count else []
+
     def median(self, name: str, count: int, env: str | None = None) -> float | None:
         """The median of `recent`; None where that is empty."""
         return median(self.recent(name, count, env))

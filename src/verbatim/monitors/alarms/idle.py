@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass
 
 from verbatim.config.sections import Fraction, NonNegativeFloat, PositiveInt
-from verbatim.monitors.alarms.base import Finding, Window
+from verbatim.monitors.alarms.base import HOLD, Finding, Window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +15,8 @@ class SamplerIdle:
     steps.
 
     Where the two sides take turns (`max_async_level = 0`, or one device for both) that is how the run was set up; so it
-    is in the mode "sft", where a teacher plays the episodes and the sampler the evaluations alone.
+    is in the mode "sft", where a teacher plays the episodes and the sampler the evaluations alone. Where the trainer
+    waits as much, neither side is the slower one, and `trainer_idle` says what to do.
     """
 
     share: Fraction = 0.8
@@ -30,8 +31,10 @@ class SamplerIdle:
         if window.setting("orchestrator.training_mode") == "sft":
             return None
         idle, share = _idle(window, "time/sampler_idle", self.steps, busy_if_all_were_trained=False)
+        other, other_share = _idle(window, "time/trainer_idle", self.steps, busy_if_all_were_trained=True)
+        both = other is not None and _level(other, other_share, self.seconds, self.share) >= HOLD
         return None if idle is None else Finding(
-            level=_level(idle, share, self.seconds, self.share),
+            level=0.0 if both else _level(idle, share, self.seconds, self.share),
             message=f"the sampler waits {share:.0%} of a step, {idle:.1f} s of {_step(window, self.steps):.1f} s "
             f"(medians of {self.steps} steps)",
             cause="the trainer is the slower side",
@@ -61,7 +64,9 @@ class TrainerIdle:
     def __call__(self, window: Window) -> Finding | None:
         """What the last steps show."""
         idle, share = _idle(window, "time/trainer_idle", self.steps, busy_if_all_were_trained=True)
-        cause, advice = _why_trainer_waits(window)
+        other, other_share = _idle(window, "time/sampler_idle", self.steps, busy_if_all_were_trained=False)
+        both = other is not None and _level(other, other_share, self.seconds, self.share) >= HOLD
+        cause, advice = _why_trainer_waits(window, sampler_waits=both)
         return None if idle is None else Finding(
             level=_level(idle, share, self.seconds, self.share),
             message=f"the trainer waits {share:.0%} of a step, {idle:.1f} s of {_step(window, self.steps):.1f} s "
@@ -70,13 +75,16 @@ class TrainerIdle:
         )  # fmt: skip
 
 
-def _why_trainer_waits(window: Window) -> tuple[str, str]:
+def _why_trainer_waits(window: Window, *, sampler_waits: bool) -> tuple[str, str]:
     """Cause and advice."""
     single = "or single episodes take much longer than the rest"
     more = f"raise {window.now('orchestrator.max_concurrent')}, or lower {window.now('orchestrator.episode_timeout')}"
     if window.setting("orchestrator.training_mode") == "sft":
         return (f"the teacher's server is the slower side, {single}",
                 f"give the teacher's server more replicas or devices, {more}")  # fmt: skip
+    if sampler_waits:
+        return ("the sampler waits as much: episodes wait for their tools, their judge or their environment",
+                f"make these answer sooner, {more}")  # fmt: skip
     return (f"the sampler is the slower side, {single}", "give the sampler more replicas or devices "
             f"([inference.{window.setting('inference.backend')}]), {more}")  # fmt: skip
 

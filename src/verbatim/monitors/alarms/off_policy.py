@@ -55,10 +55,10 @@ class MaskedTokens:
 
     def __call__(self, window: Window) -> Finding | None:
         """What the last steps show."""
-        masked, trained = (window.recent(name, self.steps) for name in ("masked_by_loss", "trained_tokens"))
-        if not masked or len(masked) != len(trained) or not sum(trained):
+        counts = window.together(("masked_by_loss", "trained_tokens"), self.steps)
+        if not any(trained for _, trained in counts):
             return None
-        value = statistics.median(m / t if t else 0.0 for m, t in zip(masked, trained, strict=True))
+        value = statistics.median(masked / trained if trained else 0.0 for masked, trained in counts)
         cause, advice = _why_off_policy(window)
         return Finding(
             level=value / max(self.share, 1e-9),
@@ -90,8 +90,8 @@ class Staleness:
         mean = window.median("staleness/mean", self.steps)
         if mean is None:
             return None
-        lost, rollouts = (window.recent(name, self.steps) for name in ("staleness/dropped", "rollouts"))
-        shares = [a / (a + b) if a + b else 0.0 for a, b in zip(lost, rollouts, strict=False)]
+        counts = window.together(("staleness/dropped", "rollouts"), self.steps)
+        shares = [lost / (lost + rollouts) if lost + rollouts else 0.0 for lost, rollouts in counts]
         share = statistics.median(shares) if shares else 0.0
         too_old = mean / (level + self.beyond) if level + self.beyond else float(mean > 0)
         found = max(too_old, share / max(self.dropped, 1e-9))
@@ -175,10 +175,10 @@ def _evidence(window: Window, *names: str) -> dict[str, float]:
 def _furthest(fates: Sequence[Fate]) -> tuple[str, ...]:
     """The trajectories whose logprobs differ most between trainer and sampler, by the mean over their tokens."""
     found = []
-    for fate in fates:
+    for fate in filter(lambda fate: fate.trainer_logprobs, fates):
         pairs = [
             (trainer, turn.logprobs)
-            for trainer, turn in zip(fate.trainer_logprobs, fate.trajectory.turns, strict=False)
+            for trainer, turn in zip(fate.trainer_logprobs, fate.trajectory.turns, strict=True)
             if trainer is not None and turn.logprobs is not None and len(turn.logprobs)
         ]
         if pairs:
