@@ -57,6 +57,22 @@ async def test_defaults_and_given_arguments_reach_the_function():
     assert await FunctionTool(look)({"place": "Bonn", "days": 2, "unit": "F"}) == ToolResult(content="Bonn 2 F")
 
 
+@pytest.mark.parametrize("value", ["", "é\u2028\"\\\x00", "\U0001f600", 2**80, -1, True, None, 0.1, [1, {"a": None}]])
+def test_plain_arguments_arrive_as_they_were_given(value):
+    def keep(value: str | int | bool | float | list | None) -> None:
+        got.append(value)
+
+    got = []
+    FunctionTool(keep, inline=True).at_once({"value": value})
+    assert got == [value]
+    assert type(got[0]) is type(value)
+
+
+def test_half_a_surrogate_pair_as_an_argument_is_refused():
+    with pytest.raises(ToolArgumentsError, match="invalid JSON"):
+        FunctionTool(look, inline=True).at_once({"place": "\ud800"})
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -158,9 +159,10 @@ class Turn:
     def _with(self, changes: Mapping[str, Any]) -> Turn:
         """A copy with changes of `_BESIDE`; ids and logprobs were looked at when this turn was made."""
         turn = object.__new__(type(self))
-        for name, set_field in _SETTERS.items():
-            value = changes[name] if name in changes else getattr(self, name)
-            set_field(turn, as_number(value, name) if name in ("reward", "advantage") else value)
+        for set_field, value in zip(_SETTERS.values(), _values_of(self), strict=True):
+            set_field(turn, value)
+        for name, value in changes.items():
+            _SETTERS[name](turn, as_number(value, name) if name in ("reward", "advantage") else value)
         return turn
 
 
@@ -171,6 +173,7 @@ _SETTERS: dict[str, Callable[[Turn, Any], None]] = {
 (_set_path, _set_completion_ids, _set_logprobs, _set_policy_versions, _set_routed_experts, _set_stop_reason,
  _set_temperature, _set_reward, _set_advantage, _set_state_key, _set_agent, _set_parse_status, _set_tool_calls,
  _set_timing, _set_trained, _set_attachments) = _SETTERS.values()  # fmt: skip
+_values_of = operator.attrgetter(*_SETTERS)
 _BESIDE = frozenset({"reward", "advantage", "timing", "parse_status", "state_key", "agent", "trained"})
 """Fields that ids and logprobs do not depend on."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import dataclasses
 import functools
 import hashlib
@@ -14,12 +13,13 @@ from typing import Any
 
 from verbatim.inference.base import Completion, Sampler, SampleRequest, SamplingParams, Watch
 from verbatim.inference.chat.protocol import ChatReply
-from verbatim.renderers.base import Renderer
+from verbatim.records.fields import fill
+from verbatim.renderers.base import ParsedResponse, Renderer
 from verbatim.rollouts.draws import Draws
 from verbatim.rollouts.loop import Answer, EpisodeLimits, EpisodeLoop, EpisodeOver, Prompt, Thread
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.seeds import derive_seed
-from verbatim.rollouts.turnstile import turnstile
+from verbatim.rollouts.turnstile import Turnstile, turnstile
 from verbatim.types import Int32, Message, StopReason, Turn, TurnTiming
 
 _LONG_MESSAGES, _LONG_CHARACTERS = 128, 50_000
@@ -46,11 +46,17 @@ class AgentLoop(EpisodeLoop):
         self._seed = seed
         self._session = str(seed) if session is None else session
         self._draws = Draws(recorder)
+        self._knows_experts = False
+        """Whether a completion came with its experts."""
         self._told: tuple[Message, ...] = ()
         self._num_turns_of: dict[str, int] = {}
         self._num_under_way = 0
         """Answers that are sampled, or wait to be read."""
         self._num_responses: Counter[bytes] = Counter()
+
+    @functools.cached_property
+    def _turnstile(self) -> Turnstile:
+        return turnstile()
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -108,7 +114,7 @@ class AgentLoop(EpisodeLoop):
         digest = hashlib.blake2b(prompt_ids.tobytes(), digest_size=16).digest()
         own_seed = derive_seed(self._seed, "response", digest.hex(), self._num_responses[digest])
         self._num_responses[digest] += 1
-        start = self.recorder.num_routed(prompt_ids, prompt.agent)
+        start = self._num_routed(prompt_ids, prompt.agent)
         completion = await self._sample_ids(
             prompt_ids, params, prompt.agent, own_seed if seed is None else seed,
             None if watching is None else watching(prompt_ids),
@@ -126,7 +132,7 @@ class AgentLoop(EpisodeLoop):
 
     async def count_tokens(self, prompt: Prompt) -> int:
         """Tokens of a prompt that is not sampled from."""
-        return len((await self._off_the_loop(prompt))[0])
+        return len((await self._on_thread(prompt) if self._is_long(prompt) else self._prompt_ids(prompt))[0])
 
     def room_for(self, num_prompt_tokens: int) -> int:
         """Tokens that a prompt of this length leaves for its completion; 0 or less = none."""
@@ -159,7 +165,7 @@ class AgentLoop(EpisodeLoop):
         self._num_under_way += 1
         try:
             completion = await self._sample_ids(prompt_ids, self.params, prompt.agent)
-            await turnstile().enter()
+            await self._turnstile.enter()
         finally:
             self._num_under_way -= 1
         if self._draws.over:
@@ -167,17 +173,20 @@ class AgentLoop(EpisodeLoop):
         return self._read(completion, prompt_ids, prompt, self.params.temperature, extends)
 
     async def _rendered(self, prompt: Prompt) -> tuple[Int32, int | None]:
-        """`_prompt_ids`, unless the episode is over by then."""
-        made = await self._off_the_loop(prompt)
+        """`_prompt_ids`; of a long conversation on a thread, unless the episode is over by then."""
+        if not self._is_long(prompt):
+            return self._prompt_ids(prompt)
+        made = await self._on_thread(prompt)
         if self._draws.over:
             raise self.recorder.refusal()
         self._refuse_if_over()  # other agents went on meanwhile
         return made
 
-    async def _off_the_loop(self, prompt: Prompt) -> tuple[Int32, int | None]:
-        """`_prompt_ids`; of a long conversation on a thread, so that the event loop turns meanwhile."""
-        if not (getattr(self.renderer, "thread_safe", False) and _is_long(prompt.messages)):
-            return self._prompt_ids(prompt)
+    def _is_long(self, prompt: Prompt) -> bool:
+        """Whether a prompt is rendered on a thread, so that the event loop turns meanwhile."""
+        return getattr(self.renderer, "thread_safe", False) and _is_long(prompt.messages)
+
+    async def _on_thread(self, prompt: Prompt) -> tuple[Int32, int | None]:
         return await asyncio.get_running_loop().run_in_executor(_rendering_thread(), self._prompt_ids, prompt)
 
     def _prompt_ids(self, prompt: Prompt) -> tuple[Int32, int | None]:
@@ -209,9 +218,11 @@ class AgentLoop(EpisodeLoop):
             params=params if params.max_tokens <= room else _shortened(params, room),
             seed=derive_seed(self._seed, agent, number) if seed is None else seed,
             session=f"{self._session}/{agent}",
-            routed_experts_start=self.recorder.num_routed(prompt_ids, agent),
+            routed_experts_start=self._num_routed(prompt_ids, agent),
         )
         try:
+            if self.in_order and watch is None:
+                return await self._draws.draw_alone(self.sampler, request)
             return await self._draws.draw(self.sampler, request, watch)
         except asyncio.CancelledError:
             task = asyncio.current_task()
@@ -219,13 +230,20 @@ class AgentLoop(EpisodeLoop):
                 raise self.recorder.refusal() from None
             raise
 
+    def _num_routed(self, prompt_ids: Int32, agent: str) -> int:
+        return self.recorder.num_routed(prompt_ids, agent) if self._knows_experts else 0
+
     def _read(
         self, completion: Completion, prompt_ids: Int32, prompt: Prompt, temperature: float, extends: int | None = None
     ) -> Answer:
         """The completion as a message, with what is recorded of it."""
         parsed = self.renderer.parse_response(completion.ids, prompt_ids, prompt.schemas or None)
         if parsed.tool_calls:
-            parsed = dataclasses.replace(parsed, tool_calls=tuple(map(self._identify, parsed.tool_calls)))
+            parsed = ParsedResponse(
+                content=parsed.content, reasoning_content=parsed.reasoning_content,
+                tool_calls=tuple(map(self._identify, parsed.tool_calls)),
+            )  # fmt: skip
+        self._knows_experts |= completion.routed_experts is not None
         return Answer(
             message=parsed.message(), tool_calls=parsed.tool_calls, stop_reason=completion.stop_reason,
             prompt_ids=prompt_ids, completion_ids=completion.ids, extends=extends, logprobs=completion.logprobs,
@@ -240,6 +258,7 @@ class AgentLoop(EpisodeLoop):
     ) -> Answer:  # fmt: skip
         """A reply, which may end before the completion does, with what is recorded of it."""
         experts = completion.routed_experts
+        self._knows_experts |= experts is not None
         return Answer(
             message=reply.message, tool_calls=reply.tool_calls, stop_reason=reply.stop_reason, prompt_ids=prompt_ids,
             completion_ids=reply.ids, extends=extends, logprobs=reply.logprobs, policy_versions=reply.policy_versions,
@@ -251,8 +270,8 @@ class AgentLoop(EpisodeLoop):
 
 def _shortened(params: SamplingParams, max_tokens: int) -> SamplingParams:
     """The parameters with fewer tokens; the others were checked when they were made."""
-    shorter = copy.copy(params)
-    object.__setattr__(shorter, "max_tokens", max_tokens)
+    shorter = object.__new__(SamplingParams)
+    fill(shorter, **{**vars(params), "max_tokens": max_tokens})
     return shorter
 
 

@@ -14,10 +14,12 @@ from verbatim.errors import EnvironmentFault
 from verbatim.texts import error_text
 from verbatim.types import Message
 
+_TEXT, _DICT = frozenset({str}), frozenset({dict})
 _ATOMS = frozenset({str, int, float, bool, NoneType})
 _MOST_CONTAINERS = 200
 """Lists and dicts of one message that are copied as plain JSON; `copy.deepcopy` takes more, shared ones, and cycles."""
 
+_HEADER = len(marshal.dumps([], 0))
 _SHORT = 256
 """Bytes up to which writing something down is faster than comparing it piece by piece."""
 
@@ -50,11 +52,15 @@ def _plain_copy(value: Any, left: list[int]) -> Any:
     if left[0] < 0:
         raise _NotPlain
     if kind is dict:
-        if not all(type(key) is str for key in value):
+        if not _TEXT.issuperset(map(type, value)):
             raise _NotPlain
-        return {key: item if type(item) is str else _plain_copy(item, left) for key, item in value.items()}
+        copied = value.copy()
+        for key, item in value.items():
+            if type(item) not in _ATOMS:
+                copied[key] = _plain_copy(item, left)
+        return copied
     if kind is list:
-        return [_plain_copy(item, left) for item in value]
+        return [item if type(item) in _ATOMS else _plain_copy(item, left) for item in value]
     raise _NotPlain
 
 
@@ -64,7 +70,7 @@ Others: TypeAlias = tuple[tuple[int, bytes | None], ...]
 
 def others_in(messages: Sequence[Message], start: int = 0) -> Others:
     """What `begins_with` needs to know of copied messages, the first of which stands at this place."""
-    return tuple((start + i, _rest(message)) for i, message in enumerate(messages) if not _is_text(message))
+    return tuple([(start + i, _short_rest(message)) for i, message in enumerate(messages) if not _is_text(message)])
 
 
 def begins_with(messages: Sequence[Message], known: tuple[Message, ...], others: Others | None) -> bool:
@@ -77,12 +83,12 @@ def begins_with(messages: Sequence[Message], known: tuple[Message, ...], others:
     """
     start = tuple(messages[: len(known)])
     try:
-        if others is not None and start == known and all(type(message) is dict for message in start):
+        if others is not None and start == known and _DICT.issuperset(map(type, start)):
             # Equal texts are written alike. Numbers need not be: 1 == 1.0 == True.
-            return all(
-                (rest is not None and rest == _rest(start[place])) or same_messages(start[place], known[place])
-                for place, rest in others
-            )
+            rests = [rest for _, rest in others if rest is not None]
+            if len(rests) == len(others) and b"".join(rests) == _rest([start[place] for place, _ in others]):
+                return True
+            return all(same_messages(start[place], known[place]) for place, _ in others)
     except Exception:  # noqa: BLE001  what cannot be compared as a whole is compared piece by piece
         pass
     return same_messages(start, known)
@@ -90,14 +96,23 @@ def begins_with(messages: Sequence[Message], known: tuple[Message, ...], others:
 
 def _is_text(message: Any) -> bool:
     """Whether a message is a dict whose values are all texts, so that whatever equals it is written alike."""
-    return type(message) is dict and all(type(item) is str for item in message.values())
+    return type(message) is dict and _TEXT.issuperset(map(type, message.values()))
 
 
-def _rest(message: Any) -> bytes | None:
-    """What a message holds beside texts; equal bytes are equal values of equal types. None if it is no plain JSON, or
-    long."""
+def _rest(messages: Sequence[Message]) -> bytes:
+    """What messages hold beside texts, one after the other; equal bytes are equal values of equal types.
+
+    Raises:
+        ValueError: some of it is not of Python's own types.
+    """
+    values = [item for message in messages for item in message.values() if type(item) is not str]
+    return marshal.dumps(values, 0)[_HEADER:]
+
+
+def _short_rest(message: Message) -> bytes | None:
+    """The same for one message; None if it is no plain JSON, or long."""
     try:
-        written = marshal.dumps([item for item in message.values() if type(item) is not str], 0)
+        written = _rest([message])
     except (ValueError, AttributeError):
         return None
     return written if len(written) <= _SHORT else None

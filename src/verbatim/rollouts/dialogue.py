@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -88,10 +87,11 @@ class Dialogue:
         with self._calls.guard("state_key"):
             key = _checked_state_key(episode.state_key())
         self._calls.now = "sampling"
+        entry = self._enter("generation")
         try:
-            with self._entered(what="generation"):
-                await self._loop.sample(self.messages, tuple(tools.values()), state_key=key)
+            await self._loop.sample(self.messages, tuple(tools.values()), state_key=key)
         finally:
+            self._leave(entry)
             answer = self._loop.last_answer
             if answer is not None:
                 self.messages.append(answer.message)
@@ -105,8 +105,11 @@ class Dialogue:
         parse_status: ParseStatus = "ok"
         self._calls.now = "a tool"
         for call in calls:
-            with self._entered(what="tool", name=call.name, id=call.id) as entry:
+            entry = self._enter("tool", name=call.name, id=call.id)
+            try:
                 outcome = await tools.dispatch(call, timeout=limits.tool_timeout, output_limit=limits.tool_output_limit)
+            finally:
+                self._leave(entry)
             self.messages.append(outcome.message)
             kind = outcome.error_kind
             if kind is not None:
@@ -134,20 +137,21 @@ class Dialogue:
             first = f"{said}\n{tail}" if tail else said
             faults.setdefault(failure_kind(said), {"count": 0, "first": first})["count"] += 1
 
-    def _entered(self, *, what: str, **about: Any) -> contextlib.AbstractContextManager[dict[str, Any]]:
-        """An entry of the timeline, in seconds since the start of the episode; dropped where no timeline is kept."""
-        return contextlib.nullcontext({}) if self._timeline is None else self._timed(self._timeline, what, about)
-
-    @contextlib.contextmanager
-    def _timed(self, timeline: list[dict[str, Any]], what: str, about: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    def _enter(self, what: str, **about: Any) -> dict[str, Any]:
+        """An entry of the timeline, in seconds since the start of the episode; one that is dropped where no timeline is
+        kept."""
+        if self._timeline is None:
+            return {}
         start = time.perf_counter() - self._began
         entry = {"turn": self._num_turns - (what == "tool"), "what": what, **about, "start": start}
-        timeline.append(entry)
-        self.info[TIMELINE] = timeline
-        try:
-            yield entry
-        finally:
-            entry["seconds"] = time.perf_counter() - self._began - start
+        self._timeline.append(entry)
+        self.info[TIMELINE] = self._timeline
+        return entry
+
+    def _leave(self, entry: dict[str, Any]) -> None:
+        """It is over."""
+        if self._timeline is not None:
+            entry["seconds"] = time.perf_counter() - self._began - entry["start"]
 
 
 def awaitable(given: Any, method: str) -> Any:

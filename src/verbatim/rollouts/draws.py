@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from typing import Any
 
 from verbatim.errors import SamplerFault
 from verbatim.inference.base import Completion, Sampler, SampleRequest, Watch, generate_watched, nothing_sampled
@@ -19,6 +20,11 @@ class Draws:
     def __init__(self, recorder: Recorder, session: str = "") -> None:
         self._recorder, self.session = recorder, session
         self._under_way: set[asyncio.Task[Completion]] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._caller: asyncio.Task[Any] | None = None
+        """The one that a call of `draw_alone` runs on."""
+        self._left: asyncio.Future[None] | None = None
+        """Done when that call has ended; made where somebody waits for it."""
         self.over = False
         """Nothing more is drawn."""
         self.num_delivered = 0
@@ -35,6 +41,21 @@ class Draws:
         self._under_way.add(drawing)
         drawing.add_done_callback(self._under_way.discard)
         return await drawing
+
+    async def draw_alone(self, sampler: Sampler, request: SampleRequest) -> Completion:
+        """As `draw`, for one call at a time: without a task of its own. Where it is all `over`, the caller's task is
+        cancelled."""
+        if self.over:
+            raise asyncio.CancelledError
+        assert self._caller is None
+        self._loop = self._loop or asyncio.get_running_loop()
+        self._caller = asyncio.current_task(self._loop)  # without it Python asks the system for the process's id
+        try:
+            return await self._draw(sampler, request, None)
+        finally:
+            self._caller = None
+            if self._left is not None:
+                self._left.set_result(None)
 
     async def _draw(self, sampler: Sampler, request: SampleRequest, watch: Watch | None) -> Completion:
         try:
@@ -59,9 +80,14 @@ class Draws:
     async def end(self) -> bool:
         """Cut off what is under way. All tokens are counted when this returns: whether anything was."""
         self.over = True
-        drawing = list(self._under_way)
+        drawing: list[asyncio.Future[Any]] = list(self._under_way)
         for task in drawing:
             task.cancel()
+        if self._caller is not None:
+            assert self._caller is not asyncio.current_task()
+            self._caller.cancel()
+            self._left = self._left or asyncio.get_running_loop().create_future()
+            drawing.append(self._left)
         await settle(drawing)
         return bool(drawing)
 

@@ -203,6 +203,9 @@ class EpisodeRun:
         """Close the episode, exactly once; what goes wrong in it counts where nothing else has."""
         if self._episode is None or self._closing:
             return
+        if getattr(type(self._episode), "close", None) is Episode.close and "close" not in vars(self._episode):
+            self._closing = True  # nothing to release
+            return
         self._closing = self._calls.may_not_be_cancelled = True
         self._calls.within(CLOSING + supervised.GRACE)
         fault: RolloutError | None = None

@@ -51,9 +51,9 @@ class EpisodeOver(VerbatimError):
         """What was said before it was cut off; None if nothing was sampled."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False, slots=True)
 class Answer:
-    """What an engine makes of one prompt."""
+    """What an engine makes of one prompt. Only `let_go` changes it."""
 
     message: Message
     """The assistant's message."""
@@ -78,22 +78,26 @@ class Answer:
 
     def let_go(self) -> None:
         """Free the arrays: the turn is recorded, and the prompt that continues it is made."""
-        for name in ("prompt_ids", "completion_ids", "logprobs", "policy_versions", "routed_experts"):
-            object.__setattr__(self, name, None)
+        self.prompt_ids = self.completion_ids = self.logprobs = self.policy_versions = self.routed_experts = None
 
     def turn_fields(self, prompt: Prompt, state_key: str | None) -> dict[str, Any]:
         """The fields of the `Turn` that do not depend on whose ids it is recorded in."""
+        parse_status: ParseStatus = "ok"
+        for call in self.tool_calls:
+            if call.status != "ok":
+                parse_status = call.status
+                break
         return {
             "stop_reason": self.stop_reason, "state_key": state_key, "agent": prompt.agent,
-            "tool_calls": self.tool_calls,
-            "parse_status": next((call.status for call in self.tool_calls if call.status != "ok"), "ok"),
-            "timing": self.timing, "trained": prompt.trained,
+            "tool_calls": self.tool_calls, "parse_status": parse_status, "timing": self.timing,
+            "trained": prompt.trained,
         }  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False, slots=True)
 class Thread:
-    """Where one agent's conversation stands after its last turn."""
+    """Where one agent's conversation stands after its last turn. Never changed: not frozen, because every turn makes
+    one, and that takes three times as long."""
 
     turn: int
     """The index of that turn."""
@@ -107,9 +111,9 @@ class Thread:
     """Which of the messages hold more than text; None = not known."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False, slots=True)
 class Prompt:
-    """What an agent is to answer."""
+    """What an agent is to answer. Never changed, as a `Thread`."""
 
     agent: str
     messages: tuple[Message, ...]

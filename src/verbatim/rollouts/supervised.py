@@ -31,6 +31,8 @@ class UserCalls:
 
     def __init__(self, seconds: float) -> None:
         self._loop = asyncio.get_running_loop()
+        self.task: asyncio.Task[Any] | None = asyncio.current_task()
+        """The one that the user's code runs on."""
         self._handle: asyncio.TimerHandle | None = None
         self.over: asyncio.Future[None] = self._loop.create_future()
         """Done when the task is to be left behind."""
@@ -79,13 +81,13 @@ class UserCalls:
 class Guard:
     """The `with` block of `UserCalls.guard`."""
 
-    __slots__ = ("_calls", "_task", "_what")
+    __slots__ = ("_calls", "_what")
 
     def __init__(self, calls: UserCalls, what: str) -> None:
         self._calls, self._what = calls, what
 
     def __enter__(self) -> None:
-        self._task = asyncio.current_task()
+        """Nothing."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         what = self._what
@@ -100,7 +102,7 @@ class Guard:
                 return
             raise EnvironmentFault(f"{what} awaited something that was cancelled") from error
         # GeneratorExit also ends a coroutine that is thrown away.
-        if is_ctrl_c(error) or (isinstance(error, GeneratorExit) and not is_running(self._task)):
+        if is_ctrl_c(error) or (isinstance(error, GeneratorExit) and not is_running(self._calls.task)):
             return
         raise EnvironmentFault(f"{what} raised {error_text(error)}") from error
 
@@ -115,7 +117,7 @@ async def supervise(work: Coroutine[Any, Any, T], calls: UserCalls) -> T:
         asyncio.CancelledError: the caller is cancelled; or the task was, by itself (`calls.told_to_end` is False).
         BaseException: what the coroutine raised.
     """
-    task = asyncio.create_task(work)
+    task = calls.task = asyncio.create_task(work)
     either: set[asyncio.Future[Any]] = {task, calls.over}
     try:
         try:
@@ -133,7 +135,9 @@ async def supervise(work: Coroutine[Any, Any, T], calls: UserCalls) -> T:
         return task.result()
     finally:
         calls.let_go()
-        if not task.done():
+        if task.done():
+            calls.task = None
+        else:
             task.cancel()
             left_behind.add(task)
         task.add_done_callback(_forget)

@@ -26,7 +26,7 @@ class Turnstile:
             self._left -= 1
             self._turn()
             return
-        waiter = asyncio.get_running_loop().create_future()
+        waiter = (self._loop() or asyncio.get_running_loop()).create_future()
         self._waiting.append(waiter)
         self._turn()
         await waiter

@@ -125,7 +125,7 @@ class FunctionTool:
             ToolArgumentsError, TypeError: as a call.
         """
         value = self._call(arguments)()
-        return value if inspect.isawaitable(value) else as_result(value)
+        return value if type(value) is ToolResult or inspect.isawaitable(value) else as_result(value)
 
     def _call(self, arguments: Mapping[str, Any]) -> Callable[[], Any]:
         by_name = self._arguments.validate(arguments)

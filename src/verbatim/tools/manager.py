@@ -128,7 +128,7 @@ class ToolManager(Mapping[str, Tool]):
         tool = self._tools[str(call.name)]
         if isinstance(tool, FunctionTool) and tool.is_immediate:
             ended = _Ended(functools.partial(tool.at_once, dict(call.arguments or {})))
-            if not inspect.isawaitable(ended.value):
+            if type(ended.value) is ToolResult or not inspect.isawaitable(ended.value):
                 kind, result, fault = _settled(ended, tool)
                 return _outcome(call, result, kind, output_limit, fault)
             awaiting = _run(functools.partial(_awaited, ended.value))
@@ -240,7 +240,7 @@ def _settled(
 def _outcome(
     call: ToolCall, result: ToolResult, kind: str | None, limit: int | None, fault: BaseException | None = None
 ) -> ToolOutcome:
-    content = _SURROGATES.sub("\ufffd", result.content)
+    content = result.content if result.content.isascii() else _SURROGATES.sub("\ufffd", result.content)
     if limit is not None and len(content) > limit:
         note = f"\n[cut: the answer had {len(content)} characters]"
         content = content[: max(0, limit - len(note))] + note[:limit]
