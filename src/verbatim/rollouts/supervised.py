@@ -117,7 +117,8 @@ async def supervise(work: Coroutine[Any, Any, T], calls: UserCalls) -> T:
         asyncio.CancelledError: the caller is cancelled; or the task was, by itself (`calls.told_to_end` is False).
         BaseException: what the coroutine raised.
     """
-    task = calls.task = asyncio.create_task(work)
+    task = asyncio.create_task(work)
+    calls.task = task
     either: set[asyncio.Future[Any]] = {task, calls.over}
     try:
         try:
