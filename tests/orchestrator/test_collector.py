@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import weakref
 
 import pytest
 
-from verbatim.orchestrator.collector import FEW, ONE_IN, SLACK, THRESHOLDS, seldom_collected, step_is_over
+from verbatim.orchestrator.collector import (
+    CHECK_EVERY,
+    FEW,
+    ONE_IN,
+    SLACK,
+    THRESHOLDS,
+    seldom_collected,
+    spot_checks,
+    step_is_over,
+)
 
 
 class Cycle:
@@ -96,6 +106,23 @@ def test_garbage_of_a_run_that_holds_nothing_between_steps_is_found():
         step_is_over(0)
         assert gone() is None
         del kept
+
+
+async def test_where_as_many_objects_end_as_begin_no_pass_has_to_look_at_all_that_began():
+    """The collector's own count stays at 0 here, so that it makes no pass."""
+    with seldom_collected():
+        checks = asyncio.create_task(spot_checks())
+        old = [[] for _ in range(40_000)]
+        new = []
+        while old:
+            old.pop()
+            new.append([])
+        young = sum(len(gc.get_objects(generation)) for generation in range(3))
+        assert young >= 40_000
+        await asyncio.sleep(4 * CHECK_EVERY)
+        young = sum(len(gc.get_objects(generation)) for generation in range(3))
+        assert young < 4_000
+        checks.cancel()
 
 
 def gone_cycles(count):

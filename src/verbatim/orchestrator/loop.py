@@ -123,7 +123,7 @@ class Orchestrator:
             RunStopped: the run cannot go on. What was trained until then is settled, and in a checkpoint if the trainer
                 can still write one.
         """
-        lag = LoopLag()
+        lag, checks = LoopLag(), asyncio.create_task(collector.spot_checks(), name="spot-checks")
         try:
             await self._weight_sync.check_first()
             if self.step == 0:
@@ -144,6 +144,7 @@ class Orchestrator:
             return finished
         finally:
             lag.close()
+            await cancel_all([checks])
             await self.dispatcher.stop()
 
     async def _came_to_its_end(self) -> bool:
