@@ -46,7 +46,7 @@ class FastBackbone:
     Legend: T tokens of the pass, H query heads, K key/value heads, D head size, W width.
 
     Args:
-        model: A model of a known class, in float32.
+        model: A model of a known class; `hidden` computes in float32.
         calls: Attention arguments of each layer.
         context_length: All positions are below this.
     """
@@ -62,7 +62,7 @@ class FastBackbone:
         ]  # fmt: skip
         self.head_size = int(backbone.layers[0].self_attn.head_dim)
         positions = torch.arange(context_length, device=model.device)[None]
-        cos, sin = backbone.rotary_emb(model.output.weight[:1], positions)
+        cos, sin = backbone.rotary_emb(model.output.weight[:1].float(), positions)
         self.cos, self.sin = cos[0, :, None].clone(), sin[0, :, None, : self.head_size // 2].clone()
 
     def hidden(self, input_ids_T: Tensor, position_ids_T: Tensor, plan: AttentionPlan) -> Tensor:
@@ -93,11 +93,16 @@ class FastBackbone:
         return _added(h, attention.o_proj, out.reshape(len(h), -1))
 
 
+def known_backbone(model: CausalLM, calls: Sequence[AttentionCall], context_length: int) -> FastBackbone | None:
+    """The layers of a model of a known class, in whatever number format; None for other models."""
+    return FastBackbone(model, calls, context_length) if _is_known(model) else None
+
+
 def fast_backbone(model: CausalLM, calls: Sequence[AttentionCall], context_length: int) -> FastBackbone | None:
     """The model's fast forward pass; None if it is not known to give the same numbers."""
-    if not _is_known(model):
-        return None
-    fast = FastBackbone(model, calls, context_length)
+    fast = known_backbone(model, calls, context_length)
+    if fast is None or model.output.weight.dtype != torch.float32:
+        return None  # in bfloat16 the order of roundings matters
     length = min(_PROBE, context_length)
     positions = torch.arange(length, device=model.device)
     ids = (positions * 7919 + 1) % model.vocab_size
@@ -112,8 +117,8 @@ def _is_known(model: CausalLM) -> bool:
     kind = type(backbone)
     if kind.__name__ not in _KNOWN or not kind.__module__.startswith("transformers.models."):
         return False
-    if model.output.weight.dtype != torch.float32 or model.config.hidden_act != "silu":
-        return False  # in bfloat16 the order of roundings matters
+    if model.config.hidden_act != "silu":
+        return False
     return not any(
         module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
         or (isinstance(module, nn.Linear) and type(module) is not nn.Linear)

@@ -6,6 +6,7 @@ import logging
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from verbatim.inference.embedded.compiled.forward import CompiledForward
 from verbatim.inference.embedded.compiled.library import load_kernel
 from verbatim.inference.embedded.compiled.structures import why_not
 from verbatim.inference.embedded.expert_record import ExpertRecord
-from verbatim.inference.embedded.fast_forward import fast_backbone, probe
+from verbatim.inference.embedded.fast_forward import fast_backbone, known_backbone, probe
 from verbatim.inference.embedded.pass_layout import PassLayout, Rows
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.inference.embedded.slots import Slots, SlotTable
@@ -99,12 +100,13 @@ def open_forward(
     shape, calls = probe(model)
     fast = fast_backbone(model, calls, context_length)
     if settings.kernel != "torch":
-        reason = why_not(model, fast, calls)
+        known = fast if model.output.weight.dtype == torch.float32 else known_backbone(model, calls, context_length)
+        reason = why_not(model, known, calls)
         if reason is None:
-            assert fast is not None, "why_not refuses models without one"
+            assert known is not None, "why_not refuses models without one"
             kernel = load_kernel()
             if kernel is not None:
-                compiled = CompiledForward(model, fast, calls, shape, num_slots=settings.max_batch_size,
+                compiled = CompiledForward(model, known, calls, shape, num_slots=settings.max_batch_size,
                                            context_length=context_length, kernel=kernel)  # fmt: skip
                 if compiled.agrees(model, context_length):
                     return compiled

@@ -15,13 +15,14 @@ class TorchSettings(ServerSettings):
     max_batch_size: PositiveInt = 64
     """Sequences decoded together."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format of weights and key/value cache."""
+    """Number format of weights, and where PyTorch computes of all else too, logprobs excepted. The compiled kernel has
+    only matrices in bfloat16, and where the processor multiplies it (AVX512-BF16) inputs of layers' products."""
     device: str = "auto"
     """"auto" takes CUDA where there is one."""
     kernel: Literal["auto", "torch", "compiled"] = "auto"
     """What computes its passes. "compiled" is a function that the machine's C compiler builds once, in seconds, for
-    float32 on a CPU and models like Llama and Qwen3; "auto" takes it where it can be built and fits the model, else
-    "torch", PyTorch."""
+    models like Llama and Qwen3 on a CPU; "auto" takes it where it can be built and fits the model, else "torch",
+    PyTorch."""
     deterministic: bool = False
     """Same request, seed and weights: same ids and logprobs, bit for bit, whatever else is in the batch."""
     prefill_chunk: PositiveInt = 2048

@@ -7,6 +7,10 @@
    values as [PAGE][D]. Sequences whose first tokens are equal name the same pages; `plan_tiles` finds them, and their
    queries then read such a page together.
 
+   A model in bfloat16 has its matrices in bfloat16 here too, and all else in float32: hidden states, sums, norms,
+   attention, keys and values, logits. Where the processor multiplies bfloat16 (DOTS), inputs of a layer's products are
+   rounded to it; elsewhere, and in the output head, weights are widened in registers and inputs are not rounded.
+
    Legend: T rows, W width, H query heads, K key/value heads, G = H / K, D head size, I inner width, V vocabulary. */
 
 #include <math.h>
@@ -22,6 +26,7 @@
 #define MOST_QUERIES 64
 #define STRIDE (SPAN + PAGE) /* between the scores of two queries: no power of two, which would share cache lines */
 #define DEPTH 64      /* products that are added one after the other */
+#define DOTS_DEPTH 256 /* the same of rounded numbers, whose rounding is much larger than that of their sum */
 #define FEW 16           /* queries that wait for memory, not for their products */
 
 /* ROWS x 2 vectors of a product, QUERIES x 4 vectors of scores: as many as there are registers for. */
@@ -38,6 +43,11 @@
 #define ROWS 12
 #define QUERIES 4
 #endif
+#if defined(__AVX512F__) && defined(__AVX512BF16__)
+#define DOTS 1
+#else
+#define DOTS 0
+#endif
 #define PANEL (2 * LANES)           /* columns of a product that are computed together */
 #define PARTS (PAGE / LANES)        /* vectors of a page's keys */
 #define PAGES_AT_ONCE (4 / PARTS)
@@ -49,10 +59,32 @@
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef float loose __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t iloose __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint16_t half;    /* a bfloat16: the upper half of a float */
 typedef float four __attribute__((vector_size(16)));
 
 INLINE vec load(const float *p) { return *(const loose *)p; }
 INLINE void store(float *p, vec v) { *(loose *)p = v; }
+INLINE float widened(half x)
+{
+    uint32_t bits = (uint32_t)x << 16;
+    float found;
+    memcpy(&found, &bits, sizeof found);
+    return found;
+}
+/* An input of a product, rounded to the nearest bfloat16 where there is a place for that. */
+INLINE void put(float *p, half *rounded, vec v)
+{
+#if DOTS
+    if (rounded) {
+        __m256bh found = _mm512_cvtneps_pbh((__m512)v);
+        memcpy(rounded, &found, sizeof found);
+        return;
+    }
+#endif
+    (void)rounded;
+    store(p, v);
+}
 INLINE vec all(float x)
 {
 #if LANES == 16
@@ -164,25 +196,96 @@ void verbatim_pack(const float *w, int64_t n_end, int64_t k_end, float *to)
                     to[first * k_end + k * PANEL + n - first] = n < n_end ? w[n * k_end + k] : 0.0f;
 }
 
-INLINE void tile(int rows, int panels, const float *x, int64_t ldx, const float *w, const float *bias, int64_t k_end,
-                 float *y, int64_t ldy, int64_t wanted, int adds)
+/* Of a matrix in bfloat16, numbers k and k + 1 of a column are neighbours: [N / PANEL][K / 2][PANEL][2]; K is even. */
+void verbatim_pack_halves(const half *w, int64_t n_end, int64_t k_end, half *to)
 {
-    vec acc[ROWS][8], total[ROWS][8];
-    for (int64_t start = 0; start < k_end; start += DEPTH) {
-        int64_t end = start + DEPTH < k_end ? start + DEPTH : k_end;
-        EACH (int r = 0; r < rows; r++)
-            EACH (int c = 0; c < 2 * panels; c++) acc[r][c] = all(0.0f);
-        for (int64_t k = start; k < end; k++) {
-            vec column[8];
-            EACH (int c = 0; c < 2 * panels; c++) {
-                column[c] = load(w + (c / 2 * k_end + k) * PANEL + c % 2 * LANES);
-                if (rows > 1) HOLD(column[c]);
-            }
-            EACH (int r = 0; r < rows; r++) {
-                vec one = all(x[r * ldx + k]);
-                EACH (int c = 0; c < 2 * panels; c++) acc[r][c] += one * column[c];
+    for (int64_t first = 0; first < n_end; first += PANEL)
+        for (int64_t start = 0; start < k_end; start += 64)
+            for (int64_t n = first; n < first + PANEL; n++)
+                for (int64_t k = start; k < start + 64 && k < k_end; k += 2) {
+                    half *pair = to + first * k_end + k * PANEL + 2 * (n - first);
+                    pair[0] = n < n_end ? w[n * k_end + k] : 0;
+                    pair[1] = n < n_end ? w[n * k_end + k + 1] : 0;
+                }
+}
+
+/* How products are made: of floats; of floats and bfloat16, widened to floats; of bfloat16 and bfloat16. */
+enum { FLOATS, WIDENED, ROUNDED };
+
+/* Each adds products k = start to end - 1; x is the first row, w the first panel. */
+INLINE void add_floats(int rows, int panels, const float *x, int64_t ldx, const float *w, int64_t k_end, int64_t start,
+                       int64_t end, vec acc[ROWS][8])
+{
+    for (int64_t k = start; k < end; k++) {
+        vec column[8];
+        EACH (int c = 0; c < 2 * panels; c++) {
+            column[c] = load(w + (c / 2 * k_end + k) * PANEL + c % 2 * LANES);
+            if (rows > 1) HOLD(column[c]);
+        }
+        EACH (int r = 0; r < rows; r++) {
+            vec one = all(x[r * ldx + k]);
+            EACH (int c = 0; c < 2 * panels; c++) acc[r][c] += one * column[c];
+        }
+    }
+}
+
+INLINE void add_widened(int rows, int panels, const float *x, int64_t ldx, const half *w, int64_t k_end, int64_t start,
+                        int64_t end, vec acc[ROWS][8])
+{
+    for (int64_t k = start; k < end; k += 2) {
+        vec first[8], second[8];
+        EACH (int c = 0; c < 2 * panels; c++) {
+            ivec pairs = *(const iloose *)(w + (c / 2 * k_end + k) * PANEL + c % 2 * 2 * LANES);
+            first[c] = (vec)(pairs << 16);
+            second[c] = (vec)(pairs & (int32_t)0xffff0000);
+            if (rows > 1) {
+                HOLD(first[c]);
+                HOLD(second[c]);
             }
         }
+        EACH (int r = 0; r < rows; r++) {
+            vec one = all(x[r * ldx + k]), other = all(x[r * ldx + k + 1]);
+            EACH (int c = 0; c < 2 * panels; c++) acc[r][c] += one * first[c];
+            EACH (int c = 0; c < 2 * panels; c++) acc[r][c] += other * second[c];
+        }
+    }
+}
+
+#if DOTS
+INLINE void add_rounded(int rows, int panels, const half *x, int64_t ldx, const half *w, int64_t k_end, int64_t start,
+                        int64_t end, vec acc[ROWS][8])
+{
+    for (int64_t k = start; k < end; k += 2) {
+        ivec column[8];
+        EACH (int c = 0; c < 2 * panels; c++) {
+            column[c] = *(const iloose *)(w + (c / 2 * k_end + k) * PANEL + c % 2 * 2 * LANES);
+            if (rows > 1) HOLD(column[c]);
+        }
+        EACH (int r = 0; r < rows; r++) {
+            int32_t pair;
+            memcpy(&pair, x + r * ldx + k, sizeof pair);
+            __m512i both = _mm512_set1_epi32(pair);
+            EACH (int c = 0; c < 2 * panels; c++)
+                acc[r][c] = (vec)_mm512_dpbf16_ps((__m512)acc[r][c], (__m512bh)both, (__m512bh)column[c]);
+        }
+    }
+}
+#endif
+
+INLINE void tile(int kind, int rows, int panels, const void *x, int64_t ldx, const void *w, const float *bias,
+                 int64_t k_end, float *y, int64_t ldy, int64_t wanted, int adds)
+{
+    vec acc[ROWS][8], total[ROWS][8];
+    int64_t depth = kind == ROUNDED ? DOTS_DEPTH : DEPTH;
+    for (int64_t start = 0; start < k_end; start += depth) {
+        int64_t end = start + depth < k_end ? start + depth : k_end;
+        EACH (int r = 0; r < rows; r++)
+            EACH (int c = 0; c < 2 * panels; c++) acc[r][c] = all(0.0f);
+        if (kind == FLOATS) add_floats(rows, panels, x, ldx, w, k_end, start, end, acc);
+        if (kind == WIDENED) add_widened(rows, panels, x, ldx, w, k_end, start, end, acc);
+#if DOTS
+        if (kind == ROUNDED) add_rounded(rows, panels, x, ldx, w, k_end, start, end, acc);
+#endif
         if (end < k_end || start)
             EACH (int r = 0; r < rows; r++)
                 EACH (int c = 0; c < 2 * panels; c++) {
@@ -201,28 +304,61 @@ INLINE void tile(int rows, int panels, const float *x, int64_t ldx, const float 
 }
 
 /* Columns first to last - 1 of y = x w^T + bias, or of y += x w^T + bias; `first` is a multiple of PANEL. */
-static void product(const float *x, int64_t ldx, const float *w, const float *bias, int64_t k_end, float *y, int64_t ldy,
-                    int64_t t_end, int64_t first, int64_t last, int adds)
-{
-#define TILE(rows, panels) \
-    tile(rows, panels, x + t * ldx, ldx, w + n * k_end, bias ? bias + n : NULL, k_end, y + t * ldy + n, ldy, last - n, adds)
-#define REST(rows) case rows: TILE(rows, 1); break;
-    int64_t n = first;
-    if (t_end <= 2) /* few sums: those of several panels at the same time */
-        for (; n + 4 * PANEL <= last; n += 4 * PANEL)
-            for (int64_t t = 0; t < t_end; t++) TILE(1, 4);
-    for (; n < last; n += PANEL) {
-        int64_t t = 0;
-        for (; t + ROWS <= t_end; t += ROWS) TILE(ROWS, 1);
-        switch (t_end - t) {
-            REST(1) REST(2) REST(3) REST(4) REST(5)
-#if ROWS > 6
-            REST(6) REST(7) REST(8) REST(9) REST(10) REST(11)
-#endif
-        }
+#define PRODUCT(name, kind, input, weight)                                                                          \
+    static void name(const input *x, int64_t ldx, const weight *w, const float *bias, int64_t k_end, float *y,      \
+                     int64_t ldy, int64_t t_end, int64_t first, int64_t last, int adds)                             \
+    {                                                                                                               \
+        int64_t n = first;                                                                                          \
+        if (t_end <= 2) /* few sums: those of several panels at the same time */                                    \
+            for (; n + 4 * PANEL <= last; n += 4 * PANEL)                                                           \
+                for (int64_t t = 0; t < t_end; t++) TILE(kind, 1, 4);                                               \
+        for (; n < last; n += PANEL)                                                                                \
+            for (int64_t t = 0, rows, tiles = (t_end + ROWS - 1) / ROWS; t < t_end; t += rows, tiles--) {           \
+                rows = (t_end - t + tiles - 1) / tiles; /* tiles of about the same size */                          \
+                switch (rows) {                                                                                     \
+                    REST(kind, 1) REST(kind, 2) REST(kind, 3) REST(kind, 4) REST(kind, 5) REST(kind, 6) MORE(kind)  \
+                }                                                                                                   \
+            }                                                                                                       \
     }
-#undef TILE
-#undef REST
+#define TILE(kind, rows, panels)                                                                                     \
+    tile(kind, rows, panels, x + t * ldx, ldx, w + n * k_end, bias ? bias + n : NULL, k_end, y + t * ldy + n, ldy,    \
+         last - n, adds)
+#define REST(kind, rows) case rows: TILE(kind, rows, 1); break;
+#if ROWS > 6
+#define MORE(kind) REST(kind, 7) REST(kind, 8) REST(kind, 9) REST(kind, 10) REST(kind, 11) REST(kind, 12)
+#else
+#define MORE(kind)
+#endif
+PRODUCT(product_of_floats, FLOATS, float, float)
+PRODUCT(product_widened, WIDENED, float, half)
+#if DOTS
+PRODUCT(product_rounded, ROUNDED, half, half)
+#endif
+
+/* As above; `rounded` is x where the processor multiplies bfloat16, else NULL; `halves`: w is in bfloat16. */
+static void product(const float *x, const half *rounded, int64_t ldx, const void *w, int halves, const float *bias,
+                    int64_t k_end, float *y, int64_t ldy, int64_t t_end, int64_t first, int64_t last, int adds)
+{
+#if DOTS
+    if (rounded) {
+        product_rounded(rounded, ldx, w, bias, k_end, y, ldy, t_end, first, last, adds);
+        return;
+    }
+#endif
+    (void)rounded;
+    if (halves) product_widened(x, ldx, w, bias, k_end, y, ldy, t_end, first, last, adds);
+    else product_of_floats(x, ldx, w, bias, k_end, y, ldy, t_end, first, last, adds);
+}
+
+/* Whether inputs of products are rounded to bfloat16 where the weights are. */
+int64_t verbatim_rounds(void) { return DOTS; }
+
+/* One product of a layer in bfloat16, for tests: y = x w^T + bias; the last two are memory, [T, K] and [T, N]. */
+void verbatim_product_of_halves(const float *x, const half *w, const float *bias, int64_t t_end, int64_t n_end,
+                                int64_t k_end, half *rounded, float *y)
+{
+    for (int64_t i = 0; DOTS && i < t_end * k_end; i += LANES) put(NULL, rounded + i, load(x + i));
+    product(x, DOTS ? rounded : NULL, k_end, w, 1, bias, k_end, y, n_end, t_end, 0, n_end, 0);
 }
 
 /* x / sqrt(mean(x^2) + eps) * weight */
@@ -237,15 +373,18 @@ INLINE void normed(const float *x, const float *weight, float eps, int64_t width
 /* ---- what Python fills in: the fields in this order; q, k, v, o, gate, up, down and head are packed */
 
 typedef struct {
-    const float *input_norm, *q, *k, *v, *o, *q_bias, *k_bias, *v_bias, *o_bias, *q_norm, *k_norm;
-    const float *mlp_norm, *gate, *up, *down, *gate_bias, *up_bias, *down_bias;
+    const void *q, *k, *v, *o, *gate, *up, *down;
+    const float *input_norm, *mlp_norm, *q_norm, *k_norm;
+    const float *q_bias, *k_bias, *v_bias, *o_bias, *gate_bias, *up_bias, *down_bias;
     int64_t window; /* tokens that a query sees, itself included; 0 = all before it */
     float input_eps, mlp_eps, q_eps, k_eps, scale, unused;
 } Layer;
 
 typedef struct {
     int64_t layers, width, heads, kv_heads, head_size, inner, vocab;
-    const float *embedding, *norm, *head, *cos, *sin; /* cos, sin: [context, D / 2] */
+    int64_t halves;             /* whether the packed matrices and the embedding are in bfloat16 */
+    const void *embedding, *head;
+    const float *norm, *cos, *sin; /* cos, sin: [context, D / 2] */
     const Layer *layer;
     float eps, unused;
 } Model;
@@ -275,6 +414,7 @@ typedef struct {
     int64_t index;              /* of the layer */
     int64_t row, tile_rows;     /* rows of the present tile of products */
     float *h, *q, *kv, *x, *gate, *up, *scratch;
+    half *x_rounded, *q_rounded, *gate_rounded; /* inputs of products in bfloat16; NULL where they stay floats */
     int64_t scratch_size;       /* floats of each thread */
     Piece *pieces, *spare;
     Tile *tiles;
@@ -589,10 +729,12 @@ static void attend_tile(const Work *w, const Tile *tile, int64_t head, float *sc
     for (int64_t i = 0; i < tile->pieces; i++)
         for (int64_t r = 0; r < pieces[i].rows; r++)
             for (int64_t g = 0; g < group; g++, query++) {
-                float *to = w->q + ((pieces[i].row + r) * m->heads + head * group + g) * size;
+                int64_t to = ((pieces[i].row + r) * m->heads + head * group + g) * size;
                 const float *from = t->out + query * 2 * size;
                 vec by = all(1.0f / t->total[query]);
-                for (int64_t d = 0; d < size; d += LANES) store(to + d, (load(from + d) + load(from + size + d)) * by);
+                for (int64_t d = 0; d < size; d += LANES)
+                    put(w->q + to + d, w->q_rounded ? w->q_rounded + to + d : NULL,
+                        (load(from + d) + load(from + size + d)) * by);
             }
 }
 
@@ -617,22 +759,37 @@ INLINE int64_t part(int64_t total, int64_t unit, int64_t index, int64_t count)
 #define SHARE(first, last, total, unit) \
     int64_t first = part(total, unit, index, count), last = part(total, unit, index + 1, count)
 
+/* The normed rows of this share, in `x`. */
+INLINE void norm_rows(const Work *w, const float *weight, float eps, int64_t first, int64_t last)
+{
+    int64_t width = w->m->width;
+    for (int64_t r = first; r < last; r++) {
+        float *x = w->x + r * width;
+        normed(w->h + (w->row + r) * width, weight, eps, width, x);
+        if (w->x_rounded)
+            for (int64_t i = 0; i < width; i += LANES) put(NULL, w->x_rounded + r * width + i, load(x + i));
+    }
+}
+
 static void norm_input(void *arg, int64_t index, int64_t count)
 {
     Work *w = arg;
-    int64_t width = w->m->width;
     SHARE(first, last, w->tile_rows, 1);
-    for (int64_t r = first; r < last; r++)
-        normed(w->h + (w->row + r) * width, w->layer->input_norm, w->layer->input_eps, width, w->x + r * width);
+    norm_rows(w, w->layer->input_norm, w->layer->input_eps, first, last);
 }
 
 static void norm_mlp(void *arg, int64_t index, int64_t count)
 {
     Work *w = arg;
-    int64_t width = w->m->width;
     SHARE(first, last, w->tile_rows, 1);
-    for (int64_t r = first; r < last; r++)
-        normed(w->h + (w->row + r) * width, w->layer->mlp_norm, w->layer->mlp_eps, width, w->x + r * width);
+    norm_rows(w, w->layer->mlp_norm, w->layer->mlp_eps, first, last);
+}
+
+/* Columns first to last - 1 of a layer's product of the present tile of rows. */
+INLINE void multiply(const Work *w, const float *x, const half *rounded, const void *weight, const float *bias,
+                     int64_t k_end, float *y, int64_t ldy, int64_t first, int64_t last, int adds)
+{
+    product(x, rounded, k_end, weight, w->m->halves != 0, bias, k_end, y, ldy, w->tile_rows, first, last, adds);
 }
 
 static void project_heads(void *arg, int64_t index, int64_t count)
@@ -643,10 +800,10 @@ static void project_heads(void *arg, int64_t index, int64_t count)
     int64_t width = m->width, heads = m->heads * m->head_size, kv = m->kv_heads * m->head_size;
     float *q = w->q + w->row * heads;
     SHARE(qs, qe, heads, PANEL);
-    product(w->x, width, l->q, l->q_bias, width, q, heads, w->tile_rows, qs, qe, 0);
+    multiply(w, w->x, w->x_rounded, l->q, l->q_bias, width, q, heads, qs, qe, 0);
     SHARE(ks, ke, kv, PANEL);
-    product(w->x, width, l->k, l->k_bias, width, w->kv, 2 * kv, w->tile_rows, ks, ke, 0);
-    product(w->x, width, l->v, l->v_bias, width, w->kv + kv, 2 * kv, w->tile_rows, ks, ke, 0);
+    multiply(w, w->x, w->x_rounded, l->k, l->k_bias, width, w->kv, 2 * kv, ks, ke, 0);
+    multiply(w, w->x, w->x_rounded, l->v, l->v_bias, width, w->kv + kv, 2 * kv, ks, ke, 0);
 }
 
 /* x * cos + rotate_half(x) * sin */
@@ -691,10 +848,10 @@ static void add_attended(void *arg, int64_t index, int64_t count)
 {
     Work *w = arg;
     const Model *m = w->m;
-    int64_t width = m->width, heads = m->heads * m->head_size;
+    int64_t width = m->width, heads = m->heads * m->head_size, at = w->row * heads;
     SHARE(first, last, width, PANEL);
-    product(w->q + w->row * heads, heads, w->layer->o, w->layer->o_bias, heads, w->h + w->row * width, width,
-            w->tile_rows, first, last, 1);
+    multiply(w, w->q + at, w->q_rounded ? w->q_rounded + at : NULL, w->layer->o, w->layer->o_bias, heads,
+             w->h + w->row * width, width, first, last, 1);
 }
 
 static void gate_and_up(void *arg, int64_t index, int64_t count)
@@ -703,13 +860,14 @@ static void gate_and_up(void *arg, int64_t index, int64_t count)
     const Layer *l = w->layer;
     int64_t width = w->m->width, inner = w->m->inner;
     SHARE(first, last, inner, PANEL);
-    product(w->x, width, l->gate, l->gate_bias, width, w->gate, inner, w->tile_rows, first, last, 0);
-    product(w->x, width, l->up, l->up_bias, width, w->up, inner, w->tile_rows, first, last, 0);
+    multiply(w, w->x, w->x_rounded, l->gate, l->gate_bias, width, w->gate, inner, first, last, 0);
+    multiply(w, w->x, w->x_rounded, l->up, l->up_bias, width, w->up, inner, first, last, 0);
     for (int64_t r = 0; r < w->tile_rows; r++) /* silu(gate) * up */
         for (int64_t i = first; i < last; i += LANES) {
-            float *gate = w->gate + r * inner + i;
-            vec g = load(gate), e = vexp(larger(all(-88.0f), g) * all(-1.0f));
-            store(gate, g / (all(1.0f) + e) * load(w->up + r * inner + i));
+            int64_t at = r * inner + i;
+            vec g = load(w->gate + at), e = vexp(larger(all(-88.0f), g) * all(-1.0f));
+            put(w->gate + at, w->gate_rounded ? w->gate_rounded + at : NULL,
+                g / (all(1.0f) + e) * load(w->up + at));
         }
 }
 
@@ -718,8 +876,8 @@ static void add_mlp(void *arg, int64_t index, int64_t count)
     Work *w = arg;
     int64_t width = w->m->width, inner = w->m->inner;
     SHARE(first, last, width, PANEL);
-    product(w->gate, inner, w->layer->down, w->layer->down_bias, inner, w->h + w->row * width, width, w->tile_rows, first,
-            last, 1);
+    multiply(w, w->gate, w->gate_rounded, w->layer->down, w->layer->down_bias, inner, w->h + w->row * width, width,
+             first, last, 1);
 }
 
 /* Rows of one tile of products: their intermediate results stay in the second cache. */
@@ -739,8 +897,8 @@ static int64_t attention_floats(const Model *m)
 /* Floats of working memory for a pass of so many rows. */
 int64_t verbatim_workspace(const Model *m, int64_t rows, int64_t threads)
 {
-    int64_t tile = tile_rows(m, rows);
-    return 64 + ROUND(rows * m->width) + ROUND(rows * m->heads * m->head_size) +
+    int64_t tile = tile_rows(m, rows), rounded = rows * m->heads * m->head_size + tile * (m->width + m->inner);
+    return 64 + ROUND(rows * m->width) + ROUND(rows * m->heads * m->head_size) + (m->halves ? ROUND(rounded / 2) : 0) +
            ROUND(tile * 2 * m->kv_heads * m->head_size) + ROUND(tile * m->width) + 2 * ROUND(tile * m->inner) +
            threads * attention_floats(m) + 2 * rows * (int64_t)(2 * sizeof(Piece) + sizeof(Tile)) / 4;
 }
@@ -755,6 +913,13 @@ static void empty_new_pages(const Model *m, const Pass *p)
             memset(plane(m, p, page, 0, 0, 0) + (n << p->chunk_bits) * PAGE * m->head_size, 0,
                    (size_t)(PAGE * m->head_size) * sizeof(float));
     }
+}
+
+static void embed(const Model *m, int64_t id, float *to)
+{
+    if (m->halves)
+        for (int64_t i = 0; i < m->width; i++) to[i] = widened(((const half *)m->embedding)[id * m->width + i]);
+    else memcpy(to, (const float *)m->embedding + id * m->width, (size_t)m->width * sizeof(float));
 }
 
 /* Writes the keys and values of all rows; the last hidden states of `out_rows`, after the final norm, are `out`. */
@@ -772,14 +937,19 @@ void verbatim_forward(const Model *m, const Pass *p, float *workspace)
     w->up = TAKE(tile * m->inner);
     w->scratch_size = attention_floats(m);
     w->scratch = TAKE(p->threads * w->scratch_size);
+    if (DOTS && m->halves) {
+        w->q_rounded = (half *)next;
+        w->x_rounded = w->q_rounded + p->rows * m->heads * m->head_size;
+        w->gate_rounded = w->x_rounded + tile * width;
+        (void)TAKE((p->rows * m->heads * m->head_size + tile * (width + m->inner)) / 2);
+    }
 #undef TAKE
     w->pieces = (Piece *)next;
     w->spare = w->pieces + p->rows;
     w->tiles = (Tile *)(w->spare + p->rows);
     plan_tiles(w);
     empty_new_pages(m, p);
-    for (int64_t row = 0; row < p->rows; row++)
-        memcpy(w->h + row * width, m->embedding + p->ids[row] * width, (size_t)width * sizeof(float));
+    for (int64_t row = 0; row < p->rows; row++) embed(m, p->ids[row], w->h + row * width);
     for (w->index = 0; w->index < m->layers; w->index++) {
         w->layer = m->layer + w->index;
         for (w->row = 0; w->row < p->rows; w->row += tile) {
@@ -824,8 +994,8 @@ static void head(void *arg, int64_t index, int64_t count)
     SHARE(first, last, smaller(ROUND(d->m->vocab), verbatim_packed(d->m->vocab, 1)), PANEL);
     int64_t most = greater(48, 98304 / d->m->width); /* rows of hidden states that stay in the second cache */
     for (int64_t t = 0; t < d->rows; t += most)
-        product(d->hidden + t * d->m->width, d->m->width, d->m->head, NULL, d->m->width, d->logits + t * d->stride,
-                d->stride, smaller(most, d->rows - t), first, last, 0);
+        product(d->hidden + t * d->m->width, NULL, d->m->width, d->m->head, d->m->halves != 0, NULL, d->m->width,
+                d->logits + t * d->stride, d->stride, smaller(most, d->rows - t), first, last, 0);
 }
 
 /* Inverse CDF: the first token whose cumulative probability is above the row's uniform number. */

@@ -24,8 +24,8 @@ class LayerFields(ctypes.Structure):
 
     _fields_ = (
         *((name, _POINTER) for name in (
-            "input_norm", "q", "k", "v", "o", "q_bias", "k_bias", "v_bias", "o_bias", "q_norm", "k_norm", "mlp_norm",
-            "gate", "up", "down", "gate_bias", "up_bias", "down_bias",
+            "q", "k", "v", "o", "gate", "up", "down", "input_norm", "mlp_norm", "q_norm", "k_norm",
+            "q_bias", "k_bias", "v_bias", "o_bias", "gate_bias", "up_bias", "down_bias",
         )),
         ("window", _INT),
         *((name, _FLOAT) for name in ("input_eps", "mlp_eps", "q_eps", "k_eps", "scale", "unused")),
@@ -36,8 +36,8 @@ class ModelFields(ctypes.Structure):
     """The model: its sizes, and addresses of its other weights."""
 
     _fields_ = (
-        *((name, _INT) for name in ("layers", "width", "heads", "kv_heads", "head_size", "inner", "vocab")),
-        *((name, _POINTER) for name in ("embedding", "norm", "head", "cos", "sin", "layer")),
+        *((name, _INT) for name in ("layers", "width", "heads", "kv_heads", "head_size", "inner", "vocab", "halves")),
+        *((name, _POINTER) for name in ("embedding", "head", "norm", "cos", "sin", "layer")),
         ("eps", _FLOAT), ("unused", _FLOAT),
     )  # fmt: skip
 
@@ -66,7 +66,7 @@ def why_not(model: CausalLM, fast: FastBackbone | None, calls: Sequence[Attentio
     weight = model.output.weight
     if weight.device.type != "cpu":
         return f"the model is on {weight.device.type}"
-    if weight.dtype != torch.float32:
+    if weight.dtype not in (torch.float32, torch.bfloat16):
         return f"the model is in {str(weight.dtype).removeprefix('torch.')}"
     if fast is None:
         return f"{type(model.model).__name__} is not one of the architectures that it knows"
@@ -84,13 +84,15 @@ def why_not(model: CausalLM, fast: FastBackbone | None, calls: Sequence[Attentio
             return f"{name} is {size}, and no multiple of {UNIT}"
     if fast.cos.shape[-1] != fast.head_size:
         return "positions turn a part of each head only"
-    if not all(p.is_contiguous() and p.dtype == torch.float32 for p in model.model.parameters()):
-        return "a weight is not contiguous, or not in float32"
+    if not all(p.is_contiguous() and p.dtype == weight.dtype for p in model.model.parameters()):
+        return "a weight is not contiguous, or in another number format than the output head"
     return None
 
 
 class KernelModel:
     """A model's structure, with its matrices packed as the kernel reads them.
+
+    Matrices are packed in the model's own number format, float32 or bfloat16; norms and biases are float32.
 
     Args:
         kernel: Its functions.
@@ -103,9 +105,13 @@ class KernelModel:
         self, kernel: ctypes.CDLL, model: CausalLM, fast: FastBackbone, calls: Sequence[AttentionCall]
     ) -> None:  # fmt: skip
         half = fast.head_size // 2
+        self.is_rounded = model.output.weight.dtype == torch.bfloat16
+        """Whether the matrices are in bfloat16."""
         self._kernel = kernel
+        self._pack_matrix = kernel.verbatim_pack_halves if self.is_rounded else kernel.verbatim_pack
         self._kept = [fast.cos[:, 0, :half].contiguous(), fast.sin[:, 0].contiguous(), model, fast]
         self._packed: list[tuple[Tensor, Tensor]] = []
+        self._widened: list[tuple[Tensor, Tensor]] = []
         attention, mlp = fast.layers[0].attention, fast.layers[0].mlp
         self.layers = (LayerFields * len(fast.layers))()
         for fields, layer, call in zip(self.layers, fast.layers, calls, strict=True):
@@ -115,9 +121,10 @@ class KernelModel:
             heads=attention.q_proj.weight.shape[0] // fast.head_size,
             kv_heads=attention.k_proj.weight.shape[0] // fast.head_size, head_size=fast.head_size,
             inner=int(mlp.gate_proj.weight.shape[0]), vocab=int(model.output.weight.shape[0]),
-            embedding=_at(model.backbone.embed_tokens.weight), norm=_at(model.backbone.norm.weight),
-            head=self._pack(model.output.weight), cos=_at(self._kept[0]), sin=_at(self._kept[1]),
-            layer=ctypes.addressof(self.layers), eps=model.backbone.norm.variance_epsilon,
+            halves=int(self.is_rounded), embedding=model.backbone.embed_tokens.weight.data_ptr(),
+            head=self._pack(model.output.weight), norm=self._floats(model.backbone.norm.weight),
+            cos=self._kept[0].data_ptr(), sin=self._kept[1].data_ptr(), layer=ctypes.addressof(self.layers),
+            eps=model.backbone.norm.variance_epsilon,
         )  # fmt: skip
         self.address = ctypes.addressof(self.fields)
         """For the kernel."""
@@ -128,28 +135,34 @@ class KernelModel:
     def refresh(self) -> None:
         """Take over weights that were replaced in place."""
         for weight, packed in self._packed:
-            self._kernel.verbatim_pack(weight.data_ptr(), *weight.shape, packed.data_ptr())
+            self._pack_matrix(weight.data_ptr(), *weight.shape, packed.data_ptr())
+        for weight, widened in self._widened:
+            widened.copy_(weight)
 
     def _pack(self, weight: Tensor) -> int:
         """Where the packed form of a matrix will be."""
-        packed = torch.empty(self._kernel.verbatim_packed(*weight.shape))
+        packed = torch.empty(self._kernel.verbatim_packed(*weight.shape), dtype=weight.dtype)
         self._packed.append((weight, packed))
         return packed.data_ptr()
 
+    def _floats(self, weight: Tensor | None) -> int | None:
+        """Where a norm's weights or a bias are, or will be, in float32."""
+        if weight is None or weight.dtype == torch.float32:
+            return None if weight is None else weight.data_ptr()
+        widened = torch.empty(weight.shape)
+        self._widened.append((weight, widened))
+        return widened.data_ptr()
+
     def _fill_layer(self, fields: LayerFields, layer: Any, call: AttentionCall) -> None:
-        attention, mlp = layer.attention, layer.mlp
-        fields.input_norm, fields.mlp_norm = _at(layer.before_attention.weight), _at(layer.before_mlp.weight)
+        attention, mlp, floats = layer.attention, layer.mlp, self._floats
+        fields.input_norm, fields.mlp_norm = floats(layer.before_attention.weight), floats(layer.before_mlp.weight)
         fields.input_eps, fields.mlp_eps = layer.before_attention.variance_epsilon, layer.before_mlp.variance_epsilon
         for name, module in (("q", attention.q_proj), ("k", attention.k_proj), ("v", attention.v_proj),
                              ("o", attention.o_proj), ("gate", mlp.gate_proj), ("up", mlp.up_proj),
                              ("down", mlp.down_proj)):  # fmt: skip
             setattr(fields, name, self._pack(module.weight))
-            setattr(fields, f"{name}_bias", _at(module.bias))
+            setattr(fields, f"{name}_bias", floats(module.bias))
         if hasattr(attention, "q_norm"):
-            fields.q_norm, fields.k_norm = _at(attention.q_norm.weight), _at(attention.k_norm.weight)
+            fields.q_norm, fields.k_norm = floats(attention.q_norm.weight), floats(attention.k_norm.weight)
             fields.q_eps, fields.k_eps = attention.q_norm.variance_epsilon, attention.k_norm.variance_epsilon
         fields.window, fields.scale = call.sliding_window or 0, call.scale
-
-
-def _at(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
