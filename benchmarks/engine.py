@@ -14,7 +14,8 @@ task per episode. The opponents:
 All of them return the logprob of every sampled token. Prints one JSON line; ratios are medians over the repetitions,
 in which the engines take turns. Run: python benchmarks/engine.py --threads 1
 
-With `--short`, which ends within 3 minutes, ours and `padded_cached` play 64 episodes three times.
+With `--short`, which ends within 3 minutes, ours and `padded_cached` play 64 episodes three times. `--bfloat16` adds
+ours with `dtype = "bfloat16"`. `--model` takes another model than the demo's: a folder, or a name of `verbatim models`.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from verbatim.inference import SampleRequest, SamplingParams
 from verbatim.inference.embedded.engine import TorchSampler
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.models.build import build_model, chat_text
+from verbatim.models.catalog import folder_of
 
 CONTEXT = 2048
 RECIPE = Path(__file__).parents[1] / "recipes" / "guess_number.toml"
@@ -270,12 +272,16 @@ def demo_model(folder: Path) -> Path:
 async def measure(model: Path, args: argparse.Namespace) -> tuple[Mapping[str, list[float]], Mapping[str, str], int]:
     """Tokens per second of every engine in every repetition, why some cannot run, and the size of the vocabulary."""
 
-    def ours(deterministic: bool) -> TorchSampler:
-        config = TorchSettings(max_batch_size=args.concurrency, deterministic=deterministic, device="cpu")
+    def ours(**settings: Any) -> TorchSampler:
+        config = TorchSettings(max_batch_size=args.concurrency, device="cpu", **settings)
         return TorchSampler(model, config=config, context_length=CONTEXT, num_threads=args.threads)
 
     theirs = AutoModelForCausalLM.from_pretrained(model).eval()
-    samplers = {"verbatim": ours(False), **({} if args.short else {"verbatim_deterministic": ours(True)})}
+    samplers = {"verbatim": ours()}
+    if args.bfloat16:
+        samplers["verbatim_bfloat16"] = ours(dtype="bfloat16")
+    if not args.short:
+        samplers["verbatim_deterministic"] = ours(deterministic=True)
     engines: dict[str, Callable[[Sequence[Script], int], Awaitable[None]]] = {
         name: lambda scripts, n, sampler=sampler: play_ours(sampler, scripts, n)  # type: ignore[misc]
         for name, sampler in samplers.items()
@@ -314,12 +320,15 @@ def main() -> None:
     parser.add_argument("--episodes", type=int)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--short", action="store_true")
+    parser.add_argument("--bfloat16", action="store_true")
+    parser.add_argument("--model")
     args = parser.parse_args()
     args.episodes = args.episodes or (64 if args.short else 128)
     torch.set_num_threads(args.threads)
     transformers_logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
-        rates, failures, vocab_size = asyncio.run(measure(demo_model(Path(folder)), args))
+        model = Path(folder_of(args.model)) if args.model else demo_model(Path(folder))
+        rates, failures, vocab_size = asyncio.run(measure(model, args))
 
     def ratio(over: str) -> float:
         return round(statistics.median(a / b for a, b in zip(rates["verbatim"], rates[over], strict=True)), 3)
@@ -334,6 +343,8 @@ def main() -> None:
         "ratio_over_best_opponent": ratio(best),
         "ratio_over": {name: ratio(name) for name in opponents},
         "deterministic_cost_ratio": None if args.short else ratio("verbatim_deterministic"),
+        "bfloat16_over_float32": round(1 / ratio("verbatim_bfloat16"), 3) if args.bfloat16 else None,
+        "model": args.model or "the demo's",
         "processor": processor_name(),
         "threads": args.threads,
         "cores": len(os.sched_getaffinity(0)),

@@ -8,6 +8,9 @@ Both play the same sequences in one process, in turns; times are processor time 
 - `few`: a token for 1 sequence, for 4.
 - `episodes`: whole episodes of 4 turns of 14 to 30 sampled tokens with answers of 24 to 40, from empty caches.
 
+With `--model` (a folder, or a name of `verbatim models get`) the engines compute that model instead, and the kinds are
+passes of 1, 16 and 64 sequences, and of 64 with tool answers for 8; `bfloat16` is the kernel with that dtype.
+
 Prints one JSON line; milliseconds and ratios are medians over the repetitions. Run: python benchmarks/engine_passes.py
 """
 
@@ -18,7 +21,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +35,17 @@ from verbatim.inference import SampleRequest, SamplingParams
 from verbatim.inference.embedded.decoder import Decoder
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.models.build import build_model, chat_text
+from verbatim.models.catalog import folder_of
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model
 
 CONTEXT = 1024
 GROUPS, SIZE = 8, 16
+ENGINES = {"torch": {"kernel": "torch"}, "compiled": {"kernel": "compiled"}}
+LARGE_ENGINES = {**ENGINES, "bfloat16": {"kernel": "compiled", "dtype": "bfloat16"}}
+KINDS = (("decode_128", 128, 0), ("prompts_24_of_128", 128, 24), ("few_1", 1, 0), ("few_4", 4, 0))
+LARGE_KINDS = (("decode_1", 1, 0), ("decode_16", 16, 0), ("decode_64", 64, 0), ("prompts_8_of_64", 64, 8))
+"""Name of a kind of pass, sequences, and how many of them get an answer."""
 Ids = np.ndarray[Any, np.dtype[np.int32]]
 
 
@@ -114,33 +123,40 @@ def tokens_per_second(decoder: Decoder, seed: int) -> float:
     return (decoder.counts.sampled_tokens - before) / (time.thread_time() - began)
 
 
-def make(folder: Path) -> dict[str, Decoder]:
-    """An engine for each kernel, of a model of 0.9M parameters."""
+def small_model(folder: Path) -> Path:
+    """A model of 0.9M parameters with random weights."""
     shown = GuessNumber().demonstrations(400, 0)
     build = BuildConfig(hidden_size=128, num_layers=4, vocab_size=1024)
     build_model(folder / "model", build, [chat_text(d.messages, d.tools) for d in shown], seed=0)
+    return folder / "model"
+
+
+def make(folder: Path | str, engines: Mapping[str, Mapping[str, str]], num_slots: int) -> dict[str, Decoder]:
+    """Decoders of one model with different settings."""
     made = {}
-    for kernel in ("torch", "compiled"):
-        settings = TorchSettings(max_batch_size=GROUPS * SIZE, kernel=kernel, device="cpu")
-        model = CausalLM(load_model(folder / "model", device="cpu").requires_grad_(False))
-        made[kernel] = Decoder(model, settings, context_length=CONTEXT, version=0)
+    for name, how in engines.items():
+        settings = TorchSettings(max_batch_size=num_slots, device="cpu", **how)
+        model = CausalLM(load_model(folder, dtype=settings.dtype, device="cpu").requires_grad_(False))
+        made[name] = Decoder(model, settings, context_length=CONTEXT, version=0)
     return made
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--model")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
-        decoders = make(Path(folder))
+        model = folder_of(args.model) if args.model else small_model(Path(folder))
+        decoders = make(model, LARGE_ENGINES if args.model else ENGINES, 64 if args.model else GROUPS * SIZE)
     kinds: dict[str, Callable[[Decoder, int], float]] = {
         name: lambda decoder, seed, rows=rows, answers=answers: 1e3 * statistics.median(  # type: ignore[misc]
-            times_of_passes(decoder, rows, answers, 12, seed))
-        for name, rows, answers in (("decode_128", 128, 0), ("prompts_24_of_128", 128, 24), ("few_1", 1, 0),
-                                    ("few_4", 4, 0))
+            times_of_passes(decoder, rows, answers, 6 if args.model else 12, seed))
+        for name, rows, answers in (LARGE_KINDS if args.model else KINDS)
     }  # fmt: skip
-    kinds["episodes_tokens_per_second"] = tokens_per_second
+    if not args.model:
+        kinds["episodes_tokens_per_second"] = tokens_per_second
     found: dict[str, dict[str, list[float]]] = {name: {kernel: [] for kernel in decoders} for name in kinds}
     for seed in range(args.repeats + 1):
         for name, kind in kinds.items():
@@ -153,14 +169,17 @@ def main() -> None:
         for name, by in found.items()
     }
     ratios = {
-        name: round(statistics.median(a / b for a, b in zip(*(
-            (by["compiled"], by["torch"]) if name.endswith("second") else (by["torch"], by["compiled"])
-        ), strict=True)), 2)
-        for name, by in found.items()
+        engine: {
+            name: round(statistics.median(a / b for a, b in zip(*(
+                (by[engine], by["torch"]) if name.endswith("second") else (by["torch"], by[engine])
+            ), strict=True)), 2)
+            for name, by in found.items()
+        }
+        for engine in decoders if engine != "torch"
     }  # fmt: skip
     parameters = sum(p.numel() for p in decoders["torch"].model.model.parameters())
     print(json.dumps({"benchmark": "engine_passes", "processor": processor_name(), "parameters": parameters,
-                      "milliseconds_or_tokens_per_second": measured, "compiled_over_torch": ratios,
+                      "milliseconds_or_tokens_per_second": measured, "over_torch": ratios,
                       "repeats": args.repeats}))  # fmt: skip
 
 

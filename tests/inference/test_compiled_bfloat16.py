@@ -1,6 +1,6 @@
 """The compiled kernel with weights in bfloat16: exact products, sums in float32, the same bits whatever is in a pass.
 
-Every test runs with the kernel as this processor compiles it, and as processors do that cannot multiply bfloat16.
+Tests run with the kernel as it is compiled for this processor, and for processors that cannot multiply bfloat16.
 """
 
 import ctypes
@@ -29,6 +29,7 @@ from verbatim.models.loading import load_model, load_weights
 BUILDS = {"as_it_is": None, "without_options": ()}
 if platform.machine() in ("x86_64", "AMD64"):
     BUILDS |= {"avx512_alone": ("-march=skylake-avx512",), "avx2": ("-march=haswell",)}
+TWO_BUILDS = pytest.mark.parametrize("kernel", ["as_it_is", "without_options"], indirect=True)
 
 
 @pytest.fixture(scope="module", params=BUILDS)
@@ -74,8 +75,8 @@ def test_a_kernel_for_this_processor_rounds_inputs_where_the_processor_multiplie
 
 # ---- products
 
-SIZES = [(1, 16, 16), (1, 160, 48), (2, 144, 64), (3, 32, 272), (5, 96, 528), (11, 80, 64), (12, 64, 1040), (13, 48, 96),
-         (16, 176, 256), (25, 64, 80), (64, 112, 304)]  # fmt: skip
+SIZES = [(1, 16, 16), (1, 160, 48), (2, 144, 64), (3, 32, 272), (5, 96, 528), (11, 80, 64), (12, 64, 1040),
+         (13, 48, 96), (16, 176, 256), (25, 64, 80), (64, 112, 304)]  # fmt: skip
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -121,7 +122,8 @@ def test_a_rows_product_has_the_same_bits_beside_any_number_of_others(kernel, ro
 
 
 def make_halves(folder, **settings):
-    config = TorchSettings(**{"max_batch_size": 6, "device": "cpu", "kernel": "compiled", "dtype": "bfloat16", **settings})
+    settings = {"max_batch_size": 6, "device": "cpu", "kernel": "compiled", "dtype": "bfloat16", **settings}
+    config = TorchSettings(**settings)
     model = CausalLM(load_model(folder, dtype="bfloat16").requires_grad_(False))
     return Decoder(model, config, context_length=1200, version=0)
 
@@ -141,6 +143,7 @@ def expected_hidden(folder, ids, *, rounds):
         return model.model(torch.from_numpy(ids)[None]).last_hidden_state[0]
 
 
+@TWO_BUILDS
 @pytest.mark.parametrize("name", CONFIGS)
 def test_hidden_states_are_those_of_the_rounded_weights_in_float32(kernel, name, tmp_path):
     decoder = make_halves(save(CONFIGS[name], tmp_path))
@@ -153,6 +156,7 @@ def test_hidden_states_are_those_of_the_rounded_weights_in_float32(kernel, name,
     assert difference.max() <= (5e-2 if rounds else 5e-5)
 
 
+@TWO_BUILDS
 @pytest.mark.parametrize("name", ["llama_biases", "seven_query_heads_for_one", "a_window"])
 def test_parts_neighbours_shared_pages_and_threads_change_no_bit(kernel, name, tmp_path, monkeypatch):
     compiled = make_halves(save(CONFIGS[name], tmp_path)).forward
@@ -176,6 +180,7 @@ def test_parts_neighbours_shared_pages_and_threads_change_no_bit(kernel, name, t
         torch.set_num_threads(1)
 
 
+@TWO_BUILDS
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("name", ["tied", "untied"])
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -186,6 +191,7 @@ def test_a_request_draws_the_same_bits_alone_and_in_a_crowd(models, name, determ
     assert same(play(make_halves(models[name], deterministic=deterministic), mixed)[1::2], alone)
 
 
+@TWO_BUILDS
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("name", ["tied", "untied"])
 def test_recorded_logprobs_are_of_a_float32_head_over_the_rounded_weights(models, name):
@@ -203,6 +209,7 @@ def test_recorded_logprobs_are_of_a_float32_head_over_the_rounded_weights(models
         assert np.abs(logprobs - expected).max() <= 1e-5
 
 
+@TWO_BUILDS
 @pytest.mark.usefixtures("kernel")
 def test_new_weights_are_packed_anew_norms_and_tied_embeddings_too(models):
     """Every bit is that of an engine that began with the new weights."""
@@ -222,6 +229,7 @@ def test_new_weights_are_packed_anew_norms_and_tied_embeddings_too(models):
     assert same(play(decoder, requests), play(fresh, requests))
 
 
+@TWO_BUILDS
 def test_sampler_and_trainer_in_float32_stay_near_each_other(kernel, models):
     """On random models; what a pretrained one shows is in docs/performance.md."""
     decoder = make_halves(models["untied"])
@@ -235,6 +243,7 @@ def test_sampler_and_trainer_in_float32_stay_near_each_other(kernel, models):
     assert 1e-4 < difference.mean() < 2e-2
 
 
+@TWO_BUILDS
 def test_float32_is_as_before_beside_it(kernel, models):
     """The same functions compute both: float32 neither rounds nor widens."""
     ids = np.random.default_rng(9).integers(0, 97, 120)
@@ -263,6 +272,7 @@ def test_widened_models_compute_in_float32_and_are_afterwards_as_they_were(model
         assert model.hidden(*inputs).dtype == torch.bfloat16
 
 
+@TWO_BUILDS
 def test_a_kernel_that_computes_something_else_is_not_used(kernel, models, monkeypatch):
     """A matrix that is packed from the wrong place."""
     pack = kernel.verbatim_pack_halves

@@ -235,12 +235,14 @@ INLINE void add_widened(int rows, int panels, const float *x, int64_t ldx, const
     for (int64_t k = start; k < end; k += 2) {
         vec first[8], second[8];
         EACH (int c = 0; c < 2 * panels; c++) {
-            ivec pairs = *(const iloose *)(w + (c / 2 * k_end + k) * PANEL + c % 2 * 2 * LANES);
+            const half *at = w + (c / 2 * k_end + k) * PANEL + c % 2 * 2 * LANES;
+            ivec pairs = *(const iloose *)at;
             first[c] = (vec)(pairs << 16);
             second[c] = (vec)(pairs & (int32_t)0xffff0000);
             if (rows > 1) {
                 HOLD(first[c]);
                 HOLD(second[c]);
+                __builtin_prefetch(at + k_end * PANEL, 0, 2);
             }
         }
         EACH (int r = 0; r < rows; r++) {
@@ -258,8 +260,12 @@ INLINE void add_rounded(int rows, int panels, const half *x, int64_t ldx, const 
     for (int64_t k = start; k < end; k += 2) {
         ivec column[8];
         EACH (int c = 0; c < 2 * panels; c++) {
-            column[c] = *(const iloose *)(w + (c / 2 * k_end + k) * PANEL + c % 2 * 2 * LANES);
-            if (rows > 1) HOLD(column[c]);
+            const half *at = w + (c / 2 * k_end + k) * PANEL + c % 2 * 2 * LANES;
+            column[c] = *(const iloose *)at;
+            if (rows > 1) {
+                HOLD(column[c]);
+                __builtin_prefetch(at + k_end * PANEL, 0, 2); /* the next panel, while this one is multiplied */
+            }
         }
         EACH (int r = 0; r < rows; r++) {
             int32_t pair;
