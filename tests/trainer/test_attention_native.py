@@ -45,7 +45,7 @@ def test_it_is_attention_forward_and_backward(shape, seed, count, window):
     qkv, outside = tensors(batch.num_tokens, shape)
     plan = TreePlan(batch.position_ids, batch.ends)
     out = plan.attend(0, *qkv, attention_call("plain", window))
-    assert list(plan._native) == [(window, shape[0] // shape[1])], "the compiled functions were not called"
+    assert list(plan._native) == [(window, shape[0] // shape[1], True)], "the compiled functions were not called"
     grads = torch.autograd.grad(out, qkv, outside)
     exact = [x.detach().double().requires_grad_() for x in qkv]
     expected = dense(*exact, seen_in(batch.starts, batch.ends, batch.position_ids, window), attention_call("plain", 1))
@@ -170,7 +170,7 @@ def test_the_example_of_its_keys():
     forest_of_six = NativeForest(
         np.array([0, 1, 2, 3, 4, 3], np.int32), np.array([6, 6, 6, 5, 5, 6], np.int32), None, groups=32
     )
-    assert forest_of_six.tokens_per_block == 3
+    assert forest_of_six.queries_per_block == 3
     assert forest_of_six._keys.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5]
     assert forest_of_six._begins.tolist() == [0, 3, 9]
 
@@ -185,3 +185,28 @@ def test_every_number_of_tokens_around_a_block():
             *(x.double() for x in qkv), is_causal=True, scale=0.25, enable_gqa=True
         )
         assert difference(out.detach(), wanted.detach().transpose(1, 2)) < 1e-6
+
+
+@needs_compiler
+def test_the_example_of_the_keys_of_some_queries():
+    depths, ends = np.array([0, 1, 2, 3, 4, 3], np.int32), np.array([6, 6, 6, 5, 5, 6], np.int32)
+    some = NativeForest(depths, ends, None, groups=32, queries=np.array([0, 1, 3, 5], np.int32))
+    assert some._keys.tolist() == [0, 1, 2, 3, 0, 1, 2, 5]
+    assert some._begins.tolist() == [0, 4, 8]
+
+
+@needs_compiler
+@pytest.mark.parametrize(("seed", "count", "window"), [(0, 12, None), (1, 80, None), (1, 80, 3), (2, 300, 7)])
+def test_attention_of_some_queries_is_that_of_all_at_these(seed, count, window):
+    batch = forest(seed, count)
+    qkv, _ = tensors(batch.num_tokens, (4, 2, 32, 32))
+    wanted = np.sort(np.random.default_rng(seed).permutation(batch.num_tokens)[: batch.num_tokens // 2])
+    tokens = np.append(wanted, [wanted[-1]] * 3).astype(np.int32)  # padding repeats the last one
+    outside = torch.randn(1, len(tokens), 4, 32)
+    plan, call = TreePlan(batch.position_ids, batch.ends), attention_call("plain", window)
+    found = plan.attend_some(tokens, qkv[0][:, :, tokens], *qkv[1:], call)
+    grads = torch.autograd.grad(found, qkv, outside)
+    whole = plan.attend(0, *qkv, call)[:, tokens]
+    expected = torch.autograd.grad(whole, qkv, outside)
+    for mine, theirs in zip((found.detach(), *grads), (whole.detach(), *expected), strict=True):
+        assert difference(mine, theirs.double()) < 1e-6

@@ -37,6 +37,7 @@ from verbatim.records.fields import REFERENCE as REFERENCE_STREAM
 from verbatim.trainer.device_batch import DeviceBatch
 from verbatim.trainer.frozen import base_under_adapters
 from verbatim.trainer.fused import fuse_layers
+from verbatim.trainer.last_layer import narrow_last_layer
 from verbatim.trainer.linear import use_onednn
 from verbatim.trainer.logprobs import TargetLogprobs
 from verbatim.trainer.lora import Adapters
@@ -119,6 +120,7 @@ def measure(case: StepCase) -> StepMemory:
         model = _model(case.source)
         if not case.on_cuda:
             fuse_layers(model)
+            narrow_last_layer(model)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         memory = LiveMemory(model.get_output_embeddings().weight.shape[0])
         stack.enter_context(fake)

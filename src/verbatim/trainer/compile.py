@@ -15,6 +15,7 @@ from verbatim.models.experts import router_modules
 from verbatim.models.refusal import describe
 from verbatim.models.tiny import decoder_layers
 from verbatim.trainer.fused import fuse_layers
+from verbatim.trainer.last_layer import narrow_last_layer
 from verbatim.trainer.linear import use_onednn
 from verbatim.trainer.logprobs import TargetLogprobs
 from verbatim.trainer.parallel.sharding import Sharding
@@ -59,6 +60,7 @@ def choose_kernels(model: Any, *, compiled: bool) -> None:
     else:
         use_onednn(model)
         fuse_layers(model)
+        narrow_last_layer(model)
 
 
 def try_compiled(targets: TargetLogprobs, sharding: Sharding | None) -> None:

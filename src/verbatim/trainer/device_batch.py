@@ -17,6 +17,8 @@ from verbatim.models.head import CausalLM
 from verbatim.trainer.attention.flex import BLOCK as FLEX_BLOCK
 from verbatim.trainer.attention.forest import forest_plan
 from verbatim.trainer.attention.rows import RowsPlan
+from verbatim.trainer.attention.tree import TreePlan
+from verbatim.trainer.last_layer import Wanted
 from verbatim.trainer.linear import ROW_MULTIPLE
 from verbatim.trainer.parallel.sequence import SequenceGroup, SequencePlan
 from verbatim.types import MicroBatch, Targets
@@ -112,6 +114,9 @@ class DeviceBatch(DeviceTargets):
         self.input_ids_T = ids(np.append(micro_batch.input_ids, np.zeros_like(padding))[mine])
         self.position_ids_T = ids(position_ids[mine])
         self.source_positions_M = ids(own.targets.source_positions) - mine.start
+        self._wanted = None
+        if sequence is None and device.type == "cpu":
+            self._wanted = Wanted.among(len(position_ids), micro_batch.targets.source_positions, device)
         self.router_pass = _replay(micro_batch, num_padding, mine, device)
         """What happens at the routers of a mixture of experts; None = nothing."""
 
@@ -146,7 +151,12 @@ class DeviceBatch(DeviceTargets):
     def hidden(self, model: CausalLM) -> Tensor:
         """The hidden state that predicts each target, [M, D]."""
         assert self.host.is_rows or not model.rows_alone, "a tree for a model whose branches would run into each other"
-        hidden_TD = model.hidden(self.input_ids_T, self.position_ids_T, self.plan(), self.router_pass)
+        plan, wanted = self.plan(), self._wanted
+        if isinstance(plan, TreePlan | RowsPlan):
+            plan.wanted = wanted
+        hidden_TD = model.hidden(self.input_ids_T, self.position_ids_T, plan, self.router_pass)
+        if wanted is not None and len(hidden_TD) == len(wanted.tokens):  # fewer than there are: narrow_last_layer
+            return hidden_TD.index_select(0, wanted.places_M)
         return hidden_TD.index_select(0, self.source_positions_M)
 
 

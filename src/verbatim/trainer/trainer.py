@@ -21,6 +21,7 @@ from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model, resolve_device, save_model
 from verbatim.records.trained_tokens import TrainedTokens
 from verbatim.trainer.compile import choose_kernels, try_compiled
+from verbatim.trainer.freed_memory import keep_freed_memory
 from verbatim.trainer.frozen import FrozenModels
 from verbatim.trainer.logprobs import TargetLogprobs
 from verbatim.trainer.lora import Adapters
@@ -85,6 +86,8 @@ class Trainer:
         self.tokenizer = tokenizer
         self.ranks = ranks
         self.device = resolve_device(config.device) if ranks is None else ranks.device
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self.adapters = Adapters(config.lora, base=model_path, seed=seed, ranks=ranks) if config.lora else None
         """What is trained instead of the model's own weights; None = these are."""
         self._load_model(model_path, dtype)

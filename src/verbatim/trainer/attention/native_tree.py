@@ -29,14 +29,14 @@ Up to this the result does not depend on the number of threads."""
 NO_WINDOW = 2**31 - 1
 
 
-def suits(query_BHTD: Tensor, value_BKTE: Tensor, call: AttentionCall) -> bool:
-    """Whether these inputs can be given to the compiled functions, and there are any. A plan of memory has tensors
-    without numbers, of another type."""
-    sizes = (query_BHTD.shape[3], value_BKTE.shape[3])
-    rounds = query_BHTD.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    on_cpu = type(query_BHTD) is Tensor and query_BHTD.device.type == "cpu"
+def suits(num_heads: int, key_BKTD: Tensor, value_BKTE: Tensor, call: AttentionCall) -> bool:
+    """Whether these keys and values, and so many query heads, can be given to the compiled functions, and there are
+    any. A plan of memory has tensors without numbers, of another type."""
+    sizes = (key_BKTD.shape[3], value_BKTE.shape[3])
+    rounds = key_BKTD.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    on_cpu = type(key_BKTD) is Tensor and key_BKTD.device.type == "cpu"
     fits = rounds and call.is_plain and not any(size % SIZE_MULTIPLE for size in sizes)
-    fits = fits and query_BHTD.shape[1] <= MOST_GROUPS * value_BKTE.shape[1]
+    fits = fits and num_heads <= MOST_GROUPS * value_BKTE.shape[1]
     return on_cpu and fits and _library() is not None
 
 
@@ -44,57 +44,69 @@ class NativeForest:
     """The keys of each block of queries of a forest, for one window.
 
     Example: a path of 3 tokens with branches of 2 and of 1 tokens, in blocks of 3: the keys of the second block are all
-    six tokens.
+    six tokens. With queries of the first, the second, the fourth and the last token alone, the first block sees the
+    first four tokens, and the second block the path and the last one.
 
     Args:
         depths: Of the tokens, in depth-first order: int32 [U].
         ends: Of their subtrees: int32 [U].
         window: Tokens that a query sees, itself included; None = all its ancestors.
         groups: Query heads of each key/value head.
+        queries: The tokens that have queries, ascending: int32 [Q]; None = all of them.
     """
 
-    def __init__(self, depths: Int32, ends: Int32, window: int | None, groups: int) -> None:
+    def __init__(
+        self, depths: Int32, ends: Int32, window: int | None, groups: int, queries: Int32 | None = None
+    ) -> None:
         library = _library()
         assert library is not None
         self._depths, self._ends = (np.ascontiguousarray(x, dtype=np.int32) for x in (depths, ends))
         self._window = NO_WINDOW if window is None else window
         self._groups = groups
-        self.tokens_per_block = max(1, int(library.rows_per_block()) // groups)
+        self._queries = np.arange(len(depths), dtype=np.int32) if queries is None else queries
+        self.queries_per_block = max(1, int(library.rows_per_block()) // groups)
         assert groups <= library.rows_per_block(), f"{groups} query heads for each key/value head"
-        keys = [*_keys_of_blocks(self._depths, self.tokens_per_block, window)]
+        keys = [*_keys_of_blocks(self._depths, self._queries, self.queries_per_block, window)]
         self._keys = np.concatenate(keys)
         assert len(self._keys) <= MOST_KEYS, f"{len(self._keys)} keys of {len(keys)} blocks are more than int32 counts"
         self._begins = np.cumsum([0, *map(len, keys)], dtype=np.int32)
         self.num_blocks = len(keys)
-        self.tree = _Tree(*(array.ctypes.data for array in (self._keys, self._begins, self._ends, self._depths)))
+        arrays = (self._keys, self._begins, self._ends, self._depths, self._queries)
+        self.tree = _Tree(*(array.ctypes.data for array in arrays))
 
-    def attend(self, query_UHD: Tensor, key_UKD: Tensor, value_UKE: Tensor, scale: float) -> Tensor:
-        """The attention output, [U, H, E], in the dtype of the values; sums are in float32."""
-        exact = [x.float() for x in (query_UHD, key_UKD, value_UKE)]
-        out_UHE: Tensor = _Attend.apply(*exact, scale, self)  # type: ignore[no-untyped-call]
-        return out_UHE.to(value_UKE.dtype)
+    def attend(self, query_QHD: Tensor, key_UKD: Tensor, value_UKE: Tensor, scale: float) -> Tensor:
+        """The attention output, [Q, H, E], in the dtype of the values; sums are in float32."""
+        exact = [x.float() for x in (query_QHD, key_UKD, value_UKE)]
+        out_QHE: Tensor = _Attend.apply(*exact, scale, self)  # type: ignore[no-untyped-call]
+        return out_QHE.to(value_UKE.dtype)
 
-    def shape(self, query_UHD: Tensor, key_UKD: Tensor, value_UKE: Tensor, scale: float) -> _Shape:
+    def shape(self, query_QHD: Tensor, key_UKD: Tensor, value_UKE: Tensor, scale: float) -> _Shape:
         """What the compiled functions are told of these tensors."""
-        assert len(query_UHD) == len(self._depths), f"{len(query_UHD)} tokens, the plan has {len(self._depths)}"
-        groups = query_UHD.shape[1] // key_UKD.shape[1]
+        sizes, planned = (len(query_QHD), len(key_UKD)), (len(self._queries), len(self._depths))
+        assert sizes == planned, f"(queries, tokens) are {sizes}, the plan has {planned}"
+        groups = query_QHD.shape[1] // key_UKD.shape[1]
         assert groups == self._groups, f"{groups} query heads for each key/value head, the plan has {self._groups}"
         return _Shape(
-            *query_UHD.shape[:2], key_UKD.shape[1], key_UKD.shape[2], value_UKE.shape[2], *query_UHD.stride()[:2],
+            *sizes, query_QHD.shape[1], *key_UKD.shape[1:], value_UKE.shape[2], *query_QHD.stride()[:2],
             *key_UKD.stride()[:2], *value_UKE.stride()[:2], scale, self._window,
         )  # fmt: skip
 
 
-def _keys_of_blocks(depths: Int32, tokens_per_block: int, window: int | None) -> list[Int32]:
-    """For each block of neighbouring tokens the path to the first one, as far as a window reaches, and the block."""
+def _keys_of_blocks(depths: Int32, queries: Int32, queries_per_block: int, window: int | None) -> list[Int32]:
+    """For each block of neighbouring queries the path to the first one, as far as a window reaches, and the tokens from
+    there to the last one."""
     found = []
     path = np.zeros(int(depths.max()) + 1, dtype=np.int32)
-    for start in range(0, len(depths), tokens_per_block):
-        own = np.arange(start, min(start + tokens_per_block, len(depths)), dtype=np.int32)
+    done = 0
+    for start in range(0, len(queries), queries_per_block):
+        block = queries[start : start + queries_per_block]
+        before, own = (np.arange(*x, dtype=np.int32) for x in ((done, block[0]), (block[0], block[-1] + 1)))
+        path[depths[before]] = before  # where depths repeat, the last one stays: the path to what comes next
         own_depths = depths[own]
         first = 0 if window is None else max(0, int(own_depths.min()) - window + 1)
         found.append(np.concatenate([path[first : own_depths[0]], own]))
-        path[own_depths] = own  # where depths repeat, the last one stays: the path to the next block
+        path[own_depths] = own
+        done = int(block[-1]) + 1
     return found
 
 
@@ -103,29 +115,29 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query_UHD: Tensor, key_UKD: Tensor, value_UKE: Tensor, scale: float, forest: NativeForest
+        ctx: Any, query_QHD: Tensor, key_UKD: Tensor, value_UKE: Tensor, scale: float, forest: NativeForest
     ) -> Tensor:
-        query_UHD, key_UKD, value_UKE = map(_last_dense, (query_UHD, key_UKD, value_UKE))
-        out_UHE = query_UHD.new_empty(*query_UHD.shape[:2], value_UKE.shape[2])
-        lse_UH = query_UHD.new_empty(query_UHD.shape[:2])
-        _call("forward", forest, (query_UHD, key_UKD, value_UKE), scale, (), (out_UHE, lse_UH))
-        ctx.save_for_backward(query_UHD, key_UKD, value_UKE, out_UHE, lse_UH)
+        query_QHD, key_UKD, value_UKE = map(_last_dense, (query_QHD, key_UKD, value_UKE))
+        out_QHE = query_QHD.new_empty(*query_QHD.shape[:2], value_UKE.shape[2])
+        lse_QH = query_QHD.new_empty(query_QHD.shape[:2])
+        _call("forward", forest, (query_QHD, key_UKD, value_UKE), scale, (), (out_QHE, lse_QH))
+        ctx.save_for_backward(query_QHD, key_UKD, value_UKE, out_QHE, lse_QH)
         ctx.scale, ctx.forest = scale, forest
-        return out_UHE
+        return out_QHE
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query_UHD, key_UKD, value_UKE, out_UHE, lse_UH = ctx.saved_tensors
+        query_QHD, key_UKD, value_UKE, out_QHE, lse_QH = ctx.saved_tensors
         tokens, heads = key_UKD.shape[:2]
         parts = -(-max(PARTS, torch.get_num_threads()) // heads)
-        grad_query_UHD = torch.empty_like(query_UHD, memory_format=torch.contiguous_format)
+        grad_query_QHD = torch.empty_like(query_QHD, memory_format=torch.contiguous_format)
         grad_key, grad_value = (
             x.new_zeros(parts, tokens, heads, x.shape[2]) for x in (key_UKD, value_UKE)
         )  # fmt: skip
-        given = (query_UHD, key_UKD, value_UKE)
-        results = (out_UHE, lse_UH, grads[0].contiguous(), grad_query_UHD, grad_key, grad_value)
+        given = (query_QHD, key_UKD, value_UKE)
+        results = (out_QHE, lse_QH, grads[0].contiguous(), grad_query_QHD, grad_key, grad_value)
         _call("backward", ctx.forest, given, ctx.scale, (parts,), results)
-        return grad_query_UHD, grad_key.sum(0), grad_value.sum(0), None, None
+        return grad_query_QHD, grad_key.sum(0), grad_value.sum(0), None, None
 
 
 def _last_dense(x: Tensor) -> Tensor:
@@ -142,7 +154,7 @@ def _call(
         MemoryError: it had too little.
     """
     shape = forest.shape(*given, scale)
-    sizes = (ctypes.c_int64(number) for number in (forest.num_blocks, forest.tokens_per_block, *numbers))
+    sizes = (ctypes.c_int64(number) for number in (forest.num_blocks, forest.queries_per_block, *numbers))
     pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (*given, *tensors))
     if getattr(_library(), name)(ctypes.byref(shape), ctypes.byref(forest.tree), *sizes, *pointers):
         raise MemoryError("attention of prefix trees: too little memory for its blocks")
@@ -158,8 +170,8 @@ class _Shape(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in (
-            "tokens", "heads", "kv_heads", "key_size", "value_size", "query_token", "query_head", "key_token",
-            "key_head", "value_token", "value_head")),
+            "queries", "tokens", "heads", "kv_heads", "key_size", "value_size", "query_place", "query_head",
+            "key_token", "key_head", "value_token", "value_head")),
         ("scale", ctypes.c_float),
         ("window", ctypes.c_int32),
     )  # fmt: skip
@@ -168,4 +180,4 @@ class _Shape(ctypes.Structure):
 class _Tree(ctypes.Structure):
     """`Tree` in tree.c."""
 
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("keys", "begins", "ends", "depths"))
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("keys", "begins", "ends", "depths", "tokens"))

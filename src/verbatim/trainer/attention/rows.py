@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,6 +41,8 @@ class RowsPlan:
             tokens.append((starts + torch.minimum(within, lengths - 1)).flatten())
             real.append((within < lengths).flatten())
             self.shapes.append((len(rows), longest))
+        self.wanted: Any = None
+        """The tokens that the last layer is wanted for (`last_layer.Wanted`); None = all."""
         self._padding = Padding(torch.cat(tokens), torch.cat(real), device)
         self._row_lengths, self._device = row_lengths, torch.device(device)
 

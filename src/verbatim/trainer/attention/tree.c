@@ -1,8 +1,9 @@
 /* Attention of prefix trees, forward and backward: each token sees its ancestors and itself.
 
-   A block is as many neighbouring tokens as fill ROWS rows, a row being a token of one of the G query heads that share a
-   key/value head. Vectors run over rows, so the softmax of a row needs no sum across a vector, and keys and values are
-   read where they are, one number at a time. Scores exist for one block and TILE keys and stay in the first cache.
+   A block is as many neighbouring queries as fill ROWS rows, a row being a query of one of the G query heads that share a
+   key/value head. Every token has a key; not every token needs to have queries. Vectors run over rows, so the softmax of a
+   row needs no sum across a vector, and keys and values are read where they are, one number at a time. Scores exist for
+   one block and TILE keys and stay in the first cache.
 
    Legend: r row, d place in a query or key, e place in a value, k key. Arrays with rows last are "turned". */
 
@@ -24,8 +25,8 @@
 #define TILE 128
 
 typedef struct {
-    int64_t tokens, heads, kv_heads, key_size, value_size;
-    int64_t query_token, query_head, key_token, key_head, value_token, value_head; /* strides, in numbers */
+    int64_t queries, tokens, heads, kv_heads, key_size, value_size;
+    int64_t query_place, query_head, key_token, key_head, value_token, value_head; /* strides, in numbers */
     float scale;
     int32_t window; /* tokens that a query sees at most */
 } Shape;
@@ -33,6 +34,7 @@ typedef struct {
 typedef struct {
     const int32_t *keys, *begins; /* the keys of block b are keys[begins[b]] to keys[begins[b + 1]] */
     const int32_t *ends, *depths; /* of each token */
+    const int32_t *tokens;        /* of each query, ascending */
 } Tree;
 
 /* turned[i][r] = sum over d of rows[i][d] * other[d][r], for `count` <= TILE rows given by pointers */
@@ -123,7 +125,7 @@ INLINE void mask(float *turned, const int32_t *keys, int real, int count, const 
         }
 }
 
-/* Whether all rows of a block, which begins at token `first`, ends before `end` and is at most `deepest` deep, see all
+/* Whether all rows of a block, of tokens from `first` to before `end` and is at most `deepest` deep, see all
    of these keys. */
 INLINE int all_seen(const int32_t *keys, int real, int32_t first, int32_t end, int32_t deepest, const Tree *tree,
                     int32_t window) {
@@ -137,21 +139,23 @@ INLINE int all_seen(const int32_t *keys, int real, int32_t first, int32_t end, i
 
 /* The rows of a block. Where a block has fewer than ROWS, the last ones repeat its last token with numbers of 0. */
 typedef struct {
-    int32_t first, end, deepest;
+    int32_t first, end, deepest; /* tokens */
     int rows; /* real ones */
+    int32_t query[ROWS];
     ALIGNED int32_t token[ROWS];
     ALIGNED int32_t depth[ROWS];
 } Rows;
 
-static void find_rows(Rows *rows, const Shape *s, const Tree *tree, int64_t block, int64_t tokens_per_block) {
-    int64_t heads = s->heads / s->kv_heads;
-    rows->first = (int32_t)(block * tokens_per_block);
-    int64_t end = rows->first + tokens_per_block;
-    rows->end = (int32_t)(end < s->tokens ? end : s->tokens);
-    rows->rows = (int)((rows->end - rows->first) * heads);
+static void find_rows(Rows *rows, const Shape *s, const Tree *tree, int64_t block, int64_t queries_per_block) {
+    int64_t heads = s->heads / s->kv_heads, begin = block * queries_per_block, end = begin + queries_per_block;
+    if (end > s->queries) end = s->queries;
+    rows->first = tree->tokens[begin];
+    rows->end = tree->tokens[end - 1] + 1;
+    rows->rows = (int)((end - begin) * heads);
     rows->deepest = 0;
     for (int r = 0; r < ROWS; r++) {
-        int32_t token = r < rows->rows ? rows->first + (int32_t)(r / heads) : rows->end - 1;
+        int32_t query = (int32_t)(r < rows->rows ? begin + r / heads : end - 1), token = tree->tokens[query];
+        rows->query[r] = query;
         rows->token[r] = token;
         rows->depth[r] = tree->depths[token];
         if (rows->depth[r] > rows->deepest) rows->deepest = rows->depth[r];
@@ -159,10 +163,10 @@ static void find_rows(Rows *rows, const Shape *s, const Tree *tree, int64_t bloc
 }
 
 /* Rows of all query heads of a key/value head: contiguous in `straight` [ROWS][size] (if given) and turned. */
-static void take_rows(const float *x, int64_t token_stride, int64_t head_stride, int64_t size, float factor,
+static void take_rows(const float *x, int64_t query_stride, int64_t head_stride, int64_t size, float factor,
                       const Rows *rows, int64_t heads, float *straight, float *turned) {
     for (int r = 0; r < ROWS; r++) {
-        const float *row = x + rows->token[r] * token_stride + (r % heads) * head_stride;
+        const float *row = x + rows->query[r] * query_stride + (r % heads) * head_stride;
         float mine = r < rows->rows ? factor : 0.0f;
         for (int64_t d = 0; d < size; d++) {
             float value = r < rows->rows ? row[d] * mine : 0.0f;
@@ -173,15 +177,15 @@ static void take_rows(const float *x, int64_t token_stride, int64_t head_stride,
 }
 
 static void forward_block(const Shape *s, const Tree *tree, const float *query, const float *key, const float *value,
-                          float *out, float *lse, int64_t head, int64_t block, int64_t tokens_per_block,
+                          float *out, float *lse, int64_t head, int64_t block, int64_t queries_per_block,
                           float *room) {
     int64_t heads = s->heads / s->kv_heads, D = s->key_size, E = s->value_size;
     float *queries = room, *outs = queries + D * ROWS, *scores = outs + E * ROWS;
     ALIGNED float highest[ROWS], sums[ROWS];
     const float *key_rows[TILE + KEYS], *value_rows[TILE + KEYS];
     Rows rows;
-    find_rows(&rows, s, tree, block, tokens_per_block);
-    take_rows(query + head * heads * s->query_head, s->query_token, s->query_head, D, s->scale, &rows, heads, NULL,
+    find_rows(&rows, s, tree, block, queries_per_block);
+    take_rows(query + head * heads * s->query_head, s->query_place, s->query_head, D, s->scale, &rows, heads, NULL,
               queries);
     memset(outs, 0, sizeof(float) * E * ROWS);
     for (int r = 0; r < ROWS; r++) highest[r] = -1e30f, sums[r] = 0.0f;
@@ -213,18 +217,18 @@ static void forward_block(const Shape *s, const Tree *tree, const float *query, 
         add_weighted(value_rows, count, scores, E, outs);
     }
     for (int r = 0; r < rows.rows; r++) {
-        int64_t token = rows.token[r], query_head = head * heads + r % heads;
-        float *to = out + (token * s->heads + query_head) * E, by = 1.0f / sums[r];
+        int64_t place = rows.query[r] * s->heads + head * heads + r % heads;
+        float *to = out + place * E, by = 1.0f / sums[r];
         for (int64_t e = 0; e < E; e++) to[e] = outs[e * ROWS + r] * by;
-        lse[token * s->heads + query_head] = highest[r] + logf(sums[r]);
+        lse[place] = highest[r] + logf(sums[r]);
     }
 }
 
-/* Gradients of one block. grad_query [tokens, heads, D] is written; grad_key [tokens, kv_heads, D] and grad_value
+/* Gradients of one block. grad_query [queries, heads, D] is written; grad_key [tokens, kv_heads, D] and grad_value
    [tokens, kv_heads, E], which begin at this head, are added to. */
 static void backward_block(const Shape *s, const Tree *tree, const float *query, const float *key, const float *value,
                            const float *out, const float *lse, const float *grad, float *grad_query, float *grad_key,
-                           float *grad_value, int64_t head, int64_t block, int64_t tokens_per_block, float *room) {
+                           float *grad_value, int64_t head, int64_t block, int64_t queries_per_block, float *room) {
     int64_t heads = s->heads / s->kv_heads, D = s->key_size, E = s->value_size;
     float *queries = room, *turned_queries = queries + D * ROWS, *grads = turned_queries + D * ROWS;
     float *turned_grads = grads + E * ROWS, *outs = turned_grads + E * ROWS, *grad_queries = outs + E * ROWS;
@@ -233,15 +237,15 @@ static void backward_block(const Shape *s, const Tree *tree, const float *query,
     const float *key_rows[TILE + KEYS], *value_rows[TILE + KEYS];
     float *to_keys[TILE + KEYS], *to_values[TILE + KEYS];
     Rows rows;
-    find_rows(&rows, s, tree, block, tokens_per_block);
+    find_rows(&rows, s, tree, block, queries_per_block);
     int64_t first_head = head * heads;
-    take_rows(query + first_head * s->query_head, s->query_token, s->query_head, D, s->scale, &rows, heads, queries,
+    take_rows(query + first_head * s->query_head, s->query_place, s->query_head, D, s->scale, &rows, heads, queries,
               turned_queries);
     take_rows(grad + first_head * E, s->heads * E, E, E, 1.0f, &rows, heads, grads, turned_grads);
     take_rows(out + first_head * E, s->heads * E, E, E, 1.0f, &rows, heads, NULL, outs);
     memset(grad_queries, 0, sizeof(float) * D * ROWS);
     for (int r = 0; r < ROWS; r++)
-        logs[r] = r < rows.rows ? lse[rows.token[r] * s->heads + first_head + r % heads] : 0.0f;
+        logs[r] = r < rows.rows ? lse[rows.query[r] * s->heads + first_head + r % heads] : 0.0f;
     /* Rounded as `products` rounds: of a row with one key, weight 1, the gradient of the score is exactly 0. */
     for (int r = 0; r < ROWS; r += LANES) {
         vf mean = splat(0.0f);
@@ -276,7 +280,7 @@ static void backward_block(const Shape *s, const Tree *tree, const float *query,
         add_outer(to_values, real, weights, grads, E);
     }
     for (int r = 0; r < rows.rows; r++) {
-        float *to = grad_query + (rows.token[r] * s->heads + first_head + r % heads) * D;
+        float *to = grad_query + (rows.query[r] * s->heads + first_head + r % heads) * D;
         for (int64_t d = 0; d < D; d++) to[d] = grad_queries[d * ROWS + r] * s->scale;
     }
 }
@@ -287,8 +291,8 @@ static int64_t room_for(const Shape *s) {
 
 int64_t rows_per_block(void) { return ROWS; }
 
-/* out [tokens, heads, E] and lse [tokens, heads] are written. Returns 1 where memory is missing. */
-int forward(const Shape *s, const Tree *tree, int64_t blocks, int64_t tokens_per_block, const float *query,
+/* out [queries, heads, E] and lse [queries, heads] are written. Returns 1 where memory is missing. */
+int forward(const Shape *s, const Tree *tree, int64_t blocks, int64_t queries_per_block, const float *query,
             const float *key, const float *value, float *out, float *lse) {
     int failed = 0;
 #pragma omp parallel
@@ -301,15 +305,15 @@ int forward(const Shape *s, const Tree *tree, int64_t blocks, int64_t tokens_per
 #pragma omp for collapse(2) schedule(dynamic, 4)
         for (int64_t head = 0; head < s->kv_heads; head++)
             for (int64_t block = 0; block < blocks; block++)
-                if (room) forward_block(s, tree, query, key, value, out, lse, head, block, tokens_per_block, room);
+                if (room) forward_block(s, tree, query, key, value, out, lse, head, block, queries_per_block, room);
         free(room);
     }
     return failed;
 }
 
-/* grad_query [tokens, heads, D] is written; grad_key [parts, tokens, kv_heads, D] and grad_value [parts, tokens,
+/* grad_query [queries, heads, D] is written; grad_key [parts, tokens, kv_heads, D] and grad_value [parts, tokens,
    kv_heads, E], which hold 0, are added to: part p has the blocks b with b * parts / blocks = p. */
-int backward(const Shape *s, const Tree *tree, int64_t blocks, int64_t tokens_per_block, int64_t parts,
+int backward(const Shape *s, const Tree *tree, int64_t blocks, int64_t queries_per_block, int64_t parts,
              const float *query, const float *key, const float *value, const float *out, const float *lse,
              const float *grad, float *grad_query, float *grad_key, float *grad_value) {
     int failed = 0;
@@ -328,7 +332,7 @@ int backward(const Shape *s, const Tree *tree, int64_t blocks, int64_t tokens_pe
                 int64_t begin = (part * blocks + parts - 1) / parts, end = ((part + 1) * blocks + parts - 1) / parts;
                 for (int64_t block = begin; block < end && room; block++)
                     backward_block(s, tree, query, key, value, out, lse, grad, grad_query, to_key, to_value, head, block,
-                                   tokens_per_block, room);
+                                   queries_per_block, room);
             }
         free(room);
     }

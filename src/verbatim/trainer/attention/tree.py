@@ -42,8 +42,8 @@ class TreePlan:
     Example: a path of 3 tokens from the root with branches of 2 and of 1 tokens, in blocks of 3: the keys of the second
     block are all six tokens; the last query does not see the fourth and the fifth.
 
-    Legend: U tokens, H query heads, K key/value heads, G query heads of each of them, D head size of queries and keys,
-    E head size of values (often D too).
+    Legend: U tokens, Q of them with queries, H query heads, K key/value heads, G query heads of each of them, D head
+    size of queries and keys, E head size of values (often D too).
     """
 
     def __init__(self, position_ids: Int32, ends: Int32, device: torch.device | str = "cpu") -> None:
@@ -52,14 +52,16 @@ class TreePlan:
         self._ends = ends.astype(np.int64)
         self._device = device
         self._blocks: dict[int | None, list[_Block]] = {}
-        self._native: dict[tuple[int | None, int], NativeForest] = {}
+        self.wanted: Any = None
+        """The tokens that the last layer is wanted for (`last_layer.Wanted`); None = all."""
+        self._native: dict[tuple[int | None, int, bool], NativeForest] = {}
 
     def attend(
         self, layer_index: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, call: AttentionCall
     ) -> Tensor:
         """The attention output, [1, U, H, E]. Inputs: [1, H, U, D], [1, K, U, D], [1, K, U, E]; see `AttentionPlan`."""
         assert query_BHTD.shape[0] == 1 and query_BHTD.shape[2] == len(self._depths)
-        if suits(query_BHTD, value_BKTD, call):
+        if suits(query_BHTD.shape[1], key_BKTD, value_BKTD, call):
             return self._attend_natively(query_BHTD, key_BKTD, value_BKTD, call)
         if call.sliding_window not in self._blocks:
             self._blocks[call.sliding_window] = self._plan(call.sliding_window)
@@ -73,13 +75,24 @@ class TreePlan:
         )
         return out_KUGE.transpose(0, 1).flatten(1, 2)[None]
 
-    def _attend_natively(self, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, call: AttentionCall) -> Tensor:
-        window, groups = call.sliding_window, query_BHTD.shape[1] // key_BKTD.shape[1]
-        if (window, groups) not in self._native:  # layers may differ in both
+    def attend_some(
+        self, tokens: Int32, query_BHQD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, call: AttentionCall
+    ) -> Tensor:
+        """The attention output of some tokens, ascending: int32 [Q]. Their queries are [1, H, Q, D], keys and values
+        those of all tokens; the output is [1, Q, H, E]. For inputs that compiled functions read (`suits`)."""
+        return self._attend_natively(query_BHQD, key_BKTD, value_BKTD, call, tokens)
+
+    def _attend_natively(
+        self, query_BHQD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, call: AttentionCall,
+        queries: Int32 | None = None,
+    ) -> Tensor:  # fmt: skip
+        window, groups = call.sliding_window, query_BHQD.shape[1] // key_BKTD.shape[1]
+        kind = (window, groups, queries is None)
+        if kind not in self._native:  # layers may differ in these
             depths, ends = (x.astype(np.int32) for x in (self._depths, self._ends))
-            self._native[window, groups] = NativeForest(depths, ends, window, groups)
-        query_UHD, key_UKD, value_UKE = (x[0].transpose(0, 1) for x in (query_BHTD, key_BKTD, value_BKTD))
-        return self._native[window, groups].attend(query_UHD, key_UKD, value_UKE, call.scale)[None]
+            self._native[kind] = NativeForest(depths, ends, window, groups, queries)
+        query_QHD, key_UKD, value_UKE = (x[0].transpose(0, 1) for x in (query_BHQD, key_BKTD, value_BKTD))
+        return self._native[kind].attend(query_QHD, key_UKD, value_UKE, call.scale)[None]
 
     def _plan(self, window: int | None) -> list[_Block]:
         blocks = []

@@ -1,0 +1,125 @@
+"""Computes the last decoder layer for the tokens that targets are predicted from, and for no others.
+
+Keys and values are those of all tokens. Queries, what attention gives, the feed-forward part and the norms behind it
+are wanted where a target is predicted, which with prompts and answers of tools is a half of the tokens or less.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from verbatim.models.attention import AttentionCall
+from verbatim.models.tiny import decoder_layers
+from verbatim.trainer.attention.native_tree import suits
+from verbatim.trainer.attention.tree import TreePlan
+from verbatim.trainer.linear import ROW_MULTIPLE
+from verbatim.types import Int32
+
+KNOWN = ("Llama", "Mistral", "Qwen2", "Qwen3")
+"""Families whose layers are computed here: attention and a feed-forward part, each behind a norm and added to what goes
+in; after the last layer a norm of each token follows, and nothing else."""
+WORTH = 0.9
+"""Where more of the tokens than this are wanted, all are computed."""
+
+
+@dataclass(frozen=True, eq=False)
+class Wanted:
+    """The tokens of a micro-batch that targets are predicted from. Legend: Q tokens, M targets."""
+
+    tokens: Int32
+    """Ascending, and as many as products on a CPU like best: the last one is repeated. int32 [Q]."""
+    tokens_Q: Tensor
+    """The same on the device, int64."""
+    places_M: Tensor
+    """Where each target's token is among them, int64."""
+
+    @staticmethod
+    def among(num_tokens: int, sources: Int32, device: torch.device) -> Wanted | None:
+        """Those that these targets need, of so many tokens; None where that is most of them.
+
+        Example: of 1,000 tokens with targets at 7, 9, 9 and 300: 7, 9 and 300 (62 times), and their places 0, 1, 1, 2.
+        """
+        found, places = np.unique(sources, return_inverse=True)
+        if not len(found) or len(found) + -len(found) % ROW_MULTIPLE > WORTH * num_tokens:
+            return None
+        tokens = np.append(found, np.repeat(found[-1:], -len(found) % ROW_MULTIPLE)).astype(np.int32)
+        on_device = (torch.tensor(x, dtype=torch.int64, device=device) for x in (tokens, places))
+        return Wanted(tokens, *on_device)
+
+
+def family_of(module: nn.Module, kind: str) -> str | None:
+    """The known family whose `kind` of module this is, sharded or not; None = of no known family."""
+    own = next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
+    return next((f for f in KNOWN if (own.__module__, own.__name__) == (_home(f), f"{f}{kind}")), None)
+
+
+def _home(family: str) -> str:
+    return f"transformers.models.{family.lower()}.modeling_{family.lower()}"
+
+
+def narrow_last_layer(model: Any) -> None:
+    """Let the last decoder layer of a model of a known family compute what the plan of a pass wants (`plan.wanted`);
+    its output then has these tokens alone."""
+    layers = decoder_layers(model)
+    family = family_of(layers[-1], "DecoderLayer") if layers else None
+    if family is not None and family_of(model.base_model, "Model") == family and "forward" not in vars(layers[-1]):
+        layer: Any = layers[-1]
+        layer.forward = partial(_forward, layer, layer.forward, family)
+
+
+def _forward(layer: Any, own: Callable[..., Tensor], family: str, hidden_1UD: Tensor, **given: Any) -> Tensor:
+    """The layer's output, [1, Q, D], where the plan says which tokens are wanted; else that of `transformers`."""
+    wanted: Wanted | None = getattr(given.get("attention_plan"), "wanted", None)
+    if wanted is None:
+        return own(hidden_1UD, **given)
+    narrow = partial(_narrow, layer, family, wanted, **given)
+    if layer.gradient_checkpointing and layer.training and "__call__" not in vars(GradientCheckpointingLayer):
+        recomputed: Tensor = layer._gradient_checkpointing_func(narrow, hidden_1UD)  # as the class's `forward` does
+        return recomputed
+    return narrow(hidden_1UD)
+
+
+def _narrow(layer: Any, family: str, wanted: Wanted, hidden_1UD: Tensor, **given: Any) -> Tensor:
+    """The layer's output for the wanted tokens."""
+    attended_1QI = _attention(layer.self_attn, family, layer.input_layernorm(hidden_1UD), wanted, **given)
+    hidden_1QD = hidden_1UD.index_select(1, wanted.tokens_Q) + layer.self_attn.o_proj(attended_1QI)
+    out: Tensor = hidden_1QD + layer.mlp(layer.post_attention_layernorm(hidden_1QD))
+    return out
+
+
+def _attention(
+    attention: Any, family: str, x_1UD: Tensor, wanted: Wanted, *, attention_plan: Any,
+    position_embeddings: tuple[Tensor, Tensor], **_: Any,
+) -> Tensor:  # fmt: skip
+    """What the heads give to the wanted tokens, [1, Q, H * E]."""
+
+    def heads(projection: nn.Module, norm: str | None, x: Tensor) -> Tensor:
+        by_head: Tensor = projection(x).view(*x.shape[:2], -1, attention.head_dim)
+        return (by_head if norm is None else getattr(attention, norm)(by_head)).transpose(1, 2)
+
+    window = attention.config.sliding_window if family == "Mistral" else getattr(attention, "sliding_window", None)
+    call = AttentionCall(scale=attention.scaling, sliding_window=window)
+    rotate = sys.modules[_home(family)].apply_rotary_pos_emb
+    norms = ("q_norm", "k_norm") if family == "Qwen3" else (None, None)
+    key, value = heads(attention.k_proj, norms[1], x_1UD), heads(attention.v_proj, None, x_1UD)
+    count = attention.config.num_attention_heads
+    narrow = isinstance(attention_plan, TreePlan) and suits(count, key, value, call)
+    mine = x_1UD.index_select(1, wanted.tokens_Q) if narrow else x_1UD
+    tables = [x.index_select(1, wanted.tokens_Q) if narrow else x for x in position_embeddings]
+    query = heads(attention.q_proj, norms[0], mine)
+    query, key = (rotate(x, x[:, :0], *at)[0] for x, at in ((query, tables), (key, position_embeddings)))
+    if narrow:
+        out = attention_plan.attend_some(wanted.tokens, query, key, value, call)
+    else:
+        out = attention_plan.attend(attention.layer_idx, query, key, value, call).index_select(1, wanted.tokens_Q)
+    return out.flatten(2)
