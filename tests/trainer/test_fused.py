@@ -109,3 +109,13 @@ def test_threads_do_not_change_a_bit():
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_second_derivative_is_refused():
+    """It would be wrong: a compiled function has none."""
+    _, other = pair(Qwen3Config)
+    fuse_layers(other)
+    x = torch.randn(3, 64, requires_grad=True)
+    (grad,) = torch.autograd.grad(other.model.norm(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()

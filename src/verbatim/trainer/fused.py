@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
 
 from verbatim import native
 
@@ -107,6 +108,7 @@ class _Norm(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scales = ctx.saved_tensors
         size = x.shape[-1]
@@ -125,6 +127,7 @@ class _Gated(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
@@ -141,6 +144,7 @@ class _Rotated(torch.autograd.Function):
         return _rotated(x_THD, cos_TD, sin_TD, 1.0)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         cos_TD, sin_TD = ctx.saved_tensors
         return _rotated(grads[0], cos_TD, sin_TD, -1.0), None, None

@@ -7,7 +7,7 @@ are wanted where a target is predicted, which with prompts and answers of tools 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -82,14 +82,14 @@ def _forward(layer: Any, own: Callable[..., Tensor], family: str, hidden_1UD: Te
     wanted: Wanted | None = getattr(given.get("attention_plan"), "wanted", None)
     if wanted is None:
         return own(hidden_1UD, **given)
-    narrow = partial(_narrow, layer, family, wanted, **given)
+    narrow: Callable[[Tensor], Tensor] = partial(_narrow, layer, family, wanted, given)
     if layer.gradient_checkpointing and layer.training and "__call__" not in vars(GradientCheckpointingLayer):
         recomputed: Tensor = layer._gradient_checkpointing_func(narrow, hidden_1UD)  # as the class's `forward` does
         return recomputed
     return narrow(hidden_1UD)
 
 
-def _narrow(layer: Any, family: str, wanted: Wanted, hidden_1UD: Tensor, **given: Any) -> Tensor:
+def _narrow(layer: Any, family: str, wanted: Wanted, given: Mapping[str, Any], hidden_1UD: Tensor) -> Tensor:
     """The layer's output for the wanted tokens."""
     attended_1QI = _attention(layer.self_attn, family, layer.input_layernorm(hidden_1UD), wanted, **given)
     hidden_1QD = hidden_1UD.index_select(1, wanted.tokens_Q) + layer.self_attn.o_proj(attended_1QI)
@@ -119,7 +119,7 @@ def _attention(
     query = heads(attention.q_proj, norms[0], mine)
     query, key = (rotate(x, x[:, :0], *at)[0] for x, at in ((query, tables), (key, position_embeddings)))
     if narrow:
-        out = attention_plan.attend_some(wanted.tokens, query, key, value, call)
+        out: Tensor = attention_plan.attend_some(wanted.tokens, query, key, value, call)
     else:
         out = attention_plan.attend(attention.layer_idx, query, key, value, call).index_select(1, wanted.tokens_Q)
     return out.flatten(2)

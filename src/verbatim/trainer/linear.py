@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 ROW_MULTIPLE = 64
@@ -66,6 +67,7 @@ class _Linear(torch.autograd.Function):
         return _product(x, weight_OI, bias_O)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight_OI = ctx.saved_tensors
         grad_RO, x_RI = grads[0].flatten(0, -2), x.flatten(0, -2)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from verbatim import native
 from verbatim.models.attention import AttentionCall
@@ -126,6 +127,7 @@ class _Attend(torch.autograd.Function):
         return out_QHE
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query_QHD, key_UKD, value_UKE, out_QHE, lse_QH = ctx.saved_tensors
         tokens, heads = key_UKD.shape[:2]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from verbatim.models.attention import AttentionCall
 from verbatim.trainer.attention.native_tree import NativeForest, suits
@@ -141,6 +142,7 @@ class _Attend(torch.autograd.Function):
         return torch.cat(outs).view(*query_KUGD.shape[:3], value_KUE.shape[2]).to(value_KUE.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query_KUGD, key_KUD, value_KUE, sinks_KG = ctx.saved_tensors
         keys, values = _exact(key_KUD), _exact(value_KUE)
