@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -217,7 +217,9 @@ class TokenTree:
                 stored = ids[num_prompt - known :]
             else:
                 ids = np.frombuffer(completion[known - num_prompt :].tobytes(), _INT32)
-            self._check(ids, known, num_prompt)
+            # As unsigned numbers, negative ids are the largest; `argmax` takes a third of the time of `max`.
+            if not 0 <= ids.item(ids.view(_UINT32).argmax()) < self._vocab_size:
+                self._refuse(ids, known, num_prompt)
             parent, segment = segment, Segment(ids, segment, known)
             self._branches[parent, known, ids.item(0)] = segment
         if stored is None:
@@ -230,16 +232,14 @@ class TokenTree:
     def foresee(self, prompt: Int32) -> None:
         """A prompt that will be taken in later, and may extend the sequence taken in last: it is compared now, and not
         again, and what that sequence was compared by is freed."""
-        if _is_kept(prompt) and self._extends_last(prompt, None):
+        if _is_kept(prompt) and self._extends_last(prompt):
             self._last, self._tail = prompt, _NONE
 
-    def _extends_last(self, ids: Int32, raw: bytes | None) -> bool:
+    def _extends_last(self, ids: Int32) -> bool:
         last, tail, length = self._last, self._tail, self._last_path.length
-        head = length - len(tail)
-        if raw is not None and isinstance(last, bytes):
-            return raw.startswith(last) and _goes_on(raw, head, tail)
         if len(ids) < length:
             return False
+        head = length - len(tail)
         return (ids is last or _same(ids[:head], np.frombuffer(last, _INT32)[:head])) and _same(ids[head:length], tail)
 
     def _find(self, ids: Int32, raw: bytes | None) -> tuple[Segment | None, int]:
@@ -249,18 +249,21 @@ class TokenTree:
             ids: The sequence.
             raw: The same as bytes, which are compared sooner; None where they were not made.
         """
-        length = self._last_path.length
-        if self._extends_last(ids, raw):
+        last, tail, length = self._last, self._tail, self._last_path.length
+        if raw is not None and isinstance(last, bytes):
+            starts = raw.startswith(last)
+            extends = starts and raw.startswith(tail, len(last))  # type: ignore[arg-type]  # an array is a buffer
+        else:
+            starts, extends = False, self._extends_last(ids)
+        if extends:
             segment, known = self._last_path.segment, length
             if self._last_is_new:
                 return segment, known
         else:
-            last, known = self._last, length - len(self._tail)
-            head = known
-            if raw is None or not isinstance(last, bytes) or not raw.startswith(last):
-                known = common_prefix_length(np.frombuffer(last, _INT32)[:head], ids)
+            head = length - len(tail)
+            known = head if starts else common_prefix_length(np.frombuffer(last, _INT32)[:head], ids)
             if known == head:  # as where a completion is shown without its thinking
-                known += common_prefix_length(self._tail, ids[head:])
+                known += common_prefix_length(tail, ids[head:])
             segment = self._last_path.segment_at(known)
         return self._descend(segment, known, ids, 0)
 
@@ -277,10 +280,7 @@ class TokenTree:
             known += common_prefix_length(segment.ids[known - segment.start :], ids[known - start :])
         return segment, known
 
-    def _check(self, ids: Int32, start: int, num_prompt: int) -> None:
-        # As unsigned numbers, negative ids are the largest; `argmax` takes a third of the time of `max`.
-        if 0 <= ids.item(ids.view(_UINT32).argmax()) < self._vocab_size:
-            return
+    def _refuse(self, ids: Int32, start: int, num_prompt: int) -> NoReturn:
         at = int(np.flatnonzero((ids < 0) | (ids >= self._vocab_size))[0])
         place = start + at
         what, position = ("prompt", place) if place < num_prompt else ("completion", place - num_prompt)
@@ -291,11 +291,6 @@ class TokenTree:
 
 
 _NONE: Int32 = np.frombuffer(b"", _INT32)
-
-
-def _goes_on(raw: bytes, at: int, ids: Int32) -> bool:
-    """Whether the sequence that these bytes are goes on with `ids` from a place: compared in memory, without a copy."""
-    return raw.startswith(ids, at * _INT32.itemsize)  # type: ignore[arg-type]  # an array is a buffer
 
 
 def _same(a: Int32, b: Int32) -> bool:
@@ -311,7 +306,7 @@ def _read_only(ids: Int32) -> Int32:
 def _is_kept(ids: Int32) -> bool:
     """Whether the array need not be copied: its memory is its own, and cannot be written."""
     flags = ids.flags
-    return flags.owndata and not flags.writeable and flags.c_contiguous
+    return not flags.writeable and flags.owndata and flags.c_contiguous
 
 
 def common_prefix_length(a: Int32, b: Int32) -> int:

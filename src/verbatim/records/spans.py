@@ -65,21 +65,38 @@ def expanded(spans: Sequence[Span], name: str, length: int) -> NDArray[Any]:
 
 
 def trained_places(spans: Sequence[Span]) -> NDArray[np.int64]:
-    """The places of all their tokens, ascending: int64 [T]."""
-    return _joined([np.arange(span.start, span.end, dtype=np.int64) for span in spans], np.int64)
+    """The places of all their tokens, ascending: int64 [T].
+
+    >>> spans = [Span(start, end, 0, 7, 0.5, 1.0, None) for start, end in ((1, 3), (6, 8))]
+    >>> trained_places(spans).tolist()
+    [1, 2, 6, 7]
+    """
+    if len(spans) == 1:
+        return np.arange(spans[0].start, spans[0].end, dtype=np.int64)
+    counts = _counts(spans)
+    starts = np.array([span[0] for span in spans], dtype=np.int64)
+    before = np.cumsum(counts) - counts
+    places: NDArray[np.int64] = np.arange(counts.sum(), dtype=np.int64) + np.repeat(starts - before, counts)
+    return places
 
 
 def of_trained(spans: Sequence[Span], name: str) -> NDArray[Any]:
-    """One of the arrays of `OUTSIDE` at the trained tokens alone: [T]."""
+    """One of the arrays of `OUTSIDE` at the trained tokens alone: [T].
+
+    >>> spans = [Span(1, 3, 0, 7, 0.5, 1.0, None), Span(6, 7, 1, 8, 0.5, 1.0, None)]
+    >>> of_trained(spans, "policy_versions").tolist()
+    [7, 7, 8]
+    """
     dtype, outside = OUTSIDE[name]
-    pieces = []
-    for span in spans:
-        value = _INSIDE[name](span)
-        if not isinstance(value, np.ndarray):
-            value = np.full(span.end - span.start, outside if value is None else value, dtype=dtype)
-        pieces.append(value)
-    return _joined(pieces, dtype)
+    if name != "logprobs":
+        values = [_INSIDE[name](span) for span in spans]
+        if len(spans) == 1:
+            return np.full(spans[0].end - spans[0].start, values[0], dtype)
+        return np.repeat(np.array(values, dtype=dtype), _counts(spans))
+    pieces = [np.full(span.end - span.start, outside, dtype) if span.logprobs is None else span.logprobs
+              for span in spans]  # fmt: skip
+    return np.concatenate(pieces or [np.empty(0, dtype=dtype)])
 
 
-def _joined(pieces: Sequence[NDArray[Any]], dtype: type) -> NDArray[Any]:
-    return np.concatenate(pieces) if pieces else np.empty(0, dtype=dtype)
+def _counts(spans: Sequence[Span]) -> NDArray[np.int64]:
+    return np.array([span[1] - span[0] for span in spans], dtype=np.int64)

@@ -162,7 +162,7 @@ def _check_runs(strategy: str, runs: list[list[int]], kept: Sequence[tuple[int, 
         fault = f"gave {shown(runs, 80)}"
     elif sorted(chain.from_iterable(runs)) != [*range(len(kept))]:
         fault = "lost or repeated turns"
-    elif not all(kept[place][1].extends(kept[before][1]) for run in runs for before, place in pairwise(run)):
+    elif not all([kept[place][1].extends(kept[before][1]) for run in runs for before, place in pairwise(run)]):
         fault = "joined turns across a break"
     assert fault is None or strategy not in STRATEGIES, f"{strategy} {fault}"
     if fault is not None:
