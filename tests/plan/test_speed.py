@@ -75,6 +75,32 @@ def test_a_decode_pass_reads_the_weights_once_and_the_cache_of_each_sequence():
     assert found.bound_by == "memory bandwidth"
 
 
+@pytest.mark.parametrize(("config", "packed"), [
+    ({}, 10**6 - 64_000), ({"tie_word_embeddings": True}, 10**6), ({"num_experts": 4}, 0),
+])  # fmt: skip
+def test_the_compiled_kernel_keeps_a_copy_of_the_matrices(config, packed):
+    model = SimpleNamespace(**vars(CONFIG), vocab_size=1000, hidden_size=64, **config)
+    found, plain = (
+        sampler_speed(BATCH, replace(REPLICA, dtype="float32", packs=packs), COST, model, DEVICE, in_flight=10,
+                      num_parameters=10**6, utilisation=0.5, bandwidth_utilisation=0.5)
+        for packs in (True, False)
+    )  # fmt: skip
+    assert (found.packed, plain.packed) == (4 * packed, 0)
+    assert found.memory == plain.memory + 4 * packed == found.weights + found.packed + found.cache
+    assert found.seconds == plain.seconds  # a pass reads the copy alone
+
+
+def test_what_the_copy_takes_is_no_room_for_sequences():
+    model = SimpleNamespace(**vars(CONFIG), vocab_size=1000, hidden_size=64, tie_word_embeddings=True)
+    of_one = 50 * 2 * 3 * 2 * 16 * 4
+    device = replace(DEVICE, memory=8_000_000 + 5 * of_one)
+    asked = replace(REPLICA, dtype="float32")
+    for packs, sequences in ((False, 10), (True, 5)):
+        found = sampler_speed(BATCH, replace(asked, packs=packs), COST, model, device, in_flight=10,
+                              num_parameters=10**6, utilisation=0.5, bandwidth_utilisation=0.5)  # fmt: skip
+        assert found.in_flight == sequences
+
+
 def test_the_longest_rollout_takes_its_passes_however_many_replicas_there_are():
     many = sampler(replicas=replace(REPLICA, count=10))
     assert many.bound_by == "memory bandwidth" and many.in_flight == 1

@@ -69,7 +69,8 @@ def place(config: RunConfig, *, is_cuda: bool, gpus: int | None) -> Placement:
         same = not is_cuda or _numbered(settings.device) == _numbered(config.trainer.device)
         where = "elsewhere" if settings.urls else "beside the trainer" if same else "own devices"
         replicas = Replicas(count=len(settings.urls) or 1, devices_each=1, dtype=settings.dtype,
-                            most_sequences=settings.max_batch_size, memory_share=1.0)  # fmt: skip
+                            most_sequences=settings.max_batch_size, memory_share=1.0,
+                            packs=not is_cuda and settings.kernel != "torch")  # fmt: skip
     else:
         replicas = Replicas(count=1, devices_each=1, dtype=settings.precision, most_sequences=_VLLM_SEQUENCES,
                             memory_share=1.0)  # fmt: skip

@@ -89,7 +89,7 @@ class Plan:
         if self.case.placement.where in ("beside the trainer", "elsewhere"):
             return True
         room = self.case.device.memory * self.case.placement.replicas.memory_share
-        return self.sampler.weights + self.sampler.cache <= room
+        return self.sampler.memory <= room
 
     @property
     def tokens_that_fit(self) -> int:
@@ -131,7 +131,7 @@ def predict(case: Case) -> Plan:
     if not device.is_cuda:
         needed *= placement.processes
     if placement.where == "beside the trainer":
-        needed += sampler.weights + sampler.cache
+        needed += sampler.memory
     return Plan(
         case=case, memory=memory, sampler=sampler, needed=needed,
         usable=int(device.memory * case.assumed.memory_share), update_bytes=_MASTER * memory.num_trained,

@@ -126,8 +126,9 @@ def _memory(plan: Plan) -> RenderableType:
         table.add_row(f"all {plan.case.placement.processes} processes on this machine",
                       f"{plan.memory.peak * plan.case.placement.processes / GIB:,.2f}")  # fmt: skip
     if plan.case.placement.where == "beside the trainer":
-        table.add_row("the sampler beside it: weights, keys and values",
-                      f"{(plan.sampler.weights + plan.sampler.cache) / GIB:,.2f}")  # fmt: skip
+        copies = ", their packed copy" if plan.sampler.packed else ""
+        table.add_row(f"the sampler beside it: weights{copies}, keys and values",
+                      f"{plan.sampler.memory / GIB:,.2f}")  # fmt: skip
     return table
 
 
