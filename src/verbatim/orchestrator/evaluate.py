@@ -18,7 +18,8 @@ from verbatim.orchestrator.assemble import (
 )
 from verbatim.rollouts import GroupRun, RolloutSetup
 from verbatim.rollouts.group import run_together
-from verbatim.types import Trajectory
+from verbatim.rollouts.turnstile import turnstile
+from verbatim.types import Example, Group, Trajectory
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,11 +54,12 @@ async def evaluate(setup: RolloutSetup, *, episodes: int, seed: int) -> Evaluati
         metrics = {"success": math.nan, "errors/environment": 1.0}
         return Evaluation(env=setup.env, num_episodes=0, num_failed=0, metrics=metrics, trajectories=())
     size = max(1, math.ceil(episodes / len(examples)))
-    groups = [
-        GroupRun(setup, example, index=i, size=size, run_seed=seed, purpose="eval")
-        for i, example in enumerate(examples)
-    ]
-    ended = await run_together(group.run() for group in groups)
+
+    async def play(index: int, example: Example) -> Group:
+        await turnstile().enter()  # thousands of groups that begin at once would hold up everything else
+        return await GroupRun(setup, example, index=index, size=size, run_seed=seed, purpose="eval").run()
+
+    ended = await run_together(play(index, example) for index, example in enumerate(examples))
     trajectories = tuple(t for group in ended for t in group.trajectories)
     verdicts = {t.trajectory_id: succeeded(setup.environment, t) for t in trajectories}
     completed = [t for t in trajectories if t.error is None]

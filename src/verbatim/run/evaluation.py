@@ -18,9 +18,11 @@ from verbatim.environments.resolve import examples_of
 from verbatim.errors import RunStopped, UsageError
 from verbatim.evaluation.outcomes import Outcome
 from verbatim.evaluation.results import EnvResult, env_result
+from verbatim.orchestrator.collector import seldom_collected
 from verbatim.rollouts import EpisodeTally, GroupRun, RolloutSetup
 from verbatim.rollouts.chat_runner import ChatRunner, chat_setup
 from verbatim.rollouts.group import run_together
+from verbatim.rollouts.turnstile import turnstile
 from verbatim.run.environments import Environments, check_tools
 from verbatim.run.episode_log import Conditions, EpisodeLog
 from verbatim.run.eval_models import EvalModel
@@ -212,6 +214,7 @@ class _Playing:
 
         async def work() -> None:
             for index, samples in units:
+                await turnstile().enter()
                 group = await GroupRun(
                     setup, plan.examples[index], index=index, size=plan.episodes_each, samples=samples,
                     run_seed=self._settings.seed, purpose="eval",
@@ -219,7 +222,8 @@ class _Playing:
                 for trajectory in group.trajectories:
                     self._take(plan, trajectory)
 
-        await run_together(work() for _ in range(min(self._concurrency, plan.num_episodes)))
+        with seldom_collected():
+            await run_together(work() for _ in range(min(self._concurrency, plan.num_episodes)))
 
     def _take(self, plan: EnvPlan, trajectory: Trajectory) -> None:
         """One that ended."""
