@@ -3,9 +3,7 @@
 Tests run with the kernel as it is compiled for this processor, and for processors that cannot multiply bfloat16.
 """
 
-import ctypes
 import platform
-import shutil
 
 import numpy as np
 import pytest
@@ -35,8 +33,7 @@ TWO_BUILDS = pytest.mark.parametrize("kernel", ["as_it_is", "without_options"], 
 @pytest.fixture(scope="module", params=BUILDS)
 def kernel(request):
     """The kernel's functions, compiled for this processor or for an older one."""
-    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
-    if compiler is None or native.library(library.SOURCE) is None:
+    if library.load_kernel() is None:
         pytest.skip("there is no C compiler here")
     options = BUILDS[request.param]
     if options and not torch.backends.cpu.get_cpu_capability().startswith("AVX512" if "512" in options[0] else "AVX"):
@@ -44,9 +41,10 @@ def kernel(request):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(native, "_PATIENCE", 1000)  # on a machine that does much else
         if options is not None:
-            path = native._compiled(library.SOURCE, compiler, (*native._FLAGS, *options))
-            patched.setattr(library, "library", lambda source: ctypes.CDLL(str(path)))
+            patched.setattr(native, "_VARIANTS", (options,))
+            patched.setattr(library, "library", native.library.__wrapped__)
         found = library.load_kernel()
+        assert found is not None
         assert options is None or not found.verbatim_rounds(), "older processors do not multiply bfloat16"
         yield found
 
