@@ -3,7 +3,7 @@
 ```
 runs/guess_number/latest -> 20260131-142501
 runs/guess_number/20260131-142501/
-    config.toml  metrics.jsonl  alarms.jsonl  eval_trajectories.jsonl  learning_curve.png
+    config.toml  precision.json  metrics.jsonl  alarms.jsonl  eval_trajectories.jsonl  learning_curve.png
     trajectories/  checkpoints/  weights/  exchange/  logs/    and at the end: summary.json  summary.txt  final/
 ```
 """
@@ -16,14 +16,15 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from verbatim.checkpoints.lock import ANOTHER_FOLDER, FolderLock, is_locked
 from verbatim.checkpoints.origin import FORKING
 from verbatim.checkpoints.store import WEIGHTS, CheckpointStore
-from verbatim.checkpoints.stored_config import CONFIG, changed_keys, damage_of_config, newest_copy
+from verbatim.checkpoints.stored_config import CONFIG, changed_keys, damage_of_config, newest_copy, stored_tables
 from verbatim.config import dump_config
 from verbatim.config.schema import RunConfig
 from verbatim.disk import keep_aside, make_folder, rename, sync, write_file
@@ -33,6 +34,8 @@ from verbatim.machine_faults import naming
 
 logger = logging.getLogger(__name__)
 
+PRECISION = "precision.json"
+"""What `dtype = "auto"` became, and why."""
 RUNS = Path("runs")
 LATEST = "latest"
 _HOLDS_A_RUN = f"{{}} already holds a run; add --resume (in Python resume=True) to continue it, or {ANOTHER_FOLDER}"
@@ -200,6 +203,19 @@ class RunFolder:
             raise
         return found
 
+    @staticmethod
+    def stored_tables(config: RunConfig, resume: bool | Path, root: Path = RUNS) -> Mapping[str, Any] | None:
+        """The tables of the configuration that a run to continue has stored, or its newest checkpoint; None where there
+        is no such run, which `resume` refuses.
+
+        Args:
+            config: With its name.
+            resume: True for the latest of this name, or a run folder.
+            root: Where runs are.
+        """
+        path = resume if isinstance(resume, Path) else config.run_dir or root / str(config.name) / LATEST
+        return stored_tables(path)
+
     def log(self, role: str) -> Path:
         """The log file of a process; creates its folder."""
         folder = self.path / "logs"
@@ -249,6 +265,7 @@ class RunFolder:
             shutil.rmtree(self.path)
         else:
             (self.path / CONFIG).unlink()
+            (self.path / PRECISION).unlink(missing_ok=True)
             remove_from(self.path, self._beginning)
 
     def remove_left_overs(self, role: str) -> None:

@@ -56,6 +56,15 @@ def damage_of_config(path: Path) -> str | None:
     return None if isinstance(document.get("model"), dict) else "it has no [model] table"
 
 
+def stored_tables(path: Path) -> Mapping[str, Any] | None:
+    """The tables of the configuration in a run's folder; of a damaged one those of its copy in the newest checkpoint.
+    None where there is neither."""
+    file: Path | None = path / CONFIG
+    if file is not None and damage_of_config(file) is not None:
+        file = newest_copy(path)
+    return None if file is None else tomllib.loads(file.read_text(encoding="utf-8"))
+
+
 def changed_keys(config: RunConfig, toml: str) -> list[str]:
     """The keys whose values differ from those of a stored configuration, as "key: stored -> given", without secrets.
 

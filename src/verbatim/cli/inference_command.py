@@ -23,6 +23,7 @@ from verbatim.machine_faults import describe
 from verbatim.models.catalog import folder_of
 from verbatim.plain_console import PlainConsole
 from verbatim.run.logs import log_to_console
+from verbatim.run.precision import resolve_sampler
 from verbatim.run.recipes import run_file
 from verbatim.run.rollouts import check_backend, inference_settings, make_sampler
 from verbatim.run.tables import component_tables
@@ -115,7 +116,7 @@ async def _serve_sampler(
     """One server of any backend that computes in this process."""
     from verbatim.inference.http.server import serve_sampler
 
-    sampler = await make_sampler(config, model, logs=args.logs)
+    sampler = await make_sampler(resolve_sampler(config, model), model, logs=args.logs)
     try:
         async with serve_sampler(sampler, host=args.host, port=args.port, api_key=key, uploads=args.uploads,
                                  weights_folder=args.weights_folder) as server:  # fmt: skip

@@ -57,12 +57,14 @@ def run(args: argparse.Namespace) -> int:
     from verbatim.plan.placement import place
     from verbatim.plan.predict import Assumptions, Case, model_source, predict
     from verbatim.plan.show import show_changes, show_plan
+    from verbatim.run.precision import OnCuda, resolve_dtypes
 
     device = find_device(args.gpu) if args.gpu is not None else device_here(_has_cuda(config))
     if not device.is_cuda and args.gpus is not None:
         raise UsageError(f"--gpus {args.gpus} without --gpu: this machine has no CUDA device; say which ones, for "
                          "example --gpu h100")  # fmt: skip
     shares = {name: getattr(args, name) for name in ("utilisation", "bandwidth_utilisation", "memory_share")}
+    config, choices = resolve_dtypes(config, machine=OnCuda() if device.is_cuda else None)
     with model_source(config) as source:
         plan = predict(Case(
             config=config, source=source, device=device,
@@ -73,6 +75,8 @@ def run(args: argparse.Namespace) -> int:
         console = PlainConsole()
         if not args.json:
             show_plan(plan, console)
+            for choice in choices:
+                console.print(f"precision      {choice}", soft_wrap=True)
         changes = [] if plan.fits else tried_changes(plan)
     if args.json:
         json.dump(plan_as_json(plan, changes), sys.stdout, indent=2)

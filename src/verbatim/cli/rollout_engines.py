@@ -16,6 +16,7 @@ from verbatim.models.catalog import folder_of
 from verbatim.rollouts import APIMultiTurnRollout, MultiTurnRollout
 from verbatim.rollouts.conversation_rollout import ConversationRollout
 from verbatim.rollouts.seeds import derive_seed
+from verbatim.run.precision import resolve_sampler
 from verbatim.run.rollouts import check_backend, make_renderer, make_sampler
 from verbatim.run.tables import component_tables
 
@@ -87,6 +88,7 @@ def _over_inference(args: argparse.Namespace) -> Engine:
                          f"runs/{args.inference.stem}/latest/final")  # fmt: skip
     model = folder_of(model)
     check_backend(config)
+    config = resolve_sampler(config, model)
     renderer = make_renderer(config.orchestrator.renderer, load_tokenizer(model))
     settings = _settings(args)
 

@@ -152,8 +152,9 @@ class TrainerConfig(Section):
     """Targets whose vocabulary-sized logits exist at one time."""
     optimizer_steps_per_batch: PositiveInt = 1
     """Optimizer steps taken on each batch, on disjoint parts of it."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the forward and backward pass; master weights are float32."""
+    dtype: Literal["float32", "bfloat16", "auto"] = "float32"
+    """Precision of the forward and backward pass; master weights are float32. "auto" is chosen once, when a run begins:
+    bfloat16 where that is faster, by measuring; float32 for tiny models."""
     device: str = "auto"
     """"auto" takes CUDA where there is one."""
     gradient_checkpointing: bool = False

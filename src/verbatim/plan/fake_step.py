@@ -34,6 +34,8 @@ from verbatim.plan.fake_attention import as_on_cuda
 from verbatim.plan.fake_ranks import FakeRanks, fake_ranks
 from verbatim.plan.live_memory import BATCH, GRADIENTS, OPTIMIZER, REFERENCE, WEIGHTS, LiveMemory
 from verbatim.records.fields import REFERENCE as REFERENCE_STREAM
+from verbatim.trainer.bfloat16 import can_round, round_products
+from verbatim.trainer.compile import rounds_products
 from verbatim.trainer.device_batch import DeviceBatch
 from verbatim.trainer.frozen import base_under_adapters
 from verbatim.trainer.fused import fuse_layers
@@ -222,8 +224,11 @@ class _Step:
         self._give_room(model, self._sharding)
         if config.gradient_checkpointing:
             checkpoint_layers(model, _Offload() if config.activation_offload else None)
+        rounds = not case.on_cuda and rounds_products(
+            model, config, torch.device("cpu"), sharded=self._sharding is not None
+        )
         self._autocast: Callable[[], Any] = contextlib.nullcontext
-        if config.dtype == "bfloat16":
+        if config.dtype == "bfloat16" and not rounds:
             self._autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
         routers = find_routers(model) if config.router_aux_loss_coef else None
         self._lm = CausalLM(model, self._sharding, routers)
@@ -235,6 +240,8 @@ class _Step:
         self._router_loss = router_loss(self._targets, config.router_aux_loss_coef)
         if not case.on_cuda:
             use_onednn(model)
+        if rounds:
+            round_products(model)
         memory.mark(model.buffers(), WEIGHTS)
         memory.mark(model.parameters(), WEIGHTS)
         for parameter in model.parameters():
@@ -269,6 +276,8 @@ class _Step:
         model.requires_grad_(False)
         if not case.on_cuda:
             use_onednn(model)
+            if case.trainer.dtype == "bfloat16" and sharding is None and can_round(model):
+                round_products(model)
         self._memory.mark(model.parameters(), REFERENCE)
         return {REFERENCE_STREAM: self._asked(CausalLM(model, sharding))}
 

@@ -68,7 +68,7 @@ def place(config: RunConfig, *, is_cuda: bool, gpus: int | None) -> Placement:
     elif isinstance(settings, TorchSettings):
         same = not is_cuda or _numbered(settings.device) == _numbered(config.trainer.device)
         where = "elsewhere" if settings.urls else "beside the trainer" if same else "own devices"
-        replicas = Replicas(count=len(settings.urls) or 1, devices_each=1, dtype=settings.dtype,
+        replicas = Replicas(count=len(settings.urls) or 1, devices_each=1, dtype=settings.precision,
                             most_sequences=settings.max_batch_size, memory_share=1.0,
                             packs=not is_cuda and settings.kernel != "torch")  # fmt: skip
     else:

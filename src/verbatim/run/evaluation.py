@@ -26,6 +26,7 @@ from verbatim.rollouts.turnstile import turnstile
 from verbatim.run.environments import Environments, check_tools
 from verbatim.run.episode_log import Conditions, EpisodeLog
 from verbatim.run.eval_models import EvalModel
+from verbatim.run.precision import resolve_sampler
 from verbatim.run.rollouts import (
     check_backend,
     limits_of,
@@ -201,7 +202,7 @@ class _Playing:
         check_backend(self._config)
         renderer = make_renderer(orchestrator.renderer, load_tokenizer(model.source))
         check_tools(self._config, self._environments, renderer)
-        sampler = await make_sampler(self._config, model.source)
+        sampler = await make_sampler(resolve_sampler(self._config, model.source), model.source)
         try:
             async with open_runner(orchestrator, {"eval": made}, sampler, renderer) as local:
                 yield make_setups(orchestrator, made, sampler, renderer, slots, runner=local, tally=tally)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,6 +32,7 @@ from verbatim.run.environments import Environments
 from verbatim.run.fork import Fork, check_fork, open_fork
 from verbatim.run.logs import log_to_file
 from verbatim.run.parts import make_monitors
+from verbatim.run.precision import Choice, refuse_auto, resolve_dtypes, tell
 from verbatim.run.report import report
 from verbatim.run.rollouts import ask_servers_of, inference_settings
 from verbatim.run.training_run import RunLoop, TrainingRun
@@ -71,9 +73,13 @@ def execute(
     """
     started = time.monotonic()
     config = config.named(name)  # it may be resumed from its own file
+    config, choices = _as_stored(config, resume, fork)
+    if trainer_elsewhere:
+        refuse_auto(config, "trainer and orchestrator of this run are started one by one")
     origin = check_fork(fork, config) if fork is not None else None
     made = _checked(config, environments, console, starts_both=not trainer_elsewhere)
     services, watch = make_monitors(config), make_watch(config)
+    config, measured = resolve_dtypes(config)
     _ask_servers(config)
     if fork is not None and origin is not None:
         opened = open_fork(fork, origin, config, made, console)
@@ -81,6 +87,7 @@ def execute(
         opened = RunFolder.open(config, ORCHESTRATOR, resume=resume, joins=trainer_elsewhere)
     with opened as folder, log_to_file(folder.log(ORCHESTRATOR)):
         console.print(f"run folder  {folder.path}", soft_wrap=True)
+        tell([*choices, *measured], console, folder.path)
         training = TrainingRun(
             config=config, environments=made, services=services, monitors=monitors, watch=watch, folder=folder,
             console=console, started=started,
@@ -97,6 +104,14 @@ def execute(
                 console.print(to_go_on, soft_wrap=True, style="bold")
         _tell_of_the_end(training)
     return training
+
+
+def _as_stored(config: RunConfig, resume: bool | Path, fork: Fork | None) -> tuple[RunConfig, list[Choice]]:
+    """A run that goes on, and a fork, compute in what the run was begun in, where the configuration says "auto"."""
+    stored: Mapping[str, Any] | None = tomllib.loads(fork.toml) if fork is not None else None
+    if resume:
+        stored = RunFolder.stored_tables(config, resume)
+    return resolve_dtypes(config, stored=stored) if stored is not None else (config, [])
 
 
 def _checked(

@@ -24,6 +24,7 @@ from verbatim.imports import search_beside
 from verbatim.records.trained_tokens import TrainedTokens
 from verbatim.run.make_trainer import make_trainer, threads_of
 from verbatim.run.parts import needs_first_model
+from verbatim.run.precision import resolve_dtypes
 from verbatim.run.replay_compare import (
     MetricDifference,
     TokenDifference,
@@ -109,6 +110,7 @@ def replay(run: Path, step: int, overrides: Sequence[str] = ()) -> Replay:
     search_beside(plan.run / CONFIG)
     config = load_config(plan.config_file, tables=component_tables())
     changed = load_config(plan.config_file, overrides, component_tables()) if overrides else config
+    changed, _ = resolve_dtypes(changed, stored=config.model_dump())
     changes = tuple(changed_keys(changed, dump_config(config)))
     _refuse_idle(changes)
     stored = {number: read_step(plan.run, number) for number in plan.steps}

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from verbatim.config.schema import TrainerConfig
 from verbatim.errors import ModelError
 from verbatim.machine_faults import is_out_of_memory
 from verbatim.models.attention import ATTENTION
 from verbatim.models.experts import router_modules
 from verbatim.models.refusal import describe
 from verbatim.models.tiny import decoder_layers
+from verbatim.trainer.bfloat16 import can_round, round_products
 from verbatim.trainer.fused import fuse_layers
 from verbatim.trainer.last_layer import narrow_last_layer
 from verbatim.trainer.linear import use_onednn
@@ -52,15 +54,24 @@ def _between_pieces(function: Callable[..., Any]) -> Callable[..., Any]:
     return called  # type: ignore[no-any-return]
 
 
-def choose_kernels(model: Any, *, compiled: bool) -> None:
+def choose_kernels(model: Any, *, compiled: bool, rounds: bool = False) -> None:
     """Compile the layers by torch; else take its operators, on a CPU the faster one of two libraries, and C of ours
-    between the products."""
+    between the products. `rounds`: the products of its layers in bfloat16 (`round_products`)."""
     if compiled:
         compile_layers(model)
-    else:
-        use_onednn(model)
-        fuse_layers(model)
-        narrow_last_layer(model)
+        return
+    use_onednn(model)
+    fuse_layers(model)
+    narrow_last_layer(model)
+    if rounds and can_round(model):
+        round_products(model)
+
+
+def rounds_products(model: Any, config: TrainerConfig, device: torch.device, *, sharded: bool) -> bool:
+    """Whether `trainer.dtype = "bfloat16"` is products in bfloat16 alone; else it is autocast: on CUDA, of a model with
+    other products than those of linear layers, and where torch compiles or shards the layers."""
+    alone = config.dtype == "bfloat16" and device.type == "cpu" and not config.compile and not sharded
+    return alone and can_round(model)
 
 
 def try_compiled(targets: TargetLogprobs, sharding: Sharding | None) -> None:

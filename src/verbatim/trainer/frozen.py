@@ -91,7 +91,7 @@ def load_frozen(
     )
     model.requires_grad_(False)
     lm = CausalLM(model, sharding)
-    choose_kernels(model, compiled=compiled)
+    choose_kernels(model, compiled=compiled, rounds=compute == "bfloat16" and sharding is None)
     refuse_rows_alone(lm, ranks)
     if lm.vocab_size != beside.model.vocab_size:
         here, there = beside.model.vocab_size, lm.vocab_size

@@ -6,8 +6,8 @@ Before the first trees of a run are trained on, a few of their samples are compu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from verbatim.models.positions import refuse_moving_positions
 from verbatim.packing import find_packer
 from verbatim.packing.cost import model_cost
 from verbatim.packing.ranks import deal_samples
+from verbatim.trainer.bfloat16 import in_float32
 from verbatim.trainer.frozen import packing_beside
 from verbatim.trainer.logprobs import TargetLogprobs
 from verbatim.trainer.model_check import packing_for
@@ -125,7 +126,7 @@ class StepPacker:
     def try_trees(self, rows: Sequence[MicroBatch], trees: Sequence[MicroBatch]) -> bool:
         """Whether trees have the gradient of rows. All ranks call it, with what `deal_checked` hands them."""
         rounds = self._config.dtype == "bfloat16" and self._sharding is None
-        exact = replace(self._targets, autocast=nullcontext) if rounds else None
+        exact = replace(self._targets, autocast=partial(in_float32, self._lm.model)) if rounds else None
         return trees_are_right(
             self._targets, rows, trees, tolerance=self._rounding(), exact=exact, sharding=self._sharding
         )

@@ -20,7 +20,7 @@ from verbatim.models.experts import find_routers
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model, resolve_device, save_model
 from verbatim.records.trained_tokens import TrainedTokens
-from verbatim.trainer.compile import choose_kernels, try_compiled
+from verbatim.trainer.compile import choose_kernels, rounds_products, try_compiled
 from verbatim.trainer.freed_memory import keep_freed_memory
 from verbatim.trainer.frozen import FrozenModels
 from verbatim.trainer.logprobs import TargetLogprobs
@@ -80,6 +80,7 @@ class Trainer:
         Raises:
             ModelError: the model cannot be loaded, or cannot be trained as asked.
         """
+        assert config.dtype != "auto", "resolve_dtypes comes first"
         self.config = config
         self.loss = loss
         self.total_optimizer_steps = total_optimizer_steps
@@ -96,7 +97,7 @@ class Trainer:
         )  # fmt: skip
         if self.adapters is not None:
             self.adapters.begin(self.model)
-        choose_kernels(self.model, compiled=config.compile)
+        choose_kernels(self.model, compiled=config.compile, rounds=self._rounds)
         if config.compile:
             try_compiled(self._targets, self._sharding)
         self.optimizer = build_optimizer(self.model, config.optim)
@@ -129,6 +130,7 @@ class Trainer:
             offload = activation_offload(self.device) if config.activation_offload else None
             checkpoint_layers(self.model, offload, routers)
         self.lm = CausalLM(self.model, self._sharding, routers)
+        self._rounds = rounds_products(self.model, config, self.device, sharded=self._sharding is not None)
         refuse_rows_alone(self.lm, ranks)
         if sequence is not None:
             refuse_slices(self.lm, sequence.size)
@@ -274,7 +276,7 @@ class Trainer:
         return norm, lr
 
     def _autocast(self) -> AbstractContextManager[object]:
-        if self.config.dtype == "bfloat16":
+        if self.config.dtype == "bfloat16" and not self._rounds:
             return torch.autocast(self.device.type, dtype=torch.bfloat16)
         return nullcontext()
 

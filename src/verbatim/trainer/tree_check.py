@@ -81,7 +81,8 @@ def _beside_float32(
     exact: TargetLogprobs, rows: Sequence[MicroBatch], found: Gradient, expected: Gradient, tolerance: float
 ) -> tuple[float, dict[str, float]]:
     """How far trees (`found`) may be from the gradient in float32, given how far rows (`expected`) are; and how far."""
-    in_float32 = gradient(exact.model.model, partial(_backward, exact, rows, None))
+    with exact.autocast():  # the backward pass too, where activations are recomputed
+        in_float32 = gradient(exact.model.model, partial(_backward, exact, rows, None))
     of_rows = max(differences(expected, in_float32).values(), default=0.0)
     return max(tolerance, ROOM * of_rows), differences(found, in_float32)
 

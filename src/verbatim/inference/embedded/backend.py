@@ -49,7 +49,7 @@ def found_servers(inputs: BackendInputs, settings: TorchSettings) -> FoundServer
 
     vocab_size = vocab_size_of(inputs.model)
 
-    how: dict[str, str] = {"dtype": settings.dtype, "on_weight_update": inputs.on_weight_update}
+    how: dict[str, str] = {"dtype": settings.precision, "on_weight_update": inputs.on_weight_update}
     if inputs.return_routed_experts:
         how["return_routed_experts"] = "true"
 

@@ -72,7 +72,7 @@ class TorchSampler:
         return_routed_experts: bool = False,
     ) -> None:
         adapter = read_adapter(Path(model_path)) if is_adapter(model_path) else None
-        how: dict[str, Any] = {"dtype": config.dtype, "device": config.device}
+        how: dict[str, Any] = {"dtype": config.precision, "device": config.device}
         loaded = load_base_of(adapter, **how) if adapter is not None else load_model(model_path, **how)
         model = CausalLM(loaded, routers=find_routers(loaded) if return_routed_experts else None)
         model.model.requires_grad_(False)
@@ -88,7 +88,7 @@ class TorchSampler:
         self.vocab_size = min(model.vocab_size, int(model.backbone.get_input_embeddings().weight.shape[0]))
         """Ids are below this."""
         self.how: Mapping[str, str] = {
-            "dtype": config.dtype, "on_weight_update": on_weight_update,
+            "dtype": config.precision, "on_weight_update": on_weight_update,
             **({"return_routed_experts": "true"} if return_routed_experts else {}),
         }  # fmt: skip
         """How it was started."""

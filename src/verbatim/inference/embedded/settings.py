@@ -14,9 +14,10 @@ class TorchSettings(ServerSettings):
 
     max_batch_size: PositiveInt = 64
     """Sequences decoded together."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "auto"] = "float32"
     """Number format of weights, and where PyTorch computes of all else too, logprobs excepted. The compiled kernel has
-    only matrices in bfloat16, and where the processor multiplies it (AVX512-BF16) inputs of layers' products."""
+    only matrices in bfloat16, and where the processor multiplies it (AVX512-BF16) inputs of layers' products. "auto" is
+    chosen once, when a run begins: bfloat16 where that is faster, by measuring; float32 for tiny models."""
     device: str = "auto"
     """"auto" takes CUDA where there is one."""
     kernel: Literal["auto", "torch", "compiled"] = "auto"
@@ -38,6 +39,9 @@ class TorchSettings(ServerSettings):
     @property
     def precision(self) -> Literal["float32", "bfloat16"]:
         """What it computes in."""
+        if self.dtype == "auto":
+            raise UsageError('dtype = "auto" is chosen by a run, verbatim eval, rollout or inference; here give '
+                             '"float32" or "bfloat16"')  # fmt: skip
         return self.dtype
 
     def check(self) -> None:

@@ -1,0 +1,127 @@
+"""Measures what float32 and bfloat16 cost on this machine, with the products and passes that a model takes."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from verbatim.inference.base import SampleRequest, SamplingParams
+from verbatim.inference.embedded.decoder import Decoder
+from verbatim.inference.embedded.engine_thread import torch_threads
+from verbatim.inference.embedded.settings import TorchSettings
+from verbatim.models.attention import ATTENTION
+from verbatim.models.head import CausalLM
+from verbatim.models.instructions import has_bfloat16
+from verbatim.models.loading import resolve_device
+from verbatim.models.refusal import refusing
+from verbatim.run.precision import Dtype, Layers, Seconds, Side
+from verbatim.trainer.bfloat16 import Products, round_linear
+from verbatim.trainer.linear import use_onednn
+
+REPEATS = 5
+"""Times of each, in turns."""
+MOST_NUMBERS = 1 << 29
+"""Multiplications of one product at most: fewer rows of a larger one."""
+PASSES = 8
+"""Decode passes of each in a turn."""
+_PROMPT = 8
+_VOCAB = 256
+
+
+class ThisMachine:
+    """A `Machine`: the one that this process runs on."""
+
+    def cuda_rounds(self, device: str) -> bool | None:
+        """Whether the CUDA device that `device` means computes in bfloat16; None = it means the CPU."""
+        found = resolve_device(device)
+        if found.type != "cuda":
+            return None
+        return torch.cuda.get_device_capability(found) >= (8, 0)
+
+    def has_instructions(self) -> bool:
+        """Whether the processor multiplies bfloat16."""
+        return has_bfloat16()
+
+    def measure(self, side: Side, layers: Layers, rows: int) -> Seconds:
+        """Time what one side does with the layers of a model, on one thread."""
+        with torch_threads(1):
+            return _products(layers, rows) if side == "trainer" else _passes(layers, rows)
+
+
+def _products(layers: Layers, rows: int) -> Seconds:
+    """Forward and backward of one layer of each size, weighted by how many of them there are."""
+    totals = dict.fromkeys(("float32", "bfloat16"), 0.0)
+    for (inputs, outputs), count in layers.sizes.items():
+        fitting = max(64, min(rows, MOST_NUMBERS // (inputs * outputs) // 64 * 64))
+        x = torch.randn(1, fitting, inputs, requires_grad=True)
+        exact, rounded = nn.Linear(inputs, outputs, bias=False), nn.Linear(inputs, outputs, bias=False)
+        use_onednn(exact)
+        round_linear(rounded, Products())
+        gradient = torch.randn(1, fitting, outputs)
+        found = _medians({"float32": partial(_both_ways, exact, x, gradient),
+                          "bfloat16": partial(_both_ways, rounded, x, gradient)})  # fmt: skip
+        for name, seconds in found.items():
+            totals[name] += count * seconds * rows / fitting
+    return Seconds(**totals, of=f"products of {rows} tokens forward and backward")
+
+
+def _both_ways(module: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> None:
+    torch.autograd.grad(module(x), [x, *module.parameters()], gradient)
+
+
+def _passes(layers: Layers, rows: int) -> Seconds:
+    """Decode passes of a model with one layer of this shape, random weights and a small vocabulary."""
+    decoders: dict[Dtype, Decoder] = {
+        "float32": _decoder(layers.config, rows, "float32"), "bfloat16": _decoder(layers.config, rows, "bfloat16"),
+    }  # fmt: skip
+    found = _medians({name: partial(_decode, decoder) for name, decoder in decoders.items()})
+    return Seconds(**{name: seconds / PASSES for name, seconds in found.items()},
+                   of=f"decode passes of {rows} sequences in one layer")  # fmt: skip
+
+
+def _decoder(config: Any, rows: int, dtype: Dtype) -> Decoder:
+    """With so many sequences that all decode."""
+    small = copy.deepcopy(config)
+    small.num_hidden_layers, small.vocab_size, small.pad_token_id = 1, _VOCAB, None
+    if getattr(small, "layer_types", None):
+        small.layer_types = small.layer_types[:1]
+    context = _PROMPT + PASSES * (REPEATS + 1) + 2
+    with refusing(f"a {type(config).__name__} of one layer cannot be made"):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(small, dtype=getattr(torch, dtype)).eval().requires_grad_(False)
+        model.set_attn_implementation(ATTENTION)
+    decoder = Decoder(CausalLM(model), TorchSettings(max_batch_size=rows, dtype=dtype, device="cpu"),
+                      context_length=context, version=0)  # fmt: skip
+    rng = np.random.default_rng(0)
+    for seed in range(rows):
+        ids = rng.integers(0, _VOCAB, _PROMPT).astype(np.int32)
+        params = SamplingParams(max_tokens=context - _PROMPT - 1)
+        assert decoder.add(SampleRequest(prompt_ids=ids, params=params, seed=seed)) is not None
+    decoder.step()
+    return decoder
+
+
+def _decode(decoder: Decoder) -> None:
+    for _ in range(PASSES):
+        decoder.step()
+
+
+def _medians(work: Mapping[Dtype, Callable[[], None]]) -> dict[str, float]:
+    """Seconds of processor time of each, done in turns, after a first time that is not counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in work}
+    for repeat in range(REPEATS + 1):
+        for name, do in work.items():
+            began = time.thread_time()
+            do()
+            if repeat:
+                seconds[name].append(time.thread_time() - began)
+    return {name: statistics.median(of_one) for name, of_one in seconds.items()}

@@ -1,0 +1,274 @@
+"""Resolves `dtype = "auto"` of trainer and embedded sampler, before a run has a folder: what is faster here, measured.
+
+```
+stored in the run (a resume, a fork)                          -> as it was
+CUDA                                                          -> bfloat16 where the device computes in it
+a tiny model, other products, no instructions for bfloat16    -> float32, without measuring
+else                                                          -> bfloat16 where it is FASTER times as fast
+```
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from rich.console import Console
+
+from verbatim.checkpoints.run_folder import PRECISION
+from verbatim.config.schema import RunConfig
+from verbatim.config.sections import table_of
+from verbatim.disk import write_file
+from verbatim.errors import UsageError
+from verbatim.inference.embedded.settings import TorchSettings
+from verbatim.models.source import find_source
+from verbatim.run.rollouts import inference_settings
+
+logger = logging.getLogger(__name__)
+
+Dtype = Literal["float32", "bfloat16"]
+Side = Literal["trainer", "sampler"]
+
+FASTER = 1.25
+"""How many times as fast bfloat16 has to be: all else in a pass stays as it is, and rounding is not free."""
+TINY = 100_000
+"""Numbers in a layer's matrices, in the mean, below which a model is tiny: rounding costs what the product saves."""
+TRAINER_ROWS = 1024
+"""Tokens of a product that is measured for the trainer: with more of them the ratio changes little."""
+MOST_SAMPLER_ROWS = 64
+"""Sequences that are decoded together while the sampler is measured, at most."""
+TRAINER, SAMPLER = "trainer.dtype", "inference.torch.dtype"
+_KEPT = "as the run has it"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What `dtype = "auto"` became."""
+
+    key: str
+    """Of the configuration: "trainer.dtype"."""
+    dtype: Dtype
+    reason: str
+    """A sentence part, with what was measured."""
+
+    def __str__(self) -> str:
+        return f"{self.key} = {self.dtype}: {self.reason}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layers:
+    """The linear layers of a model, output head left out."""
+
+    sizes: Mapping[tuple[int, int], int]
+    """How many have so many inputs and outputs."""
+    linear_alone: bool
+    """Whether the decoder layers have no other matrices."""
+    config: Any
+    """The configuration of `transformers`."""
+
+    @property
+    def mean_size(self) -> float:
+        """Numbers in a matrix, in the mean."""
+        total = sum(inputs * outputs * count for (inputs, outputs), count in self.sizes.items())
+        return total / max(1, sum(self.sizes.values()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seconds:
+    """The same work in both, medians of processor time."""
+
+    float32: float
+    bfloat16: float
+    of: str
+    """What was measured."""
+
+
+class Machine(Protocol):
+    """What a choice asks of the machine that computes."""
+
+    def cuda_rounds(self, device: str) -> bool | None:
+        """Whether the CUDA device that `device` means computes in bfloat16; None = it means the CPU."""
+
+    def has_instructions(self) -> bool:
+        """Whether the processor multiplies bfloat16."""
+
+    def measure(self, side: Side, layers: Layers, rows: int) -> Seconds:
+        """Time what one side does with the layers of a model."""
+
+
+class OnCuda:
+    """A `Machine` of the table of a plan's devices, which all compute in bfloat16."""
+
+    def cuda_rounds(self, device: str) -> bool | None:
+        """They do; a side that is on the CPU beside them is taken for one of them."""
+        return True
+
+    def has_instructions(self) -> bool:
+        raise AssertionError("a CUDA device was asked")
+
+    def measure(self, side: Side, layers: Layers, rows: int) -> Seconds:
+        raise AssertionError("a CUDA device was asked")
+
+
+def resolve_dtypes(
+    config: RunConfig, *, stored: Mapping[str, Any] | None = None, machine: Machine | None = None,
+    model: str | Path | None = None, keys: Collection[str] = (TRAINER, SAMPLER),
+) -> tuple[RunConfig, list[Choice]]:  # fmt: skip
+    """The configuration without "auto", and what was chosen.
+
+    Args:
+        config: With its keys `trainer.dtype` and `inference.torch.dtype`.
+        stored: The tables of the run that goes on, or is forked: what they say is taken.
+        machine: That computes; None = this one.
+        model: The model's folder or hub id, where it is another one than `model.name`.
+        keys: Which ones.
+
+    Raises:
+        UsageError: servers of the sampler are elsewhere.
+        ModelError: no such model.
+    """
+    asked = [key for key in unresolved(config) if key in keys]
+    if not asked:
+        return config, []
+    settings = inference_settings(config)
+    if SAMPLER in asked and isinstance(settings, TorchSettings) and settings.urls:
+        raise UsageError('inference.torch.dtype = "auto" with urls: the servers have a dtype already; give '
+                         'the one that they say when they start, "float32" or "bfloat16"')  # fmt: skip
+    choices: list[Choice] = []
+    found: list[Layers] = []
+    for key in asked:
+        if (kept := _stored(stored, key)) is not None:
+            choices.append(Choice(key=key, dtype=kept, reason=_KEPT))
+            continue
+        found = found or [read_layers(config, model)]
+        choices.append(_choose(key, config, found[0], machine or _this_machine()))
+    for choice in choices:
+        config = _with_dtype(config, choice.key, choice.dtype)
+    return config, choices
+
+
+def unresolved(config: RunConfig) -> list[str]:
+    """The keys that are "auto"."""
+    settings = inference_settings(config)
+    in_torch = isinstance(settings, TorchSettings) and settings.dtype == "auto"
+    return [TRAINER] * (config.trainer.dtype == "auto") + [SAMPLER] * in_torch
+
+
+def resolve_sampler(config: RunConfig, model: str | Path) -> RunConfig:
+    """The configuration of a sampler that no run starts, for this model; what was chosen is logged.
+
+    Raises:
+        UsageError, ModelError: as `resolve_dtypes`.
+    """
+    config, choices = resolve_dtypes(config, model=model, keys=(SAMPLER,))
+    for choice in choices:
+        logger.info("%s", choice)
+    return config
+
+
+def refuse_auto(config: RunConfig, how: str) -> None:
+    """Refuse "auto" where two processes would each choose for itself.
+
+    Raises:
+        UsageError: names the keys.
+    """
+    if keys := unresolved(config):
+        given = " ".join(f"--{key} float32" for key in keys)
+        raise UsageError(f'{", ".join(keys)} = "auto" is chosen by the one command that starts a run, and {how}: say '
+                         f"which to both, for example {given}")  # fmt: skip
+
+
+def tell(choices: list[Choice], console: Console, folder: Path) -> None:
+    """Say what was chosen, and keep it in the folder of a run. What a run had already is kept there already."""
+    for choice in choices:
+        console.print(f"precision   {choice}", soft_wrap=True)
+        logger.info("%s", choice)
+    if any(choice.reason != _KEPT for choice in choices):
+        write_file(folder / PRECISION, json.dumps([asdict(choice) for choice in choices], indent=2).encode() + b"\n")
+
+
+def _choose(key: str, config: RunConfig, layers: Layers, machine: Machine) -> Choice:
+    settings = inference_settings(config)
+    side: Side = "trainer" if key == TRAINER else "sampler"
+    device, rows = config.trainer.device, TRAINER_ROWS
+    if side == "sampler":
+        assert isinstance(settings, TorchSettings)
+        device, rows = settings.device, min(MOST_SAMPLER_ROWS, settings.max_batch_size)
+
+    def chosen(dtype: Dtype, reason: str) -> Choice:
+        return Choice(key=key, dtype=dtype, reason=reason)
+
+    if layers.mean_size < TINY:
+        return chosen("float32", f"a tiny model, {layers.mean_size:,.0f} numbers in a matrix")
+    rounds = machine.cuda_rounds(device)
+    if rounds is not None:
+        return chosen("bfloat16" if rounds else "float32",
+                      f"the CUDA device computes in {'it' if rounds else 'no bfloat16'}")  # fmt: skip
+    if not layers.linear_alone:
+        return chosen("float32", "the model has other products than those of linear layers")
+    if not machine.has_instructions():
+        return chosen("float32", "the processor has no instructions for bfloat16 (avx512_bf16, amx_bf16)")
+    seconds = machine.measure(side, layers, rows)
+    ratio = seconds.float32 / seconds.bfloat16
+    return chosen("bfloat16" if ratio >= FASTER else "float32",
+                  f"bfloat16 is {ratio:.2f} times as fast as float32 here, {FASTER} asked for "
+                  f"({1e3 * seconds.bfloat16:.2f} and {1e3 * seconds.float32:.2f} ms, {seconds.of})")  # fmt: skip
+
+
+def read_layers(config: RunConfig, model: str | Path | None = None) -> Layers:
+    """The linear layers of a run's model, from its configuration alone.
+
+    Raises:
+        ModelError: no such model, or a configuration that cannot be read.
+    """
+    from collections import Counter
+
+    import torch
+    from torch import nn
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from verbatim.models.build import build_config
+    from verbatim.models.refusal import refusing
+    from verbatim.models.tiny import decoder_layers
+    from verbatim.trainer.bfloat16 import can_round
+
+    name = model if model is not None else config.model.name
+    with refusing(f"the config.json of model {str(name)!r} cannot be read"), torch.device("meta"):
+        if name is not None:
+            found: Any = AutoConfig.from_pretrained(find_source(str(name)))
+        else:
+            assert config.model.build is not None
+            found = build_config(config.model.build, config.model.build.vocab_size)
+        made = AutoModelForCausalLM.from_config(found, dtype=torch.float32)
+    sizes = Counter((module.in_features, module.out_features) for layer in decoder_layers(made)
+                    for module in layer.modules() if isinstance(module, nn.Linear))  # fmt: skip
+    return Layers(sizes=sizes, linear_alone=can_round(made), config=found)
+
+
+def _stored(stored: Mapping[str, Any] | None, key: str) -> Dtype | None:
+    """What a stored configuration says; one of an earlier version, without the key, means its default."""
+    if stored is None:
+        return None
+    table: Any = stored
+    *tables, name = key.split(".")
+    for part in tables:
+        table = table.get(part, {})
+    found = table.get(name, "float32")
+    return found if found in ("float32", "bfloat16") else None
+
+
+def _with_dtype(config: RunConfig, key: str, dtype: Dtype) -> RunConfig:
+    if key == TRAINER:
+        return config.model_copy(update={"trainer": config.trainer.model_copy(update={"dtype": dtype})})
+    table = {table_of(config.inference.backend): inference_settings(config).model_copy(update={"dtype": dtype})}
+    return config.model_copy(update={"inference": config.inference.model_copy(update=table)})
+
+
+def _this_machine() -> Machine:
+    from verbatim.run.measured_precision import ThisMachine
+
+    return ThisMachine()

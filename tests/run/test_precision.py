@@ -1,0 +1,166 @@
+"""What `dtype = "auto"` becomes: by the model, the machine and a measurement; once for a run."""
+
+import json
+import tomllib
+from dataclasses import dataclass, field
+
+import pytest
+from rich.console import Console
+
+from verbatim.checkpoints import RunFolder
+from verbatim.config import dump_config, make_config
+from verbatim.errors import ConfigError, UsageError
+from verbatim.inference.embedded.settings import TorchSettings
+from verbatim.run.precision import (
+    FASTER,
+    OnCuda,
+    Seconds,
+    read_layers,
+    refuse_auto,
+    resolve_dtypes,
+    tell,
+    unresolved,
+)
+from verbatim.run.rollouts import inference_settings
+from verbatim.run.tables import component_tables
+
+LARGE = {"hidden_size": 512, "intermediate_size": 1536, "num_heads": 8, "num_kv_heads": 4, "num_layers": 2}
+
+
+@dataclass
+class Fake:
+    """A machine with these answers."""
+
+    cuda: bool | None = None
+    instructions: bool = True
+    trainer: float = 2.0
+    sampler: float = 2.0
+    asked: list = field(default_factory=list)
+
+    def cuda_rounds(self, device):
+        return self.cuda
+
+    def has_instructions(self):
+        return self.instructions
+
+    def measure(self, side, layers, rows):
+        self.asked.append((side, rows))
+        return Seconds(float32=0.01, bfloat16=0.01 / getattr(self, side), of="ten products")
+
+
+def config(trainer="auto", sampler="auto", *, build=None, **inference):
+    return make_config(
+        {"model": {"build": LARGE if build is None else build}, "trainer": {"dtype": trainer},
+         "orchestrator": {"train": {"env": [{"id": "guess_number"}]}},
+         "inference": {"torch": {"dtype": sampler, "max_batch_size": 16, **inference}}},
+        tables=component_tables(),
+    )  # fmt: skip
+
+
+def dtypes(resolved):
+    return resolved.trainer.dtype, inference_settings(resolved).dtype
+
+
+def test_each_side_takes_what_is_faster_for_it_by_a_margin():
+    machine = Fake(trainer=FASTER + 0.01, sampler=FASTER - 0.01)
+    resolved, choices = resolve_dtypes(config(), machine=machine)
+    assert dtypes(resolved) == ("bfloat16", "float32")
+    assert machine.asked == [("trainer", 1024), ("sampler", 16)]
+    assert [str(choice) for choice in choices] == [
+        "trainer.dtype = bfloat16: bfloat16 is 1.26 times as fast as float32 here, 1.25 asked for "
+        "(7.94 and 10.00 ms, ten products)",
+        "inference.torch.dtype = float32: bfloat16 is 1.24 times as fast as float32 here, 1.25 asked for "
+        "(8.06 and 10.00 ms, ten products)",
+    ]
+
+
+def test_what_is_given_is_left_alone_and_nothing_is_measured_for_it():
+    machine = Fake()
+    given = config("float32", "bfloat16")
+    assert resolve_dtypes(given, machine=machine) == (given, []) and not machine.asked
+    resolved, choices = resolve_dtypes(config("auto", "float32"), machine=machine)
+    assert dtypes(resolved) == ("bfloat16", "float32") and len(choices) == 1
+
+
+@pytest.mark.parametrize(("machine", "build", "dtype", "reason"), [
+    (Fake(), {}, "float32", "a tiny model, 28,087 numbers in a matrix"),
+    (Fake(cuda=True), {}, "float32", "a tiny model"),
+    (Fake(cuda=True), LARGE, "bfloat16", "the CUDA device computes in it"),
+    (Fake(cuda=False), LARGE, "float32", "the CUDA device computes in no bfloat16"),
+    (Fake(instructions=False), LARGE, "float32", "the processor has no instructions for bfloat16"),
+    (OnCuda(), LARGE, "bfloat16", "the CUDA device computes in it"),
+])  # fmt: skip
+def test_what_needs_no_measuring_is_not_measured(machine, build, dtype, reason):
+    resolved, choices = resolve_dtypes(config(build=build), machine=machine)
+    assert dtypes(resolved) == (dtype, dtype)
+    assert all(choice.reason.startswith(reason) for choice in choices)
+    assert not getattr(machine, "asked", [])
+
+
+def test_the_layers_of_a_model_are_counted_without_its_head():
+    layers = read_layers(config(build={"hidden_size": 128, "num_layers": 3}))
+    assert layers.sizes == {(128, 128): 6, (128, 64): 6, (128, 384): 6, (384, 128): 3}
+    assert layers.linear_alone
+    assert layers.mean_size == (6 * 128 * 128 + 6 * 128 * 64 + 9 * 128 * 384) / 21
+
+
+def test_a_run_that_goes_on_has_what_it_had():
+    machine = Fake()
+    stored = tomllib.loads(dump_config(config("float32", "bfloat16")))
+    resolved, choices = resolve_dtypes(config(), stored=stored, machine=machine)
+    assert dtypes(resolved) == ("float32", "bfloat16") and not machine.asked
+    assert {choice.reason for choice in choices} == {"as the run has it"}
+    old = {"model": stored["model"], "trainer": {}}  # of a version without these keys
+    assert dtypes(resolve_dtypes(config(), stored=old, machine=machine)[0]) == ("float32", "float32")
+
+
+def test_the_folder_of_a_run_has_the_choice_and_gives_it_to_a_resumed_one(tmp_path):
+    asked = config().model_copy(update={"run_dir": tmp_path / "run"})
+    assert RunFolder.stored_tables(asked, True) is None
+    resolved, choices = resolve_dtypes(asked, machine=Fake(sampler=1.0))
+    with RunFolder.join(resolved, role="orchestrator") as folder:
+        tell(choices, Console(quiet=True), folder.path)
+    kept = json.loads((tmp_path / "run" / "precision.json").read_text())
+    assert [(one["key"], one["dtype"]) for one in kept] == [
+        ("trainer.dtype", "bfloat16"), ("inference.torch.dtype", "float32"),
+    ]  # fmt: skip
+    assert "2.00 times" in kept[0]["reason"]
+    again, as_stored = resolve_dtypes(asked, stored=RunFolder.stored_tables(asked, True), machine=Fake(trainer=1.0))
+    assert dtypes(again) == ("bfloat16", "float32")
+    tell(as_stored, Console(quiet=True), tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "precision.json").read_text()) == kept, "why it is so stays written"
+
+
+def test_servers_elsewhere_have_a_dtype_already():
+    with pytest.raises(UsageError, match=r'inference.torch.dtype = "auto" with urls: the servers have a dtype already'):
+        resolve_dtypes(config(urls=["http://127.0.0.1:8000"]), machine=Fake())
+
+
+def test_processes_that_are_started_one_by_one_do_not_choose_each_for_itself():
+    with pytest.raises(UsageError, match=r"--trainer.dtype float32 --inference.torch.dtype float32"):
+        refuse_auto(config(), "two processes")
+    refuse_auto(config("float32", "bfloat16"), "two processes")
+    assert unresolved(config("auto", "float32")) == ["trainer.dtype"]
+
+
+def test_other_words_are_refused():
+    with pytest.raises(ConfigError, match=r"trainer.dtype.*float16.*'float32', 'bfloat16' or 'auto'"):
+        config("float16")
+
+
+def test_a_sampler_that_no_run_starts_says_that_it_needs_a_dtype():
+    with pytest.raises(UsageError, match='here give "float32" or "bfloat16"'):
+        _ = TorchSettings(dtype="auto").precision
+
+
+def test_this_machine_measures_both_sides():
+    """Figures are not judged, which a busy machine would change; they are there, and both passes ran."""
+    from verbatim.run.measured_precision import ThisMachine
+
+    build = {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 96, "num_layers": 3}
+    layers = read_layers(config(build=build))
+    machine = ThisMachine()
+    for side in ("trainer", "sampler"):
+        found = machine.measure(side, layers, 4)
+        assert 0 < found.bfloat16 < 5 and 0 < found.float32 < 5
+    assert machine.cuda_rounds("cpu") is None and isinstance(machine.has_instructions(), bool)

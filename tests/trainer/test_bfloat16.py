@@ -1,0 +1,147 @@
+"""Products in bfloat16 on a CPU: within the bounds of their rounding, and everything between them in float32."""
+
+import pytest
+import torch
+from torch import nn
+from trainer_helpers import largest_difference, make_batch, shared_prefixes, write_experts
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from verbatim.config.schema import LoraConfig, OptimConfig, TrainerConfig
+from verbatim.losses import LOSSES
+from verbatim.models.attention import WholeSequencePlan
+from verbatim.models.head import CausalLM
+from verbatim.models.loading import load_model
+from verbatim.trainer.bfloat16 import Products, RoundedLinear, can_round, in_float32, round_products
+from verbatim.trainer.trainer import Trainer
+
+U = 2.0**-8
+"""Half the distance of two neighbouring bfloat16 numbers near 1, 8 bits apart from the sign."""
+ROUNDED = 1.01 * 3 * U
+"""Relative to a sum of absolute products: two factors that are rounded, the sum that is rounded, terms of u^2."""
+
+
+def rounded(module):
+    module.forward = RoundedLinear(module, module.forward, Products())
+    return module
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("sizes", [(48, 80), (160, 64)])
+def test_results_and_gradients_are_within_the_bounds_of_rounding(sizes, bias):
+    torch.manual_seed(0)
+    module = nn.Linear(*sizes, bias=bias)
+    x, outside = torch.randn(1, 100, sizes[0], requires_grad=True), torch.randn(1, 100, sizes[1])
+    weight, x_RI, outside_RO = module.weight.detach().double(), x.detach()[0].double(), outside[0].double()
+    out = rounded(module)(x)
+    found = torch.autograd.grad(out, [x, *module.parameters()], outside)
+    bias_O = module.bias.detach().double() if bias else 0.0
+    for got, exact, absolute in (
+        (out[0], x_RI @ weight.T + bias_O, x_RI.abs() @ weight.abs().T),
+        (found[0][0], outside_RO @ weight, outside_RO.abs() @ weight.abs()),
+        (found[1], outside_RO.T @ x_RI, outside_RO.abs().T @ x_RI.abs()),
+    ):
+        assert got.dtype == torch.float32
+        off = (got.double() - exact).abs()
+        assert (off <= ROUNDED * absolute + 1e-6).all()
+        assert off.max() > 1e-4, "it is rounded at all"
+    if bias:
+        torch.testing.assert_close(found[2], outside[0].sum(0))
+
+
+def test_sums_are_in_float32():
+    """4,096 ones, and a first product of 2^13: a sum in bfloat16 would stall there, whose next number is 2^13 + 64."""
+    module = nn.Linear(4097, 8, bias=False)
+    nn.init.ones_(module.weight)
+    x = torch.ones(64, 4097)
+    x[:, 0] = 2.0**13
+    assert (rounded(module)(x).detach() == 2.0**13 + 4096).all()
+
+
+def test_layers_that_read_one_tensor_share_what_it_is_rounded_to_while_it_lives():
+    products = Products()
+    x = torch.randn(4, 8)
+    first = products.rounded(x)
+    assert products.rounded(x) is first
+    x.add_(1)
+    assert torch.equal(products.rounded(x), x.bfloat16()), "it was changed in place"
+    y = torch.randn(4, 8)
+    assert torch.equal(products.rounded(y), y.bfloat16())
+    del y
+    assert products._rounded is None
+
+
+def test_float32_is_there_again_inside_of_a_context_and_contexts_may_nest(qwen):
+    lm = CausalLM(load_model(qwen, dtype="float32", device="cpu"))
+    tokens = torch.arange(12)
+    exact = lm.hidden(tokens, tokens, WholeSequencePlan())
+    round_products(lm.model)
+    with in_float32(lm.model):
+        with in_float32(lm.model):
+            assert torch.equal(lm.hidden(tokens, tokens, WholeSequencePlan()), exact)
+        assert torch.equal(lm.hidden(tokens, tokens, WholeSequencePlan()), exact)
+    assert not torch.equal(lm.hidden(tokens, tokens, WholeSequencePlan()), exact)
+
+
+def test_models_whose_matrices_are_not_all_of_linear_layers_are_left_to_autocast(qwen, tmp_path):
+    assert can_round(load_model(qwen, dtype="float32", device="cpu"))
+    assert not can_round(load_model(qwen, dtype="float64", device="cpu"))
+    assert not can_round(load_model(write_experts(tmp_path), dtype="float32", device="cpu"))
+    assert not can_round(GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=40)))
+
+
+def trainer(folder, **settings):
+    config = TrainerConfig(optim=OptimConfig(lr=1e-2), device="cpu", **{"packing": "rows", **settings})
+    return Trainer(folder, config, loss=LOSSES["default"], total_optimizer_steps=8)
+
+
+def gradients(made, samples):
+    """Those of one optimizer step, by name."""
+    kept = {}
+    step = made.optimizer.step
+    made.optimizer.step = lambda: kept.update({n: p.grad.clone() for n, p in made.model.named_parameters()}) or step()
+    made.train_batch(samples)
+    return kept
+
+
+
+
+def test_a_trainer_in_bfloat16_rounds_products_and_nothing_else(qwen):
+    made = trainer(qwen, dtype="bfloat16")
+    seen = {}
+    for name, module in made.model.named_modules():
+        module.register_forward_hook(lambda _m, _i, out, name=name: seen.setdefault(name, out))
+    found = gradients(made, make_batch())
+    assert {out.dtype for out in seen.values() if isinstance(out, torch.Tensor)} == {torch.float32}
+    assert {grad.dtype for grad in found.values()} == {torch.float32}
+    assert {p.dtype for p in made.model.parameters()} == {torch.float32}
+    exact = gradients(trainer(qwen), make_batch())
+    off = {name: float((found[name] - exact[name]).norm() / exact[name].norm()) for name in exact}
+    # Some roundings of 2^-8 at most on the way through two layers and back; their signs are random.
+    assert 1e-4 < max(off.values()) < 10 * U
+
+
+def test_recomputed_activations_are_rounded_as_they_were(qwen):
+    plain, recomputed = (gradients(trainer(qwen, dtype="bfloat16", gradient_checkpointing=on), make_batch())
+                         for on in (False, True))  # fmt: skip
+    assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
+
+
+def test_trees_are_held_against_float32_where_activations_are_recomputed(qwen, monkeypatch):
+    monkeypatch.setattr("verbatim.trainer.packer.StepPacker._rounding", lambda self: 0.0)
+    made = trainer(qwen, dtype="bfloat16", packing="tree", gradient_checkpointing=True)
+    assert made.train_batch(shared_prefixes())["packing/tree"] == 1
+
+
+def test_adapters_stay_in_float32_and_their_base_is_rounded(qwen):
+    made = trainer(qwen, dtype="bfloat16", lora=LoraConfig(r=4))
+    kinds = {name.rpartition(".")[2] if "lora_" not in name else "adapter":
+             isinstance(vars(module).get("forward"), RoundedLinear)
+             for name, module in made.model.named_modules() if type(module) is nn.Linear}  # fmt: skip
+    assert kinds["adapter"] is False and kinds["base_layer"] is True and kinds["lm_head"] is False
+    exact = trainer(qwen, lora=LoraConfig(r=4))
+    assert made.train_batch(make_batch())["loss"] == pytest.approx(exact.train_batch(make_batch())["loss"], rel=0.05)
+
+
+def test_a_step_is_the_same_each_time(qwen):
+    a, b = (gradients(trainer(qwen, dtype="bfloat16"), make_batch()) for _ in range(2))
+    assert largest_difference(a, b) == 0
