@@ -19,7 +19,7 @@ from verbatim.plain_console import PlainConsole
 from verbatim.run.check import check_run
 from verbatim.run.hosts import trainer_folder
 from verbatim.run.logs import log_to_console, log_to_file
-from verbatim.run.precision import refuse_auto, resolve_dtypes
+from verbatim.run.precision import refuse_auto, resolve_dtypes, unresolved
 from verbatim.run.trainer_main import serve_trainer
 from verbatim.run.trainer_ranks import follow_leader, is_led
 from verbatim.transport.exchange import Exchange
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         follow_leader()
         return exit_status.FINISHED
     config = rl_command.load(args).named(args.file.stem)
-    if args.resume and (stored := RunFolder.stored_tables(config, args.resume)) is not None:
+    if args.resume and unresolved(config) and (stored := RunFolder.stored_tables(config, args.resume)) is not None:
         config, _ = resolve_dtypes(config, stored=stored)
     refuse_auto(config, "trainer and orchestrator of this run are started one by one")
     console = PlainConsole()

@@ -32,7 +32,7 @@ from verbatim.run.environments import Environments
 from verbatim.run.fork import Fork, check_fork, open_fork
 from verbatim.run.logs import log_to_file
 from verbatim.run.parts import make_monitors
-from verbatim.run.precision import Choice, refuse_auto, resolve_dtypes, tell
+from verbatim.run.precision import Choice, refuse_auto, resolve_dtypes, tell, unresolved
 from verbatim.run.report import report
 from verbatim.run.rollouts import ask_servers_of, inference_settings
 from verbatim.run.training_run import RunLoop, TrainingRun
@@ -108,6 +108,8 @@ def execute(
 
 def _as_stored(config: RunConfig, resume: bool | Path, fork: Fork | None) -> tuple[RunConfig, list[Choice]]:
     """A run that goes on, and a fork, compute in what the run was begun in, where the configuration says "auto"."""
+    if not unresolved(config):
+        return config, []
     stored: Mapping[str, Any] | None = tomllib.loads(fork.toml) if fork is not None else None
     if resume:
         stored = RunFolder.stored_tables(config, resume)

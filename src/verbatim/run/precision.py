@@ -186,7 +186,6 @@ def tell(choices: list[Choice], console: Console, folder: Path) -> None:
     """Say what was chosen, and keep it in the folder of a run. What a run had already is kept there already."""
     for choice in choices:
         console.print(f"precision   {choice}", soft_wrap=True)
-        logger.info("%s", choice)
     if any(choice.reason != _KEPT for choice in choices):
         write_file(folder / PRECISION, json.dumps([asdict(choice) for choice in choices], indent=2).encode() + b"\n")
 
