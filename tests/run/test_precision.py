@@ -11,10 +11,9 @@ from verbatim.checkpoints import RunFolder
 from verbatim.config import dump_config, make_config
 from verbatim.errors import ConfigError, UsageError
 from verbatim.inference.embedded.settings import TorchSettings
+from verbatim.run.machine import OnCuda, Seconds
 from verbatim.run.precision import (
     FASTER,
-    OnCuda,
-    Seconds,
     read_layers,
     refuse_auto,
     resolve_dtypes,

@@ -57,7 +57,8 @@ def run(args: argparse.Namespace) -> int:
     from verbatim.plan.placement import place
     from verbatim.plan.predict import Assumptions, Case, model_source, predict
     from verbatim.plan.show import show_changes, show_plan
-    from verbatim.run.precision import OnCuda, resolve_dtypes
+    from verbatim.run.machine import OnCuda
+    from verbatim.run.precision import resolve_dtypes
 
     device = find_device(args.gpu) if args.gpu is not None else device_here(_has_cuda(config))
     if not device.is_cuda and args.gpus is not None:

@@ -73,25 +73,19 @@ def execute(
     """
     started = time.monotonic()
     config = config.named(name)  # it may be resumed from its own file
-    config, choices = _as_stored(config, resume, fork)
-    if trainer_elsewhere:
-        refuse_auto(config, "trainer and orchestrator of this run are started one by one")
+    config, choices = _as_stored(config, resume, fork, trainer_elsewhere)
     origin = check_fork(fork, config) if fork is not None else None
     made = _checked(config, environments, console, starts_both=not trainer_elsewhere)
     services, watch = make_monitors(config), make_watch(config)
     config, measured = resolve_dtypes(config)
     _ask_servers(config)
-    if fork is not None and origin is not None:
-        opened = open_fork(fork, origin, config, made, console)
-    else:
-        opened = RunFolder.open(config, ORCHESTRATOR, resume=resume, joins=trainer_elsewhere)
+    opened = open_fork(fork, origin, config, made, console) if fork is not None and origin is not None else (
+        RunFolder.open(config, ORCHESTRATOR, resume=resume, joins=trainer_elsewhere))  # fmt: skip
     with opened as folder, log_to_file(folder.log(ORCHESTRATOR)):
         console.print(f"run folder  {folder.path}", soft_wrap=True)
         tell([*choices, *measured], console, folder.path)
-        training = TrainingRun(
-            config=config, environments=made, services=services, monitors=monitors, watch=watch, folder=folder,
-            console=console, started=started,
-        )  # fmt: skip
+        training = TrainingRun(config=config, environments=made, services=services, monitors=monitors, watch=watch,
+                               folder=folder, console=console, started=started)  # fmt: skip
         to_go_on = how_to_go_on(folder.path)
         try:
             training.run(run_loop, to_go_on, trainer_elsewhere=trainer_elsewhere, listen=listen)
@@ -106,14 +100,25 @@ def execute(
     return training
 
 
-def _as_stored(config: RunConfig, resume: bool | Path, fork: Fork | None) -> tuple[RunConfig, list[Choice]]:
-    """A run that goes on, and a fork, compute in what the run was begun in, where the configuration says "auto"."""
+def _as_stored(
+    config: RunConfig, resume: bool | Path, fork: Fork | None, trainer_elsewhere: bool
+) -> tuple[RunConfig, list[Choice]]:
+    """A run that goes on, and a fork, compute in what the run was begun in, where the configuration says "auto".
+
+    Raises:
+        UsageError: trainer and orchestrator are started one by one, and "auto" is left to choose.
+    """
     if not unresolved(config):
         return config, []
     stored: Mapping[str, Any] | None = tomllib.loads(fork.toml) if fork is not None else None
     if resume:
         stored = RunFolder.stored_tables(config, resume)
-    return resolve_dtypes(config, stored=stored) if stored is not None else (config, [])
+    choices: list[Choice] = []
+    if stored is not None:
+        config, choices = resolve_dtypes(config, stored=stored)
+    if trainer_elsewhere:
+        refuse_auto(config, "trainer and orchestrator of this run are started one by one")
+    return config, choices
 
 
 def _checked(

@@ -23,7 +23,7 @@ from verbatim.models.head import CausalLM
 from verbatim.models.instructions import has_bfloat16
 from verbatim.models.loading import resolve_device
 from verbatim.models.refusal import refusing
-from verbatim.run.precision import Dtype, Layers, Seconds, Side
+from verbatim.run.machine import Dtype, Layers, Seconds, Side
 from verbatim.trainer.bfloat16 import Products, round_linear
 from verbatim.trainer.linear import use_onednn
 

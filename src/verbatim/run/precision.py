@@ -15,7 +15,7 @@ import logging
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
 from rich.console import Console
 
@@ -26,12 +26,10 @@ from verbatim.disk import write_file
 from verbatim.errors import UsageError
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.models.source import find_source
+from verbatim.run.machine import Dtype, Layers, Machine, Side
 from verbatim.run.rollouts import inference_settings
 
 logger = logging.getLogger(__name__)
-
-Dtype = Literal["float32", "bfloat16"]
-Side = Literal["trainer", "sampler"]
 
 FASTER = 1.25
 """How many times as fast bfloat16 has to be: all else in a pass stays as it is, and rounding is not free."""
@@ -57,61 +55,6 @@ class Choice:
 
     def __str__(self) -> str:
         return f"{self.key} = {self.dtype}: {self.reason}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layers:
-    """The linear layers of a model, output head left out."""
-
-    sizes: Mapping[tuple[int, int], int]
-    """How many have so many inputs and outputs."""
-    linear_alone: bool
-    """Whether the decoder layers have no other matrices."""
-    config: Any
-    """The configuration of `transformers`."""
-
-    @property
-    def mean_size(self) -> float:
-        """Numbers in a matrix, in the mean."""
-        total = sum(inputs * outputs * count for (inputs, outputs), count in self.sizes.items())
-        return total / max(1, sum(self.sizes.values()))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Seconds:
-    """The same work in both, medians of processor time."""
-
-    float32: float
-    bfloat16: float
-    of: str
-    """What was measured."""
-
-
-class Machine(Protocol):
-    """What a choice asks of the machine that computes."""
-
-    def cuda_rounds(self, device: str) -> bool | None:
-        """Whether the CUDA device that `device` means computes in bfloat16; None = it means the CPU."""
-
-    def has_instructions(self) -> bool:
-        """Whether the processor multiplies bfloat16."""
-
-    def measure(self, side: Side, layers: Layers, rows: int) -> Seconds:
-        """Time what one side does with the layers of a model."""
-
-
-class OnCuda:
-    """A `Machine` of the table of a plan's devices, which all compute in bfloat16."""
-
-    def cuda_rounds(self, device: str) -> bool | None:
-        """They do; a side that is on the CPU beside them is taken for one of them."""
-        return True
-
-    def has_instructions(self) -> bool:
-        raise AssertionError("a CUDA device was asked")
-
-    def measure(self, side: Side, layers: Layers, rows: int) -> Seconds:
-        raise AssertionError("a CUDA device was asked")
 
 
 def resolve_dtypes(
