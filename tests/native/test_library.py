@@ -32,15 +32,17 @@ needs_compiler = pytest.mark.skipif(
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(native.SWITCH, raising=False)
-    native._folder.cache_clear()
+    for found in (native._folder, native.library):  # the same text is the same library for the whole process
+        found.cache_clear()
     yield
-    native._folder.cache_clear()
+    for found in (native._folder, native.library):
+        found.cache_clear()
 
 
-def write(folder: Path, text: str) -> Path:
+def write(folder: Path, text: str) -> native.CSource:
     source = folder / "sum.c"
     source.write_text(text)
-    return source
+    return native.CSource.read(source)
 
 
 def libraries(folder: Path) -> list[Path]:
@@ -68,6 +70,28 @@ def test_another_text_is_another_library(tmp_path):
     native.library.cache_clear()
     assert native.library(write(tmp_path, SUM.replace("a + b", "a - b"))).add(1, 1) == 0
     assert len(libraries(tmp_path)) == 2
+
+
+@needs_compiler
+def test_a_file_that_changes_after_it_was_read_is_compiled_as_it_was(tmp_path):
+    """As by an upgrade while a process runs: modules that are imported already fill in the structures of the old text.
+    The library of the old text in the cache has its functions too."""
+    old = write(tmp_path, SUM)
+    new = write(tmp_path, SUM.replace("a + b", "a - b"))
+    assert native.library(old).add(5, 3) == 8
+    assert native.library(new).add(5, 3) == 2
+    native.library.cache_clear()
+    assert native.library(write(tmp_path, SUM)).add(5, 3) == 8
+    assert len(libraries(tmp_path)) == 2
+
+
+@needs_compiler
+def test_headers_of_the_package_are_found_and_are_part_of_what_was_read(tmp_path):
+    text = '#include "vectors.h"\nint add(int a, int b) {\n#ifdef INLINE\n return a + b;\n#endif\n return a - b;\n}\n'
+    source = write(tmp_path, text)
+    assert native.library(source).add(1, 2) == 3
+    other = native.CSource(source.name, (source.files[0], ("vectors.h", b"/* nothing */\n")))
+    assert native.library(other).add(1, 2) == -1
 
 
 @needs_compiler

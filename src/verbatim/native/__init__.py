@@ -14,6 +14,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -31,15 +32,31 @@ _PATIENCE = 120.0
 """Seconds that a compiler may take."""
 
 
+@dataclass(frozen=True)
+class CSource:
+    """A C file as it was when the module that calls its functions was imported.
+
+    Its text may change beneath a process, by an upgrade or a checkout, before it is compiled: functions of the new text
+    may read other structures than those that a module of the old one fills in.
+    """
+
+    name: str
+    files: tuple[tuple[str, bytes], ...]
+    """Names and contents: the file itself, then the headers of this folder."""
+
+    @classmethod
+    def read(cls, path: Path) -> CSource:
+        """Read a file that includes nothing but the headers of this folder, of the compiler and of the C library."""
+        files = (path, *sorted(Path(__file__).parent.glob("*.h")))
+        return cls(path.name, tuple((file.name, file.read_bytes()) for file in files))
+
+
 @cache
-def library(source: Path) -> ctypes.CDLL | None:
+def library(source: CSource) -> ctypes.CDLL | None:
     """The functions of a C file, compiled for this processor; None where that is not possible, or switched off.
 
     The result lies in the user's cache folder, by source, compiler and processor. A call through `ctypes` does not hold
     the interpreter's lock. Its threads are those of the thread that calls: `torch.set_num_threads`.
-
-    Args:
-        source: A file that includes nothing but the headers of this folder, of the compiler and of the C library.
     """
     import torch  # noqa: F401 - it loads OpenMP
 
@@ -78,19 +95,19 @@ def _found_compiler() -> tuple[str, ...] | None:
     return None
 
 
-def _compiled(source: Path, compiler: tuple[str, ...], flags: tuple[str, ...]) -> Path:
+def _compiled(source: CSource, compiler: tuple[str, ...], flags: tuple[str, ...]) -> Path:
     """The shared library of a C file, made where it does not exist."""
-    headers = sorted(Path(__file__).parent.glob("*.h"))
-    flags = (*flags, f"-I{Path(__file__).parent}")
-    files = [path.read_bytes() for path in (source, *headers)]
-    parts = [*files, " ".join(compiler).encode(), *(flag.encode() for flag in flags), _version(compiler), _processor()]
+    texts = [part for name, text in source.files for part in (name.encode(), text)]
+    parts = [*texts, " ".join(compiler).encode(), *(flag.encode() for flag in flags), _version(compiler), _processor()]
     digest = hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:24]
     folder = _folder()
-    found = folder / f"{source.stem}-{digest}.so"
+    found = folder / f"{Path(source.name).stem}-{digest}.so"
     if not found.exists():
         with tempfile.TemporaryDirectory(dir=folder) as name:
+            for file, text in source.files:  # what is compiled is what the digest is of
+                (Path(name) / file).write_bytes(text)
             objects, shared = Path(name) / "x.o", Path(name) / "x.so"
-            for command in ([*compiler, *flags, "-c", str(source), "-o", str(objects)],
+            for command in ([*compiler, *flags, "-c", str(Path(name) / source.name), "-o", str(objects)],
                             [*compiler, "-shared", str(objects), "-o", str(shared), "-lm"]):  # fmt: skip
                 subprocess.run(command, check=True, capture_output=True, timeout=_PATIENCE)
             os.replace(shared, found)  # processes that start together each make it, and the last one stays
@@ -131,4 +148,4 @@ def _processor() -> bytes:
                    if name.strip() in ("model name", "flags", "Features", "CPU part")).encode()  # fmt: skip
 
 
-__all__ = ["SWITCH", "library"]
+__all__ = ["SWITCH", "CSource", "library"]

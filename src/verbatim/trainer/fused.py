@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from verbatim import native
 
-SOURCE = Path(__file__).with_name("layers.c")
+SOURCE = native.CSource.read(Path(__file__).with_name("layers.c"))
 KNOWN = ("Llama", "Mistral", "Qwen2", "Qwen3")
 """Families whose norms, feed-forward parts and rotations are those above."""
 MULTIPLE = 16

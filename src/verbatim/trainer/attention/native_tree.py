@@ -17,7 +17,7 @@ from verbatim import native
 from verbatim.models.attention import AttentionCall
 from verbatim.types import Int32
 
-SOURCE = Path(__file__).with_name("tree.c")
+SOURCE = native.CSource.read(Path(__file__).with_name("tree.c"))
 SIZE_MULTIPLE = 16
 """Head sizes are multiples of a vector."""
 MOST_GROUPS = 96

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-from verbatim.native import library
+from verbatim.native import CSource, library
 
-SOURCE = Path(__file__).with_name("kernel.c")
+SOURCE = CSource.read(Path(__file__).with_name("kernel.c"))
 
 
 def load_kernel() -> ctypes.CDLL | None:
