@@ -90,6 +90,15 @@ def test_the_compiled_kernel_keeps_a_copy_of_the_matrices(config, packed):
     assert found.seconds == plain.seconds  # a pass reads the copy alone
 
 
+def test_the_compiled_kernel_keeps_keys_and_values_of_a_model_in_bfloat16_in_float32():
+    model = SimpleNamespace(**vars(CONFIG), vocab_size=1000, hidden_size=64)
+    for packs, width in ((True, 4), (False, 2)):
+        found = sampler_speed(BATCH, replace(REPLICA, dtype="bfloat16", packs=packs), COST, model, DEVICE, in_flight=10,
+                              num_parameters=10**6, utilisation=0.5, bandwidth_utilisation=0.5)  # fmt: skip
+        assert found.cache == found.in_flight * 50 * 2 * 3 * 2 * 16 * width
+        assert found.packed == packs * 2 * (10**6 - 64_000)
+
+
 def test_what_the_copy_takes_is_no_room_for_sequences():
     model = SimpleNamespace(**vars(CONFIG), vocab_size=1000, hidden_size=64, tie_word_embeddings=True)
     of_one = 50 * 2 * 3 * 2 * 16 * 4

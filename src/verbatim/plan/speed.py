@@ -154,7 +154,7 @@ class Replicas:
     devices_each: int
     """Devices that share one replica's weights."""
     dtype: str
-    """Number format of weights and cache."""
+    """Number format of weights and cache; the compiled kernel keeps its cache in float32."""
     most_sequences: int
     """Sequences that one replica decodes together at most."""
     memory_share: float
@@ -183,7 +183,7 @@ def sampler_speed(
     width, share = WIDTH[replicas.dtype], replicas.devices_each
     weights = num_parameters * width / share
     packed = packed_parameters(model_config, num_parameters) * width if replicas.packs else 0
-    per_token = cache_bytes_per_token(model_config, width) / share
+    per_token = cache_bytes_per_token(model_config, WIDTH["float32"] if packed else width) / share
     of_one = max(1.0, batch.mean_context * per_token)
     room = max(0.0, device.memory * replicas.memory_share - weights - packed)
     sequences = max(1, min(replicas.most_sequences, -(-in_flight // replicas.count), int(room / of_one)))
