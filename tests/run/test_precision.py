@@ -113,6 +113,18 @@ def test_a_run_that_goes_on_has_what_it_had():
     assert dtypes(resolve_dtypes(config(), stored=old, machine=machine)[0]) == ("float32", "float32")
 
 
+@pytest.mark.parametrize("as_tables", [lambda run: run.model_dump(), lambda run: tomllib.loads(dump_config(run))])
+def test_a_fork_with_another_sampler_than_the_run_had_chooses_for_it(as_tables):
+    before = make_config(
+        {"model": {"build": LARGE}, "orchestrator": {"train": {"env": [{"id": "guess_number"}]}},
+         "inference": {"backend": "vllm"}}, tables=component_tables(),
+    )  # fmt: skip
+    machine = Fake()
+    resolved, choices = resolve_dtypes(config(), stored=as_tables(before), machine=machine)
+    assert dtypes(resolved) == ("float32", "bfloat16") and machine.asked == [("sampler", 16)]
+    assert choices[0].reason == "as the run has it" and choices[1].reason.startswith("bfloat16 is 2.00 times")
+
+
 def test_the_folder_of_a_run_has_the_choice_and_gives_it_to_a_resumed_one(tmp_path):
     asked = config().model_copy(update={"run_dir": tmp_path / "run"})
     assert RunFolder.stored_tables(asked, True) is None

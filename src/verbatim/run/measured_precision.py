@@ -105,7 +105,8 @@ def _decoder(config: Any, rows: int, dtype: Dtype) -> Decoder:
     for seed in range(rows):
         ids = rng.integers(0, _VOCAB, _PROMPT).astype(np.int32)
         params = SamplingParams(max_tokens=context - _PROMPT - 1)
-        assert decoder.add(SampleRequest(prompt_ids=ids, params=params, seed=seed)) is not None
+        slot = decoder.add(SampleRequest(prompt_ids=ids, params=params, seed=seed))
+        assert slot is not None, "there are as many slots"
     decoder.step()
     return decoder
 

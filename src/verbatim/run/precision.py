@@ -84,7 +84,7 @@ def resolve_dtypes(
     choices: list[Choice] = []
     found: list[Layers] = []
     for key in asked:
-        if (kept := _stored(stored, key)) is not None:
+        if (kept := _stored(stored, key, config)) is not None:
             choices.append(Choice(key=key, dtype=kept, reason=_KEPT))
             continue
         found = found or [read_layers(config, model)]
@@ -191,9 +191,11 @@ def read_layers(config: RunConfig, model: str | Path | None = None) -> Layers:
     return Layers(sizes=sizes, linear_alone=can_round(made), config=found)
 
 
-def _stored(stored: Mapping[str, Any] | None, key: str) -> Dtype | None:
-    """What a stored configuration says; one of an earlier version, without the key, means its default."""
-    if stored is None:
+def _stored(stored: Mapping[str, Any] | None, key: str, config: RunConfig) -> Dtype | None:
+    """What a stored configuration says; one of an earlier version, without the key, means its default. None where that
+    run had another sampler."""
+    backend = config.inference.backend
+    if stored is None or (key == SAMPLER and (stored.get("inference") or {}).get("backend", backend) != backend):
         return None
     table: Any = stored
     *tables, name = key.split(".")
