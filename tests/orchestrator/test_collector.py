@@ -8,12 +8,14 @@ import weakref
 
 import pytest
 
+from verbatim.orchestrator import collector
 from verbatim.orchestrator.collector import (
     CHECK_EVERY,
     FEW,
     ONE_IN,
     SLACK,
     THRESHOLDS,
+    group_is_over,
     seldom_collected,
     spot_checks,
     step_is_over,
@@ -106,6 +108,37 @@ def test_garbage_of_a_run_that_holds_nothing_between_steps_is_found():
         step_is_over(0)
         assert gone() is None
         del kept
+
+
+@pytest.mark.parametrize("is_over", [group_is_over, lambda: step_is_over(0), lambda: step_is_over(100)])
+def test_a_few_cycles_that_hold_much_memory_are_found(is_over, monkeypatch):
+    """From 2 GiB on, once there are more than 1.5 times that and 1 GiB more; then from what is left."""
+    gib = 1 << 30
+    memory = [2 * gib]
+    monkeypatch.setattr(collector, "_resident", lambda: memory[0])
+    with seldom_collected():
+        is_over()
+        (kept,) = gone_cycles(1)
+        gc.freeze()  # as after a spot check
+        memory[0] = 4 * gib
+        is_over()
+        assert num_alive([kept]) == 1
+        memory[0] = 4 * gib + 1
+        is_over()
+        assert num_alive([kept]) == 0
+        (later,) = gone_cycles(1)
+        memory[0] = 7 * gib
+        is_over()
+        assert num_alive([later]) == 1
+
+
+def test_memory_that_is_not_counted_as_objects_is_that_of_the_process():
+    before = collector._resident()
+    if not before:
+        pytest.skip("this system does not say")
+    array = b"x" * (1 << 26)
+    assert (1 << 25) < collector._resident() - before < (1 << 28)
+    del array
 
 
 async def test_where_as_many_objects_end_as_begin_no_pass_has_to_look_at_all_that_began():

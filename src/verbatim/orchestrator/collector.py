@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 THRESHOLDS = (50_000, 10, 50)
@@ -24,6 +26,9 @@ GROWTH, SLACK = 1.25, 100_000
 """Everything is looked through when there are this many times as many objects for each held episode, and so many
 objects more, as the last time. With 10,000 episodes in flight that takes 2 s and with 100,000 more than a minute, in
 which the event loop stands still."""
+MEMORY_GROWTH, MEMORY_SLACK = 1.5, 1 << 30
+"""The same of the bytes of resident memory: a few cyclic objects may hold large arrays, which are no objects of the
+collector."""
 
 
 @dataclass
@@ -32,6 +37,8 @@ class _Known:
 
     at_start: int
     """Objects before the first episode."""
+    memory: int
+    """Bytes of resident memory then; later, at the end of the first step, or after everything was looked through."""
     per_episode: float | None = None
     """Objects for each held episode: at the end of the first step, or after everything was looked through; None before
     that."""
@@ -64,8 +71,8 @@ class SpotChecks:
 @contextlib.contextmanager
 def seldom_collected() -> Iterator[None]:
     """Leave what exists already (modules, models, tokenizers) out of all collections meanwhile, and look at what is new
-    less often. References still free everything at once; only cycles wait longer, at most until `step_is_over` notices
-    the growth."""
+    less often. References still free everything at once; only cycles wait longer, at most until `step_is_over` or
+    `group_is_over` notices the growth."""
     before = gc.get_threshold()
     if not before[0] or not gc.isenabled():  # the collector is switched off
         yield
@@ -73,7 +80,7 @@ def seldom_collected() -> Iterator[None]:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*(max(one, other) for one, other in zip(before, THRESHOLDS, strict=True)))
-    _known[:] = [_Known(_num_objects())]
+    _known[:] = [_Known(_num_objects(), _resident())]
     checks = SpotChecks()
     gc.callbacks.append(checks)
     try:
@@ -107,12 +114,35 @@ def step_is_over(num_held: int) -> None:
     known = _known[0]
     grown = _num_objects() - known.at_start
     if known.per_episode is None and num_held:
-        known.per_episode = grown / num_held
-    elif grown > GROWTH * (known.per_episode or 0.0) * num_held + SLACK:
-        gc.unfreeze()
-        gc.collect()
-        gc.freeze()
+        known.per_episode, known.memory = grown / num_held, _resident()
+    elif grown > GROWTH * (known.per_episode or 0.0) * num_held + SLACK or _has_grown_in_memory(known):
+        _look_through_everything(known)
         known.per_episode = max(0, _num_objects() - known.at_start) / max(1, num_held)
+
+
+def group_is_over() -> None:
+    """Within `seldom_collected`, where there are no steps: look through everything where memory has grown."""
+    if _known and _has_grown_in_memory(_known[0]):
+        _look_through_everything(_known[0])
+
+
+def _look_through_everything(known: _Known) -> None:
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+    known.memory = _resident()
+
+
+def _has_grown_in_memory(known: _Known) -> bool:
+    return _resident() > MEMORY_GROWTH * known.memory + MEMORY_SLACK
+
+
+def _resident() -> int:
+    """Bytes of this process in memory; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGESIZE")
+    except OSError:
+        return 0
 
 
 def _num_objects() -> int:

@@ -18,7 +18,7 @@ from verbatim.environments.resolve import examples_of
 from verbatim.errors import RunStopped, UsageError
 from verbatim.evaluation.outcomes import Outcome
 from verbatim.evaluation.results import EnvResult, env_result
-from verbatim.orchestrator.collector import seldom_collected
+from verbatim.orchestrator.collector import group_is_over, seldom_collected
 from verbatim.rollouts import EpisodeTally, GroupRun, RolloutSetup
 from verbatim.rollouts.chat_runner import ChatRunner, chat_setup
 from verbatim.rollouts.group import run_together
@@ -222,6 +222,7 @@ class _Playing:
                 ).run()  # fmt: skip
                 for trajectory in group.trajectories:
                     self._take(plan, trajectory)
+                group_is_over()
 
         with seldom_collected():
             await run_together(work() for _ in range(min(self._concurrency, plan.num_episodes)))
