@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from rich.console import Console
+from transformers import Qwen3Config
 
 from verbatim.checkpoints import RunFolder
 from verbatim.config import dump_config, make_config
@@ -42,14 +43,14 @@ class Fake:
     def has_instructions(self):
         return self.instructions
 
-    def measure(self, side, layers, rows):
-        self.asked.append((side, rows))
+    def measure(self, side, layers, rows, kernel):
+        self.asked.append((side, rows, kernel))
         return Seconds(float32=0.01, bfloat16=0.01 / getattr(self, side), of="ten products")
 
 
-def config(trainer="auto", sampler="auto", *, build=None, **inference):
+def config(trainer="auto", sampler="auto", *, build=None, trainer_too=None, **inference):
     return make_config(
-        {"model": {"build": LARGE if build is None else build}, "trainer": {"dtype": trainer},
+        {"model": {"build": LARGE if build is None else build}, "trainer": {"dtype": trainer, **(trainer_too or {})},
          "orchestrator": {"train": {"env": [{"id": "guess_number"}]}},
          "inference": {"torch": {"dtype": sampler, "max_batch_size": 16, **inference}}},
         tables=component_tables(),
@@ -64,7 +65,7 @@ def test_each_side_takes_what_is_faster_for_it_by_a_margin():
     machine = Fake(trainer=FASTER + 0.01, sampler=FASTER - 0.01)
     resolved, choices = resolve_dtypes(config(), machine=machine)
     assert dtypes(resolved) == ("bfloat16", "float32")
-    assert machine.asked == [("trainer", 1024), ("sampler", 16)]
+    assert machine.asked == [("trainer", 1024, "auto"), ("sampler", 16, "auto")]
     assert [str(choice) for choice in choices] == [
         "trainer.dtype = bfloat16: bfloat16 is 1.26 times as fast as float32 here, 1.25 asked for "
         "(7.94 and 10.00 ms, ten products)",
@@ -96,6 +97,31 @@ def test_what_needs_no_measuring_is_not_measured(machine, build, dtype, reason):
     assert not getattr(machine, "asked", [])
 
 
+def test_the_sampler_is_measured_with_what_computes_its_passes():
+    machine = Fake()
+    resolve_dtypes(config("float32", kernel="torch"), machine=machine)
+    assert machine.asked == [("sampler", 16, "torch")]
+
+
+@pytest.mark.parametrize("trainer", [{"compile": True}, {"parallel": {"processes": 2}}])
+def test_a_trainer_on_a_cpu_that_would_have_autocast_stays_in_float32(trainer):
+    """What is measured are products in bfloat16 alone."""
+    machine, given = Fake(), config(sampler="float32", trainer_too=trainer)
+    (choice,) = resolve_dtypes(given, machine=machine)[1]
+    assert choice.dtype == "float32" and "autocast" in choice.reason and not machine.asked
+    assert resolve_dtypes(given, machine=Fake(cuda=True))[0].trainer.dtype == "bfloat16"
+
+
+def test_the_layers_of_an_adapter_are_those_of_its_base(tmp_path):
+    base = tmp_path / "base"
+    Qwen3Config(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+                num_hidden_layers=2, vocab_size=50).save_pretrained(base)  # fmt: skip
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    assert read_layers(config(), adapter).sizes == {(64, 64): 4, (64, 32): 4, (64, 96): 4, (96, 64): 2}
+
+
 def test_the_layers_of_a_model_are_counted_without_its_head():
     layers = read_layers(config(build={"hidden_size": 128, "num_layers": 3}))
     assert layers.sizes == {(128, 128): 6, (128, 64): 6, (128, 384): 6, (384, 128): 3}
@@ -121,7 +147,7 @@ def test_a_fork_with_another_sampler_than_the_run_had_chooses_for_it(as_tables):
     )  # fmt: skip
     machine = Fake()
     resolved, choices = resolve_dtypes(config(), stored=as_tables(before), machine=machine)
-    assert dtypes(resolved) == ("float32", "bfloat16") and machine.asked == [("sampler", 16)]
+    assert dtypes(resolved) == ("float32", "bfloat16") and machine.asked == [("sampler", 16, "auto")]
     assert choices[0].reason == "as the run has it" and choices[1].reason.startswith("bfloat16 is 2.00 times")
 
 
@@ -171,7 +197,7 @@ def test_this_machine_measures_both_sides():
     build = {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 96, "num_layers": 3}
     layers = read_layers(config(build=build))
     machine = ThisMachine()
-    for side in ("trainer", "sampler"):
-        found = machine.measure(side, layers, 4)
+    for side, kernel in (("trainer", "auto"), ("sampler", "auto"), ("sampler", "torch")):
+        found = machine.measure(side, layers, 4, kernel)
         assert 0 < found.bfloat16 < 5 and 0 < found.float32 < 5
     assert machine.cuda_rounds("cpu") is None and isinstance(machine.has_instructions(), bool)

@@ -8,6 +8,8 @@ from typing import Any, Literal, Protocol
 
 Dtype = Literal["float32", "bfloat16"]
 Side = Literal["trainer", "sampler"]
+Kernel = Literal["auto", "torch", "compiled"]
+"""`inference.torch.kernel`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +49,8 @@ class Machine(Protocol):
     def has_instructions(self) -> bool:
         """Whether the processor multiplies bfloat16."""
 
-    def measure(self, side: Side, layers: Layers, rows: int) -> Seconds:
-        """Time what one side does with the layers of a model."""
+    def measure(self, side: Side, layers: Layers, rows: int, kernel: Kernel) -> Seconds:
+        """Time what one side does with the layers of a model; a sampler by what computes its passes."""
 
 
 class OnCuda:
@@ -61,5 +63,5 @@ class OnCuda:
     def has_instructions(self) -> bool:
         raise AssertionError("a CUDA device was asked")
 
-    def measure(self, side: Side, layers: Layers, rows: int) -> Seconds:
+    def measure(self, side: Side, layers: Layers, rows: int, kernel: Kernel) -> Seconds:
         raise AssertionError("a CUDA device was asked")

@@ -23,7 +23,7 @@ from verbatim.models.head import CausalLM
 from verbatim.models.instructions import has_bfloat16
 from verbatim.models.loading import resolve_device
 from verbatim.models.refusal import refusing
-from verbatim.run.machine import Dtype, Layers, Seconds, Side
+from verbatim.run.machine import Dtype, Kernel, Layers, Seconds, Side
 from verbatim.trainer.bfloat16 import Products, round_linear
 from verbatim.trainer.linear import use_onednn
 
@@ -51,10 +51,10 @@ class ThisMachine:
         """Whether the processor multiplies bfloat16."""
         return has_bfloat16()
 
-    def measure(self, side: Side, layers: Layers, rows: int) -> Seconds:
+    def measure(self, side: Side, layers: Layers, rows: int, kernel: Kernel) -> Seconds:
         """Time what one side does with the layers of a model, on one thread."""
         with torch_threads(1):
-            return _products(layers, rows) if side == "trainer" else _passes(layers, rows)
+            return _products(layers, rows) if side == "trainer" else _passes(layers, rows, kernel)
 
 
 def _products(layers: Layers, rows: int) -> Seconds:
@@ -78,17 +78,18 @@ def _both_ways(module: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> No
     torch.autograd.grad(module(x), [x, *module.parameters()], gradient)
 
 
-def _passes(layers: Layers, rows: int) -> Seconds:
+def _passes(layers: Layers, rows: int, kernel: Kernel) -> Seconds:
     """Decode passes of a model with one layer of this shape, random weights and a small vocabulary."""
     decoders: dict[Dtype, Decoder] = {
-        "float32": _decoder(layers.config, rows, "float32"), "bfloat16": _decoder(layers.config, rows, "bfloat16"),
-    }  # fmt: skip
+        "float32": _decoder(layers.config, rows, "float32", kernel),
+        "bfloat16": _decoder(layers.config, rows, "bfloat16", kernel),
+    }
     found = _medians({name: partial(_decode, decoder) for name, decoder in decoders.items()})
     return Seconds(**{name: seconds / PASSES for name, seconds in found.items()},
                    of=f"decode passes of {rows} sequences in one layer")  # fmt: skip
 
 
-def _decoder(config: Any, rows: int, dtype: Dtype) -> Decoder:
+def _decoder(config: Any, rows: int, dtype: Dtype, kernel: Kernel) -> Decoder:
     """With so many sequences that all decode."""
     small = copy.deepcopy(config)
     small.num_hidden_layers, small.vocab_size, small.pad_token_id = 1, _VOCAB, None
@@ -99,8 +100,8 @@ def _decoder(config: Any, rows: int, dtype: Dtype) -> Decoder:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(small, dtype=getattr(torch, dtype)).eval().requires_grad_(False)
         model.set_attn_implementation(ATTENTION)
-    decoder = Decoder(CausalLM(model), TorchSettings(max_batch_size=rows, dtype=dtype, device="cpu"),
-                      context_length=context, version=0)  # fmt: skip
+    settings = TorchSettings(max_batch_size=rows, dtype=dtype, device="cpu", kernel=kernel)
+    decoder = Decoder(CausalLM(model), settings, context_length=context, version=0)
     rng = np.random.default_rng(0)
     for seed in range(rows):
         ids = rng.integers(0, _VOCAB, _PROMPT).astype(np.int32)

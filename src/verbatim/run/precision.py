@@ -3,7 +3,7 @@
 ```
 stored in the run (a resume, a fork)                          -> as it was
 CUDA                                                          -> bfloat16 where the device computes in it
-a tiny model, other products, no instructions for bfloat16    -> float32, without measuring
+a tiny model, autocast, no instructions for bfloat16          -> float32, without measuring
 else                                                          -> bfloat16 where it is FASTER times as fast
 ```
 """
@@ -25,8 +25,8 @@ from verbatim.config.sections import table_of
 from verbatim.disk import write_file
 from verbatim.errors import UsageError
 from verbatim.inference.embedded.settings import TorchSettings
-from verbatim.models.source import find_source
-from verbatim.run.machine import Dtype, Layers, Machine, Side
+from verbatim.models.source import base_of, find_source, is_adapter
+from verbatim.run.machine import Dtype, Kernel, Layers, Machine, Side
 from verbatim.run.rollouts import inference_settings
 
 logger = logging.getLogger(__name__)
@@ -41,6 +41,7 @@ MOST_SAMPLER_ROWS = 64
 """Sequences that are decoded together while the sampler is measured, at most."""
 TRAINER, SAMPLER = "trainer.dtype", "inference.torch.dtype"
 _KEPT = "as the run has it"
+_AUTO: Kernel = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,10 +137,10 @@ def tell(choices: list[Choice], console: Console, folder: Path) -> None:
 def _choose(key: str, config: RunConfig, layers: Layers, machine: Machine) -> Choice:
     settings = inference_settings(config)
     side: Side = "trainer" if key == TRAINER else "sampler"
-    device, rows = config.trainer.device, TRAINER_ROWS
+    device, rows, kernel = config.trainer.device, TRAINER_ROWS, _AUTO
     if side == "sampler":
         assert isinstance(settings, TorchSettings)
-        device, rows = settings.device, min(MOST_SAMPLER_ROWS, settings.max_batch_size)
+        device, rows, kernel = settings.device, min(MOST_SAMPLER_ROWS, settings.max_batch_size), settings.kernel
 
     def chosen(dtype: Dtype, reason: str) -> Choice:
         return Choice(key=key, dtype=dtype, reason=reason)
@@ -152,9 +153,11 @@ def _choose(key: str, config: RunConfig, layers: Layers, machine: Machine) -> Ch
                       f"the CUDA device computes in {'it' if rounds else 'no bfloat16'}")  # fmt: skip
     if not layers.linear_alone:
         return chosen("float32", "the model has other products than those of linear layers")
+    if side == "trainer" and (config.trainer.compile or config.trainer.parallel.processes > 1):
+        return chosen("float32", "it is autocast on a CPU where torch compiles the layers or several processes train")
     if not machine.has_instructions():
         return chosen("float32", "the processor has no instructions for bfloat16 (avx512_bf16, amx_bf16)")
-    seconds = machine.measure(side, layers, rows)
+    seconds = machine.measure(side, layers, rows, kernel)
     ratio = seconds.float32 / seconds.bfloat16
     return chosen("bfloat16" if ratio >= FASTER else "float32",
                   f"bfloat16 is {ratio:.2f} times as fast as float32 here, {FASTER} asked for "
@@ -181,7 +184,8 @@ def read_layers(config: RunConfig, model: str | Path | None = None) -> Layers:
     name = model if model is not None else config.model.name
     with refusing(f"the config.json of model {str(name)!r} cannot be read"), torch.device("meta"):
         if name is not None:
-            found: Any = AutoConfig.from_pretrained(find_source(str(name)))
+            base = base_of(name) if is_adapter(name) else str(name)
+            found: Any = AutoConfig.from_pretrained(find_source(base))
         else:
             assert config.model.build is not None
             found = build_config(config.model.build, config.model.build.vocab_size)
