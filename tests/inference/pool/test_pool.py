@@ -98,6 +98,33 @@ async def test_a_cancelled_request_says_how_many_tokens_were_drawn():
     assert num_tokens_lost(ended.value) == 0
 
 
+async def test_a_request_that_is_cancelled_again_still_says_how_many_tokens_were_drawn():
+    """As where a run is stopped while an episode that is over its time is cut off."""
+
+    class Slow(ScriptedReplica):
+        async def generate(self, request):
+            try:
+                return await super().generate(request)
+            except asyncio.CancelledError:
+                asked.set()
+                await answers.wait()
+                raise
+
+    asked, answers = asyncio.Event(), asyncio.Event()
+    replica = Slow(seconds_per_token=0.003)
+    async with opened(replica) as pool:
+        asking = asyncio.ensure_future(pool.generate(request(tokens=100)))
+        await until(lambda: replica.num_drawn >= 3)
+        asking.cancel()
+        await asked.wait()
+        asking.cancel()
+        await asyncio.sleep(0.01)
+        answers.set()
+        with pytest.raises(asyncio.CancelledError) as ended:
+            await asking
+    assert num_tokens_drawn(ended.value) == replica.num_drawn >= 3
+
+
 # ---- deaths
 
 

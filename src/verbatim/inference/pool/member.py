@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Coroutine
 from typing import Any, Literal, TypeVar
@@ -128,7 +129,8 @@ class Life:
                 await asyncio.wait({asking}, timeout=GIVING_UP)
         except asyncio.CancelledError:
             asking.cancel()
-            await settle([asking])
+            with contextlib.suppress(asyncio.CancelledError):  # cancelled again: what was drawn is said in either case
+                await settle([asking])
             raise cut_off(_drawn(asking) or 0) from None
         if self.over.done():
             drawn = _drawn(asking)
