@@ -99,6 +99,33 @@ def test_an_idle_thread_ends_and_the_next_call_starts_another(monkeypatch):
     assert not asyncio.run(twice())
 
 
+def test_a_burst_of_calls_leaves_no_more_threads_than_are_kept(monkeypatch):
+    monkeypatch.setattr(threads, "MOST_KEPT", 8)
+    monkeypatch.setattr(threads, "_idle", [])
+
+    async def burst(count):
+        together = threading.Barrier(count)
+
+        def call():
+            together.wait(30)
+            return threading.current_thread()
+
+        return {*await asyncio.gather(*(in_thread(call) for _ in range(count)))}
+
+    async def two():
+        found = await burst(40)
+        kept = len(threads._idle)
+        monkeypatch.setattr(threads, "KEPT_SECONDS", 0.01)
+        await burst(kept)
+        for thread in found:
+            await asyncio.to_thread(thread.join, 30)
+        return len(found), kept, any(thread.is_alive() for thread in found)
+
+    count, kept, alive = asyncio.run(two())
+    assert (count, alive) == (40, False)
+    assert 8 <= kept <= 16, "a few more, where several threads look at a time"
+
+
 def _calls(result):
     result.put(asyncio.run(in_thread(lambda: "forked")))
 
