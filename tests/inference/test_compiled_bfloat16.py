@@ -3,6 +3,7 @@
 Tests run with the kernel as it is compiled for this processor, and for processors that cannot multiply bfloat16.
 """
 
+import ctypes
 import platform
 
 import numpy as np
@@ -286,3 +287,22 @@ def test_a_kernel_that_computes_something_else_is_not_used(kernel, models, monke
 
     monkeypatch.setattr("verbatim.inference.embedded.forward.load_kernel", Wrong)
     assert isinstance(make_halves(models["tied"], kernel="auto").forward, TorchForward)
+
+
+@TWO_BUILDS
+def test_without_roundings_of_inputs_a_small_difference_is_no_rounding(kernel, models, monkeypatch):
+    """Two numbers of a matrix are missing: 1e-5 and more of the hidden states, less than what roundings make."""
+
+    class Wrong:
+        def __getattr__(self, name):
+            return getattr(kernel, name)
+
+        @staticmethod
+        def verbatim_pack_halves(source, rows, columns, to):
+            kernel.verbatim_pack_halves(source, rows, columns, to)
+            if (rows, columns) == (96, 64):
+                ctypes.memset(to, 0, 4)
+
+    monkeypatch.setattr("verbatim.inference.embedded.forward.load_kernel", Wrong)
+    found = make_halves(models["tied"], kernel="auto").forward
+    assert isinstance(found, TorchForward) == (not kernel.verbatim_rounds())
