@@ -9,7 +9,7 @@ import pytest
 from verbatim.checkpoints import Checkpoint, write_json, write_loop_state
 from verbatim.config import dump_config, make_config
 from verbatim.config.schema import RunConfig
-from verbatim.errors import UsageError
+from verbatim.errors import CheckpointError, UsageError
 from verbatim.run.fork import Fork, check_fork
 from verbatim.run.tables import component_tables
 
@@ -44,3 +44,12 @@ def test_a_fork_that_would_end_early_at_once_is_refused_with_what_to_type(tmp_pa
     assert "success did not rise above 0.500 (step 0) in the evaluations after the steps 10, 20" in str(refused.value)
     assert "--orchestrator.eval.early-stopping.patience 5" in str(refused.value)
     assert check_fork(fork, configured(5)).step == 20
+
+
+def test_a_damaged_configuration_of_the_checkpoint_is_named(tmp_path: Path):
+    """It is read before anything else where the configuration says dtype = "auto"."""
+    fork = stopped_after_20(tmp_path)
+    assert fork.tables["model"] == {"name": "m"}
+    fork.config_file.write_text("[model\n")
+    with pytest.raises(CheckpointError, match=r"step_000020/config.toml is no TOML"):
+        _ = fork.tables

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -110,7 +109,7 @@ def _as_stored(
     """
     if not unresolved(config):
         return config, []
-    stored: Mapping[str, Any] | None = tomllib.loads(fork.toml) if fork is not None else None
+    stored: Mapping[str, Any] | None = fork.tables if fork is not None else None
     if resume:
         stored = RunFolder.stored_tables(config, resume)
     choices: list[Choice] = []

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -90,6 +91,14 @@ class Fork:
             return self.config_file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{self.config_file} cannot be read: {error}") from error
+
+    @property
+    def tables(self) -> dict[str, Any]:
+        """The same, read."""
+        try:
+            return tomllib.loads(self.toml)
+        except ValueError as error:
+            raise CheckpointError(f"{self.config_file} is no TOML: {error}") from error
 
 
 def find_fork(text: str, fresh: Iterable[str] = ()) -> Fork:
