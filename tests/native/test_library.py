@@ -86,6 +86,15 @@ def test_a_file_that_changes_after_it_was_read_is_compiled_as_it_was(tmp_path):
 
 
 @needs_compiler
+def test_a_library_is_whole_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    done, fsync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: (done.append("fsync"), fsync(file)))
+    monkeypatch.setattr(os, "replace", lambda *paths: (done.append("replace"), replace(*paths)))
+    assert native.library(write(tmp_path, SUM)).add(1, 2) == 3
+    assert done == ["fsync", "replace"]
+
+
+@needs_compiler
 def test_headers_of_the_package_are_found_and_are_part_of_what_was_read(tmp_path):
     text = '#include "vectors.h"\nint add(int a, int b) {\n#ifdef INLINE\n return a + b;\n#endif\n return a - b;\n}\n'
     source = write(tmp_path, text)

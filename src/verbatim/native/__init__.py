@@ -110,6 +110,8 @@ def _compiled(source: CSource, compiler: tuple[str, ...], flags: tuple[str, ...]
             for command in ([*compiler, *flags, "-c", str(Path(name) / source.name), "-o", str(objects)],
                             [*compiler, "-shared", str(objects), "-o", str(shared), "-lm"]):  # fmt: skip
                 subprocess.run(command, check=True, capture_output=True, timeout=_PATIENCE)
+            with shared.open("rb") as made:  # half of a library, after a power failure, would end processes by SIGBUS
+                os.fsync(made.fileno())
             os.replace(shared, found)  # processes that start together each make it, and the last one stays
     return found
 
