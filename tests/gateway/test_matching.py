@@ -131,6 +131,16 @@ class TestThreads:
             BranchReason.SUB_AGENT, None, None, BranchReason.SUB_AGENT, None]  # fmt: skip
         assert forked.known.turn == 0
 
+    def test_an_agent_that_goes_on_where_another_has_begun_has_edited_nothing(self):
+        threads, spawning, no = Threads(), said("", ("spawn", {})), {"role": "user", "content": "no"}
+        asked(threads, [SYSTEM, HELLO], spawning, turn=0, thread="a")
+        forked = asked(threads, [SYSTEM, HELLO, spawning, MORE], said("found"), turn=1, thread="b")
+        goes_on = asked(threads, [SYSTEM, HELLO, spawning, OTHER], said("ok"), turn=2, thread="a")
+        edited = asked(threads, [SYSTEM, HELLO, spawning, no], said("so"), turn=3, thread="a")
+        assert [(m.agent, m.reason) for m in (forked, goes_on, edited)] == [
+            ("sub/1", None), ("main", BranchReason.SUB_AGENT), ("main", BranchReason.EDITED_HISTORY)]  # fmt: skip
+        assert goes_on.found == "sub/1 went on from message 2 before"
+
     def test_a_continued_conversation_keeps_its_agent(self):
         threads = Threads()
         asked(threads, [SYSTEM, HELLO], said("hi"), turn=0, agent="critic")

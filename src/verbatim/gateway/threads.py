@@ -32,7 +32,7 @@ class BranchReason(StrEnum):
     NEW_CONVERSATION = "new_conversation"
     """Nothing but the system prompt is known."""
     SUB_AGENT = "sub_agent"
-    """The first request of another agent."""
+    """The first request of another agent; or an agent goes on where another one has begun."""
     PARALLEL_CALL = "parallel_call"
     """Another request that continues the same turn is being answered."""
     SAME_PROMPT = "same_prompt"
@@ -73,6 +73,8 @@ class Node(Generic[T]):
     """Requests under way that continue this sampled message."""
     num_continued: int = 0
     """Turns that continue this sampled message; of one that was not sampled, those that begin behind it."""
+    continued_by: tuple[str, ...] = ()
+    """The agents of these turns."""
     num_answers: int = 0
     """Answers to the prompt that ends here, those under way included."""
 
@@ -192,6 +194,8 @@ class Threads(Generic[T]):
         self._longest[match.agent] = max(self._longest.get(match.agent, 0), node.depth)
         before = match.known or match.end
         before.num_continued += 1
+        if match.agent not in before.continued_by:
+            before.continued_by = (*before.continued_by, match.agent)
         return before.num_continued > 1
 
     def close(self, match: Match[T], *, answered: bool, forget: bool = False) -> None:
@@ -261,6 +265,9 @@ class Threads(Generic[T]):
         is_answer = walk.first_new is not None and walk.first_new.get("role") == "assistant"
         if known.num_open and not is_answer:
             return BranchReason.PARALLEL_CALL, f"another request that follows message {known.depth - 1} is under way"
+        if agent == known.agent and agent not in known.continued_by and not is_answer:
+            others = " and ".join(known.continued_by)
+            return BranchReason.SUB_AGENT, f"{others} went on from message {known.depth - 1} before"
         if (shorter := self._shortened(walk, agent)) is not None:
             return BranchReason.COMPACTION, shorter
         if is_answer:
