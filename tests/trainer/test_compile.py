@@ -106,5 +106,10 @@ def test_attention_is_called_between_compiled_pieces_once_however_many_models_ar
     assert ALL_ATTENTION_FUNCTIONS[ATTENTION] is first
 
 
-def test_layers_are_not_compiled_unless_it_is_asked_for(qwen):
-    assert all("forward" not in vars(layer) for layer in decoder_layers(make_trainer(qwen).model))
+def test_layers_are_not_compiled_unless_it_is_asked_for(qwen, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda forward, **_: compiled.append(forward) or forward)
+    model = make_trainer(qwen).model
+    assert compiled == []
+    make_trainer(qwen, compile=True)
+    assert len(compiled) == len(decoder_layers(model))

@@ -62,11 +62,11 @@ def _products(layers: Layers, rows: int) -> Seconds:
     totals = dict.fromkeys(("float32", "bfloat16"), 0.0)
     for (inputs, outputs), count in layers.sizes.items():
         fitting = max(64, min(rows, MOST_NUMBERS // (inputs * outputs) // 64 * 64))
-        x = torch.randn(1, fitting, inputs, requires_grad=True)
+        x = torch.randn(1, fitting, inputs, device="cpu", requires_grad=True)
         exact, rounded = nn.Linear(inputs, outputs, bias=False), nn.Linear(inputs, outputs, bias=False)
         use_onednn(exact)
         round_linear(rounded, Products())
-        gradient = torch.randn(1, fitting, outputs)
+        gradient = torch.randn(1, fitting, outputs, device="cpu")
         found = _medians({"float32": partial(_both_ways, exact, x, gradient),
                           "bfloat16": partial(_both_ways, rounded, x, gradient)})  # fmt: skip
         for name, seconds in found.items():
