@@ -53,6 +53,7 @@ class Recorder:
         self._entries: dict[tuple[Node, str], Node] = {}
         self._seen: dict[Node, tuple[int, int]] = {}
         """Size and time of change of the content that is in the trace."""
+        self._contents: dict[Node, bytes] = {}
         self._next = 1
         self._nodes[root.stat().st_ino] = 0
         self.look()
@@ -73,7 +74,9 @@ class Recorder:
         self.synced(os.fstat(descriptor).st_ino)
 
     def synced(self, inode: int) -> None:
-        """This file or folder is on disk."""
+        """This file or folder is on disk. It is read again, whatever its time of change: another thread may have made
+        the recorder read it while native code wrote it, and times are as coarse as the clock's ticks."""
+        self._seen.pop(self._nodes.get(inode, -1), None)
         self.look()
         node = self._nodes.get(inode)
         if node is not None:
@@ -143,8 +146,10 @@ class Recorder:
         version = (now.st_size, now.st_mtime_ns)
         if self._seen.get(node) != version:
             with contextlib.suppress(FileNotFoundError):  # moved meanwhile by another process: the next look reads it
-                self.ops.append(("data", node, Path(path).read_bytes()))
-                self._seen[node] = version
+                content = Path(path).read_bytes()
+                if self._contents.get(node) != content:
+                    self.ops.append(("data", node, content))
+                self._contents[node], self._seen[node] = content, version
 
 
 # ---- a process that the command starts
