@@ -80,7 +80,7 @@ class CoresBusy:
         return sum(each.user + each.system for each in times)
 
     def share(self) -> float:
-        """Of the machine's cores: 1 = all of them, all the time."""
+        """The share of the machine's cores that it kept busy: 1 = all of them, all the time."""
         self._thread.join(60)
         (began, before), (ended, after) = self._seen
         return (after - before) / (ended - began) / len(os.sched_getaffinity(0))

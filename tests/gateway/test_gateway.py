@@ -426,7 +426,7 @@ class TestBadRequests:
         assert [turn.agent for turn in trajectory.turns] == ["Zoë"]
 
     async def status_with(self, gateway, episode, header):
-        """Of a request with this line among its headers, as bytes."""
+        """The status of a request that has this line, as bytes, among its headers."""
         path = b"/s/" + episode.api_key.encode() if episode is not None else b""
         body = b'{"messages": [{"role": "user", "content": "hi"}]}'
         reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))

@@ -24,7 +24,7 @@ class Draws:
         self._caller: asyncio.Task[Any] | None = None
         """The one that a call of `draw_alone` runs on."""
         self._left: asyncio.Future[None] | None = None
-        """Done when that call has ended; made where somebody waits for it."""
+        """Done when that call has ended; made where `end` waits for it."""
         self.over = False
         """Nothing more is drawn."""
         self.num_delivered = 0

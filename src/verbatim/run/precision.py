@@ -49,7 +49,7 @@ class Choice:
     """What `dtype = "auto"` became."""
 
     key: str
-    """Of the configuration: "trainer.dtype"."""
+    """The key of the configuration: "trainer.dtype"."""
     dtype: Dtype
     reason: str
     """A sentence part, with what was measured."""
