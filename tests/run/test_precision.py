@@ -5,6 +5,7 @@ import tomllib
 from dataclasses import dataclass, field
 
 import pytest
+import torch
 from rich.console import Console
 from transformers import Qwen3Config
 
@@ -191,13 +192,15 @@ def test_a_sampler_that_no_run_starts_says_that_it_needs_a_dtype():
 
 
 def test_this_machine_measures_both_sides():
-    """Figures are not judged, which a busy machine would change; they are there, and both passes ran."""
+    """Figures are not judged, which a busy machine would change; they are there, and both passes ran. The caller's
+    random numbers go on as if nothing had been measured."""
     from verbatim.run.measured_precision import ThisMachine
 
     build = {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 96, "num_layers": 3}
     layers = read_layers(config(build=build))
-    machine = ThisMachine()
+    machine, before = ThisMachine(), torch.get_rng_state()
     for side, kernel in (("trainer", "auto"), ("sampler", "auto"), ("sampler", "torch")):
         found = machine.measure(side, layers, 4, kernel)
         assert 0 < found.bfloat16 < 5 and 0 < found.float32 < 5
+    assert torch.equal(torch.get_rng_state(), before)
     assert machine.cuda_rounds("cpu") is None and isinstance(machine.has_instructions(), bool)

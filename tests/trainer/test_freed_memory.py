@@ -36,7 +36,7 @@ print(done, (resident() - before) / (used - before))
 
 @pytest.mark.parametrize("setting", [None, "MALLOC_TRIM_THRESHOLD_"])
 def test_freed_memory_stays_in_the_process(setting, monkeypatch):
-    """Of 8 buffers of 20 MiB. Page faults would count pages, which the kernel may make 512 times as large."""
+    """8 buffers of 20 MiB are freed. Page faults would count pages, which the kernel may make 512 times as large."""
     if setting is not None:
         monkeypatch.setenv(setting, "131072")
     found = subprocess.run([sys.executable, "-c", CODE], check=True, capture_output=True, text=True).stdout.split()

@@ -53,7 +53,7 @@ class ThisMachine:
 
     def measure(self, side: Side, layers: Layers, rows: int, kernel: Kernel) -> Seconds:
         """Time what one side does with the layers of a model, on one thread."""
-        with torch_threads(1):
+        with torch_threads(1), torch.random.fork_rng(devices=()):  # the caller's random numbers stay as they were
             return _products(layers, rows) if side == "trainer" else _passes(layers, rows, kernel)
 
 

@@ -29,9 +29,9 @@ class EvaluationDrop:
     on_evaluations: ClassVar[bool] = True
     clear_after: ClassVar[int] = 1
     fall: Fraction = 0.1
-    """Of the success."""
+    """By how much success has to be lower."""
     reward_fall: NonNegativeFloat = 0.2
-    """Of the reward, in standard deviations of the best evaluation's rewards."""
+    """By how much the reward has to be lower, in standard deviations of the best evaluation's rewards."""
 
     def __call__(self, window: Window) -> Iterator[Finding]:
         """What the evaluations show."""
