@@ -13,6 +13,7 @@ from verbatim.inference.base import SampleRequest
 from verbatim.inference.embedded.expert_record import ExpertRecord
 from verbatim.inference.embedded.forward import open_forward
 from verbatim.inference.embedded.pass_layout import PassLayout, Rows
+from verbatim.inference.embedded.rebuild import Rebuild
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.inference.embedded.slots import Placement, Slots, SlotTable
 from verbatim.machine_faults import is_out_of_memory
@@ -71,6 +72,7 @@ class Decoder:
         self.cache = self.forward.cache
         self._parked: dict[int, Any] = {}
         self.table = SlotTable(num_slots, num_parked, context_length)
+        self._rebuild = Rebuild(self.table, self._copy_rebuilt)
         self._record = None
         if record_experts:
             with torch.inference_mode():
@@ -162,6 +164,7 @@ class Decoder:
                 raise
             table.rebuild_all(self._num_loads)
             self.cache.drop()
+            self._share_rebuild()
         np.minimum(table.computed, self.cache.capacity, out=table.computed)
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -177,6 +180,21 @@ class Decoder:
             for place in list(self._parked):
                 self._unpark(place)
             self.cache.clear()
+            self._share_rebuild()
+
+    def _share_rebuild(self) -> None:
+        """Sequences in flight are computed again, what they have in common once. Where experts are recorded, each by
+        itself: a record says what computed the tokens of its own sequence."""
+        if self._record is None:
+            self._rebuild.begin()
+
+    def _copy_rebuilt(self, source: int, slot: int, num_tokens: int) -> None:
+        """A sequence goes on after tokens that another one computed."""
+        table = self.table
+        self.cache.copy_prefix(source, slot, num_tokens)
+        table.computed[slot] = num_tokens
+        prompt = min(num_tokens, int(table.prompt_length[slot]))
+        self.counts.prefix_hit_tokens += max(0, prompt - int(table.rebuild_until[slot]))
 
     def _park(self, slot: int, *, keep_out: int) -> None:
         """Save an idle slot's cache, if a session may come back to it, before another sequence takes the slot."""
@@ -215,6 +233,7 @@ class Decoder:
         Returns:
             The slots whose sequences ended, and those whose logits are not finite numbers.
         """
+        self._rebuild.go_on()
         before, counts = self.table.snapshot(), replace(self.counts)
         try:
             return self._pass()
@@ -225,7 +244,7 @@ class Decoder:
 
     def _pass(self) -> tuple[Slots, Slots]:
         table = self.table
-        active = np.flatnonzero(table.active[: table.num_batch])
+        active = self._rebuild.ready(np.flatnonzero(table.active[: table.num_batch]))
         if not len(active):
             return active, active
         ahead = table.length[active] - table.computed[active]
