@@ -253,11 +253,13 @@ def versions(groups):
     return {int(v) for g in groups for t in g.trajectories for turn in t.turns for v in turn.policy_versions}
 
 
-async def until(condition, seconds=5.0):
-    """Let everybody else work until this holds."""
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110  (the loop itself is under test)
-            await asyncio.sleep(0.0005)
+async def until(condition, looks=20_000):
+    """Let everybody else work until this holds: so many looks, and not seconds, for a machine may stand still."""
+    for _ in range(looks):  # 10 s and more
+        if condition():
+            return
+        await asyncio.sleep(0.0005)
+    raise TimeoutError("it does not come to hold")
 
 
 @contextlib.asynccontextmanager

@@ -8,6 +8,8 @@ import pytest
 from virtual_runs import Play, on_virtual_time
 
 from verbatim.orchestrator.dispatcher import MOST_AT_ONCE
+from verbatim.rollouts import GroupRun
+from verbatim.rollouts.group import MOST_IN_LINE
 
 G = 16
 """Groups per batch."""
@@ -192,6 +194,42 @@ def test_surplus_that_would_be_too_old_is_dropped_and_counted():
     for (_, indices, _), (_, following, _) in pairwise(taken):
         assert indices == list(range(indices[0], indices[0] + G))  # launched first, not finished first
         assert following[0] > indices[-1]
+
+
+def test_groups_that_find_no_place_are_drawn_and_made_as_places_become_free(monkeypatch):
+    """Five batches of 200 groups may be in flight, and 20 episodes have places. No place is ever empty: 20 episodes of
+    one second end in each second. The examples are drawn at once, in their order, and a resume holds them all."""
+    made = []
+
+    class CountedRun(GroupRun):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            made.append(kwargs["index"])
+
+    monkeypatch.setattr("verbatim.orchestrator.dispatcher.GroupRun", CountedRun)
+
+    def play():
+        return Play(seconds=lambda index: 1.0, groups_per_batch=200, level=4, factor=5.0, places=20)
+
+    async def run():
+        first = play()
+        dispatcher = first.dispatcher
+        dispatcher.start(version=0, batch=0)
+        await asyncio.sleep(0.5)
+        for second in range(20):
+            assert list(first.launched) == list(range(20 * (second + 1)))
+            assert made == list(range(20 * (second + 1) + MOST_IN_LINE))
+            await asyncio.sleep(1.0)
+        state = dispatcher.state_dict()
+        assert (dispatcher.num_running, dispatcher.num_ready, dispatcher.num_held) == (600, 400, 420 + MOST_IN_LINE)
+        assert [row["index"] for row in state["held"]] == list(range(1000))
+        assert dispatcher.num_pending_tokens == 400 * 2
+        await dispatcher.stop()
+        again = play().dispatcher
+        again.load_state_dict(state)
+        assert again.state_dict() == state
+
+    on_virtual_time(run())
 
 
 def test_a_resume_holds_what_was_in_flight_and_what_was_left_over():

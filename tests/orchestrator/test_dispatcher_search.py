@@ -114,8 +114,8 @@ class RandomRun:
         assert len(indices) == self.groups
         assert indices == sorted(set(indices))
         if min(self.level, self.bound) == 0:
-            waiting = [*self.dispatcher._running.values(), *self.dispatcher._ready]
-            passed_over = [group for group in waiting if group.run.index < indices[-1]]
+            waiting = [*self.dispatcher._drawn, *self.dispatcher._running.values(), *self.dispatcher._ready]
+            passed_over = [group for group in waiting if group.drawn.index < indices[-1]]
             assert all(number - group.version > self.bound for group in passed_over)
 
     async def train(self, handed):

@@ -42,12 +42,12 @@ class Play:
     the version in use when it begins and one at its end, and is flat where `flat(i)`."""
 
     def __init__(self, *, seconds, flat=lambda index: False, groups_per_batch=16, level=1, bound=8,
-                 factor=1.0, batches=20, filtering=False):  # fmt: skip
+                 factor=1.0, batches=20, filtering=False, places=10_000):  # fmt: skip
         self.seconds, self.flat, self.batches = seconds, flat, batches
         self.version, self.ledger = 0, Ledger()
         self.launched, self.finished, self.taken, self.in_flight = {}, {}, [], []
         setup = SimpleNamespace(
-            env="e", environment=object(), sampler=SimpleNamespace(vocab_size=9), slots=asyncio.Semaphore(10_000),
+            env="e", environment=object(), sampler=SimpleNamespace(vocab_size=9), slots=asyncio.Semaphore(places),
             runner=SimpleNamespace(run=self.run_episode, metrics=dict), tally=EpisodeTally(), run_id="", routing=None,
         )  # fmt: skip
         examples = {"e": [Example(id=f"e{i}") for i in range(7)]}

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import statistics
 from bisect import insort
-from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from verbatim.curriculum import ExampleSchedule, Flatness, ScheduledExample, flatness
 from verbatim.errors import NothingToSample, RunStopped
+from verbatim.orchestrator.in_flight import Begun, Ended, InFlight, Launched
 from verbatim.orchestrator.staleness import newest_batch, too_old
 from verbatim.rollouts import GroupRun, RolloutSetup
+from verbatim.rollouts.group import MOST_IN_LINE
 from verbatim.trajectories import Ledger
 from verbatim.types import Group, Trajectory
 
@@ -29,31 +32,15 @@ PATIENCE = 0.5
 finished."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Launched:
-    """A group in flight."""
-
-    run: GroupRun
-    """The episodes; `run.index` counts launches, so a smaller one was launched earlier."""
-    drawn: ScheduledExample
-    version: int
-    """The weights in use when it was launched: none of its tokens is older."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Ended(_Launched):
-    """A group whose episodes have ended."""
-
-    group: Group
-
-
 @dataclass(kw_only=True, eq=False)
 class Dispatcher:
     """Launches groups, collects them, and hands them out batch by batch.
 
     Launching: from the batch that comes next up to `staleness.newest_batch`, each place that no finished group fills
     may have one group in flight. Where online difficulty filtering replaces groups it may have `oversampling_factor`
-    of them, because some will be dropped. At most `oversampling_factor` batches of groups are in flight.
+    of them, because some will be dropped. At most `oversampling_factor` batches of groups are in flight. The examples
+    of all of them are drawn, and their episodes are made where they can find places soon: at most
+    `rollouts.group.MOST_IN_LINE`, or one group, wait in line.
 
     Handing out: a batch takes the finished groups that were launched first, as soon as there are enough of them. A
     group that was launched earlier and still runs does not hold it. Only where going without that group would lose it,
@@ -91,13 +78,18 @@ class Dispatcher:
         self._version = 0
         self._next_batch = 0
         self._again: list[ScheduledExample] = []
-        self._running: dict[asyncio.Task[Group], _Launched] = {}
-        self._versions: Counter[int] = Counter()
-        """Groups in flight by the weights that they were launched with."""
-        self._goes_on = False
-        """Whether `_launch` was put off to the next turn of the event loop."""
-        self._ready: list[_Ended] = []
-        self._taken: deque[list[_Ended]] = deque()
+        self._drawn: deque[Launched] = deque()
+        """Groups in flight that have not begun."""
+        self._running: dict[asyncio.Task[Group], Begun] = {}
+        """Groups in flight that have."""
+        self._num_in_line = 0
+        """Episodes of theirs that wait for a place."""
+        self._in_flight = InFlight()
+        """Both, by the weights that they were launched with."""
+        self._goes_on = self._begins = False
+        """Whether `_draw`, or `_begin`, was put off to the next turn of the event loop."""
+        self._ready: list[Ended] = []
+        self._taken: deque[list[Ended]] = deque()
         self._failures_in_a_row = 0
         self._failure: BaseException | None = None
         self.drained: str | None = None
@@ -108,11 +100,12 @@ class Dispatcher:
     @property
     def num_pending_tokens(self) -> int:
         """Tokens it answers for: of episodes in flight, and of finished groups that are not settled."""
-        return sum(launched.run.num_sampled_tokens for launched in self._held())
+        return sum(launched.num_sampled_tokens for launched in self._held())
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        """Groups in flight, those included that have not begun."""
+        return len(self._in_flight)
 
     @property
     def num_ready(self) -> int:
@@ -121,7 +114,7 @@ class Dispatcher:
 
     @property
     def num_held(self) -> int:
-        """Episodes that were launched, wait, run or have ended, and are not settled."""
+        """Episodes that wait for a place, run or have ended, and are not settled."""
         return (len(self._running) + len(self._ready) + sum(map(len, self._taken))) * self.group_size
 
     def start(self, version: int, batch: int) -> None:
@@ -149,7 +142,7 @@ class Dispatcher:
                 raise self._failure
             if self._is_due():
                 break
-            if self.drained is not None and not self._running:
+            if self.drained is not None and not self._in_flight:
                 return None
             self._changed.clear()  # where nothing is in flight, new weights will start what is missing
             await self._changed.wait()
@@ -164,20 +157,15 @@ class Dispatcher:
         """Whether the next batch is handed out as things stand."""
         if len(self._ready) < self.groups_per_batch:
             return False
-        last = self._ready[self.groups_per_batch - 1].run.index
-        earlier = [launched for launched in self._useful() if launched.run.index < last]
+        last, oldest = self._ready[self.groups_per_batch - 1].drawn.index, self._next_batch - self.max_off_policy_steps
         if self.max_async_level == 0:
-            return not earlier
-        if all(self._next_batch + 1 - launched.version <= self.max_off_policy_steps for launched in earlier):
+            first = self._in_flight.first_since(oldest)
+            return first is None or first > last
+        lost = self._in_flight.first(oldest)  # what this batch could train, and not the one after it
+        if lost is None or lost > last:
             return True
         short = self.groups_per_batch + self._patience - len(self._ready)
-        later = sum(launched.run.index > last for launched in self._running.values())
-        return short <= 0 or later < short
-
-    def _useful(self) -> list[_Launched]:
-        """The groups in flight that the next batch could train, were they finished."""
-        oldest = self._next_batch - self.max_off_policy_steps
-        return [launched for launched in self._running.values() if launched.version >= oldest]
+        return short <= 0 or self._in_flight.num_later(last) < short
 
     def settled(self) -> None:
         """The earliest batch that was handed out is in the ledger; its examples are judged."""
@@ -189,9 +177,10 @@ class Dispatcher:
         if rewards:
             self.schedule.pools.observe(drawn.env, drawn.example.id, statistics.fmean(rewards))
 
-    def _held(self) -> list[_Launched]:
+    def _held(self) -> list[Launched]:
         """Every group that was launched and is not settled."""
-        return [*self._running.values(), *self._ready, *(ended for batch in self._taken for ended in batch)]
+        ended = (one for batch in self._taken for one in batch)
+        return [*self._drawn, *self._running.values(), *self._ready, *ended]
 
     async def stop(self) -> None:
         """Cancel what is in flight. Its tokens stay pending: its groups are sampled again when the run goes on."""
@@ -206,24 +195,38 @@ class Dispatcher:
         groups again."""
         held = self.num_pending_tokens
         self._again += [launched.drawn for launched in self._held()]
-        self._running, self._ready, self._taken = {}, [], deque()
-        self._versions.clear()
+        self._drawn, self._running, self._ready, self._taken = deque(), {}, [], deque()
+        self._in_flight.clear()
         return held
 
     def _launch(self) -> None:
-        num_launched = 0
+        self._draw()
+        self._begin()
+
+    def _draw(self) -> None:
+        """Draw the examples of all groups that may be in flight."""
+        num_drawn = 0
         while not self._goes_on and self._has_room() and not self._stopped and self.drained is None:
-            if num_launched == MOST_AT_ONCE:
+            if num_drawn == MOST_AT_ONCE:
                 self._goes_on = True
                 asyncio.get_running_loop().call_soon(self._go_on)
                 return
-            num_launched += 1
+            num_drawn += 1
             try:
                 drawn = self._again.pop(0) if self._again else self.schedule.draw()
             except NothingToSample as end:
                 self.drained = str(end)
                 self._changed.set()
                 return
+            self._drawn.append(Launched(drawn=drawn, version=self._version))
+            self._in_flight.add(drawn.index, self._version)
+
+    def _begin(self) -> None:
+        """Make the episodes of the groups that were drawn first, as long as the line for places is short: more of them
+        would hold memory and do nothing."""
+        while self._drawn and self._num_in_line < MOST_IN_LINE and not self._stopped:
+            launched = self._drawn[0]
+            drawn = launched.drawn
             run = GroupRun(
                 self.setups[drawn.env],
                 drawn.example,
@@ -232,17 +235,36 @@ class Dispatcher:
                 run_seed=self.run_seed,
                 on_sampled=self.ledger.sampled_tokens,
                 on_dropped=self.ledger.drop,
+                on_placed=self._placed,
             )
+            self._drawn.popleft()
             task = asyncio.create_task(run.run(), name=run.group_id)
-            self._running[task] = _Launched(run=run, drawn=drawn, version=self._version)
-            self._versions[self._version] += 1
+            self._running[task] = Begun(run=run, drawn=drawn, version=launched.version)
+            self._num_in_line += run.num_in_line
             task.add_done_callback(self._finished)
 
+    def _placed(self) -> None:
+        """An episode has its place: the line is shorter."""
+        self._num_in_line -= 1
+        if self._drawn and not self._begins:
+            self._begins = True
+            asyncio.get_running_loop().call_soon(self._begin_more)
+
+    def _begin_more(self) -> None:
+        self._begins = False
+        with self._failing():
+            self._begin()
+
     def _go_on(self) -> None:
-        """As with `_finished`: the event loop would only log what goes wrong here."""
         self._goes_on = False
-        try:
+        with self._failing():
             self._launch()
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """The run stops with whatever goes wrong within, in a callback of the event loop, which would only log it."""
+        try:
+            yield
         except BaseException as error:  # noqa: BLE001  (next_batch raises it)
             self._failure = self._failure or error
             self._changed.set()
@@ -252,17 +274,12 @@ class Dispatcher:
         batches = min(newest_batch(self._version, self.max_async_level) + 1, self.max_steps) - self._next_batch
         empty_places = batches * self.groups_per_batch - len(self._ready)
         wanted = round(empty_places * self._groups_per_place)
-        oldest = self._next_batch - self.max_off_policy_steps
-        num_useful = sum(number for version, number in self._versions.items() if version >= oldest)
-        return len(self._running) < self._max_running and num_useful < wanted
+        num_useful = self._in_flight.num_since(self._next_batch - self.max_off_policy_steps)
+        return len(self._in_flight) < self._max_running and num_useful < wanted
 
     def _finished(self, task: asyncio.Task[Group]) -> None:
-        """The run stops with whatever goes wrong here; the event loop would only log it, and the run would wait."""
-        try:
+        with self._failing():
             self._collect(task)
-        except BaseException as error:  # noqa: BLE001  (next_batch raises it)
-            self._failure = self._failure or error
-            self._changed.set()
 
     def _collect(self, task: asyncio.Task[Group]) -> None:
         if self._stopped:
@@ -272,12 +289,12 @@ class Dispatcher:
         if error is not None:
             self._failure = self._failure or error
             return
-        launched, group = self._running[task], task.result()
-        run, drawn = launched.run, launched.drawn
+        begun, group = self._running[task], task.result()
+        run, drawn = begun.run, begun.drawn
         kind = flatness(group) if self.online_difficulty_filtering else None
         if kind is None:
-            ended = _Ended(run=run, drawn=drawn, version=launched.version, group=group)
-            insort(self._ready, ended, key=lambda one: one.run.index)
+            ended = Ended(run=run, drawn=drawn, version=begun.version, group=group)
+            insort(self._ready, ended, key=lambda one: one.drawn.index)
             self._not_running(task)  # until here it is held, whatever goes wrong: its tokens stay pending
             self._filtered_in_a_row = 0
             self._drop_stale([ended])
@@ -295,10 +312,8 @@ class Dispatcher:
         self._launch()
 
     def _not_running(self, task: asyncio.Task[Group]) -> None:
-        version = self._running.pop(task).version
-        self._versions[version] -= 1
-        if not self._versions[version]:
-            del self._versions[version]
+        ended = self._running.pop(task)
+        self._in_flight.remove(ended.drawn.index, ended.version)
 
     def _filter(self, run: GroupRun, group: Group, kind: Flatness) -> None:
         """A group that teaches nothing ends here; another one is launched in its place."""
@@ -312,7 +327,7 @@ class Dispatcher:
                 "other examples, or switch it off: orchestrator.buffer.online_difficulty_filtering = false"
             )
 
-    def _drop_stale(self, waiting: Sequence[_Ended]) -> None:
+    def _drop_stale(self, waiting: Sequence[Ended]) -> None:
         """Those of these finished groups that would be too old in the next batch end here, before one takes the place
         of a group that is not."""
         if self._next_batch >= self.max_steps:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +18,7 @@ from verbatim.orchestrator.assemble import (
     reward_part_metrics,
 )
 from verbatim.rollouts import GroupRun, RolloutSetup
-from verbatim.rollouts.group import run_together
-from verbatim.rollouts.turnstile import turnstile
+from verbatim.rollouts.group import MOST_IN_LINE, run_together
 from verbatim.types import Example, Group, Trajectory
 
 
@@ -55,9 +55,16 @@ async def evaluate(setup: RolloutSetup, *, episodes: int, seed: int) -> Evaluati
         return Evaluation(env=setup.env, num_episodes=0, num_failed=0, metrics=metrics, trajectories=())
     size = max(1, math.ceil(episodes / len(examples)))
 
+    line = asyncio.Semaphore(math.ceil(MOST_IN_LINE / size))  # of groups: training takes places between them
+
     async def play(index: int, example: Example) -> Group:
-        await turnstile().enter()  # thousands of groups that begin at once would hold up everything else
-        return await GroupRun(setup, example, index=index, size=size, run_seed=seed, purpose="eval").run()
+        def placed() -> None:
+            if run.num_in_line == 0:
+                line.release()
+
+        await line.acquire()
+        run = GroupRun(setup, example, index=index, size=size, run_seed=seed, purpose="eval", on_placed=placed)
+        return await run.run()
 
     ended = await run_together(play(index, example) for index, example in enumerate(examples))
     trajectories = tuple(t for group in ended for t in group.trajectories)

@@ -22,6 +22,10 @@ from verbatim.types import Example, Group, RolloutIdentity, Trajectory
 
 T = TypeVar("T")
 
+MOST_IN_LINE = 128
+"""Episodes of training, and as many of evaluation, that wait for their places: enough that a place which is left is
+taken in the same turn of the event loop. Further groups begin as these are placed."""
+
 
 class GroupRun:
     """One group under way. What it holds can be counted at any time, also when it is cancelled.
@@ -34,6 +38,7 @@ class GroupRun:
         self, setup: RolloutSetup, example: Example, *, index: int, size: int, run_seed: int, purpose: str = "train",
         on_sampled: Callable[[int], None] | None = None,
         on_dropped: Callable[[Mapping[str, int]], None] | None = None, samples: Sequence[int] | None = None,
+        on_placed: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         self.index = index
         self.example = example
@@ -46,6 +51,9 @@ class GroupRun:
                         routing=setup.routing)
             for i in (range(size) if samples is None else samples)
         }  # fmt: skip
+        self._on_placed = on_placed
+        self.num_in_line = len(self._recorders)
+        """Episodes that have got no place yet."""
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -81,6 +89,9 @@ class GroupRun:
         )  # fmt: skip
         task = EpisodeTask(purpose=self._purpose, example=self.example, session=str(seed), identity=identity)
         async with setup.slots:
+            self.num_in_line -= 1
+            if self._on_placed is not None:
+                self._on_placed()
             trajectory = await setup.runner.run(setup, task, recorder)
         setup.tally.ended(trajectory)
         return trajectory

@@ -1,0 +1,96 @@
+"""Records of launched groups; which of them are in flight is counted at a cost that hardly grows with them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from dataclasses import dataclass
+
+from verbatim.curriculum import ScheduledExample
+from verbatim.rollouts import GroupRun
+from verbatim.types import Group
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Launched:
+    """A group in flight. At first only its example is drawn: its episodes do not exist yet."""
+
+    drawn: ScheduledExample
+    """Its `index` counts launches, so a smaller one was launched earlier."""
+    version: int
+    """The weights in use when it was launched: none of its tokens is older."""
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens sampled so far."""
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Begun(Launched):
+    """A group whose episodes run, or wait in line for their places."""
+
+    run: GroupRun
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens sampled so far."""
+        return self.run.num_sampled_tokens
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Ended(Begun):
+    """A group whose episodes have ended."""
+
+    group: Group
+
+
+class InFlight:
+    """The numbers of the groups in flight, sorted, for each policy version that launched some.
+
+    Example:
+        >>> groups = InFlight()
+        >>> for index, version in ((4, 1), (5, 1), (6, 2)):
+        ...     groups.add(index, version)
+        >>> groups.remove(4, 1)
+        >>> len(groups), groups.num_since(2), groups.first(1), groups.first_since(1), groups.num_later(5)
+        (2, 1, 5, 5, 1)
+    """
+
+    def __init__(self) -> None:
+        self._indices: dict[int, list[int]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._indices.values()))
+
+    def add(self, index: int, version: int) -> None:
+        """A group is launched with weights of this version."""
+        insort(self._indices.setdefault(version, []), index)  # at the end: later groups have higher numbers
+
+    def remove(self, index: int, version: int) -> None:
+        """A group that was added is in flight no more."""
+        indices = self._indices[version]
+        place = bisect_left(indices, index)
+        assert indices[place] == index
+        del indices[place]
+        if not indices:
+            del self._indices[version]
+
+    def num_since(self, version: int) -> int:
+        """Groups of this version and newer ones."""
+        return sum(len(indices) for launched, indices in self._indices.items() if launched >= version)
+
+    def first(self, version: int) -> int | None:
+        """The lowest number among the groups of this version; None without any."""
+        return self._indices[version][0] if version in self._indices else None
+
+    def first_since(self, version: int) -> int | None:
+        """The lowest number among the groups of this version and newer ones; None without any."""
+        return min((indices[0] for launched, indices in self._indices.items() if launched >= version), default=None)
+
+    def num_later(self, index: int) -> int:
+        """Groups with higher numbers."""
+        return sum(len(indices) - bisect_right(indices, index) for indices in self._indices.values())
+
+    def clear(self) -> None:
+        """Nothing is in flight."""
+        self._indices.clear()
