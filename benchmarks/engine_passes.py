@@ -6,6 +6,7 @@ Both play the same sequences in one process, in turns; times are processor time 
   10 to 90 tokens of their own.
 - `prompts`: the same, with tool answers of 40 tokens for 24 of them in each pass.
 - `few`: a token for 1 sequence, for 4.
+- `new_weights`: the passes after an update until all of the 128 decode again.
 - `episodes`: whole episodes of 4 turns of 14 to 30 sampled tokens with answers of 24 to 40, from empty caches.
 
 With `--model` (a folder, or a name of `verbatim models get`) the engines compute that model instead, and the kinds are
@@ -95,6 +96,23 @@ def times_of_passes(decoder: Decoder, rows: int, answers: int, passes: int, seed
     return seconds
 
 
+def seconds_of_rebuild(decoder: Decoder, seed: int) -> float:
+    """Seconds of the passes in which 128 sequences are computed again from their ids."""
+    rng = np.random.default_rng(seed)
+    vocab, table = decoder.model.vocab_size, decoder.table
+    whole = [np.concatenate([prompt, text(rng, 10, 90, vocab)]) for prompt in openings(rng, vocab)]
+    params = SamplingParams(max_tokens=CONTEXT)
+    slots = started(decoder, [SampleRequest(prompt_ids=ids, params=params, seed=i) for i, ids in enumerate(whole)])
+    decoder.set_version(decoder.version + 1)
+    began = time.thread_time()
+    while (table.length[slots] - table.computed[slots] > 1).any():
+        decoder.step()
+    seconds = time.thread_time() - began
+    for slot in slots:
+        decoder.drop(slot)
+    return seconds
+
+
 def tokens_per_second(decoder: Decoder, seed: int) -> float:
     """Sampled tokens per second of processor time over whole episodes; each turn is a request that extends the last."""
     rng = np.random.default_rng(seed)
@@ -156,6 +174,7 @@ def main() -> None:
         for name, rows, answers in (LARGE_KINDS if args.model else KINDS)
     }  # fmt: skip
     if not args.model:
+        kinds["new_weights"] = lambda decoder, seed: 1e3 * seconds_of_rebuild(decoder, seed)
         kinds["episodes_tokens_per_second"] = tokens_per_second
     found: dict[str, dict[str, list[float]]] = {name: {kernel: [] for kernel in decoders} for name in kinds}
     for seed in range(args.repeats + 1):
