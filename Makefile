@@ -29,7 +29,7 @@ help:
 	@echo "make test-vllm an environment with vLLM in $(VLLM), and the tests with real vLLM servers"
 	@echo "make faults    the fault campaigns as a whole: kills, damaged files, hostile environments, requests, templates"
 	@echo "make faults-vllm  runs whose vLLM servers are killed and frozen: 20 kills, 10 freezes"
-	@echo "make clean     remove $(VENV) and caches; runs/ stays"
+	@echo "make clean     remove all environments ($(VENV), ...) and caches; runs/ stays"
 
 install: $(INSTALLED)
 
@@ -107,18 +107,17 @@ $(VLLM_INSTALLED): src/verbatim/inference/vllm/install.py | install
 	$(BIN)/verbatim inference --install $(VLLM)
 	@touch $@
 
-# Agents on other people's SDKs, whose packages pin each other's versions.
-# Packages of agents pin each other's versions, so litellm has an environment of its own.
+# Agents on other people's SDKs. Their packages pin each other's versions, so litellm has an environment of its own.
 WITHOUT_NODE := $(filter no,$(NODE))
 
-test-clients: install $(CLIENTS)/.agents $(CLIENTS)/.litellm $(if $(WITHOUT_NODE),,$(CLIENTS)/.codex)
+test-clients: $(if $(WITHOUT_NODE),,$(CLIENTS)/.codex) install $(CLIENTS)/.agents $(CLIENTS)/.litellm
 	VERBATIM_CLIENTS=$(abspath $(CLIENTS)) $(BIN)/pytest -m clients \
 	  $(if $(WITHOUT_NODE),--deselect tests/gateway/test_clients.py::test_codex)
 	@$(if $(WITHOUT_NODE),echo "codex was NOT tested: NODE=no",:)
 
 $(CLIENTS)/.agents $(CLIENTS)/.litellm: $(CLIENTS)/.%: tests/gateway/clients/%.txt | install
-	$(PYTHON) -m venv $(CLIENTS)/$*
-	$(CLIENTS)/$*/bin/python -m pip install --quiet -r $<
+	$(PYTHON) -m venv --without-pip $(CLIENTS)/$*
+	$(BIN)/python -m pip --python $(CLIENTS)/$*/bin/python install --quiet -r $<
 	@touch $@
 
 $(CLIENTS)/.codex: tests/gateway/clients/package.json
@@ -142,5 +141,5 @@ types: install
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(CUDA) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) $(VLLM) $(CUDA) $(CLIENTS) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
 	find src tests recipes benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
