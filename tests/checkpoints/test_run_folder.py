@@ -88,6 +88,13 @@ def test_resume_without_a_run_lists_the_runs_there_are(tmp_path: Path, root: Pat
         RunFolder.resume(config, name="guess", folder=root / "guess" / "20260131-12", root=root)
 
 
+def test_resume_with_a_folder_here_names_the_current_folder(tmp_path: Path, monkeypatch):
+    """"none in .." would be another folder."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=r"no run to resume in mine; found none in the current folder\. Give its"):
+        RunFolder.resume(config_of(tmp_path), name="guess", folder=Path("mine"))
+
+
 def test_a_changed_model_is_refused_naming_both(tmp_path: Path, root: Path):
     create_and_link(config_of(tmp_path), root)
     other = config_of(tmp_path, "--model.name", "other/model")

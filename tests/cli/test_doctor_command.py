@@ -90,7 +90,7 @@ def test_an_unreadable_line_answers_2_after_the_rest_was_reported(tmp_path: Path
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["no/such.jsonl"], "there is no log no/such.jsonl"),
+        (["no/such.jsonl"], "there is no log no/such.jsonl; expected the folder of a run"),
         (["{log}", "--model", "./no/such/model"], "there is no model folder"),
         (["{log}", "--limits", "3"], "verbatim doctor has no option --limits"),
         (["{log}", "--limit", "-1"], "--limit"),
@@ -101,6 +101,13 @@ def test_a_mistake_answers_2_and_says_what_to_type(tmp_path: Path, capsys, argum
     status, out, err = run(capsys, *(argument.format(log=log) for argument in arguments))
     assert (status, out) == (2, "")
     assert said in err
+
+
+def test_a_folder_without_a_log_is_refused_with_what_is_in_it(tmp_path: Path, capsys):
+    (tmp_path / "run.toml").write_text("")
+    status, out, err = run(capsys, tmp_path)
+    assert (status, out) == (2, "")
+    assert f"there is no log in the folder {tmp_path}: found run.toml; expected the folder of a run" in err
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path: Path, model: Path, capsys):

@@ -52,5 +52,30 @@ def test_what_goes_wrong_is_told_to_people(capsys):
     out = capsys.readouterr().out
     assert "program_crashed: the program ended with exit status 3" in out
     assert "1 requests, 1 turns of main, 1 training samples" in out
+    assert "counted in errors" not in out  # the report alone says it
     assert main(["gateway", "check", "no-such-program"]) == 2
     assert "there is no program 'no-such-program'" in capsys.readouterr().err
+
+
+def test_a_programs_last_words_are_shown_as_it_wrote_them(capsys, tmp_path: Path):
+    (tmp_path / "agent.py").write_text("import sys\nsys.exit('no model\\nno reward')\n")
+    assert main(["gateway", "check", shlex.join(["/usr/bin/python3", str(tmp_path / "agent.py")])]) == 1
+    out = capsys.readouterr().out
+    assert "program   program_crashed: the program ended with exit status 1; reward None;" in out
+    assert "\n          | no model\n          | no reward\nrecorded  0 requests" in out
+
+
+@pytest.mark.parametrize(("typed", "answer"), [
+    (["--timeout", "0"], "--timeout 0: expected seconds, more than 0"),
+    (["--timeout", "nan"], "--timeout nan: expected seconds, more than 0"),
+    (["--example", "dry"], "--example dry: this is not JSON"),
+    (["--example", "[1]"], "--example: found [1], expected an object"),
+])  # fmt: skip
+def test_options_that_cannot_be_meant_are_refused(typed: list[str], answer: str, capsys):
+    assert main(["gateway", "check", COMMAND, *typed]) == 2
+    assert answer in capsys.readouterr().err
+
+
+def test_an_empty_command_is_refused_with_one_to_type(capsys):
+    assert main(["gateway", "check", " "]) == 2
+    assert 'verbatim gateway check "python agent.py"' in capsys.readouterr().err

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from verbatim.cli.init_command import KINDS
+from verbatim.cli.init_command import GATEWAY_CHECK, KINDS
 from verbatim.cli.main import main
 
 FILES = ["README.md", "my_env.py", "run.toml", "test_my_env.py"]
@@ -25,7 +26,16 @@ def test_a_project_is_written_into_a_new_or_an_empty_folder(kind: str, tmp_path:
     for folder in (tmp_path / "new" / "project", tmp_path / "empty"):
         assert sorted(path.name for path in folder.iterdir()) == (OF_A_PROGRAM if kind == "program" else FILES)
         assert len((folder / "README.md").read_text().splitlines()) <= 10
-    assert ("pytest" if kind == "program" else "verbatim env check my_env:MyEnv") in capsys.readouterr().out
+    assert ("gateway check" if kind == "program" else "verbatim env check my_env:MyEnv") in capsys.readouterr().out
+
+
+def test_what_to_type_next_can_be_typed(tmp_path: Path, capsys, monkeypatch):
+    """Folders with a space are quoted, and the packages of a program are named."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "my agent", "--kind", "program"]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert lines == ["cd 'my agent'", "pip install openai", GATEWAY_CHECK, "verbatim rl run.toml"]
+    assert GATEWAY_CHECK in (tmp_path / "my agent" / "README.md").read_text()
 
 
 def test_tools_is_the_kind_if_none_is_named(tmp_path: Path):
@@ -66,6 +76,10 @@ def test_a_project_is_clean_passes_its_own_test_and_trains(kind: str, tmp_path: 
     if kind != "program":
         report = json.loads(typed("verbatim.cli", "env", "check", "my_env:MyEnv", "--json", folder=project))
         assert (report["clean"], report["findings"]) == (True, [])
+    else:
+        (_, _, command, *options) = shlex.split(GATEWAY_CHECK)[1:]
+        own = command.replace("python", shlex.quote(sys.executable), 1)
+        assert "ended well" in typed("verbatim.cli", "gateway", "check", own, *options, folder=project)
     typed("pytest", "-q", "-p", "no:cacheprovider", folder=project)
     typed("verbatim.cli", "config", "run.toml", folder=project)
     few = ["--max-steps", "2", "--warm-start.steps", "30", "--orchestrator.batch-size", "16",

@@ -406,4 +406,5 @@ def _make_stamped(parent: Path, now: datetime) -> Path:
 
 def _runs_near(path: Path) -> str:
     runs = sorted(p.parent for p in path.parent.glob(f"*/{CONFIG}") if not p.parent.is_symlink())
-    return ", ".join(map(str, runs[-3:])) or f"none in {path.parent}"
+    where = "the current folder" if path.parent == Path() else path.parent
+    return ", ".join(map(str, runs[-3:])) or f"none in {where}"

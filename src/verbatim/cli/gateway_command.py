@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +50,14 @@ def run(args: argparse.Namespace) -> int:
     try:
         example = json.loads(args.example)
     except ValueError as error:
-        raise UsageError(f"--example: no JSON ({error})") from None
+        raise UsageError(f"""--example {args.example:.80}: this is not JSON ({error}); expected an object: """
+                         """'{"question": "..."}'""") from None  # fmt: skip
+    if not 0 < args.timeout < float("inf"):
+        raise UsageError(f"--timeout {args.timeout:g}: expected seconds, more than 0")
     if not isinstance(example, dict):
         raise UsageError(f"""--example: found {args.example:.80}, expected an object: '{{"question": "..."}}'""")
+    if not args.command.strip():
+        raise UsageError('COMMAND is empty; type for example: verbatim gateway check "python agent.py"')
     said = list(read_json_lines(args.answers, "message").values()) if args.answers is not None else []
     program = Program(
         args.command, [example or {"id": "0"}], cwd=".", sandbox=args.sandbox, reuse=args.lines, timeout=args.timeout,
@@ -70,9 +77,11 @@ def told(report: ProgramReport) -> list[str]:
     """The report for people, a line each."""
     counts = report.counts
     first, agents = report.seconds_to_first_request, ", ".join(report.agents) or "-"
+    how, words = ("ended well", "") if report.error is None else _parted(report.error)
     lines = [
-        f"program   {'ended well' if report.error is None else report.error}; reward {report.reward}; "
+        f"program   {how}; reward {report.reward}; "
         f"{report.seconds:.1f} s" + (f", {first:.1f} s to its first request" if first is not None else ""),
+        *(f"          | {line}" for line in words.splitlines()),
         f"recorded  {counts.get('requests', 0)} requests, {report.num_turns} turns of {agents}, "
         f"{report.num_samples} training samples",
         f"tokens    {report.num_sampled_tokens} sampled, {report.num_trained_tokens} of them can be trained; "
@@ -94,3 +103,17 @@ def told(report: ProgramReport) -> list[str]:
         if counts.get(name):
             lines.append(f"requests  {counts[name]} {what}")
     return lines
+
+
+def _parted(error: str) -> tuple[str, str]:
+    """How a program ended, and its last words as it wrote them; "" where the error quotes none.
+
+    >>> _parted("program_crashed: the program ended with exit status 1; it said 'Oh\\nno'")
+    ('program_crashed: the program ended with exit status 1', 'Oh\nno')
+    """
+    how, *quoted = re.split("; (?:so far )?it said ", error, maxsplit=1)
+    try:
+        words = ast.literal_eval("".join(quoted))
+    except (ValueError, SyntaxError):  # no words, or their end was cut off with the error's
+        return error, ""
+    return (how, words) if isinstance(words, str) else (error, "")

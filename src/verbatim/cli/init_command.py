@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from importlib.resources import files
 from pathlib import Path
 
@@ -17,6 +18,8 @@ KINDS = {
     "program": "an agent program on OpenAI's SDK, which asks the gateway and knows nothing of Verbatim",
 }
 """Every kind of project, with what its environment shows."""
+GATEWAY_CHECK = """verbatim gateway check "python agent.py" --lines --example '{"state": "dry"}'"""
+"""Plays the project of kind program."""
 _WHOLE = ("program",)
 """Kinds that share no file with the others."""
 
@@ -41,8 +44,8 @@ def run(args: argparse.Namespace) -> int:
     written = write_project(args.folder, args.kind)
     console = PlainConsole()
     console.print(f"wrote {', '.join(written)} in {args.folder}; next:", soft_wrap=True)
-    check = "pytest" if args.kind in _WHOLE else "verbatim env check my_env:MyEnv"
-    for command in (f"cd {args.folder}", check, "verbatim rl run.toml"):
+    checks = ("pip install openai", GATEWAY_CHECK) if args.kind in _WHOLE else ("verbatim env check my_env:MyEnv",)
+    for command in (shlex.join(["cd", str(args.folder)]), *checks, "verbatim rl run.toml"):
         console.print(f"  {command}", soft_wrap=True)
     return exit_status.FINISHED
 

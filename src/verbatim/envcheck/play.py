@@ -123,7 +123,7 @@ class Stage:
         setup = RolloutSetup(
             env=self.name, environment=self.environment, limits=self.limits, params=SamplingParams(),
             sampler=ScriptedSampler(script=[], vocab_size=_MANY, context_length=_MANY),
-            renderer=cast(Renderer, None), slots=asyncio.Semaphore(len(make)), runner=runner, tally=_Silent(),
+            renderer=cast(Renderer, None), slots=asyncio.Semaphore(len(make)), runner=runner, tally=SilentTally(),
         )  # fmt: skip
         group = await GroupRun(setup, example, index=index, size=len(make), run_seed=0, purpose="check").run()
         plays = [
@@ -166,8 +166,8 @@ class _Runner:
         return {}
 
 
-class _Silent(EpisodeTally):
-    """Failures are in the report."""
+class SilentTally(EpisodeTally):
+    """Says nothing: failures are in the report of a check."""
 
     def ended(self, trajectory: Trajectory) -> None:
         pass

@@ -14,6 +14,7 @@ import numpy as np
 from verbatim.envcheck.arguments import random_arguments
 from verbatim.envcheck.byte_chat import VOCAB_SIZE, ByteChat, read_prompt, written
 from verbatim.envcheck.exactness import TellingSampler, num_differences
+from verbatim.envcheck.play import SilentTally
 from verbatim.envcheck.rewritten import Rewritten
 from verbatim.gateway.program.environment import Program
 from verbatim.gateway.session import INFO
@@ -90,7 +91,7 @@ async def _check(program: Program, said: Sequence[Mapping[str, Any]], reasoning:
     program.watch = rewritten = Rewritten()
     setup = RolloutSetup(
         env="program", environment=program, sampler=sampler, renderer=ByteChat(), slots=asyncio.Semaphore(1),
-        params=SamplingParams(max_tokens=100_000),
+        params=SamplingParams(max_tokens=100_000), tally=SilentTally(),
         limits=EpisodeLimits(max_turns=200, max_context=_CONTEXT, timeout=seconds + 10),
     )  # fmt: skip
     group = await GroupRun(setup, program.examples("train")[0], index=0, size=1, run_seed=0).run()

@@ -31,7 +31,7 @@ def check_run(folder: Path) -> None:
     if any((folder / part).exists() for part in _PARTS):
         return
     if not folder.exists():
-        raise UsageError(f"there is no folder {folder}; {_near(folder.parent)}")
+        raise UsageError(f"there is no folder {folder}. {_near(folder.parent)}")
     if not folder.is_dir():
         raise UsageError(f"{folder} is a file; expected the folder of a run, such as runs/NAME/latest")
     names = sorted(path.name for path in folder.iterdir())

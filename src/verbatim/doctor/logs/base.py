@@ -91,9 +91,7 @@ class LogFile:
             UsageError: no such file.
         """
         if not self.path.is_file():
-            inside = self.path / "trajectories.jsonl"
-            hint = f"; it is a folder: type {inside}" if inside.is_file() else ""
-            raise UsageError(f"there is no log {self.path}{hint}")
+            raise UsageError(_no_log(self.path))
         with self.path.open("rb") as file:
             offset = 0
             for number, raw in enumerate(file, start=1):
@@ -121,6 +119,19 @@ class LogFile:
         """Record a line that a format could not read."""
         reason = str(error) if isinstance(error, RecordError) else f"{type(error).__name__}: {error}"
         self.problems.add(line, reason)
+
+
+def _no_log(path: Path) -> str:
+    """What to say of a path that is no file."""
+    inside = path / "trajectories.jsonl"
+    if inside.is_file():
+        return f"there is no log {path}; it is a folder: type {inside}"
+    expected = "expected the folder of a run, such as runs/NAME/latest, or a file of JSON lines"
+    if not path.is_dir():
+        return f"there is no log {path}; {expected}"
+    names = sorted(each.name for each in path.iterdir())
+    found = f"{', '.join(names[:5])}{', ...' * (len(names) > 5)}" if names else "nothing"
+    return f"there is no log in the folder {path}: found {found}; {expected}"
 
 
 def _parse(raw: bytes, number: int, problems: Problems) -> Mapping[str, Any] | None:

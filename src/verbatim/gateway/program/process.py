@@ -60,9 +60,13 @@ class Outcome:
 
     def told(self) -> str:
         """For an error: the exit status, and the last words."""
-        said = self.stderr.strip() or self.stdout.strip()
         how = "its process is gone" if self.status is None else f"exit status {self.status}"
-        return f"{how}; it said {said[-600:]!r}" if said else f"{how}; it said nothing"
+        return f"{how}; {self.words()}"
+
+    def words(self) -> str:
+        """For an error: the last words."""
+        said = self.stderr.strip() or self.stdout.strip()
+        return f"it said {said[-600:]!r}" if said else "it said nothing"
 
 
 class ProgramProcess:

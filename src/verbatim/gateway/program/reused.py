@@ -119,7 +119,7 @@ class ReusedPrograms:
                 return await program.play(self._num_episodes, example, key)
         except TimeoutError:
             hung = True
-            so_far = program.process.outcome().told()
+            so_far = program.process.outcome().words()
             raise ProgramFault("program_hung", f"no answer after {seconds:g} s; so far {so_far}") from None
         except asyncio.CancelledError:
             hung = True  # nothing can tell it to stop one of its episodes
