@@ -60,7 +60,7 @@ def play(decoder):
 
 def test_a_tensor_on_the_wrong_device_is_found(cuda, folders, monkeypatch):
     decoder = make_decoder(folders("dense"))
-    monkeypatch.setattr("verbatim.inference.embedded.decoder.as_tensor", lambda array, device: torch.from_numpy(array))
+    monkeypatch.setattr("verbatim.inference.embedded.torch_forward.as_tensor", lambda array, device: torch.from_numpy(array))
     with pytest.raises(FakeTensorDeviceMismatchError, match="at least two devices"):
         played(decoder, [request(range(20), "a")])
 

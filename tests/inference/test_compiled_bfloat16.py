@@ -43,7 +43,7 @@ def kernel(request):
         patched.setattr(native, "_PATIENCE", 1000)  # on a machine that does much else
         if options is not None:
             patched.setattr(native, "_VARIANTS", (options,))
-            patched.setattr(library, "library", native.library.__wrapped__)
+            patched.setattr(library, "build", native.build.__wrapped__)
         found = library.load_kernel()
         assert found is not None
         assert options is None or not found.verbatim_rounds(), "older processors do not multiply bfloat16"

@@ -12,12 +12,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 from verbatim import native
 from verbatim.errors import ModelError
 from verbatim.inference import SampleRequest, SamplingParams
+from verbatim.inference.embedded import forward as forward_choice
 from verbatim.inference.embedded.compiled import forward, library
 from verbatim.inference.embedded.compiled.forward import CompiledForward
 from verbatim.inference.embedded.compiled.library import load_kernel
 from verbatim.inference.embedded.compiled.structures import why_not
 from verbatim.inference.embedded.decoder import Decoder
 from verbatim.inference.embedded.fast_forward import fast_backbone, probe
+from verbatim.inference.embedded.model_check import refuse_other_decoding
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.inference.embedded.torch_forward import TorchForward
 from verbatim.models.head import CausalLM
@@ -144,18 +146,120 @@ def test_a_group_keeps_its_common_tokens_once(models):
     assert decoder.cache.used == 12 + 16 * 2
 
 
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("length", [2, 65, 1100])
+def test_a_whole_sequence_is_scored_past_the_cache(name, length, tmp_path):
+    decoder = make(save(CONFIGS[name], tmp_path))
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    ids = np.random.default_rng(2).integers(0, CONFIGS[name].vocab_size, length)
+    hidden(decoder.forward, np.zeros(1100, dtype=np.int64))  # what slot 0 holds is not read
+    used = decoder.cache.used
+    found = decoder.prompt_logprobs(ids, 0.7)
+    with torch.inference_mode():
+        logits = reference(torch.from_numpy(ids)[None]).logits[0, :-1] / 0.7
+    expected = logits.log_softmax(-1).gather(-1, torch.from_numpy(ids[1:, None]))[:, 0].numpy()
+    assert np.isnan(found[0]) and found.dtype == np.float32
+    assert np.abs(found[1:] - expected).max() <= 5e-5
+    assert decoder.cache.used == used
+    assert np.isnan(decoder.prompt_logprobs(ids[:1], 0.7)).tolist() == [True]
+
+
+@pytest.mark.usefixtures("built")
+def test_scores_tell_of_the_matrices_that_sample(models):
+    """The kernel's own copy of the weights, which PyTorch would not look at."""
+    decoder = make(models["tied"])
+    ids = np.arange(60) % 97
+    before = decoder.prompt_logprobs(ids, 1.0)
+    with torch.inference_mode():  # and nothing packs them
+        decoder.model.backbone.layers[0].mlp.down_proj.weight.neg_()
+    assert np.array_equal(decoder.prompt_logprobs(ids, 1.0), before, equal_nan=True)
+    decoder.set_version(1)
+    assert np.nanmax(np.abs(decoder.prompt_logprobs(ids, 1.0) - before)) > 0.1
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("position", [0, 17, 530, 1039])
+@pytest.mark.parametrize("payload", [0x7FC00000, 0x7F800001, 0xFFC001FF], ids=hex)
+def test_a_key_that_is_no_number_is_not_hidden_by_the_others(position, payload, tmp_path):
+    decoder = make(save(CONFIGS["qwen3"], tmp_path))
+    prompt = np.random.default_rng(3).integers(0, 97, 1040).astype(np.int32)
+    slot = decoder.add(SampleRequest(prompt_ids=prompt, params=SamplingParams(max_tokens=4), seed=0))
+    ended, failed = decoder.step()
+    assert not len(failed)
+    cache = decoder.cache
+    page = int(cache.tables[slot, position // 16])
+    keys = cache._chunks[page // cache.chunk_pages][0, page % cache.chunk_pages].view(-1, 16)  # of layer 0, head 0
+    with torch.inference_mode():
+        keys[3, position % 16] = torch.from_numpy(np.array([payload], dtype=np.uint32).view(np.float32))[0]
+    ended, failed = decoder.step()
+    assert failed.tolist() == [slot] and not len(ended)
+
+
+@pytest.mark.usefixtures("built")
+def test_working_memory_is_given_back_and_taken_anew(models):
+    decoder, requests = make(models["tied"]), requests_of(np.random.default_rng(4), 6)
+    drawn = play(decoder, requests)
+    compiled = decoder.forward
+    assert compiled._memory.numel() and compiled._logits.numel()
+    decoder.give_back_memory()
+    assert not compiled._memory.numel() and not compiled._logits.numel()
+    assert same(play(decoder, requests), drawn)
+
+
 # ---- where it cannot be used
 
 
-def test_without_a_compiler_the_sampler_computes_with_torch_and_says_so(models, monkeypatch, caplog):
-    monkeypatch.setenv(native.SWITCH, "0")
-    monkeypatch.setattr(library, "library", native.library.__wrapped__)
+@pytest.fixture
+def said(caplog):
+    """Warnings of the sampler's kernel."""
+    forward_choice._warn_once.cache_clear()
+
+    def read():
+        return [record.getMessage() for record in caplog.records
+                if record.levelno == logging.WARNING and record.name == forward_choice.__name__]  # fmt: skip
+
     with caplog.at_level(logging.INFO):
-        decoder = make(models["tied"], kernel="auto")
-    assert isinstance(decoder.forward, TorchForward)
-    assert "without its compiled kernel: it cannot be compiled here" in caplog.text
-    with pytest.raises(ModelError, match=r'kernel = "compiled", but .* it cannot be compiled here; use "auto"'):
+        yield read
+    forward_choice._warn_once.cache_clear()
+
+
+def test_without_a_compiler_the_sampler_computes_with_torch_and_one_warning_says_what_to_do(
+    models, monkeypatch, tmp_path, said
+):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.delenv(native.SWITCH, raising=False)
+    monkeypatch.setattr(library, "build", native.build.__wrapped__)
+    for _ in range(2):
+        assert isinstance(make(models["tied"], kernel="auto").forward, TorchForward)
+    (warning,) = said()
+    assert "several times slower than with its compiled kernel: no C compiler was found (cc, gcc, clang" in warning
+    assert "apt install gcc" in warning and "verbatim doctor --machine" in warning
+    with pytest.raises(ModelError, match=r'kernel = "compiled", but .* no C compiler was found .*; use "auto"'):
         make(models["tied"])
+
+
+def test_a_kernel_that_is_not_wanted_or_does_not_fit_is_no_warning(models, monkeypatch, tmp_path, said, caplog):
+    make(models["tied"], kernel="torch")
+    other = save(LlamaConfig(**{**SMALL, "intermediate_size": 100}), tmp_path)
+    assert isinstance(make(other, kernel="auto").forward, TorchForward)
+    monkeypatch.setenv(native.SWITCH, "0")
+    monkeypatch.setattr(library, "build", native.build.__wrapped__)
+    assert isinstance(make(models["tied"], kernel="auto").forward, TorchForward)
+    assert said() == []
+    assert "without its compiled kernel: the inner width is 100" in caplog.text
+    assert "without its compiled kernel: VERBATIM_NATIVE = 0" in caplog.text
+
+
+def test_the_small_copy_that_a_model_is_checked_with_does_not_warn(models, monkeypatch, tmp_path, said):
+    """The model itself may be one that the kernel does not know."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(library, "build", native.build.__wrapped__)
+    model = CausalLM(load_model(models["tied"]).requires_grad_(False))
+    refuse_other_decoding(model, TorchSettings(max_batch_size=2, device="cpu"))
+    assert said() == []
 
 
 @pytest.mark.parametrize(("config", "dtype", "why"), [
@@ -202,8 +306,8 @@ def test_after_memory_ran_out_caches_are_those_of_the_present_weights(models, mo
 
 
 @pytest.mark.usefixtures("built")
-def test_a_kernel_that_computes_something_else_is_not_used(models, monkeypatch, caplog):
+def test_a_kernel_that_computes_something_else_is_not_used(models, monkeypatch, said):
     monkeypatch.setattr(CompiledForward, "agrees", lambda *_: False)
-    with caplog.at_level(logging.INFO):
-        assert isinstance(make(models["tied"], kernel="auto").forward, TorchForward)
-    assert "it gives other hidden states than the model" in caplog.text
+    assert isinstance(make(models["tied"], kernel="auto").forward, TorchForward)
+    (warning,) = said()
+    assert "it gives other hidden states than the model. Please report that" in warning

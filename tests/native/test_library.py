@@ -32,10 +32,10 @@ needs_compiler = pytest.mark.skipif(
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(native.SWITCH, raising=False)
-    for found in (native._folder, native.library):  # the same text is the same library for the whole process
+    for found in (native.library_folder, native.build):  # the same text is the same library for the whole process
         found.cache_clear()
     yield
-    for found in (native._folder, native.library):
+    for found in (native.library_folder, native.build):
         found.cache_clear()
 
 
@@ -57,7 +57,7 @@ def test_a_function_is_called_and_the_library_is_made_once(tmp_path):
     assert found.add(40, 2) == 42
     (kept,) = libraries(tmp_path)
     before = kept.stat().st_mtime_ns
-    native.library.cache_clear()
+    native.build.cache_clear()
     again = native.library(source)
     assert again is not None
     assert again.add(1, 2) == 3
@@ -67,7 +67,7 @@ def test_a_function_is_called_and_the_library_is_made_once(tmp_path):
 @needs_compiler
 def test_another_text_is_another_library(tmp_path):
     assert native.library(write(tmp_path, SUM)).add(1, 1) == 2
-    native.library.cache_clear()
+    native.build.cache_clear()
     assert native.library(write(tmp_path, SUM.replace("a + b", "a - b"))).add(1, 1) == 0
     assert len(libraries(tmp_path)) == 2
 
@@ -80,7 +80,7 @@ def test_a_file_that_changes_after_it_was_read_is_compiled_as_it_was(tmp_path):
     new = write(tmp_path, SUM.replace("a + b", "a - b"))
     assert native.library(old).add(5, 3) == 8
     assert native.library(new).add(5, 3) == 2
-    native.library.cache_clear()
+    native.build.cache_clear()
     assert native.library(write(tmp_path, SUM)).add(5, 3) == 8
     assert len(libraries(tmp_path)) == 2
 
@@ -92,6 +92,26 @@ def test_a_library_is_whole_on_the_disk_before_it_has_its_name(tmp_path, monkeyp
     monkeypatch.setattr(os, "replace", lambda *paths: (done.append("replace"), replace(*paths)))
     assert native.library(write(tmp_path, SUM)).add(1, 2) == 3
     assert done == ["fsync", "replace"]
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", [
+    lambda content: content[: len(content) // 2], lambda content: content[:-1] + bytes([content[-1] ^ 1]), lambda _: b"",
+], ids=["half of it", "one bit", "empty"])  # fmt: skip
+def test_a_damaged_library_is_made_anew(tmp_path, caplog, damage):
+    source = write(tmp_path, SUM)
+    flags, compiler = native._FLAGS, native.find_compiler()
+    kept = native._compiled(source, compiler, flags, native.library_folder() / native._name(source, compiler, flags))
+    whole = kept.read_bytes()
+    kept.unlink()  # another file than the one that this process has loaded
+    kept.write_bytes(damage(whole))
+    with caplog.at_level(logging.WARNING):
+        assert native._loaded(source, compiler, flags).add(40, 2) == 42
+    assert f"{kept} is damaged, and is made anew" in caplog.text
+    assert [path.read_bytes() for path in libraries(tmp_path)] == [whole]
+    caplog.clear()
+    native._loaded(source, compiler, flags)
+    assert not caplog.text
 
 
 @needs_compiler
@@ -120,11 +140,13 @@ def test_without_a_compiler_there_is_no_library(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     assert native.library(write(tmp_path, SUM)) is None
+    assert native.build(write(tmp_path, SUM)).reason == "no C compiler was found (cc, gcc, clang, or what CC names)"
 
 
 def test_the_switch_turns_everything_off(tmp_path, monkeypatch):
     monkeypatch.setenv(native.SWITCH, "0")
-    assert native.library(write(tmp_path, SUM)) is None
+    found = native.build(write(tmp_path, SUM))
+    assert found.functions is None and found.is_off and found.reason == "VERBATIM_NATIVE = 0"
 
 
 @needs_compiler
@@ -151,7 +173,7 @@ def test_a_library_without_threads_is_told(tmp_path, monkeypatch, caplog):
 def test_a_cache_that_cannot_be_written_is_passed_over(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    native._folder.cache_clear()
+    native.library_folder.cache_clear()
     assert native.library(write(tmp_path, SUM)).add(2, 2) == 4
 
 

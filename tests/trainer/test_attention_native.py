@@ -155,10 +155,10 @@ def test_without_it_the_result_is_the_same(monkeypatch):
         out = TreePlan(batch.position_ids, batch.ends).attend(0, *qkv, attention_call("plain", None))
         found.append([out, *torch.autograd.grad(out, qkv, outside)])
         monkeypatch.setenv(native.SWITCH, "0")
-        native.library.cache_clear()
+        native.build.cache_clear()
         native_tree._library.cache_clear()
     monkeypatch.undo()
-    native.library.cache_clear()
+    native.build.cache_clear()
     native_tree._library.cache_clear()
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)

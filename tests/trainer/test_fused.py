@@ -84,7 +84,7 @@ def test_a_family_with_another_norm_is_left_alone():
 
 def test_nothing_is_replaced_where_nothing_is_compiled(monkeypatch):
     monkeypatch.setenv(native.SWITCH, "0")
-    native.library.cache_clear()
+    native.build.cache_clear()
     fused._library.cache_clear()
     try:
         _, other = pair(Qwen3Config)
@@ -92,7 +92,7 @@ def test_nothing_is_replaced_where_nothing_is_compiled(monkeypatch):
         assert not any("forward" in vars(module) for module in other.modules())
     finally:
         monkeypatch.undo()
-        native.library.cache_clear()
+        native.build.cache_clear()
         fused._library.cache_clear()
 
 

@@ -51,38 +51,57 @@ class CSource:
         return cls(path.name, tuple((file.name, file.read_bytes()) for file in files))
 
 
-@cache
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Build:
+    """What became of a C file on this machine."""
+
+    functions: ctypes.CDLL | None = None
+    """None where it could not be compiled, or where that is switched off."""
+    options: str = ""
+    """What it was compiled for: "-march=native -fopenmp"."""
+    reason: str = ""
+    """Why there are no functions, as a sentence part; why the first options were not possible; or empty."""
+    is_off: bool = False
+    """Whether `SWITCH` says that nothing is to be compiled."""
+
+
 def library(source: CSource) -> ctypes.CDLL | None:
-    """The functions of a C file, compiled for this processor; None where that is not possible, or switched off.
+    """The functions of a C file, compiled for this processor; None where that is not possible, or switched off."""
+    return build(source).functions
+
+
+@cache
+def build(source: CSource) -> Build:
+    """Compile a C file for this processor, where that was not done before, and load it.
 
     The result lies in the user's cache folder, by source, compiler and processor. A call through `ctypes` does not hold
     the interpreter's lock. Its threads are those of the thread that calls: `torch.set_num_threads`.
     """
     import torch  # noqa: F401 - it loads OpenMP
 
-    compiler = _found_compiler()
-    if os.environ.get(SWITCH) == "0" or compiler is None:
-        reason = "no C compiler was found" if compiler is None else f"{SWITCH} = 0"
+    compiler, is_off = find_compiler(), os.environ.get(SWITCH) == "0"
+    if is_off or compiler is None:
+        reason = f"{SWITCH} = 0" if is_off else f"no C compiler was found ({', '.join(_COMPILERS)}, or what CC names)"
         logger.info("%s is not compiled: %s", source.name, reason)
-        return None
+        return Build(reason=reason, is_off=is_off)
     reason = ""
     for variant in _VARIANTS:
         try:
-            found = ctypes.CDLL(str(_compiled(source, compiler, (*_FLAGS, *variant))), mode=os.RTLD_NOW)
-            if reason:
-                options = " ".join(variant) or "(none)"
-                logger.warning("%s was compiled with %s and the options %s, which is slower: %.500s",
-                               source.name, " ".join(compiler), options, reason)  # fmt: skip
-            return found
+            found, options = _loaded(source, compiler, (*_FLAGS, *variant)), " ".join(variant) or "(none)"
         except subprocess.CalledProcessError as error:
             reason = error.stderr.decode(errors="replace")
         except (OSError, subprocess.TimeoutExpired) as error:
             reason = str(error)
+        else:
+            if reason:
+                logger.warning("%s was compiled with %s and the options %s, which is slower: %.500s",
+                               source.name, " ".join(compiler), options, reason)  # fmt: skip
+            return Build(functions=found, options=options, reason=reason)
     logger.warning("%s could not be compiled with %s: %.500s", source.name, " ".join(compiler), reason)
-    return None
+    return Build(reason=f"{' '.join(compiler)} could not compile it: {reason:.500}")
 
 
-def _found_compiler() -> tuple[str, ...] | None:
+def find_compiler() -> tuple[str, ...] | None:
     """The C compiler, with its first arguments: that of the variable `CC`, such as `ccache gcc`, or one of the usual
     names."""
     for name in (os.environ.get("CC", ""), *_COMPILERS):
@@ -95,29 +114,54 @@ def _found_compiler() -> tuple[str, ...] | None:
     return None
 
 
-def _compiled(source: CSource, compiler: tuple[str, ...], flags: tuple[str, ...]) -> Path:
-    """The shared library of a C file, made where it does not exist."""
+def _loaded(source: CSource, compiler: tuple[str, ...], flags: tuple[str, ...]) -> ctypes.CDLL:
+    """A C file as a library, made where there is none that is whole.
+
+    Its name ends with the digest of its content: one that was damaged would give wrong numbers, or end the process.
+
+    Raises:
+        subprocess.CalledProcessError, subprocess.TimeoutExpired: the compiler failed.
+        OSError: it cannot be written or loaded.
+    """
+    folder, name = library_folder(), _name(source, compiler, flags)
+    for found in sorted(folder.glob(f"{name}-*.so")):
+        if found.stem.removeprefix(f"{name}-") == _digest(found.read_bytes()):
+            return ctypes.CDLL(str(found), mode=os.RTLD_NOW)
+        logger.warning("the compiled library %s is damaged, and is made anew", found)
+        found.unlink(missing_ok=True)
+    return ctypes.CDLL(str(_compiled(source, compiler, flags, folder / name)), mode=os.RTLD_NOW)
+
+
+def _name(source: CSource, compiler: tuple[str, ...], flags: tuple[str, ...]) -> str:
+    """How the library of a C file is named: by all that it is made from."""
     texts = [part for name, text in source.files for part in (name.encode(), text)]
-    parts = [*texts, " ".join(compiler).encode(), *(flag.encode() for flag in flags), _version(compiler), _processor()]
-    digest = hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:24]
-    folder = _folder()
-    found = folder / f"{Path(source.name).stem}-{digest}.so"
-    if not found.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as name:
-            for file, text in source.files:  # what is compiled is what the digest is of
-                (Path(name) / file).write_bytes(text)
-            objects, shared = Path(name) / "x.o", Path(name) / "x.so"
-            for command in ([*compiler, *flags, "-c", str(Path(name) / source.name), "-o", str(objects)],
-                            [*compiler, "-shared", str(objects), "-o", str(shared), "-lm"]):  # fmt: skip
-                subprocess.run(command, check=True, capture_output=True, timeout=_PATIENCE)
-            with shared.open("rb") as made:  # half of a library, after a power failure, would end processes by SIGBUS
-                os.fsync(made.fileno())
-            os.replace(shared, found)  # processes that start together each make it, and the last one stays
+    parts = [*texts, " ".join(compiler).encode(), *(flag.encode() for flag in flags), compiler_version(compiler),
+             _processor(), " ".join(platform.libc_ver()).encode()]  # fmt: skip
+    return f"{Path(source.name).stem}-{_digest(b''.join(hashlib.sha256(part).digest() for part in parts))}"
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:24]
+
+
+def _compiled(source: CSource, compiler: tuple[str, ...], flags: tuple[str, ...], target: Path) -> Path:
+    """Make the library; its name is `target`, with the digest of its content behind it."""
+    with tempfile.TemporaryDirectory(dir=target.parent) as name:
+        for file, text in source.files:  # what is compiled is what the digest is of
+            (Path(name) / file).write_bytes(text)
+        objects, shared = Path(name) / "x.o", Path(name) / "x.so"
+        for command in ([*compiler, *flags, "-c", str(Path(name) / source.name), "-o", str(objects)],
+                        [*compiler, "-shared", str(objects), "-o", str(shared), "-lm"]):  # fmt: skip
+            subprocess.run(command, check=True, capture_output=True, timeout=_PATIENCE)
+        with shared.open("rb") as made:  # half of a library, after a power failure, would end processes by SIGBUS
+            os.fsync(made.fileno())
+        found = target.with_name(f"{target.name}-{_digest(shared.read_bytes())}.so")
+        os.replace(shared, found)  # processes that start together each make it, and the last one stays
     return found
 
 
 @cache
-def _folder() -> Path:
+def library_folder() -> Path:
     """Where libraries are kept: the user's cache, or a folder of this process where that cannot be written."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "verbatim" / "native"
@@ -134,7 +178,8 @@ def _own_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 @cache
-def _version(compiler: tuple[str, ...]) -> bytes:
+def compiler_version(compiler: tuple[str, ...]) -> bytes:
+    """What it says of itself."""
     return subprocess.run([*compiler, "--version"], check=False, capture_output=True, timeout=_PATIENCE).stdout
 
 
@@ -150,4 +195,4 @@ def _processor() -> bytes:
                    if name.strip() in ("model name", "flags", "Features", "CPU part")).encode()  # fmt: skip
 
 
-__all__ = ["SWITCH", "CSource", "library"]
+__all__ = ["SWITCH", "Build", "CSource", "build", "compiler_version", "find_compiler", "library", "library_folder"]

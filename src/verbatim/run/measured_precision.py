@@ -101,7 +101,7 @@ def _decoder(config: Any, rows: int, dtype: Dtype, kernel: Kernel) -> Decoder:
         model = AutoModelForCausalLM.from_config(small, dtype=getattr(torch, dtype)).eval().requires_grad_(False)
         model.set_attn_implementation(ATTENTION)
     settings = TorchSettings(max_batch_size=rows, dtype=dtype, device="cpu", kernel=kernel)
-    decoder = Decoder(CausalLM(model), settings, context_length=context, version=0)
+    decoder = Decoder(CausalLM(model), settings, context_length=context, version=0, warns=False)
     rng = np.random.default_rng(0)
     for seed in range(rows):
         ids = rng.integers(0, _VOCAB, _PROMPT).astype(np.int32)

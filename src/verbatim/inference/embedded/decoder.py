@@ -18,7 +18,7 @@ from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.inference.embedded.slots import Placement, Slots, SlotTable
 from verbatim.machine_faults import is_out_of_memory
 from verbatim.models.head import CausalLM
-from verbatim.types import Experts
+from verbatim.types import Experts, Float32
 
 _PARKING_BUDGET = 1 << 30
 """Bytes of keys and values, at full context length, of sequences that wait for their next turn."""
@@ -52,11 +52,12 @@ class Decoder:
         version: The version of the weights.
         keep_cache: Whether caches survive new weights (`on_weight_update = "keep"`).
         record_experts: Whether the experts that compute each token are recorded.
+        warns: Whether a warning says that the compiled kernel is missed.
     """
 
     def __init__(
         self, model: CausalLM, settings: TorchSettings, *, context_length: int, version: int, keep_cache: bool = False,
-        record_experts: bool = False,
+        record_experts: bool = False, warns: bool = True,
     ) -> None:  # fmt: skip
         self.model = model
         self.version = version
@@ -66,7 +67,7 @@ class Decoder:
         self.counts = Counts()
         with torch.inference_mode():
             self.forward = open_forward(model, settings, context_length=context_length, keep_cache=keep_cache,
-                                        record_experts=record_experts)  # fmt: skip
+                                        record_experts=record_experts, warns=warns)  # fmt: skip
         num_slots, bytes_per_token = settings.max_batch_size, self.forward.bytes_per_token
         num_parked = min(4 * num_slots, _PARKING_BUDGET // (bytes_per_token * context_length))
         self.cache = self.forward.cache
@@ -166,6 +167,7 @@ class Decoder:
             self.cache.drop()
             self._share_rebuild()
         np.minimum(table.computed, self.cache.capacity, out=table.computed)
+        self.forward.give_back_memory()
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -195,6 +197,17 @@ class Decoder:
         table.computed[slot] = num_tokens
         prompt = min(num_tokens, int(table.prompt_length[slot]))
         self.counts.prefix_hit_tokens += max(0, prompt - int(table.rebuild_until[slot]))
+
+    @torch.inference_mode()
+    def prompt_logprobs(self, ids: Rows, temperature: float) -> Float32:
+        """Logprob of each token given those before it, past every cache, by what computes the passes: float32 [L]; the
+        first is NaN.
+
+        Args:
+            ids: int64 [L], L at most the context length.
+            temperature: Divides the logits; above 0.
+        """
+        return self.forward.prompt_logprobs(ids, temperature)
 
     def _park(self, slot: int, *, keep_out: int) -> None:
         """Save an idle slot's cache, if a session may come back to it, before another sequence takes the slot."""

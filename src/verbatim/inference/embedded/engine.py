@@ -23,7 +23,6 @@ from verbatim.inference.embedded.engine_thread import EngineStats, EngineThread,
 from verbatim.inference.embedded.messages import Command, Job, Reply, deliver, failure_text
 from verbatim.inference.embedded.model_check import refuse_other_decoding
 from verbatim.inference.embedded.settings import TorchSettings
-from verbatim.inference.embedded.whole_sequence import sequence_logprobs
 from verbatim.inference.pool.base import ReplicaLoad
 from verbatim.inference.validation import check_ids, check_prompt, check_temperature, check_version
 from verbatim.machine_faults import is_out_of_memory
@@ -185,7 +184,8 @@ class TorchSampler:
                 raise ModelError(message) from error
 
     async def prompt_logprobs(self, token_ids: Int32, temperature: float = 1.0) -> Float32:
-        """Logprob of each token given those before it, computed without the cache: float32 [L]; the first is NaN.
+        """Logprob of each token given those before it, past the cache, by what computes the engine's passes: float32
+        [L]; the first is NaN.
 
         Raises:
             RecordError: no ids, too many, an id outside the vocabulary, or a temperature that is not above 0.
@@ -195,12 +195,10 @@ class TorchSampler:
             raise RecordError(f"token_ids: {len(ids)} ids, but the context holds {self.context_length}")
         check_temperature(temperature)
 
-        def score() -> Float32:
-            tokens = torch.from_numpy(ids.astype(np.int64)).to(self._model.device)
-            logprobs: Float32 = sequence_logprobs(self._model, tokens, temperature).cpu().numpy()
-            return logprobs
-
-        scored: Float32 = await self._run_between_steps(score, vital=False)
+        wide = ids.astype(np.int64)
+        scored: Float32 = await self._run_between_steps(
+            lambda: self._decoder.prompt_logprobs(wide, temperature), vital=False
+        )
         return scored
 
     async def close(self) -> None:

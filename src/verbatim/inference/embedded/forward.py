@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from verbatim.errors import ModelError
 from verbatim.inference.embedded.compiled.forward import CompiledForward
-from verbatim.inference.embedded.compiled.library import load_kernel
+from verbatim.inference.embedded.compiled.library import kernel_build, load_kernel
 from verbatim.inference.embedded.compiled.structures import why_not
 from verbatim.inference.embedded.expert_record import ExpertRecord
 from verbatim.inference.embedded.fast_forward import fast_backbone, known_backbone, probe
@@ -21,8 +22,15 @@ from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.inference.embedded.slots import Slots, SlotTable
 from verbatim.inference.embedded.torch_forward import TorchForward
 from verbatim.models.head import CausalLM
+from verbatim.native import find_compiler
 
 logger = logging.getLogger(__name__)
+
+_QUIETLY = 'inference.torch.kernel = "torch" takes PyTorch without this warning'
+_DISAGREES = "it gives other hidden states than the model"
+_REPORT = f"Please report that, with what `verbatim doctor --machine` prints; {_QUIETLY}"
+_INSTALL = (f"Install a C compiler (Debian and Ubuntu: apt install gcc), which `verbatim doctor --machine` tries; "
+            f"{_QUIETLY}")  # fmt: skip
 
 
 class Cache(Protocol):
@@ -77,6 +85,13 @@ class Forward(Protocol):
     def refresh(self) -> None:
         """The model's weights were replaced in place."""
 
+    def give_back_memory(self) -> None:
+        """Free what it keeps from pass to pass, beside the cache."""
+
+    def prompt_logprobs(self, ids: Rows, temperature: float) -> NDArray[np.float32]:
+        """Logprob of each token of a sequence (int64 [L]) given those before it, past the cache: float32 [L]; the first
+        is NaN."""
+
     def hidden(
         self, layout: PassLayout, slots: Slots, counts: Rows, table: SlotTable, record: ExpertRecord | None
     ) -> Tensor:
@@ -90,9 +105,12 @@ class Forward(Protocol):
 
 
 def open_forward(
-    model: CausalLM, settings: TorchSettings, *, context_length: int, keep_cache: bool, record_experts: bool
-) -> Forward:
+    model: CausalLM, settings: TorchSettings, *, context_length: int, keep_cache: bool, record_experts: bool,
+    warns: bool = True,
+) -> Forward:  # fmt: skip
     """What computes the passes of a model.
+
+    Where the kernel knows the model and still cannot be used, a warning says why, once in a process (`warns`).
 
     Raises:
         ModelError: `kernel = "compiled"` where the kernel cannot be built, or does not compute this model.
@@ -101,7 +119,7 @@ def open_forward(
     fast = fast_backbone(model, calls, context_length)
     if settings.kernel != "torch":
         known = fast if model.output.weight.dtype == torch.float32 else known_backbone(model, calls, context_length)
-        reason = why_not(model, known, calls)
+        reason, advice = why_not(model, known, calls), ""
         if reason is None:
             assert known is not None, "why_not refuses models without one"
             kernel = load_kernel()
@@ -110,10 +128,27 @@ def open_forward(
                                            context_length=context_length, kernel=kernel)  # fmt: skip
                 if compiled.agrees(model, context_length):
                     return compiled
-            reason = "it cannot be compiled here" if kernel is None else "it gives other hidden states than the model"
+            reason, advice = (_DISAGREES, _REPORT) if kernel is not None else _why_missing()
         if settings.kernel == "compiled":
             raise ModelError(f'inference.torch.kernel = "compiled", but the compiled kernel cannot be used: {reason}; '
                              'use "auto"')  # fmt: skip
-        logger.info("the embedded sampler computes with PyTorch, without its compiled kernel: %s", reason)
+        if advice and warns:
+            _warn_once(f"the embedded sampler computes with PyTorch, several times slower than with its compiled "
+                       f"kernel: {reason}. {advice}")  # fmt: skip
+        else:
+            logger.info("the embedded sampler computes with PyTorch, without its compiled kernel: %s", reason)
     reads_prefixes_once = not keep_cache and not record_experts
     return TorchForward(model, fast or model, shape, settings, reads_prefixes_once=reads_prefixes_once)
+
+
+def _why_missing() -> tuple[str, str]:
+    """Why there is no kernel, and what to do; nothing, where it is switched off."""
+    made = kernel_build()
+    if made.is_off:
+        return made.reason, ""
+    return made.reason, _INSTALL if find_compiler() is None else _REPORT
+
+
+@cache
+def _warn_once(text: str) -> None:
+    logger.warning("%s", text)

@@ -40,7 +40,7 @@ def _decoding_fault(pair: TinyPair, asked: TorchSettings) -> str | None:
     settings = TorchSettings(max_batch_size=2, prefill_chunk=WINDOW - 3, deterministic=asked.deterministic,
                              kernel="torch" if asked.kernel == "torch" else "auto")  # fmt: skip
     try:
-        decoder = Decoder(pair.ours, settings, context_length=2 * LENGTH, version=0)
+        decoder = Decoder(pair.ours, settings, context_length=2 * LENGTH, version=0, warns=False)
         ids = probe_ids(pair, LENGTH).numpy().astype(np.int32)
         params = SamplingParams(max_tokens=LENGTH // 2)
         first = [SampleRequest(prompt_ids=prompt, params=params, seed=seed, session=str(seed))

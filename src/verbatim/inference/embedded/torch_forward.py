@@ -17,6 +17,7 @@ from verbatim.inference.embedded.pass_layout import PassLayout, Rows, as_tensor,
 from verbatim.inference.embedded.sampling import Truncation, draw, uniforms
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.inference.embedded.slots import Slots, SlotTable
+from verbatim.inference.embedded.whole_sequence import sequence_logprobs
 from verbatim.models.head import CausalLM
 
 _ROW_QUANTUM = 32
@@ -61,6 +62,15 @@ class TorchForward:
 
     def refresh(self) -> None:
         """Nothing: the model's own weights are read."""
+
+    def give_back_memory(self) -> None:
+        """Nothing: what a pass needs is freed behind it."""
+
+    def prompt_logprobs(self, ids: Rows, temperature: float) -> NDArray[np.float32]:
+        """Logprob of each token given those before it, without the cache: float32 [L]; the first is NaN."""
+        logprobs = sequence_logprobs(self._model, as_tensor(ids, self._model.device), temperature)
+        found: NDArray[np.float32] = logprobs.cpu().numpy()
+        return found
 
     def hidden(
         self, layout: PassLayout, slots: Slots, counts: Rows, table: SlotTable, record: ExpertRecord | None

@@ -31,6 +31,10 @@ _PROBE = 48
 _ROUNDED_TOLERANCE = 0.1
 """Where inputs of products are rounded to bfloat16. SmolLM2-135M, 30 layers: 0.01; a layer that computes something
 else: near 1."""
+_SCORED_AT_ONCE = 512
+"""Tokens of a sequence that a pass computes while the sequence is scored..."""
+_HEADS_AT_ONCE = 64
+"""...and those whose logits exist at one time."""
 _WORTH_A_TEAM = 2e7
 """Multiplications of a pass from which several threads are faster than one that waits for no other."""
 
@@ -59,13 +63,18 @@ class CompiledForward:
         self.bytes_per_token = shape.bytes_per_token(torch.float32)
         """Bytes of one token's keys and values in all layers."""
         self._model = KernelModel(kernel, model, fast, calls)
-        self.cache = PagedCache(shape, num_slots, context_length)
+        self.cache = PagedCache(shape, num_slots + 1, context_length)
+        self._scored = num_slots  # the slot of a sequence that is scored; none is sampled in it
         self._memory = torch.empty(0)
         self._logits = torch.empty(0)
 
     def refresh(self) -> None:
         """The model's weights were replaced in place."""
         self._model.refresh()
+
+    def give_back_memory(self) -> None:
+        """Free the working memory of passes and draws; the next ones take what they need."""
+        self._memory, self._logits = torch.empty(0), torch.empty(0)
 
     def hidden(
         self, layout: PassLayout, slots: Slots, counts: Rows, table: SlotTable, record: ExpertRecord | None
@@ -98,36 +107,67 @@ class CompiledForward:
         """A token and its logprob for each of `slots`, which are those of the pass that are `done`."""
         if not done.all():
             hidden = hidden[torch.from_numpy(np.flatnonzero(done))]
-        num, vocab = len(slots), self._model.fields.vocab
-        stride = up_to(vocab, UNIT)
-        if self._logits.numel() < num * stride:
-            self._logits = torch.empty(num * stride)
+        num = len(slots)
         tokens, logprobs = np.empty(num, dtype=np.int64), np.empty(num, dtype=np.float32)
         temperatures, randomness = table.temperature[slots], uniforms(table.keys[slots], table.length[slots])
-        given = DrawFields(
-            model=self._model.address, rows=num, hidden=hidden.data_ptr(), temperatures=temperatures.ctypes.data,
-            uniforms=randomness.ctypes.data, stride=stride, logits=self._logits.data_ptr(), tokens=tokens.ctypes.data,
-            logprobs=logprobs.ctypes.data, threads=_threads(num * vocab * self._model.fields.width),
-        )  # fmt: skip
-        self._kernel.verbatim_logits(ctypes.addressof(given))
+        given = self._head(hidden)
+        given.temperatures, given.uniforms = temperatures.ctypes.data, randomness.ctypes.data
+        given.tokens, given.logprobs = tokens.ctypes.data, logprobs.ctypes.data
         cut = np.flatnonzero(table.truncates[slots])
-        drawn = [(row, *self._draw_cut(row, stride, vocab, slots, randomness, table)) for row in cut.tolist()]
+        drawn = [(row, *self._draw_cut(row, given.stride, slots, randomness, table)) for row in cut.tolist()]
         self._kernel.verbatim_draw(ctypes.addressof(given))
         for row, token, logprob in drawn:
             tokens[row], logprobs[row] = token, logprob
         return tokens, logprobs
 
+    def _head(self, hidden: Tensor) -> DrawFields:
+        """Write the logits of hidden states, [rows, W], into `_logits`: row r begins at r times the stride."""
+        num, stride = len(hidden), up_to(self._model.fields.vocab, UNIT)
+        if self._logits.numel() < num * stride:
+            self._logits = torch.empty(num * stride)
+        given = DrawFields(
+            model=self._model.address, rows=num, hidden=hidden.data_ptr(), stride=stride,
+            logits=self._logits.data_ptr(), threads=_threads(num * stride * self._model.fields.width),
+        )  # fmt: skip
+        self._kernel.verbatim_logits(ctypes.addressof(given))
+        return given
+
     def _draw_cut(
-        self, row: int, stride: int, vocab: int, slots: Slots, randomness: NDArray[np.float64], table: SlotTable
+        self, row: int, stride: int, slots: Slots, randomness: NDArray[np.float64], table: SlotTable
     ) -> tuple[int, float]:
         """The draw of one row whose distribution is truncated: by itself, so that no bit depends on the others."""
         one = slots[row : row + 1]
-        logits = self._logits[row * stride : row * stride + vocab][None]
+        logits = self._logits[row * stride : row * stride + self._model.fields.vocab][None]
         truncation = Truncation(top_k_N=torch.from_numpy(table.top_k[one]), top_p_N=torch.from_numpy(table.top_p[one]),
                                 min_p_N=torch.from_numpy(table.min_p[one]))  # fmt: skip
         uniform = torch.from_numpy(randomness[row : row + 1])
         token, logprob = draw(logits, torch.from_numpy(table.temperature[one]), uniform, truncation)
         return int(token), float(logprob)
+
+    def prompt_logprobs(self, ids: Rows, temperature: float) -> NDArray[np.float32]:
+        """Logprob of each token given those before it, by the functions that sample: float32 [L]; the first is NaN.
+
+        Args:
+            ids: int64 [L].
+            temperature: Divides the logits; above 0.
+        """
+        found = np.full(len(ids), np.nan, dtype=np.float32)
+        last, vocab = len(ids) - 1, self._model.fields.vocab
+        try:
+            self.cache.extend(np.array([self._scored]), np.array([last]))
+            for start in range(0, last, _SCORED_AT_ONCE):
+                positions = np.arange(start, min(start + _SCORED_AT_ONCE, last))
+                hidden = self._run(ids[positions], positions, np.full_like(positions, self._scored), positions - start)
+                for at in range(0, len(positions), _HEADS_AT_ONCE):
+                    some = hidden[at : at + _HEADS_AT_ONCE]
+                    stride = self._head(some).stride
+                    logits = self._logits[: len(some) * stride].view(len(some), stride)[:, :vocab]
+                    following = positions[at : at + _HEADS_AT_ONCE] + 1
+                    targets = torch.from_numpy(ids[following])[:, None]
+                    found[following] = (logits / temperature).log_softmax(-1).gather(-1, targets)[:, 0].numpy()
+        finally:
+            self.cache.truncate(self._scored, 0)
+        return found
 
     def agrees(self, model: CausalLM, context_length: int) -> bool:
         """Whether kernel and model give the same hidden states, within rounding: norm of the difference over the norm.

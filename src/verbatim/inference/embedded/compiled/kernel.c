@@ -136,12 +136,13 @@ INLINE float largest(vec a)
     return top;
 }
 
-/* e^x for x <= 88; 0 below -87. Cody and Waite's reduction and Cephes' polynomial: 2 units in the last place. */
+/* e^x for x <= 88; 0 below -87; NaN of NaN. Cody and Waite's reduction and Cephes' polynomial: 2 units in the last
+   place. */
 INLINE vec vexp(vec x)
 {
-    vec bounded = larger(x, all(-87.0f));
-    vec shifted = bounded * all(1.44269504088896341f) + all(12582912.0f); /* its lowest bits hold the rounded number */
-    vec n = shifted - all(12582912.0f);
+    vec bounded = larger(all(-87.0f), x); /* this way round NaN stays */
+    vec shifted = bounded * all(1.44269504088896341f) + all(12583039.0f); /* its lowest bits: n + 127, the exponent */
+    vec n = shifted - all(12583039.0f);
     vec r = bounded - n * all(0.693359375f);
     r = r - n * all(-2.12194440e-4f);
     vec p = all(1.9875691500e-4f);
@@ -151,8 +152,8 @@ INLINE vec vexp(vec x)
     p = p * r + all(1.6666665459e-1f);
     p = p * r + all(5.0000001201e-1f);
     p = p * (r * r) + r + all(1.0f);
-    vec scaled = (vec)((ivec)p + ((ivec)shifted << 23));
-    return where(x >= all(-87.0f), scaled, all(0.0f));
+    vec power = (vec)((ivec)shifted << 23);
+    return where(x < all(-87.0f), all(0.0f), p * power);
 }
 INLINE float exp1(float x) { return vexp(all(x))[0]; }
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-from verbatim.native import CSource, library
+from verbatim.native import Build, CSource, build
 
 SOURCE = CSource.read(Path(__file__).with_name("kernel.c"))
 
 
 def load_kernel() -> ctypes.CDLL | None:
     """The kernel's functions; None where they cannot be compiled. The first call on a machine takes seconds."""
-    kernel = library(SOURCE)
+    kernel = kernel_build().functions
     if kernel is None:
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_int64
@@ -26,3 +26,8 @@ def load_kernel() -> ctypes.CDLL | None:
         function = getattr(kernel, f"verbatim_{name}")
         function.restype, function.argtypes = result, arguments
     return kernel
+
+
+def kernel_build() -> Build:
+    """What became of the kernel on this machine."""
+    return build(SOURCE)
