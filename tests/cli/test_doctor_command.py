@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from doctor.corpus import ASK, END, NEXT, Case, assistant, cases, render, tokenizer, turn
-from verbatim import Trajectory
+from verbatim import Trajectory, native
 from verbatim.cli.main import main
+from verbatim.inference.embedded.compiled.forward import CompiledForward
 from verbatim.monitors.trajectory_log import TrajectoryLog
 
 
@@ -47,6 +48,54 @@ def run(capsys, *arguments) -> tuple[int, str, str]:
     status = main(["doctor", *map(str, arguments)])
     out, err = capsys.readouterr()
     return status, out, err
+
+
+@pytest.fixture
+def _fresh_libraries(monkeypatch: pytest.MonkeyPatch):
+    """Libraries are looked for as in a new process."""
+    native.build.cache_clear()
+    monkeypatch.delenv(native.SWITCH, raising=False)
+    yield
+    native.build.cache_clear()
+
+
+@pytest.mark.skipif(native.find_compiler() is None, reason="this machine has no C compiler")
+@pytest.mark.usefixtures("_fresh_libraries")
+def test_a_machine_with_a_compiler_answers_0_and_names_what_is_compiled(capsys):
+    status, out, _ = run(capsys, "--machine")
+    assert status == 0
+    assert [line.split()[:2] for line in out.splitlines()[3:]] == [
+        ["kernel.c", "compiled"], ["tree.c", "compiled"], ["layers.c", "compiled"],
+    ]  # fmt: skip
+    assert str(native.library_folder()) in out
+    status, out, _ = run(capsys, "--machine", "--json")
+    found = json.loads(out)
+    assert status == 0 and found["compiler"] == " ".join(native.find_compiler())
+    assert [part["compiled"] for part in found["parts"]] == [True] * 3
+
+
+@pytest.mark.usefixtures("_fresh_libraries")
+def test_a_machine_without_a_compiler_answers_1_and_says_what_to_install(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    status, out, _ = run(capsys, "--machine")
+    assert status == 1
+    assert "compiler   none; install one; on Debian and Ubuntu: apt install gcc" in out
+    assert "kernel.c   missing: no C compiler was found (cc, gcc, clang, or what CC names). PyTorch computes" in out
+
+
+@pytest.mark.skipif(native.find_compiler() is None, reason="this machine has no C compiler")
+@pytest.mark.usefixtures("_fresh_libraries")
+def test_a_kernel_that_computes_something_else_answers_1(monkeypatch, capsys):
+    monkeypatch.setattr(CompiledForward, "agrees", lambda *_: False)
+    status, out, _ = run(capsys, "--machine")
+    assert status == 1
+    assert "compiled, and not used: in float32, " in out and "it gives other hidden states than the model" in out
+
+
+def test_a_machine_is_no_log(capsys):
+    status, _, err = run(capsys, "--machine", "--limit", "3")
+    assert status == 2 and "--limit cannot be used with --machine" in err
 
 
 def test_a_log_without_breaks_answers_0(tmp_path: Path, capsys):

@@ -60,7 +60,8 @@ def play(decoder):
 
 def test_a_tensor_on_the_wrong_device_is_found(cuda, folders, monkeypatch):
     decoder = make_decoder(folders("dense"))
-    monkeypatch.setattr("verbatim.inference.embedded.torch_forward.as_tensor", lambda array, device: torch.from_numpy(array))
+    on_the_host = "verbatim.inference.embedded.torch_forward.as_tensor"
+    monkeypatch.setattr(on_the_host, lambda array, device: torch.from_numpy(array))
     with pytest.raises(FakeTensorDeviceMismatchError, match="at least two devices"):
         played(decoder, [request(range(20), "a")])
 

@@ -271,9 +271,11 @@ async def test_logprobs_of_a_prompt_that_memory_is_not_enough_for_fail_alone(mod
         raise MemoryError("no room")
 
     with monkeypatch.context() as patched:
-        patched.setattr("verbatim.inference.embedded.engine.sequence_logprobs", fail)
+        patched.setattr("verbatim.inference.embedded.torch_forward.sequence_logprobs", fail)
+        patched.setattr("verbatim.inference.embedded.compiled.forward.CompiledForward._head", fail)
         with pytest.raises(SamplerFault, match="failed on this request: out of memory: no room"):
             await sampler.prompt_logprobs(np.array([1, 2], np.int32))
+    assert not getattr(sampler._decoder.cache, "used", 0)
     assert np.isfinite(await sampler.prompt_logprobs(np.array([1, 2], np.int32))).tolist() == [False, True]
     await sampler.close()
 

@@ -96,7 +96,7 @@ def test_a_library_is_whole_on_the_disk_before_it_has_its_name(tmp_path, monkeyp
 
 @needs_compiler
 @pytest.mark.parametrize("damage", [
-    lambda content: content[: len(content) // 2], lambda content: content[:-1] + bytes([content[-1] ^ 1]), lambda _: b"",
+    lambda whole: whole[: len(whole) // 2], lambda whole: whole[:-1] + bytes([whole[-1] ^ 1]), lambda whole: b"",
 ], ids=["half of it", "one bit", "empty"])  # fmt: skip
 def test_a_damaged_library_is_made_anew(tmp_path, caplog, damage):
     source = write(tmp_path, SUM)

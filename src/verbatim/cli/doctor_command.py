@@ -1,6 +1,7 @@
 """`verbatim doctor FILE.jsonl`: finds where prompts do not extend what was sampled, why, and what it cost.
 
-With `--template` instead of a file: what a chat template lets a renderer promise.
+With `--template` instead of a file: what a chat template lets a renderer promise. With `--machine`: whether the C
+parts of this package are compiled here.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ _LARGEST = 2**26
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare FILE, --template, --model, --json and --limit."""
+    """Declare FILE, --template, --machine, --model, --json and --limit."""
     parser.epilog = (
         "exit status: 0 no breaks but sub-agents' first turns, 1 breaks, 2 something could not be read or checked; "
-        "with --template: 0 every kind of message may be appended and tools are written and read, 1 if not"
+        "with --template: 0 every kind of message may be appended and tools are written and read, 1 if not; "
+        "with --machine: 0 everything is compiled and computes what PyTorch does, 1 if not"
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
@@ -42,6 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--template", metavar="MODEL_OR_FILE",
         help="print instead where a model's chat template lets prompts be continued exactly",
+    )  # fmt: skip
+    what.add_argument(
+        "--machine", action="store_true",
+        help="print instead whether the parts in C are compiled here, and compute what PyTorch does",
     )  # fmt: skip
     parser.add_argument("--model", metavar="FOLDER_OR_ID", help="whose tokenizer reads the ids; found beside our logs")
     parser.add_argument("--json", action="store_true", help="one JSON object, with every break")
@@ -57,13 +63,16 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.overrides:
         raise UsageError(
-            f"verbatim doctor has no option {args.overrides[0]}; there are --template, --model, --json and --limit"
+            f"verbatim doctor has no option {args.overrides[0]}; there are --template, --machine, --model, --json and "
+            "--limit"
         )
+    if args.machine:
+        _refuse_options_of_logs(args, "--machine")
+        from verbatim.cli.doctor_machine import report as report_machine
+
+        return int(not report_machine(as_json=args.json))
     if args.template is not None:
-        given = [option for option, value in (("--model", args.model), ("--limit", args.limit)) if value is not None]
-        if given:
-            raise UsageError(f"{' and '.join(given)} cannot be used with --template, which reads no log; "
-                             f"type verbatim doctor --template {args.template}")  # fmt: skip
+        _refuse_options_of_logs(args, "--template", args.template)
         from verbatim.cli.doctor_template import report as report_template
 
         return int(not report_template(args.template, as_json=args.json))
@@ -96,6 +105,13 @@ def run(args: argparse.Namespace) -> int:
     if file.problems.count or not doctor.summary.checked:
         return exit_status.USAGE
     return int(doctor.summary.breaks > doctor.summary.by_design)
+
+
+def _refuse_options_of_logs(args: argparse.Namespace, *instead: str) -> None:
+    given = [option for option, value in (("--model", args.model), ("--limit", args.limit)) if value is not None]
+    if given:
+        raise UsageError(f"{' and '.join(given)} cannot be used with {instead[0]}, which reads no log; "
+                         f"type verbatim doctor {' '.join(instead)}")  # fmt: skip
 
 
 def _recognised(file: LogFile) -> Format:

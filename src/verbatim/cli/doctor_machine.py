@@ -1,0 +1,109 @@
+"""`verbatim doctor --machine`: whether the C files of this package are compiled here, and whether the sampler's kernel
+computes what PyTorch does."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from verbatim import native
+from verbatim.errors import ModelError
+from verbatim.inference.embedded.compiled.library import SOURCE as KERNEL
+from verbatim.inference.embedded.forward import open_forward
+from verbatim.inference.embedded.settings import TorchSettings
+from verbatim.models.attention import ATTENTION
+from verbatim.models.head import CausalLM
+from verbatim.models.instructions import has_bfloat16
+from verbatim.plain_console import PlainConsole
+from verbatim.trainer.attention.native_tree import SOURCE as TREE
+from verbatim.trainer.fused import SOURCE as LAYERS
+
+_PARTS = {
+    KERNEL: "passes of the embedded sampler on a CPU, several times as fast as PyTorch's",
+    TREE: "attention of prefix trees in a training step on a CPU",
+    LAYERS: "norms, gated parts and rotations in a training step on a CPU",
+}
+_INSTALL = "install one; on Debian and Ubuntu: apt install gcc"
+_SMALL = LlamaConfig(
+    vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=64,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """A C file on this machine."""
+
+    file: str
+    what: str
+    """What it computes."""
+    compiled: bool
+    options: str
+    """Of the compiler."""
+    reason: str
+    """Why it is not compiled, or not with the options that are fastest; or empty."""
+    disagrees: str
+    """Why the sampler does not take it, though it is compiled; or empty."""
+
+    def __str__(self) -> str:
+        if not self.compiled:
+            return f"missing: {self.reason}. PyTorch computes instead: {self.what}"
+        if self.disagrees:
+            return f"compiled, and not used: {self.disagrees}"
+        slower = f", slower than it could be: {self.reason}" if self.reason else ""
+        return f"compiled ({self.options}{slower}): {self.what}"
+
+
+def report(*, as_json: bool) -> bool:
+    """Print what was found; whether all parts are compiled and used."""
+    compiler = native.find_compiler()
+    version = native.compiler_version(compiler).decode(errors="replace").splitlines() if compiler else []
+    parts = [_look(source, what) for source, what in _PARTS.items()]
+    found = {
+        "processor": torch.backends.cpu.get_cpu_capability(), "bfloat16": has_bfloat16(), "cores": os.cpu_count(),
+        "compiler": " ".join(compiler) if compiler else None, "version": version[0] if version else None,
+        "libraries": str(native.library_folder()),
+    }  # fmt: skip
+    if as_json:
+        print(json.dumps({**found, "parts": [asdict(part) for part in parts]}, indent=2))
+    else:
+        console = PlainConsole()
+        for line in (
+            f"processor  {found['processor']}, products in bfloat16: {'yes' if found['bfloat16'] else 'no'}, "
+            f"{found['cores']} cores",
+            f"compiler   {found['compiler']} ({found['version']})" if compiler else f"compiler   none; {_INSTALL}",
+            f"libraries  {found['libraries']}",
+            *(f"{part.file:10} {part}" for part in parts),
+        ):
+            console.print(line, soft_wrap=True)
+    return all(part.compiled and not part.disagrees for part in parts)
+
+
+def _look(source: native.CSource, what: str) -> _Part:
+    made = native.build(source)
+    compiled = made.functions is not None
+    return _Part(
+        file=source.name, what=what, compiled=compiled, options=made.options, reason=" ".join(made.reason.split()),
+        disagrees=_try_kernel() if compiled and source is KERNEL else "",
+    )  # fmt: skip
+
+
+def _try_kernel() -> str:
+    """Compute a small model with the sampler's kernel in both number formats; why it cannot be used, or empty."""
+    dtypes: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
+    for dtype in dtypes:
+        with torch.random.fork_rng(devices=()), torch.inference_mode():
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(_SMALL, dtype=getattr(torch, dtype)).eval().requires_grad_(False)
+            model.set_attn_implementation(ATTENTION)
+            settings = TorchSettings(device="cpu", dtype=dtype, kernel="compiled")
+            try:
+                open_forward(CausalLM(model), settings, context_length=64, keep_cache=False, record_experts=False)
+            except ModelError as error:
+                return f"in {dtype}, {error}"
+    return ""
