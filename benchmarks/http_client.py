@@ -41,6 +41,7 @@ import orjson
 
 from verbatim.inference import SampleRequest, SamplingParams
 from verbatim.inference.http import protocol
+from verbatim.inference.http.packed import pack
 from verbatim.inference.http.sampler import HttpSampler
 
 VOCAB = 151_936
@@ -85,11 +86,11 @@ class Answering(asyncio.Protocol):
 def answer() -> bytes:
     """128 sampled ids as our server writes them."""
     rng = np.random.default_rng(0)
-    ours = {"logprobs": (-rng.random(SAMPLED, dtype=np.float32)).tolist(), "policy_versions": [3] * SAMPLED,
-            "policy_version": 3, "seed": 0, "queued_seconds": 0.0, "generated_seconds": 0.1}  # fmt: skip
-    choice = {"index": 0, "token_ids": rng.integers(0, VOCAB, SAMPLED).tolist(), "logprobs": None,
-              "finish_reason": "stop", "weight_versions": None}  # fmt: skip
-    return json.dumps({"choices": [choice], "verbatim": ours}).encode()
+    ours = {"policy_versions": None, "policy_version": 3, "seed": 0, "queued_seconds": 0.0, "generated_seconds": 0.1}
+    choice = {"index": 0, "token_ids": None, "logprobs": None, "finish_reason": "stop",
+              "weight_versions": [{"version": "3", "start": 0, "end": SAMPLED}]}  # fmt: skip
+    strings = pack(rng.integers(0, VOCAB, SAMPLED, dtype=np.int32), -rng.random(SAMPLED, dtype=np.float32))
+    return json.dumps({"choices": [choice], "packed": strings, "verbatim": ours}).encode()
 
 
 def serve(core: int, port: Connection) -> None:

@@ -18,7 +18,7 @@ GENERATE_BODY = {
     "sampling_params": {"temperature": 0.8, "max_tokens": 3, "top_p": 0.9, "top_k": 5, "min_p": 0.01, "seed": 1,
                         "stop_token_ids": [7], "logprobs": 1, "ignore_eos": True, "n": 1, "stop": [],
                         "presence_penalty": 0},
-    "verbatim": {"session": "s", "plain_logprobs": True, "seed": 4},
+    "verbatim": {"session": "s", "packed": True, "seed": 4},
 }  # fmt: skip
 CALL = {"id": "c", "type": "function", "function": {"name": "guess", "arguments": "{\"number\": 3}"}}
 TOOL = {"type": "function", "function": {"name": "guess", "description": "A guess.", "parameters": {

@@ -154,7 +154,7 @@ async def test_hundreds_of_requests_are_in_flight_together():
         assert {c.stop_reason for c in await asyncio.gather(*tasks)} == {StopReason.CANCELLED}
 
 
-@pytest.mark.parametrize("style", ["objects", "plain"])
+@pytest.mark.parametrize("style", ["objects", "packed"])
 @given(bits=st.lists(st.integers(0x80000000, 0xFF7FFFFF), min_size=1, max_size=8))  # every float32 from -0 to -max
 @settings(deadline=None)
 def test_every_float32_logprob_survives_the_wire(style: protocol.LogprobStyle, bits: list[int]):
@@ -183,7 +183,7 @@ def test_every_request_survives_the_wire(
     body = json.loads(client.encode(protocol.request_body(sent, "m", seed_for_all=seed_for_all)))
     read, logprobs = read_request(body, seed=-1, room=16, end_ids=(9,))
     assert (read.prompt_ids.tolist(), read.params, read.seed, read.session, logprobs) == (
-        prompt, sent.params, seed, session, "plain")  # fmt: skip
+        prompt, sent.params, seed, session, "packed")  # fmt: skip
 
 
 async def test_an_engine_without_logprobs_gives_none_over_http_either():
@@ -420,6 +420,11 @@ def as_vllm(number: int, body: Any) -> tuple[int, Any]:
     return 200, {"request_id": "r", "choices": [choice], "prompt_logprobs": None, "kv_transfer_params": None}
 
 
+def of_vllm(*logprobs: Any) -> Any:
+    """Logprobs of ids 4 and 5 as vLLM writes them."""
+    return {"content": [{"token_id": 4 + at, "logprob": logprob} for at, logprob in enumerate(logprobs)]}
+
+
 async def test_what_may_pass_is_tried_again_with_the_same_seed():
     faults = [None, (503, "busy"), (500, {"error": {"message": "oom", "type": "InternalServerError"}}), (200, "{")]
     with answering(lambda number, body: faults[number] if number < 4 else as_vllm(number, body)) as server:
@@ -458,15 +463,37 @@ async def test_what_will_not_pass_is_a_fault_at_once(answer):
         await client.close()
 
 
-@pytest.mark.parametrize("logprobs", [[-0.5], [-0.5, None], [-0.5, "x"], [-0.5, float("nan")], -0.5])
-async def test_a_list_of_logprobs_that_cannot_be_the_ids_is_a_fault(logprobs: Any):
+@pytest.mark.parametrize(
+    ("packed", "message"),
+    [
+        ({"logprobs": "AAAAvw=="}, "expected 2 logprobs, found 1"),
+        ({"logprobs": "AAAAvwAAwH8="}, "packed logprobs: expected a finite number"),  # NaN
+        ({"logprobs": "AAAAvwAAgH8="}, "packed logprobs: expected a finite number"),  # infinity
+        ({"logprobs": "AAAAvwAAgL"}, "packed logprobs: expected an array as base64, found 'AAAAvwAAgL'"),
+        ({"logprobs": "AAAAvwAA"}, "packed logprobs: expected an array as base64, found 'AAAAvwAA'"),  # a half
+        ({"logprobs": "AAAA vwAAgL4="}, "packed logprobs: expected an array as base64"),
+        ({"logprobs": "\u00e9"}, "packed logprobs: expected an array as base64"),
+        ({"logprobs": [-0.5, -0.25]}, "packed logprobs: expected an array as base64, found list"),
+        ({"token_ids": None}, "packed token_ids: expected an array as base64, found NoneType"),
+        ({"token_ids": "BQAAAP////8="}, "packed token_ids: expected token ids, found -1"),
+    ],
+)
+async def test_packed_arrays_that_cannot_be_a_completion_are_a_fault_that_names_it(packed: Any, message: str):
     def changed(number: int, body: Any) -> tuple[int, Any]:
         status, answer = as_vllm(number, body)
-        return status, {**answer, "verbatim": {"logprobs": logprobs}}
+        return status, {**answer, "packed": {"token_ids": "BQAAAAcAAAA=", "logprobs": "AAAAvwAAgL4=", **packed}}
 
     with answering(changed) as server:
         client = HttpSampler(server.url, vocab_size=10, context_length=64)
-        with pytest.raises(SamplerFault, match="logprob"):
+        with pytest.raises(SamplerFault, match=message):
+            await client.generate(request(1))
+        await client.close()
+
+
+async def test_no_list_of_packed_arrays_is_a_fault():
+    with answering(lambda number, body: (200, {**as_vllm(number, body)[1], "packed": [1]})) as server:
+        client = HttpSampler(server.url, vocab_size=10, context_length=64)
+        with pytest.raises(SamplerFault, match="packed token_ids"):
             await client.generate(request(1))
         await client.close()
 
@@ -484,8 +511,12 @@ async def test_a_list_of_logprobs_that_cannot_be_the_ids_is_a_fault(logprobs: An
         ("verbatim", {"policy_versions": [1, 2**40]}, "2 policy versions"),
         ("verbatim", {"policy_versions": 7}, "2 policy versions"),
         ("verbatim", {"queued_seconds": 10**400}, "queued_seconds: expected a finite number"),
-        ("verbatim", {"logprobs": [-0.5, -1e308]}, "a logprob: expected a finite number"),
-        ("verbatim", {"logprobs": [-0.5, -(10**400)]}, "a logprob: expected a finite number"),
+        ("choice", {"logprobs": of_vllm(-0.5, -1e308)}, "a logprob: expected a finite number"),
+        ("choice", {"logprobs": of_vllm(-0.5, -(10**400))}, "a logprob: expected a finite number"),
+        ("choice", {"logprobs": of_vllm(-0.5, None)}, "a logprob: expected a finite number"),
+        ("choice", {"logprobs": of_vllm(-0.5, "x")}, "a logprob: expected a finite number"),
+        ("choice", {"logprobs": of_vllm(-0.5)}, "expected a logprob for each of 2 ids"),
+        ("choice", {"logprobs": -0.5}, "expected a logprob for each of 2 ids"),
         ("verbatim", {"queued_seconds": "soon"}, "queued_seconds: expected a finite number, found 'soon'"),
     ],
 )

@@ -41,5 +41,5 @@ def test_where_it_says_nothing_the_field_is_left_out():
 @pytest.mark.parametrize("cached", [None, 0, 4])
 def test_the_count_goes_over_http(cached):
     body = completion_body(completion(cached), request_id="r", model="m", seed=0, num_prompt_tokens=9,
-                           policy_version=0, logprobs="plain")  # fmt: skip
+                           policy_version=0, logprobs="packed")  # fmt: skip
     assert read_completion(body)[0].num_cached_tokens == cached

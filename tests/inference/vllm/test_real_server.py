@@ -6,9 +6,11 @@ Run by `make test-vllm`; VERBATIM_VLLM_PYTHON names the Python of an environment
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,17 +26,20 @@ from verbatim.config.schema import TeacherConfig
 from verbatim.errors import ModelError, SamplerFault, UsageError
 from verbatim.inference import SampleRequest, SamplingParams
 from verbatim.inference.http.client import HttpClient, encode, read_json
+from verbatim.inference.http.protocol import read_completion
 from verbatim.inference.teacher import make_teacher
 from verbatim.inference.vllm.command import PLUGIN
 from verbatim.inference.vllm.process import free_port, make_process
 from verbatim.inference.vllm.replica import VllmReplica
 from verbatim.inference.vllm.settings import VllmSettings
+from verbatim.types import StopReason
 
 pytestmark = pytest.mark.vllm
 PYTHON = os.environ.get("VERBATIM_VLLM_PYTHON", ".venv-vllm/bin/python")
 FAULTY = Path(__file__).parent / "faulty_plugin"
 TOLERANCE = 5e-5
 SIZES = (1e-3, 1e-6)
+PACKED = {"verbatim": {"packed": True}}
 
 
 @dataclass
@@ -311,6 +316,97 @@ async def test_a_cpu_refuses_the_flag_of_the_sleep_mode(served: Served, tmp_path
         await process.start(600.0)
 
 
+@contextlib.asynccontextmanager
+async def asking(served: Served, route: str = "/inference/v1/generate") -> AsyncIterator[Any]:
+    """Sends JSON to a route of the server, and reads what it answers."""
+    client = HttpClient(served.url, request_timeout=60, max_retries=0)
+    yield lambda body, read=read_json: client.ask("POST", route, encode(body), read)
+    await client.close()
+
+
+def without_names(answer: dict[str, Any]) -> dict[str, Any]:
+    """An answer without its own name and time, and without ids and logprobs."""
+    (choice,) = answer["choices"]
+    rest = {key: value for key, value in answer.items() if key not in ("request_id", "created", "packed")}
+    return {**rest, "choices": [{**choice, "token_ids": None, "logprobs": None}]}
+
+
+async def test_a_packed_answer_is_vllms_own_bit_for_bit(served: Served):
+    await (replica := served.replica()).update_weights(served.step(1e-3), 1)
+    async with asking(served) as ask:
+        for max_tokens, stops in ((1, []), (60, []), (60, [3])):
+            sampling = {"temperature": 0.9, "top_p": 0.95, "max_tokens": max_tokens, "logprobs": 0, "seed": 11,
+                        "ignore_eos": True, "stop_token_ids": stops}  # fmt: skip
+            body = {"token_ids": served.trainer.ids(30).tolist(), "sampling_params": sampling}
+            own = await ask(body)
+            if max_tokens == 60 and stops:  # one that is sampled
+                stops[:] = [own["choices"][0]["token_ids"][20]]
+                own = await ask(body)
+            packed = await ask({**body, **PACKED})
+            assert without_names(packed) == without_names(own)
+            assert packed["choices"][0]["token_ids"] is None and packed["choices"][0]["logprobs"] is None
+            (one, _), (other, _) = map(read_completion, (packed, own))
+            assert own["choices"][0]["finish_reason"] == ("stop" if stops else "length")
+            assert (one.stop_reason, one.ids.tolist()) == (other.stop_reason, other.ids.tolist())
+            assert one.logprobs is not None and other.logprobs is not None
+            assert one.logprobs.tobytes() == other.logprobs.tobytes()
+            assert len(one.ids) == max_tokens or stops
+    await replica.close()
+
+
+@pytest.mark.parametrize("others", [{"logprobs": 1}, {"logprobs": None}, {"prompt_logprobs": 0}, {"n": 2}])
+async def test_what_is_no_packed_answer_comes_as_if_it_had_not_been_asked_for(served: Served, others: Any):
+    sampling = {"temperature": 1.0, "max_tokens": 5, "logprobs": 0, "seed": 3, "ignore_eos": True, **others}
+    body = {"token_ids": [5, 6, 7], "sampling_params": sampling}
+    async with asking(served) as ask:
+        own, asked = await ask(body), await ask({**body, **PACKED})
+        assert "packed" not in asked
+        assert [choice["token_ids"] for choice in asked["choices"]] == [c["token_ids"] for c in own["choices"]]
+        assert [choice["logprobs"] for choice in asked["choices"]] == [c["logprobs"] for c in own["choices"]]
+        assert asked["prompt_logprobs"] == own["prompt_logprobs"]
+
+
+async def test_a_stream_is_vllms_own(served: Served):
+    sampling = {"temperature": 1.0, "max_tokens": 5, "logprobs": 0, "seed": 3, "ignore_eos": True}
+    body = {"token_ids": [5, 6, 7], "sampling_params": sampling}
+    async with asking(served) as ask:
+        whole = await ask(body)
+        text = await ask({**body, **PACKED, "stream": True}, lambda answer: answer.text)
+    chunks = [json.loads(line.removeprefix("data: ")) for line in text.split("\n") if line.startswith("data: {")]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert [token for choice in choices for token in choice["token_ids"]] == whole["choices"][0]["token_ids"]
+    logprobs = [entry for choice in choices for entry in choice["logprobs"]["content"]]
+    assert logprobs == whole["choices"][0]["logprobs"]["content"]
+
+
+async def test_an_aborted_request_answers_packed_with_what_was_sampled(served: Served):
+    replica = served.replica()
+    sampling = {"temperature": 1.0, "max_tokens": 480, "logprobs": 0, "ignore_eos": True}
+    body = {"token_ids": [5, 6, 7], "sampling_params": sampling, "request_id": "mine", **PACKED}
+    async with asking(served) as ask, asking(served, "/inference/v1/abort_requests") as abort:
+        running = asyncio.create_task(ask(body))
+        while (await replica.load_metrics()).running == 0:  # noqa: ASYNC110 - the server sets no event
+            await asyncio.sleep(0.02)
+        await abort({"request_ids": ["generate-tokens-mine"]}, lambda answer: answer.status)
+        completion, _ = read_completion(await running)
+    assert completion.stop_reason is StopReason.CANCELLED
+    assert 0 < len(completion.ids) < 480
+    assert completion.logprobs is not None and len(completion.logprobs) == len(completion.ids)
+    await replica.close()
+
+
+async def test_a_cancelled_call_ends_on_the_server(served: Served):
+    replica = served.replica()
+    call = asyncio.create_task(replica.generate(request(served.trainer.ids(9), max_tokens=480)))
+    while (await replica.load_metrics()).running == 0:  # noqa: ASYNC110 - the server sets no event
+        await asyncio.sleep(0.02)
+    call.cancel()
+    async with asyncio.timeout(3):  # 480 tokens take longer
+        while (await replica.load_metrics()).running:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    await replica.close()
+
+
 async def test_the_double_answers_as_the_real_server_does(served: Served):
     double = VllmDouble(served.trainer.published)
     path = served.step(1e-3)
@@ -335,11 +431,12 @@ async def test_the_double_answers_as_the_real_server_does(served: Served):
         ("POST", "/wake_up?tags=kv_cache", None),
         ("GET", "/is_sleeping", None),
         ("POST", "/inference/v1/generate", {"token_ids": [5, 6, 7], "sampling_params": sampling, "cache_salt": "a"}),
+        ("POST", "/inference/v1/generate", {"token_ids": [5, 6, 7], "sampling_params": sampling, **PACKED}),
         ("POST", "/inference/v1/generate",
-         {"token_ids": [5, 6, 7], "sampling_params": {**sampling, "max_tokens": 1, "prompt_logprobs": 0}}),
+         {"token_ids": [5, 6, 7], "sampling_params": {**sampling, "max_tokens": 1, "prompt_logprobs": 0}, **PACKED}),
         ("POST", "/inference/v1/generate",
          {"token_ids": [5, 6], "sampling_params": {**sampling, "max_tokens": 1, "logprobs": 2,
-                                                   "logprob_token_ids": [7, 7]}}),
+                                                   "logprob_token_ids": [7, 7]}, **PACKED}),
     ]  # fmt: skip
     async with serving(double) as url:
         there, here = (HttpClient(root, request_timeout=60, max_retries=0) for root in (served.url, url))

@@ -15,6 +15,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from verbatim.inference.vllm.command import PLUGIN
 for folder in (PLUGIN, Path(__file__).parent / "faulty_plugin"):
     sys.path.append(str(folder))
 from verbatim_faulty_tensors import wrong  # noqa: E402
+from verbatim_vllm_answers import is_asked, packed  # noqa: E402
 from verbatim_vllm_digest import digest  # noqa: E402
 from verbatim_weight_group import WeightGroup  # noqa: E402
 
@@ -92,6 +94,8 @@ class VllmDouble:
         self.takes_ids = True
         self.own_key: str | None = None
         self.says_cached_tokens = True
+        self.packs = True
+        """Whether it has our middleware, which packs answers."""
         self.queries = self.hits = self.generated = 0
 
     # ---- routes
@@ -326,7 +330,10 @@ class VllmDouble:
         self._in_flight_for_ids += "logprob_token_ids" in params
         try:
             await self.running.wait()
-            return web.json_response(await self._answer(params, ids, salt))
+            answer = await self._answer(params, ids, salt)
+            if self.packs and is_asked(body, _with_defaults(params), output_mode="tokens", stream=False):
+                _pack(answer)
+            return web.json_response(answer)
         finally:
             self.in_flight -= 1
             self._in_flight_for_ids -= "logprob_token_ids" in params
@@ -405,6 +412,20 @@ class VllmDouble:
         weights = {name: tensor.detach().clone() for name, tensor in self._model.named_parameters()}
         for size in range(BLOCK, len(prompt) + 1, BLOCK):
             self._cache.setdefault((salt, np.array(prompt[:size]).tobytes()), weights)
+
+
+def _with_defaults(params: dict[str, Any]) -> SimpleNamespace:
+    """Sampling parameters as vLLM's object has them, as far as the middleware looks at them."""
+    defaults = {"logprobs": None, "logprob_token_ids": None, "stop": None, "prompt_logprobs": None, "n": 1}
+    return SimpleNamespace(**{name: params.get(name, value) for name, value in defaults.items()})
+
+
+def _pack(answer: dict[str, Any]) -> None:
+    """As the middleware does to a real server's answer."""
+    (choice,) = answer["choices"]
+    logprobs = np.array([entry["logprob"] for entry in choice["logprobs"]["content"]], dtype=np.float32)
+    answer["packed"] = packed(choice["token_ids"], logprobs)
+    choice["token_ids"] = choice["logprobs"] = None
 
 
 def spans(versions: list[str]) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """Writes and reads requests and completions as JSON: vLLM's token endpoint, with extensions for the rest.
 
-A float32 stands in JSON as the shortest decimal of the double that it equals, so logprobs come back bit for bit.
+A float32 stands in JSON as the shortest decimal of the double that it equals, so logprobs come back bit for bit. Our
+clients ask for packed answers (`packed`), and read both: an answer says by itself which it is.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from verbatim.errors import (
     VerbatimError,
 )
 from verbatim.inference.base import INT32_END, Completion, SampleRequest
+from verbatim.inference.http.packed import PACKED, pack, read_packed
 from verbatim.records.experts import experts_from_text, experts_to_text
 from verbatim.types import Experts, Float32, Int32, StopReason
 
@@ -56,8 +58,8 @@ _NUMBER = re.compile(r"[0-9]{1,10}")
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxlong = _REPR.maxother = 80
 
-LogprobStyle: TypeAlias = Literal["objects", "plain"] | None
-"""Logprobs as vLLM writes them, an object for each token; or as a list of ours, a quarter of the size; or none."""
+LogprobStyle: TypeAlias = Literal["objects", "packed"] | None
+"""Logprobs as vLLM writes them, an object for each token; or packed, with the ids, a tenth of the size; or none."""
 
 _FINISH = {StopReason.STOP: "stop", StopReason.LENGTH: "length", StopReason.CANCELLED: "abort"}
 _STOP_REASONS = {finish: reason for reason, finish in _FINISH.items()}
@@ -92,7 +94,7 @@ def request_body(
             "logprobs": 0, "ignore_eos": True, "skip_special_tokens": False, **seed,
             **({"routed_experts_prompt_start": start} if start else {}),
         },
-        OURS: {"session": request.session, "plain_logprobs": True, "seed": request.seed},
+        OURS: {"session": request.session, PACKED: True, "seed": request.seed},
     }  # fmt: skip
     if cache_salt is not None:
         body["cache_salt"] = cache_salt
@@ -143,9 +145,10 @@ def completion_body(
     Raises:
         SamplerFault: the engine's logprobs or versions cannot be those of the ids.
     """
-    ids: list[int] = completion.ids.tolist()
     check_completion(completion)
-    values, versions = completion.logprobs, completion.policy_versions
+    values, versions, count = completion.logprobs, completion.policy_versions, len(completion.ids)
+    is_packed = logprobs == "packed"
+    ids = None if is_packed else completion.ids.tolist()
     choice: dict[str, Any] = {"index": 0, "token_ids": ids, "logprobs": None,
                               "finish_reason": _FINISH[completion.stop_reason],
                               "weight_versions": None if versions is None else _spans(versions)}  # fmt: skip
@@ -154,19 +157,20 @@ def completion_body(
     if values is not None and logprobs == "objects":
         content = [
             {"token": f"token_id:{token}", "token_id": token, "logprob": logprob, "bytes": None, "top_logprobs": []}
-            for token, logprob in zip(ids, values.tolist(), strict=True)
+            for token, logprob in zip(completion.ids.tolist(), values.tolist(), strict=True)
         ]  # fmt: skip
         choice["logprobs"] = {"content": content}
     cached = {} if completion.num_cached_tokens is None else {
         "prompt_tokens_details": {"cached_tokens": completion.num_cached_tokens}}  # fmt: skip
     return {
         "id": request_id, "request_id": request_id, "model": model, "choices": [choice],
-        "usage": {"prompt_tokens": num_prompt_tokens, "completion_tokens": len(ids),
-                  "total_tokens": num_prompt_tokens + len(ids), **cached},
+        "usage": {"prompt_tokens": num_prompt_tokens, "completion_tokens": count,
+                  "total_tokens": num_prompt_tokens + count, **cached},
         "prompt_logprobs": None, "kv_transfer_params": None,
+        **({PACKED: pack(completion.ids, values)} if is_packed else {}),
         OURS: {
-            "logprobs": values.tolist() if values is not None and logprobs == "plain" else None,
-            "policy_versions": None if versions is None else versions.tolist(), "policy_version": policy_version,
+            "policy_versions": None if versions is None or is_packed else versions.tolist(),
+            "policy_version": policy_version,
             "seed": seed, "server": server, "queued_seconds": completion.queued_seconds,
             "generated_seconds": completion.generated_seconds,
         },
@@ -219,16 +223,22 @@ def read_completion(body: object, told_version: int | None = None) -> tuple[Comp
     finish, ours = choice.get("finish_reason"), body.get(OURS)
     if not isinstance(finish, str) or finish not in _STOP_REASONS:
         raise ValueError(f"finish_reason {brief(finish)}; expected one of {', '.join(_STOP_REASONS)}")
-    ids = read_ids(choice.get("token_ids"), "token_ids")
     extras = ours if isinstance(ours, dict) else {}
-    said, plain = extras.get("policy_versions"), extras.get("logprobs")
     queued, generated = (number_of(extras.get(name, 0.0), name) for name in ("queued_seconds", "generated_seconds"))
-    logprobs = _read_logprobs(choice.get("logprobs"), ids) if plain is None else read_plain(plain, len(ids))
-    versions = None if said is None else _read_versions(said, len(ids))
+    packed, said, spans = body.get(PACKED), extras.get("policy_versions"), choice.get("weight_versions")
+    if packed is None:
+        ids = read_ids(choice.get("token_ids"), "token_ids")
+        logprobs = _read_logprobs(choice.get("logprobs"), ids)
+    else:
+        ids, logprobs = read_packed(packed)
     if not isinstance(ours, dict):
-        versions = _read_spans(choice.get("weight_versions"), len(ids), told_version)
+        versions = _read_spans(spans, len(ids), told_version)
         if logprobs is not None and (logprobs <= UNKNOWN_LOGPROB).any():
             logprobs = None
+    elif said is not None:
+        versions = _read_versions(said, len(ids))
+    else:
+        versions = None if spans is None else _read_spans(spans, len(ids), None)
     completion = Completion(
         ids=ids, logprobs=logprobs, policy_versions=versions, stop_reason=_STOP_REASONS[finish], queued_seconds=queued,
         generated_seconds=generated, num_cached_tokens=read_cached_tokens(body),
@@ -289,16 +299,18 @@ def _read_spans(spans: object, count: int, told: int | None) -> Int32 | None:
     array([0, 0, 8], dtype=int32)
     """
     versions: list[int | None] = []
+    ends = [0]
     for span in spans if isinstance(spans, list) else [{"version": None, "start": 0, "end": count}]:
         name, start, end = (span.get(key) if isinstance(span, dict) else None for key in ("version", "start", "end"))
-        if start != len(versions) or not isinstance(end, int) or not start <= end <= count:
+        if start != ends[-1] or not isinstance(end, int) or not start <= end <= count:
             raise ValueError(f"weight_versions: expected spans of {count} tokens, found {brief(spans)}")
         number = int(name) if isinstance(name, str) and _NUMBER.fullmatch(name) else INT32_END
-        version = number if number < INT32_END else told
-        versions += [version] * (end - start)
-    if len(versions) != count:
+        if end > start:
+            versions.append(number if number < INT32_END else told)
+            ends.append(end)
+    if ends[-1] != count:
         raise ValueError(f"weight_versions: expected spans of {count} tokens, found {brief(spans)}")
-    return None if None in versions else np.array(versions, dtype=np.int32)
+    return None if None in versions else np.repeat(np.array(versions, dtype=np.int32), np.diff(ends))
 
 
 def read_plain(values: object, count: int) -> Float32:

@@ -12,6 +12,7 @@ from typing import Any
 
 from verbatim.errors import UsageError
 from verbatim.inference.base import MOST_STOP_IDS, SampleRequest, SamplingParams
+from verbatim.inference.http.packed import PACKED
 from verbatim.inference.http.protocol import OURS, LogprobStyle, brief, read_ids, refuse_constant
 
 _ABOUT_TEXT = {"skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "detokenize"}
@@ -24,7 +25,7 @@ NEUTRAL: Mapping[str, Collection[Any]] = {
 _KINDS: Mapping[str, type] = {"temperature": float, "top_p": float, "min_p": float, "max_tokens": int, "top_k": int}
 _IN_REQUEST = {"token_ids", "sampling_params", "model", "request_id", "cache_salt", OURS}
 _NEUTRAL_IN_REQUEST = {"stream": (False,), "priority": (0,)}
-_IN_OURS = {"session", "plain_logprobs", "seed"}
+_IN_OURS = {"session", PACKED, "seed"}
 _LONGEST_NAME = 1024
 """Most characters of a session's or a request's name."""
 _EXPERTS_START = "routed_experts_prompt_start"
@@ -94,7 +95,7 @@ def read_request(
         session=read_name(ours, "session") or session[:_LONGEST_NAME],
         routed_experts_start=_read_start(given, len(ids)),
     )
-    return request, None if logprobs is None else "plain" if read_flag(ours, "plain_logprobs") else "objects"
+    return request, None if logprobs is None else "packed" if read_flag(ours, PACKED) else "objects"
 
 
 def _read_start(given: Mapping[str, Any], most: int) -> int:

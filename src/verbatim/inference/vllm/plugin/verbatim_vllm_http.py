@@ -1,23 +1,29 @@
-"""What Verbatim adds to a vLLM server's HTTP: a key for every route, and uploads of weights (`--middleware`).
+"""What Verbatim adds to a vLLM server's HTTP (`--middleware`): keys, uploads of weights, packed answers.
 
 vLLM's own key guards /v1 and /inference only; whoever reaches the port could pause the server, load other weights or
 call any method of its workers. Here every route but /health needs the key in VERBATIM_KEY, where there is one.
 
-Uploads (`verbatim_uploads`) land in VERBATIM_UPLOADS. This module runs in vLLM's processes, where Verbatim is not
-installed.
+Uploads (`verbatim_uploads`) land in VERBATIM_UPLOADS. Packed answers (`verbatim_vllm_answers`) are those of the token
+endpoint; a vLLM that cannot be taught them logs why, and gives its own. This module runs in vLLM's processes, where
+Verbatim is not installed.
 """
 
 from __future__ import annotations
 
 import hmac
 import json
+import logging
 import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
 import verbatim_uploads
+import verbatim_vllm_answers
 from verbatim_uploads import Receive, Scope
+
+logger = logging.getLogger("vllm.verbatim")
+"""Below vLLM's own, so that it is written to the server's log."""
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
@@ -30,6 +36,8 @@ class Guard:
         self._key = os.environ.get("VERBATIM_KEY") or None
         uploads = os.environ.get("VERBATIM_UPLOADS") or None
         self._uploads = None if uploads is None else Path(uploads)
+        if (why := verbatim_vllm_answers.install()) is not None:
+            logger.warning("the token endpoint names every token beside its logprob, as this vLLM does: %s", why)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or hand on to vLLM."""

@@ -1,0 +1,204 @@
+"""What the answer of a turn of 1,533 tokens costs: the client that reads it, and the vLLM that writes it.
+
+Two forms: vLLM's own, which names every token beside its logprob, and packed (`verbatim.inference.http.packed`).
+
+- `client`: microseconds of processor time for a turn, `HttpSampler.generate` with a prompt of 2,048 ids, 16 requests
+  under way; the server (in a process of its own) writes a fixed answer at once. `bytes` are those of the answer.
+- `server`: with `--python`, milliseconds of processor time for a turn in vLLM's API server (all its threads; the engine
+  is another process): reading the request, following 1,533 tokens, writing the answer. A tiny model, 16 requests
+  at once.
+
+The forms take turns; figures are medians over the rounds, `ratio` is vLLM's own over packed.
+Prints one JSON line. python benchmarks/answers.py [--python VLLM_ENVIRONMENT/bin/python]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from http_client import Answering
+from verbatim.config.schema import BuildConfig
+from verbatim.inference import Completion, SampleRequest, SamplingParams
+from verbatim.inference.http import protocol
+from verbatim.inference.http.client import HttpClient, encode, read_json
+from verbatim.inference.http.packed import PACKED, pack
+from verbatim.inference.http.sampler import HttpSampler
+from verbatim.inference.vllm.process import free_port, make_process
+from verbatim.inference.vllm.settings import VllmSettings
+from verbatim.models.build import build_tokenizer, random_model
+from verbatim.models.loading import save_model
+from verbatim.types import StopReason
+
+TOKENS, PROMPT, VOCAB = 1_533, 2_048, 151_936
+AT_ONCE = 16
+FORMS = ("vllm", "packed")
+
+
+# ---- the client
+
+
+def answer(form: str) -> bytes:
+    """A turn as vLLM 0.32 answers it."""
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, VOCAB, TOKENS, dtype=np.int32)
+    logprobs = -rng.random(TOKENS, dtype=np.float32) * 3
+    entries = [{"token_id": token, "logprob": logprob, "rank": 1}
+               for token, logprob in zip(ids.tolist(), logprobs.tolist(), strict=True)]  # fmt: skip
+    content = [{**entry, "top_logprobs": [entry]} for entry in entries]
+    is_packed = form == "packed"
+    choice = {"index": 0, "finish_reason": "stop", "stop_reason": None,
+              "token_ids": None if is_packed else ids.tolist(), "routed_experts": None, "sampling_mask": None,
+              "weight_versions": [{"version": "3", "start": 0, "end": TOKENS}],
+              "logprobs": None if is_packed else {"content": content}}  # fmt: skip
+    usage = {"prompt_tokens": PROMPT, "total_tokens": PROMPT + TOKENS, "completion_tokens": TOKENS,
+             "prompt_tokens_details": {"cached_tokens": 1_920}}  # fmt: skip
+    body = {"request_id": "generate-tokens-1", "model": "policy", "created": 1, "usage": usage,
+            "prompt_logprobs": None, "output_mode": "tokens", "choices": [choice],
+            **({PACKED: pack(ids, logprobs)} if is_packed else {})}  # fmt: skip
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
+def serve(port: Connection) -> None:
+    """Both answers, each on a port, until the process is ended."""
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        for form in FORMS:
+            said = answer(form)
+            server = await loop.create_server(lambda said=said: Answering(said), "127.0.0.1", 0)
+            port.send(server.sockets[0].getsockname()[1])
+        await asyncio.Event().wait()
+
+    asyncio.run(run())
+
+
+async def read_turns(url: str, turns: int) -> float:
+    """Microseconds of processor time for a turn."""
+    sampler = HttpSampler(url, context_length=2**16, vocab_size=VOCAB, policy_version=0, ours=False,
+                          processed_logprobs=True)  # fmt: skip
+    ids = np.random.default_rng(1).integers(0, VOCAB, PROMPT, dtype=np.int32)
+    request = SampleRequest(prompt_ids=ids, params=SamplingParams(max_tokens=TOKENS), seed=1)
+
+    async def read(count: int) -> None:
+        for _ in range(count):
+            found: Completion = await sampler.generate(request)
+            assert len(found.ids) == TOKENS and found.logprobs is not None and found.stop_reason is StopReason.STOP
+
+    gc.collect()
+    gc.freeze()  # what was imported is not looked through again
+    await asyncio.gather(*(read(1) for _ in range(AT_ONCE)))  # the connections
+    began = time.process_time()
+    await asyncio.gather(*(read(turns // AT_ONCE) for _ in range(AT_ONCE)))
+    took = time.process_time() - began
+    await sampler.close()
+    return took / (turns // AT_ONCE * AT_ONCE) * 1e6
+
+
+def measure_client(rounds: int, turns: int) -> dict[str, Any]:
+    mine, theirs = multiprocessing.Pipe(duplex=False)
+    server = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs,), daemon=True)
+    server.start()
+    urls = {form: f"http://127.0.0.1:{mine.recv()}" for form in FORMS}
+    took: dict[str, list[float]] = {form: [] for form in FORMS}
+    for _ in range(rounds):
+        for form, url in urls.items():
+            took[form].append(asyncio.run(read_turns(url, turns)))
+    server.terminate()
+    return {**figures(took, "us"), "bytes": {form: len(answer(form)) for form in FORMS}}
+
+
+def figures(took: dict[str, list[float]], unit: str) -> dict[str, Any]:
+    medians = {form: statistics.median(values) for form, values in took.items()}
+    return {**{f"{form}_{unit}": round(value, 2) for form, value in medians.items()},
+            "ratio": round(medians["vllm"] / medians["packed"], 2)}  # fmt: skip
+
+
+# ---- the server
+
+
+def processor_seconds(pid: int) -> float:
+    """User and system time of a process, all its threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def child_of(keeper: int | None) -> int:
+    """The server that a keeper started."""
+    (server,) = Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()
+    return int(server)
+
+
+async def measure_server(python: str, rounds: int) -> dict[str, Any]:
+    """Start a server, and have it answer in both forms."""
+    with tempfile.TemporaryDirectory() as name:
+        length = 2 * PROMPT
+        texts = ["hello world 123\n", "a longer text\n"] * 20
+        tokenizer = build_tokenizer(texts, vocab_size=320, context_length=length)
+        sizes = BuildConfig(hidden_size=64, num_layers=1, num_heads=2, num_kv_heads=2, intermediate_size=64,
+                            vocab_size=320, context_length=length)  # fmt: skip
+        save_model(random_model(sizes, tokenizer, 0), tokenizer, Path(name) / "model")
+        settings = VllmSettings(python=python, args=("--enforce-eager",), env={"VLLM_CPU_KVCACHE_SPACE": "1"})
+        process = make_process(settings, 0, model=Path(name) / "model", port=free_port(), context_length=length,
+                               logs=Path(name), num_threads=1)  # fmt: skip
+        await process.start(600.0)
+        try:
+            server = child_of(process.pid)
+            client = HttpClient(process.url, request_timeout=600, max_retries=0)
+            took: dict[str, list[float]] = {form: [] for form in FORMS}
+            for number in range(rounds + 1):
+                for form in FORMS:
+                    seconds = await one_round(client, server, form)
+                    if number:  # the first one warms up
+                        took[form].append(seconds)
+            await client.close()
+        finally:
+            await process.stop()
+    return figures(took, "ms")
+
+
+async def one_round(client: HttpClient, server: int, form: str) -> float:
+    """Milliseconds of the API server's processor time for a turn."""
+    ids = np.random.default_rng(1).integers(0, 300, PROMPT, dtype=np.int32)
+    request = SampleRequest(prompt_ids=ids, params=SamplingParams(max_tokens=TOKENS), seed=1)
+    body = protocol.request_body(request, "policy")
+    body[protocol.OURS][PACKED] = form == "packed"
+    before = processor_seconds(server)
+    answers = await asyncio.gather(*(
+        client.ask("POST", protocol.GENERATE, encode(body), read_json) for _ in range(AT_ONCE)
+    ))  # fmt: skip
+    took = processor_seconds(server) - before
+    for found in answers:
+        assert (PACKED in found) == (form == "packed")
+        assert len(protocol.read_completion(found)[0].ids) == TOKENS
+    return took / AT_ONCE * 1e3
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=320, help="in one round, of the client's part")
+    parser.add_argument("--python", help="of an environment with vLLM")
+    args = parser.parse_args()
+    found: dict[str, Any] = {"benchmark": "answers", "tokens": TOKENS}
+    found["client"] = measure_client(args.rounds, args.turns)
+    if args.python is not None:
+        found["server"] = asyncio.run(measure_server(args.python, args.rounds))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Packs ids and logprobs into one string each, and reads them: a tenth of the size of vLLM's JSON, bit for bit."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verbatim.types import Float32, Int32
+
+PACKED = "packed"
+"""In a request, under `protocol.OURS`: true = pack the answer, if the server can. In an answer: what `pack` gives;
+`token_ids` and `logprobs` of the choice are null then, so an answer says by itself which form it has. Our servers pack,
+and so does a vLLM with our middleware (`vllm/plugin/verbatim_vllm_answers.py`)."""
+
+
+def pack(ids: Int32, logprobs: Float32 | None) -> dict[str, str | None]:
+    """Ids as int32 and logprobs as float32, little-endian, in base64.
+
+    >>> pack(np.array([5, 7], dtype=np.int32), np.array([-0.5, -0.25], dtype=np.float32))
+    {'token_ids': 'BQAAAAcAAAA=', 'logprobs': 'AAAAvwAAgL4='}
+    """
+    return {
+        "token_ids": _text(ids.astype("<i4")),
+        "logprobs": None if logprobs is None else _text(logprobs.astype("<f4")),
+    }
+
+
+def read_packed(value: object) -> tuple[Int32, Float32 | None]:
+    """Ids and logprobs, int32 [L] and float32 [L] or None, from what `pack` gave.
+
+    Raises:
+        ValueError: no such strings, a negative id, a logprob that is not finite, or another number of logprobs.
+    """
+    strings = value if isinstance(value, dict) else {}
+    ids = _array(strings.get("token_ids"), "<i4", "packed token_ids").astype(np.int32)
+    if len(ids) and ids.min() < 0:
+        raise ValueError(f"packed token_ids: expected token ids, found {ids.min()}")
+    if strings.get("logprobs") is None:
+        return ids, None
+    logprobs = _array(strings["logprobs"], "<f4", "packed logprobs").astype(np.float32)
+    if len(logprobs) != len(ids):
+        raise ValueError(f"expected {len(ids)} logprobs, found {len(logprobs)}")
+    if not np.isfinite(logprobs).all():
+        raise ValueError("packed logprobs: expected a finite number for each id")
+    return ids, logprobs
+
+
+def _text(array: NDArray[Any]) -> str:
+    return base64.b64encode(array.tobytes()).decode()
+
+
+def _array(text: object, dtype: str, what: str) -> NDArray[Any]:
+    if not isinstance(text, str):
+        raise ValueError(f"{what}: expected an array as base64, found {type(text).__name__}")
+    try:
+        return np.frombuffer(base64.b64decode(text, validate=True), dtype=dtype)
+    except (binascii.Error, ValueError) as error:  # not ASCII, no base64, or half a number
+        raise ValueError(f"{what}: expected an array as base64, found {text[:80]!r} ({error})") from None

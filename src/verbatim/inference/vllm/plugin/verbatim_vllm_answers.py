@@ -1,0 +1,140 @@
+"""Lets vLLM's token endpoint answer with packed arrays: a string for all ids and one for all logprobs.
+
+vLLM 0.32 decodes each sampled token to text twice, makes two checked records of it, a dictionary of each, and 142 bytes
+of JSON. A request with `{"verbatim": {"packed": true}}` that asks for the sampled tokens' own logprobs is answered
+without any of that: `token_ids` and `logprobs` of its choice are null, and beside `choices` stands
+
+    "packed": {"token_ids": "BQAAAAcAAAA=", "logprobs": "AAAAvwAAgL4="}      [5, 7] and [-0.5, -0.25]
+
+in base64: int32 and float32, little-endian. Everything else is as ever, and so are all other requests.
+
+This module runs in vLLM's processes, where Verbatim is not installed.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import inspect
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+
+KEY = "packed"
+OURS = "verbatim"
+MISSING = -9999.0
+"""vLLM's logprob of a token that has none, or none that is a number."""
+_REQUEST = ("self", "request", "raw_request")
+_LOGPROBS = ("self", "token_ids", "top_logprobs", "num_output_top_logprobs")
+"""Parameters of vLLM's methods that are replaced; a release that has others keeps its own answers."""
+
+_logprobs: ContextVar[list[np.ndarray] | None] = ContextVar("verbatim_packed_logprobs", default=None)
+"""Where the request at hand puts its logprobs; None = it is answered in vLLM's own form."""
+
+
+def packed(token_ids: Sequence[int], logprobs: np.ndarray) -> dict[str, str]:
+    """Ids and logprobs as strings.
+
+    >>> packed([5, 7], np.array([-0.5, -0.25], dtype=np.float32))
+    {'token_ids': 'BQAAAAcAAAA=', 'logprobs': 'AAAAvwAAgL4='}
+    """
+    return {"token_ids": _text(np.array(token_ids, dtype="<i4")), "logprobs": _text(logprobs.astype("<f4"))}
+
+
+def _text(array: np.ndarray) -> str:
+    return base64.b64encode(array.tobytes()).decode()
+
+
+def is_asked(body: Any, sampling: Any, *, output_mode: str, stream: bool) -> bool:
+    """Whether a request wants a packed answer, and nothing that has no place in one.
+
+    Args:
+        body: Its JSON.
+        sampling: vLLM's parameters of it.
+        output_mode: "tokens", or "text".
+        stream: Whether the answer is a stream.
+    """
+    ours = body.get(OURS) if isinstance(body, dict) else None
+    if not isinstance(ours, dict) or ours.get(KEY) is not True or stream or output_mode != "tokens":
+        return False
+    others = (sampling.logprob_token_ids, sampling.stop, sampling.prompt_logprobs is not None, sampling.n != 1)
+    return sampling.logprobs == 0 and not any(others)
+
+
+def sampled_logprobs(token_ids: Sequence[int], rows: Any) -> np.ndarray:
+    """The logprob of each sampled token: float32 [L], `MISSING` as vLLM writes it.
+
+    Args:
+        token_ids: The sampled ids.
+        rows: vLLM's logprobs, a mapping of ids for each position: a list, or its `FlatLogprobs`.
+    """
+    ids = list(token_ids)
+    if getattr(rows, "token_ids", None) == ids and rows.start_indices == list(range(len(ids))):  # one for each position
+        values = rows.logprobs
+    else:
+        found = [(rows[at] or {}).get(token) for at, token in enumerate(ids)]
+        values = [MISSING if entry is None else entry.logprob for entry in found]
+    wide = np.array(values, dtype=np.float64)
+    return np.where(np.isnan(wide), MISSING, np.maximum(wide, MISSING)).astype(np.float32)
+
+
+def install() -> str | None:
+    """Teach this process's token endpoint; called once for each application, and possibly twice in a process.
+
+    Returns:
+        Why it cannot be taught; None = it was.
+    """
+    try:
+        from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateTokensResponse
+        from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
+    except ImportError as error:
+        return str(error)
+    if getattr(ServingTokens, "verbatim_packs", False):
+        return None
+    serve, name_each = ServingTokens.serve_tokens, ServingTokens._create_tokens_logprobs
+    for method, names in ((serve, _REQUEST), (name_each, _LOGPROBS)):
+        if tuple(inspect.signature(method).parameters) != names:
+            return f"{method.__name__} has other parameters than {', '.join(names)}"
+
+    class PackedResponse(GenerateTokensResponse):  # type: ignore[misc]
+        packed: dict[str, str]
+
+    async def serve_tokens(self: Any, request: Any, raw_request: Any = None) -> Any:
+        sampling = request.sampling_params
+        body = {} if raw_request is None else await raw_request.json()  # read and kept before vLLM came here
+        if not is_asked(body, sampling, output_mode=request.output_mode, stream=bool(request.stream)):
+            return await serve(self, request, raw_request)
+        sampling.detokenize, sampling.flat_logprobs = False, True
+        with _taken() as taken:
+            answer = await serve(self, request, raw_request)
+        if not taken or not isinstance(answer, GenerateTokensResponse):
+            return answer
+        (choice,), (logprobs,) = answer.choices, taken
+        strings = packed(choice.token_ids, logprobs)
+        choice.token_ids = None
+        return PackedResponse.model_construct(**dict(answer), packed=strings)
+
+    def create_tokens_logprobs(
+        self: Any, token_ids: Any, top_logprobs: Any, num_output_top_logprobs: int | None = None
+    ) -> Any:
+        taken = _logprobs.get()
+        if taken is None:
+            return name_each(self, token_ids, top_logprobs, num_output_top_logprobs)
+        taken.append(sampled_logprobs(token_ids, top_logprobs))
+        return None
+
+    ServingTokens.serve_tokens, ServingTokens._create_tokens_logprobs = serve_tokens, create_tokens_logprobs
+    ServingTokens.verbatim_packs = True
+    return None
+
+
+@contextlib.contextmanager
+def _taken() -> Iterator[list[np.ndarray]]:
+    taken: list[np.ndarray] = []
+    token = _logprobs.set(taken)
+    try:
+        yield taken
+    finally:
+        _logprobs.reset(token)
