@@ -19,7 +19,7 @@ ROOT = Path(verbatim.__file__).parent
 ORDER = (
     ("errors", "machine_faults", "texts", "user_code"),
     ("disk", "imports"),
-    ("token_tree", "plain_console", "native", "cores"),
+    ("token_tree", "plain_console", "native", "cores", "freed_memory"),
     ("records",),
     ("trajectories",),
     ("types",),

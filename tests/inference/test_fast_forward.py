@@ -6,6 +6,7 @@ from test_agreement import MODELS
 from torch import nn
 from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig, Qwen2Config
 
+from verbatim.inference.embedded import fast_forward
 from verbatim.inference.embedded.fast_forward import FastBackbone, fast_backbone, probe
 from verbatim.models.attention import WholeSequencePlan
 from verbatim.models.head import CausalLM
@@ -50,6 +51,25 @@ def test_known_models_are_computed_alike(models, name):
 def test_biases_and_other_position_encodings_are_the_models_own(config, tmp_path):
     model = CausalLM(load_model(save(config, tmp_path)))
     assert difference(fast(model), model) <= 2e-5
+
+
+@pytest.mark.parametrize("by_onednn", [False, True])
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 40])
+def test_any_number_of_rows_and_some_of_them_alone(models, by_onednn, length, monkeypatch):
+    """With oneDNN for each product, passes of 16 rows and more are padded to a multiple of 16."""
+    monkeypatch.setattr(fast_forward, "onednn_is_faster", lambda: by_onednn)
+    monkeypatch.setattr(fast_forward, "_WORTH_A_CALL", 0)
+    model = CausalLM(load_model(models["tied"]))
+    ours = fast(model)
+    ids, positions = torch.arange(length) * 7 % 97, torch.arange(length)
+    wanted = torch.tensor([length - 1, length // 2])
+    with torch.inference_mode():
+        expected = model.hidden(ids, positions, WholeSequencePlan())
+        whole = ours.hidden(ids, positions, WholeSequencePlan())
+        some = ours.hidden(ids, positions, WholeSequencePlan(), wanted)
+    assert whole.shape == expected.shape
+    torch.testing.assert_close(whole, expected, rtol=0, atol=2e-5)
+    torch.testing.assert_close(some, expected[wanted], rtol=0, atol=2e-5)
 
 
 def test_it_follows_new_weights(models):

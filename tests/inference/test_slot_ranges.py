@@ -1,6 +1,6 @@
 import numpy as np
 
-from verbatim.inference.embedded.pass_layout import shared_prefix, slot_ranges
+from verbatim.inference.embedded.pass_layout import at_once, shared_prefix, slot_ranges
 
 
 def cut(slots, lengths):
@@ -38,3 +38,14 @@ def test_what_is_shared_is_whole_blocks_of_equal_cached_ids_of_enough_sequences(
     ids[9, 3] = 7
     assert shared_prefix(ids, slots, 150) == 0
     assert shared_prefix(ids, np.delete(np.arange(2, 19), 7), 150) == 128, "without the one that differs"
+
+
+def test_prompts_attend_together_as_far_as_their_scores_stay_in_the_cache():
+    counts, computed = np.array([100, 7, 100, 100]), np.array([400, 0, 0, 100])
+    # Sequences 2, 3 and 0, with 100, 200 and 500 keys: 40,000 pairs of two, 150,000 of three; the limit is 65,536.
+    assert [run.tolist() for run in at_once(np.array([0, 2, 3]), counts, computed)] == [[2, 3], [0]]
+
+
+def test_a_prompt_with_more_pairs_than_the_limit_attends_alone():
+    runs = at_once(np.arange(3), np.array([600, 600, 600]), np.zeros(3, dtype=np.int64))
+    assert [run.tolist() for run in runs] == [[0], [1], [2]]

@@ -8,7 +8,7 @@ from verbatim.trainer.linear import LARGE, ROW_MULTIPLE, use_onednn
 
 @pytest.fixture
 def on_amd(monkeypatch):
-    monkeypatch.setattr(linear, "_faster_here", lambda: True)
+    monkeypatch.setattr(linear, "onednn_is_faster", lambda: True)
 
 
 def called(module):
@@ -65,7 +65,7 @@ def test_frozen_weights_get_no_gradient(on_amd):
 
 
 def test_elsewhere_nothing_is_changed(monkeypatch):
-    monkeypatch.setattr(linear, "_faster_here", lambda: False)
+    monkeypatch.setattr(linear, "onednn_is_faster", lambda: False)
     module = nn.Linear(8, 8)
     use_onednn(module)
     assert not called(module)(ROW_MULTIPLE)

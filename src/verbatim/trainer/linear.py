@@ -1,18 +1,16 @@
-"""Multiplies matrices by oneDNN on AMD processors, where the BLAS that torch calls uses half of the machine.
-
-torch multiplies float32 matrices by MKL, which keeps to 256-bit instructions on any processor but Intel's. oneDNN,
-which torch ships as well, uses 512 bits: 2.2 times the rate on a core with AVX-512, forward and backward.
-"""
+"""Has linear layers call oneDNN forward and backward, where that is faster (`models/products.py`)."""
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
+
+from verbatim.models.products import onednn_is_faster, onednn_product
 
 ROW_MULTIPLE = 64
 """oneDNN prepares a kernel for each new shape, in a millisecond, so numbers of rows should recur: multiples of this."""
@@ -23,7 +21,7 @@ LARGE = 1 << 29
 def use_onednn(model: nn.Module) -> None:
     """Make a model's linear layers call oneDNN, on the machines where that is the faster way; their results differ by
     rounding only. A function of machine and model alone, so that runs on one machine stay bit for bit the same."""
-    if not _faster_here():
+    if not onednn_is_faster():
         return
     for module in model.modules():
         if type(module) is nn.Linear and module.weight.dtype == torch.float32 and module.weight.device.type == "cpu":
@@ -32,21 +30,10 @@ def use_onednn(model: nn.Module) -> None:
 
 def product(a_RI: Tensor, b_OI: Tensor) -> Tensor:
     """`a @ b.T` in the dtype of both, without a graph; in shapes that recur."""
-    if _faster_here() and a_RI.dtype == torch.float32 and a_RI.device.type == "cpu":
-        return _product(a_RI, b_OI)
+    if onednn_is_faster() and a_RI.dtype == torch.float32 and a_RI.device.type == "cpu":
+        return onednn_product(a_RI, b_OI)
     with torch.autocast(a_RI.device.type, enabled=False):
         return a_RI @ b_OI.T
-
-
-@cache
-def _faster_here() -> bool:
-    """Whether this machine gains from it, and this release of torch has the operator, which is a private one."""
-    capabilities = getattr(torch.cpu, "get_capabilities", None)
-    if capabilities is None or not getattr(torch._C, "_has_mkldnn", False):
-        return False
-    machine = capabilities()
-    is_wide_amd = bool(machine.get("avx512_f")) and "AMD" in machine.get("cpu_name", "")
-    return is_wide_amd and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def _forward(module: nn.Linear, x: Tensor) -> Tensor:
@@ -64,7 +51,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight_OI)
-        return _product(x, weight_OI, bias_O)
+        return onednn_product(x, weight_OI, bias_O)
 
     @staticmethod
     @once_differentiable
@@ -73,7 +60,7 @@ class _Linear(torch.autograd.Function):
         grad_RO, x_RI = grads[0].flatten(0, -2), x.flatten(0, -2)
         grad_x = grad_weight_OI = grad_bias_O = None
         if ctx.needs_input_grad[0]:
-            grad_x = _product(grad_RO, weight_OI.T).view_as(x)
+            grad_x = onednn_product(grad_RO, weight_OI.T).view_as(x)
         if ctx.needs_input_grad[1]:
             grad_weight_OI = _product_of_columns(grad_RO, x_RI)
         if ctx.needs_input_grad[2]:
@@ -81,14 +68,8 @@ class _Linear(torch.autograd.Function):
         return grad_x, grad_weight_OI, grad_bias_O
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias`."""
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return out
-
-
 def _product_of_columns(a_RA: Tensor, b_RB: Tensor) -> Tensor:
     """`a.T @ b`, [A, B]. The first factor is the one that oneDNN copies, so it is the narrower one."""
     if a_RA.shape[1] <= b_RB.shape[1]:
-        return _product(a_RA.T, b_RB.T)
-    return _product(b_RB.T, a_RA.T).T.contiguous()
+        return onednn_product(a_RA.T, b_RB.T)
+    return onednn_product(b_RB.T, a_RA.T).T.contiguous()

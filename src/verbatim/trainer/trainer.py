@@ -15,13 +15,13 @@ from torch import nn
 
 from verbatim.config.schema import TrainerConfig
 from verbatim.errors import RunStopped
+from verbatim.freed_memory import keep_freed_memory
 from verbatim.losses import Loss
 from verbatim.models.experts import find_routers
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model, resolve_device, save_model
 from verbatim.records.trained_tokens import TrainedTokens
 from verbatim.trainer.compile import choose_kernels, rounds_products, try_compiled
-from verbatim.trainer.freed_memory import keep_freed_memory
 from verbatim.trainer.frozen import FrozenModels
 from verbatim.trainer.logprobs import TargetLogprobs
 from verbatim.trainer.lora import Adapters

@@ -23,8 +23,13 @@ from verbatim.errors import ModelError
 from verbatim.inference.embedded.kv_cache import KeyValueShape
 from verbatim.models.attention import AttentionCall, AttentionPlan, WholeSequencePlan
 from verbatim.models.head import CausalLM
+from verbatim.models.products import onednn_is_faster, onednn_product
 
 _KNOWN = frozenset({"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"})
+_ROW_MULTIPLE = 16
+"""oneDNN prepares a kernel for each number of rows, in half a millisecond, and keeps 1,024: passes have a multiple."""
+_WORTH_A_CALL = 1 << 20
+"""Multiplications from which oneDNN's product is faster than MKL's, in spite of its longer call (10 us)."""
 _PROBE = 48
 """Tokens on which both forward passes must agree; more than the tests' sliding windows."""
 
@@ -49,10 +54,16 @@ class FastBackbone:
         model: A model of a known class; `hidden` computes in float32.
         calls: Attention arguments of each layer.
         context_length: All positions are below this.
+        fixed_rows: Every pass has the same number of rows, and no bit of a row may depend on its place.
     """
 
-    def __init__(self, model: CausalLM, calls: Sequence[AttentionCall], context_length: int) -> None:
+    def __init__(
+        self, model: CausalLM, calls: Sequence[AttentionCall], context_length: int, *, fixed_rows: bool = False
+    ) -> None:
         backbone = model.backbone
+        weight = model.output.weight
+        is_float32 = weight.dtype == torch.float32 and weight.device.type == "cpu"
+        self._uses_onednn = is_float32 and not fixed_rows and onednn_is_faster()
         self._embedding = backbone.embed_tokens
         self._norm = backbone.norm
         self.layers = [
@@ -65,23 +76,45 @@ class FastBackbone:
         cos, sin = backbone.rotary_emb(model.output.weight[:1].float(), positions)
         self.cos, self.sin = cos[0, :, None].clone(), sin[0, :, None, : self.head_size // 2].clone()
 
-    def hidden(self, input_ids_T: Tensor, position_ids_T: Tensor, plan: AttentionPlan) -> Tensor:
-        """Last hidden states, [T, W], after the final norm."""
-        h = F.embedding(input_ids_T, self._embedding.weight)
+    def hidden(
+        self, input_ids_T: Tensor, position_ids_T: Tensor, plan: AttentionPlan, rows_N: Tensor | None = None
+    ) -> Tensor:
+        """Last hidden states after the final norm: [T, W]; or those of the rows `rows_N` (int64 [N]): [N, W]."""
+        num_rows = len(input_ids_T if rows_N is None else rows_N)
+        h = F.embedding(self._padded(input_ids_T), self._embedding.weight)
         cos, sin = self.cos[position_ids_T], self.sin[position_ids_T]
         for index, layer in enumerate(self.layers):
-            h = self._attended(h, index, layer, cos, sin, plan)
+            attended = self._attended(h, index, layer, cos, sin, plan)
+            if rows_N is not None and index + 1 == len(self.layers):
+                rows_N = self._padded(rows_N)
+                h, attended = h[rows_N], attended[rows_N]
+            h = self._product(layer.attention.o_proj, self._padded(attended)).add_(h)
             x = _normed(layer.before_mlp, h)
-            gated = F.silu(_linear(layer.mlp.gate_proj, x)).mul_(_linear(layer.mlp.up_proj, x))
-            h = _added(h, layer.mlp.down_proj, gated)
-        return _normed(self._norm, h)
+            gated = F.silu(self._product(layer.mlp.gate_proj, x)).mul_(self._product(layer.mlp.up_proj, x))
+            h = self._product(layer.mlp.down_proj, gated).add_(h)
+        return _normed(self._norm, h)[:num_rows]
+
+    def _padded(self, x: Tensor) -> Tensor:
+        """With rows of zeros to a number of rows that recurs; few rows are as they are."""
+        padding = -len(x) % _ROW_MULTIPLE
+        if not self._uses_onednn or not padding or len(x) < _ROW_MULTIPLE:
+            return x
+        return F.pad(x, (*(0, 0) * (x.ndim - 1), 0, padding))
+
+    def _product(self, module: Any, x: Tensor) -> Tensor:
+        weight, bias = module.weight, module.bias
+        if self._uses_onednn and len(x) * weight.numel() >= _WORTH_A_CALL:
+            return onednn_product(x, weight, bias)
+        return F.linear(x, weight, bias)
 
     def _attended(self, h: Tensor, index: int, layer: _Layer, cos: Tensor, sin: Tensor, plan: AttentionPlan) -> Tensor:
-        attention = layer.attention
+        """What attention hands to its output projection: [T, H * D], without padding."""
+        attention, num_rows = layer.attention, len(cos)
         x = _normed(layer.before_attention, h)
-        heads = (len(h), -1, self.head_size)
-        query, key = _linear(attention.q_proj, x).view(heads), _linear(attention.k_proj, x).view(heads)
-        value = _linear(attention.v_proj, x).view(heads)
+        query, key, value = (
+            self._product(module, x)[:num_rows].view(num_rows, -1, self.head_size)
+            for module in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
         if hasattr(attention, "q_norm"):
             query, key = _normed(attention.q_norm, query), _normed(attention.k_norm, key)
         num_heads = query.shape[1]
@@ -90,17 +123,21 @@ class FastBackbone:
         out = plan.attend(
             index, query.transpose(0, 1)[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None], layer.call
         )
-        return _added(h, attention.o_proj, out.reshape(len(h), -1))
+        return out.reshape(num_rows, -1)
 
 
-def known_backbone(model: CausalLM, calls: Sequence[AttentionCall], context_length: int) -> FastBackbone | None:
+def known_backbone(
+    model: CausalLM, calls: Sequence[AttentionCall], context_length: int, *, fixed_rows: bool = False
+) -> FastBackbone | None:
     """The layers of a model of a known class, in whatever number format; None for other models."""
-    return FastBackbone(model, calls, context_length) if _is_known(model) else None
+    return FastBackbone(model, calls, context_length, fixed_rows=fixed_rows) if _is_known(model) else None
 
 
-def fast_backbone(model: CausalLM, calls: Sequence[AttentionCall], context_length: int) -> FastBackbone | None:
+def fast_backbone(
+    model: CausalLM, calls: Sequence[AttentionCall], context_length: int, *, fixed_rows: bool = False
+) -> FastBackbone | None:
     """The model's fast forward pass; None if it is not known to give the same numbers."""
-    fast = known_backbone(model, calls, context_length)
+    fast = known_backbone(model, calls, context_length, fixed_rows=fixed_rows)
     if fast is None or model.output.weight.dtype != torch.float32:
         return None  # in bfloat16 the order of roundings matters
     length = min(_PROBE, context_length)
@@ -128,15 +165,6 @@ def _is_known(model: CausalLM) -> bool:
 
 def _normed(norm: Any, x: Tensor) -> Tensor:
     return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
-
-
-def _linear(module: Any, x: Tensor) -> Tensor:
-    return F.linear(x, module.weight, module.bias)
-
-
-def _added(h: Tensor, module: Any, x: Tensor) -> Tensor:
-    """h + module(x)."""
-    return torch.addmm(h, x, module.weight.t()) if module.bias is None else h + _linear(module, x)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -116,7 +116,7 @@ def open_forward(
         ModelError: `kernel = "compiled"` where the kernel cannot be built, or does not compute this model.
     """
     shape, calls = probe(model)
-    fast = fast_backbone(model, calls, context_length)
+    fast = fast_backbone(model, calls, context_length, fixed_rows=settings.deterministic)
     if settings.kernel != "torch":
         known = fast if model.output.weight.dtype == torch.float32 else known_backbone(model, calls, context_length)
         reason, advice = why_not(model, known, calls), ""

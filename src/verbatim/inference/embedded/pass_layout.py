@@ -20,6 +20,8 @@ _SHORTEST = 16
 """Fewest slots of a range."""
 _RANGE_BYTES = 1 << 20
 """Bytes of keys whose reading costs as much as one more range."""
+_PAIRS = 1 << 16
+"""Most pairs of query and key of prompts that attend together: 256 KB of scores for each head."""
 _COPY = 3
 """Cost of copying keys and reading the copy, relative to reading them in place."""
 
@@ -91,9 +93,11 @@ def ragged_groups(
     if num_single < len(slots):
         several, starts = counts[num_single:], (np.cumsum(counts) - counts)[num_single:]
         cached = computed[num_single:]
+        on_cpu = device.type == "cpu"
         groups += [
             _prompt_group(slots[num_single:][of], starts[of], several[of], cached[of], device)
-            for of in _similar(several)
+            for similar in _similar(several)
+            for of in (at_once(similar, several, cached) if on_cpu else [similar])
         ]
     return groups
 
@@ -191,6 +195,32 @@ def _similar(counts: Rows) -> list[Slots]:
     """Indices of sequences whose numbers of new tokens lie between the same two powers of two."""
     kind = np.ceil(np.log2(counts)).astype(np.int64)
     return [np.flatnonzero(kind == k) for k in np.unique(kind)]
+
+
+def at_once(similar: Slots, counts: Rows, computed: Rows) -> list[Slots]:
+    """Cut sequences into runs whose scores stay in the processor's cache: one sequence, or some with at most `_PAIRS`
+    pairs of query and key after padding.
+
+    Args:
+        similar: Indices of the sequences: int64 [N].
+        counts: New tokens of every sequence: int64 [S].
+        computed: Cached tokens of each: int64 [S].
+
+    Returns:
+        The indices of each run, shorter sequences first.
+
+    Example: of three sequences with 100 new tokens and 500, 100 and 200 keys, the two shorter ones are a run: padded,
+    they have 2 * 100 * 200 pairs, and all three would have 3 * 100 * 500.
+    """
+    done: list[Slots] = []
+    ordered = similar[np.argsort((counts + computed)[similar], kind="stable")]
+    first = 0
+    for last in range(1, len(ordered) + 1):
+        of = ordered[first : last + 1]
+        if last == len(ordered) or len(of) * counts[of].max() * (counts + computed)[of].max() > _PAIRS:
+            done.append(ordered[first:last])
+            first = last
+    return done
 
 
 def group(

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from verbatim.errors import ModelError
+from verbatim.freed_memory import keep_freed_memory
 from verbatim.inference.embedded.expert_record import ExpertRecord
 from verbatim.inference.embedded.fast_forward import FastBackbone
 from verbatim.inference.embedded.kv_cache import BLOCK, CachePlan, KeyValueCache, KeyValueShape, up_to
@@ -45,6 +46,8 @@ class TorchForward:
         self, model: CausalLM, backbone: FastBackbone | CausalLM, shape: KeyValueShape, settings: TorchSettings, *,
         reads_prefixes_once: bool,
     ) -> None:  # fmt: skip
+        if model.device.type == "cpu":
+            keep_freed_memory()
         self._model = model
         self._backbone = backbone
         self._reads_prefixes_once = reads_prefixes_once
@@ -75,7 +78,7 @@ class TorchForward:
     def hidden(
         self, layout: PassLayout, slots: Slots, counts: Rows, table: SlotTable, record: ExpertRecord | None
     ) -> Tensor:
-        """Hidden states of all rows: [rows, W]."""
+        """The last hidden state of each of `slots`, [slots, W]; in deterministic mode those of all rows, [rows, W]."""
         device = self._model.device
         self.cache.reserve(int((table.computed[slots] + counts).max()))
         ids, positions = table.ids[layout.slots, layout.positions].astype(np.int64), layout.positions
@@ -94,11 +97,17 @@ class TorchForward:
             write_positions=as_tensor(layout.positions, device), groups=groups, in_blocks=bool(self.num_rows),
         )  # fmt: skip
         ids_T, positions_T = as_tensor(ids, device), as_tensor(positions, device)
+        last = None
+        if not self.num_rows and len(slots) < len(ids):
+            last = as_tensor(np.cumsum(counts) - 1, device)
+        if isinstance(self._backbone, FastBackbone) and record is None:
+            return self._backbone.hidden(ids_T, positions_T, plan, last)
         if record is None:
-            return self._backbone.hidden(ids_T, positions_T, plan)
-        hidden = self._model.hidden(ids_T, positions_T, plan, record.during_pass(layout.num_rows))
-        record.keep(layout, table.rebuild_until[layout.slots])
-        return hidden
+            hidden = self._model.hidden(ids_T, positions_T, plan)
+        else:
+            hidden = self._model.hidden(ids_T, positions_T, plan, record.during_pass(layout.num_rows))
+            record.keep(layout, table.rebuild_until[layout.slots])
+        return hidden if last is None else hidden[last]
 
     def draw(
         self, hidden: Tensor, layout: PassLayout, counts: Rows, done: NDArray[np.bool_], table: SlotTable, slots: Slots
@@ -108,11 +117,9 @@ class TorchForward:
         A deterministic pass computes and draws in every row, because shapes decide bits.
         """
         device, spread = hidden.device, self.num_rows
-        rows = layout.rows[np.cumsum(counts) - 1][done]
-        if not spread:
-            if len(rows) != len(hidden):
-                hidden = hidden[as_tensor(rows, device)]
-            rows = np.arange(len(slots))
+        rows = layout.rows[np.cumsum(counts) - 1][done] if spread else np.arange(len(slots))
+        if not spread and len(slots) < len(hidden):
+            hidden = hidden[as_tensor(np.flatnonzero(done), device)]
 
         def per_row(values: NDArray[Any], elsewhere: float) -> Tensor:
             if spread:
