@@ -51,7 +51,7 @@ KINDS = {"one": ("false", 0), "two": ("true", 0), "overlapping": ("true", 1)}
 
 _TIMED = ("time/", "queue/", "loop/", "sampler/")
 _TIMES = ("seconds", "tokens_per_second")
-_AFTER_A_STOP = ("ledger/sampled", "ledger/dropped/cancelled", "weights/canary")
+_AFTER_A_STOP = ("ledger/sampled", "ledger/dropped/cancelled", "weights/canary", "weights/canary_allowed")
 """What was sampled for a batch that was not handed over when a run was ended in order is thrown away, and counted. The
 first step after a stop has seen no weight update whose check it could report."""
 

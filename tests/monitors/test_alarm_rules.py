@@ -84,8 +84,9 @@ def test_mismatch_kl_is_the_median_of_eight_steps(values: list[float], expected:
 @pytest.mark.parametrize(
     ("metrics", "config", "cause", "key"),
     [
-        ({"weights/canary": 0.4}, {"inference.canary_tolerance": 1.0}, "does not hold",
+        ({"weights/canary": 0.6, "weights/canary_allowed": 1.0}, {"inference.canary_tolerance": 1.0}, "does not hold",
          "inference.canary_tolerance (now 1.0)"),
+        ({"weights/canary": 0.04, "weights/canary_allowed": 0.2, "truncation_mismatch": 0.5}, {}, "top_p", "top_p"),
         ({"truncation_mismatch": 0.5}, {"orchestrator.sampling.top_p": 0.9}, "top_p",
          "orchestrator.sampling.top_p (now 0.9)"),
         ({"staleness/mean": 2.6}, {"orchestrator.max_async_level": 2}, "2.60 steps old",

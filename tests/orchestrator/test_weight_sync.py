@@ -1,5 +1,7 @@
 """New weights reach every replica, and the canary looks at each of them, past its prefix cache and over it."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -102,6 +104,23 @@ async def test_a_sampler_without_replicas_is_refused_by_the_run_itself(tmp_path)
     await sync.check_first()
     with pytest.raises(RunStopped, match=r"does not hold policy version 1, .* over the prefix cache differ"):
         await sync.load(report(1, tmp_path))
+
+
+@pytest.mark.parametrize(("rounding", "passes"), [(None, False), (0.0024, False), (0.0026, True)])
+async def test_what_rounding_explains_is_allowed_at_the_start_and_after_updates(tmp_path, rounding, passes):
+    """The sampler is 0.01 away from the trainer at each version; allowed are 4 times the rounding that was measured."""
+    engine = Engine()
+    engine.logprob = lambda token: logprob(token, engine.held) - 0.01
+    first, later = (dataclasses.replace(probes(version), rounding=rounding) for version in (0, 7))
+    sync = WeightSync(engine, first, 1e-3)
+    if not passes:
+        with pytest.raises(RunStopped, match=r"differ by 0\.01 on average"):
+            await sync.check_first()
+        return
+    await sync.check_first()
+    assert sync.metrics() == {}
+    await sync.load(dataclasses.replace(report(7, tmp_path), probes=later))
+    assert sync.metrics() == pytest.approx({"weights/canary": 0.01, "weights/canary_allowed": 0.0104}, rel=1e-3)
 
 
 async def test_without_probes_nothing_is_asked(tmp_path):

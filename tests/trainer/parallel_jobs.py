@@ -127,19 +127,23 @@ def _compare(ranks, model, batches, **settings):
     taken = [batch_of(kind, seed) for kind, seed in batches]
     tokens, alone_tokens = [], []
     metrics = [trainer.train_batch(batch, tokens.append) for batch in taken]
-    logprobs = trainer.logprobs(taken[0])
+    logprobs, rounded = (trainer.logprobs(taken[0], rounded=rounded) for rounded in (False, True))
     ranks.end()
     alone = trainer_of(Path(model), None, **by_one(settings))
     expected = noted_gradients(alone)
     alone_metrics = [alone.train_batch(batch, alone_tokens.append) for batch in taken]
-    alone_logprobs = alone.logprobs(taken[0])
+    alone_logprobs, alone_rounded = (alone.logprobs(taken[0], rounded=rounded) for rounded in (False, True))
     ranks.gather(None)  # the others wait here, not in the next case
     return {
         "gradient": [apart(a, b) for a, b in zip(found, expected, strict=True)],
         "metrics": metrics, "alone": alone_metrics,
         "tokens": max(_tokens_apart(a, b) for a, b in zip(tokens, alone_tokens, strict=True)),
-        "logprobs": max(float(np.nanmax(np.abs(a - b))) for a, b in zip(logprobs, alone_logprobs, strict=True)),
+        "logprobs": _logprobs_apart(logprobs, alone_logprobs), "rounded": _logprobs_apart(rounded, alone_rounded),
     }  # fmt: skip
+
+
+def _logprobs_apart(found, expected):
+    return max(float(np.nanmax(np.abs(a - b))) for a, b in zip(found, expected, strict=True))
 
 
 def _tokens_apart(found, expected):

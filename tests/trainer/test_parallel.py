@@ -54,7 +54,7 @@ def cases(qwen, untied):
 
 def assert_as_one(found, tolerance=1e-12):
     assert max(found["gradient"]) < tolerance
-    assert found["logprobs"] < 1e-6
+    assert found["logprobs"] < 1e-6 and found["rounded"] < 1e-6
     assert found["tokens"] < 2e-6  # stored as float32
     for metrics, alone in zip(found["metrics"], found["alone"], strict=True):
         same = {k: v for k, v in alone.items() if k not in (*TIMES, "num_micro_batches", "packing/repeated_tokens",

@@ -12,14 +12,17 @@ from test_trainer_steps import make_trainer, weights
 from trainer_helpers import make_batch, num_trained
 from transformers import AutoModelForCausalLM
 
+from verbatim.config.schema import TrainerConfig
 from verbatim.cores import FIRST_PASS, CoreShare
 from verbatim.errors import RunStopped
+from verbatim.losses import LOSSES
 from verbatim.models.loading import load_model
 from verbatim.trainer.local import LocalTrainer
 from verbatim.trainer.serve import serve
+from verbatim.trainer.trainer import Trainer
 from verbatim.trainer.worker import TrainerWorker
 from verbatim.transport import WeightFolders
-from verbatim.transport.canary import probe_sequences
+from verbatim.transport.canary import NUM_PROBES, probe_sequences
 from verbatim.transport.exchange import Exchange
 from verbatim.transport.trainer_messages import TrainerMessage
 
@@ -48,6 +51,43 @@ def poisoned(seed):
     *good, last = make_batch(seed)
     advantages = np.where(last.loss_mask, np.inf, 0).astype(np.float32)
     return [*good, type(last)(**{**vars(last), "advantages": advantages})]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_probes_tell_what_rounding_between_layers_changes(qwen, tmp_path, dtype):
+    """Against transformers, with the numbers between layers cut to 8 bits by hand."""
+    made = Worker(qwen, tmp_path)
+    config = TrainerConfig(device="cpu", dtype=dtype)
+    made.worker.trainer = Trainer(qwen, config, loss=LOSSES["default"], total_optimizer_steps=1)
+    before = made.worker.probe()
+    assert before.rounding is None
+    made.worker.measures_rounding = True
+    probes = made.worker.probe()
+    own = AutoModelForCausalLM.from_pretrained(qwen).eval()
+
+    def cut(layer, inputs, output):
+        bits = output.numpy().view(np.uint32).astype(np.uint64)
+        bits = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16
+        return torch.from_numpy(bits.astype(np.uint32).view(np.float32))
+
+    @torch.no_grad()
+    def logprobs():
+        found = []
+        for ids in probes.token_ids[:NUM_PROBES]:
+            ids = torch.from_numpy(ids.astype(np.int64))
+            found.append(own(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0])
+        return torch.cat(found)
+
+    exact = logprobs()
+    for layer in own.model.layers:
+        layer.register_forward_hook(cut)
+    expected = float((logprobs() - exact).abs().mean())
+    assert expected > 1e-3
+    if dtype == "float32":
+        assert probes.rounding == pytest.approx(expected, rel=0.01)
+    else:  # roundings of products come out differently behind it, which is about as much again
+        assert expected < probes.rounding < 4 * expected
+    assert all(map(np.array_equal, made.worker.probe().logprobs, before.logprobs)), "afterwards nothing is rounded"
 
 
 def test_a_batch_becomes_a_version_that_is_published(made):

@@ -18,6 +18,7 @@ from verbatim.trainer.worker import TrainerWorker
 from verbatim.transport import WeightFolders
 from verbatim.transport.canary import (
     Probes,
+    allowed_difference,
     cached_prefixes,
     find_mismatch,
     find_stale_prefix,
@@ -77,6 +78,16 @@ def test_weights_that_did_not_change_are_no_mismatch():
 def test_the_less_precise_side_sets_the_tolerance():
     assert tolerance_of("float32", "float32") == 1e-4
     assert tolerance_of("float32", "bfloat16") == tolerance_of("bfloat16", "float32") == 0.1
+
+
+@pytest.mark.parametrize(
+    ("tolerance", "rounding", "allowed"),
+    [(0.1, None, 0.1), (0.1, 0.02, 0.1), (0.1, 0.05, 0.2), (1e-4, None, 1e-4)],
+)
+def test_a_model_whose_rounding_is_larger_than_usual_may_differ_by_four_times_of_it(tolerance, rounding, allowed):
+    published = Probes(token_ids=(), logprobs=(), rounding=rounding)
+    assert allowed_difference(tolerance, published) == pytest.approx(allowed)
+    assert allowed_difference(tolerance, None) == tolerance
 
 
 @pytest.mark.parametrize(

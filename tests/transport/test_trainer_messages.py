@@ -129,6 +129,7 @@ def test_the_samples_of_these_tests_have_no_field_at_its_default():
 PROBES = Probes(
     token_ids=(np.array([5, 2**31 - 1], np.int32), np.array([1, 2, 3], np.int32)),
     logprobs=(np.array([-0.1], np.float32), np.array([np.nan, -1e-45], np.float32)),
+    rounding=1 / 3,
 )
 
 
@@ -136,6 +137,7 @@ RUN = Path("/run")
 
 
 def assert_same_probes(found, sent):
+    assert found.rounding == sent.rounding
     for name in ("token_ids", "logprobs"):
         for mine, theirs in zip(getattr(found, name), getattr(sent, name), strict=True):
             assert (mine.dtype, mine.tobytes()) == (theirs.dtype, theirs.tobytes())

@@ -22,4 +22,5 @@ class InferenceConfig(BackendSection):
     return_routed_experts: bool = False
     """Record which experts of a mixture compute each token, and train each token with the experts that sampled it."""
     canary_tolerance: PositiveFloat | None = None
-    """Largest mean difference from the trainer's logprobs after a weight update; by default 1e-4, with bfloat16 0.1."""
+    """Largest mean difference from the trainer's logprobs after a weight update; by default 1e-4, with bfloat16 0.1, or
+    four times what rounding was measured to change in this model, if that is more."""

@@ -184,8 +184,10 @@ _GROUPS: Mapping[str, tuple[Metric, ...]] = {
     "Weights": (
         Metric("weights/bytes", "bytes", "size of the version that was published"),
         Metric("weights/canary", "nats", "mean difference of the sampler's logprobs from the trainer's on the canary's "
-               "probes, of the replica that is furthest; inference.canary_tolerance is its limit",
+               "probes, of the replica that is furthest",
                see="asynchrony.md#the-canary"),
+        Metric("weights/canary_allowed", "nats", "the largest such difference: inference.canary_tolerance, or what "
+               "rounding explains", see="asynchrony.md#the-canary"),
         Metric("weights/broadcast", "", "where the trainer broadcasts its weights: 1 where all servers of the group "
                "received the version, else 0", see="vllm.md#weights-from-the-trainers-devices"),
         Metric("weights/broadcast_bytes", "bytes", "sent, to all of them at one time"),

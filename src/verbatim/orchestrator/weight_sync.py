@@ -7,7 +7,14 @@ import math
 from verbatim.errors import RunStopped
 from verbatim.inference.base import AsksPrefixCache, Sampler, as_replicated
 from verbatim.transport import StepReport
-from verbatim.transport.canary import Probes, cached_prefixes, find_mismatch, find_stale_prefix, mean_difference
+from verbatim.transport.canary import (
+    Probes,
+    allowed_difference,
+    cached_prefixes,
+    find_mismatch,
+    find_stale_prefix,
+    mean_difference,
+)
 
 
 class WeightSync:
@@ -18,7 +25,7 @@ class WeightSync:
     Args:
         sampler: Whose weights are updated.
         probes: Logprobs of the weights that it begins with; None = nothing is compared then.
-        tolerance: Largest mean difference of logprobs.
+        tolerance: Largest mean difference of logprobs, where the probes tell of no larger rounding.
     """
 
     def __init__(self, sampler: Sampler, probes: Probes | None, tolerance: float) -> None:
@@ -26,7 +33,7 @@ class WeightSync:
         self._replicated = as_replicated(sampler)
         self._probes = probes
         self._tolerance = tolerance
-        self._difference = math.nan
+        self._difference = self._allowed = math.nan
 
     async def check_first(self) -> None:
         """Compare the weights that the sampler begins with.
@@ -34,7 +41,7 @@ class WeightSync:
         Raises:
             RunStopped: they are not the trainer's.
         """
-        canary = Canary(self._probes, before=None, tolerance=self._tolerance)
+        canary = Canary(self._probes, before=None, tolerance=allowed_difference(self._tolerance, self._probes))
         if self._replicated is not None:
             await self._replicated.check_replicas(canary)
         else:
@@ -46,7 +53,8 @@ class WeightSync:
         Raises:
             RunStopped: the sampler's logprobs of the probes are not the trainer's.
         """
-        canary = Canary(report.probes, before=self._probes, tolerance=self._tolerance)
+        self._allowed = allowed_difference(self._tolerance, report.probes)
+        canary = Canary(report.probes, before=self._probes, tolerance=self._allowed)
         self._probes = report.probes
         if self._replicated is not None:
             await self._replicated.update_replicas(report.weights, report.version, canary)
@@ -60,9 +68,11 @@ class WeightSync:
         self._difference = canary.difference
 
     def metrics(self) -> dict[str, float]:
-        """The mean difference of logprobs at the last update, of the replica that is furthest from the trainer; nothing
-        where none was compared."""
-        return {} if math.isnan(self._difference) else {"weights/canary": self._difference}
+        """The mean difference of logprobs at the last update, of the replica that is furthest from the trainer, and the
+        largest one allowed; nothing where none was compared."""
+        if math.isnan(self._difference):
+            return {}
+        return {"weights/canary": self._difference, "weights/canary_allowed": self._allowed}
 
     async def _check(self, canary: Canary) -> None:
         fault = await canary(self._sampler)

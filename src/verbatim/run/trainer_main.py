@@ -75,6 +75,8 @@ def open_trainer(
         context_length=config.orchestrator.seq_len,
         keeps_tokens=config.monitor.save_trajectories,
         memory=DeviceMemory(trainer.models, trainer.optimizer, trainer.device) if shares_device else None,
+        measures_rounding=(config.inference.canary_tolerance is None
+                           and "bfloat16" in (config.trainer.dtype, inference_settings(config).precision)),
         broadcaster=WeightBroadcaster(trainer, sends_from) if sends_from is not None else None,
     )
     if found is not None and trainer.adapters is not None:  # published anew: the folder of a run may have been moved

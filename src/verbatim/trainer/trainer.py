@@ -37,6 +37,7 @@ from verbatim.trainer.parallel.sequence import refuse_slices, sequence_group
 from verbatim.trainer.parallel.sharding import Sharding, refuse_rows_alone
 from verbatim.trainer.progress import read_progress, write_progress
 from verbatim.trainer.recompute import checkpoint_layers
+from verbatim.trainer.rounded_layers import rounded_layers
 from verbatim.trainer.router_loss import router_loss
 from verbatim.trainer.router_replay import check_experts
 from verbatim.trainer.sample_check import check_samples
@@ -242,10 +243,15 @@ class Trainer:
             loss_sum=sum(loss for loss, *_ in found), grad_norm=grad_norm, lr=lr, tokens=kept,
         )  # fmt: skip
 
-    def logprobs(self, samples: Sequence[TrainingSample]) -> list[Float32]:
-        """The current policy's logprobs of the trained tokens: float32 [L] per sample, NaN outside its mask."""
+    def logprobs(self, samples: Sequence[TrainingSample], *, rounded: bool = False) -> list[Float32]:
+        """The current policy's logprobs of the trained tokens: float32 [L] per sample, NaN outside its mask.
+
+        Args:
+            samples: Their tokens and masks are read.
+            rounded: Round what each layer gives to the next one to bfloat16.
+        """
         dealt = self.packer.deal(numbered(samples))
-        with self._together("logprobs"):
+        with self._together("logprobs", rounded=rounded), rounded_layers(self.model if rounded else None):
             found = [target_logprobs(self._targets, self._hand_out(dealt), self.ranks)]
             if self.ranks is not None:
                 found += [self.ranks.receive(rank)[1] for rank in range(1, self.ranks.size)]
@@ -297,7 +303,8 @@ class Trainer:
             case "train":
                 self._take_step(take_in(self.ranks), order["denominator"], MetricSums(), order["lengths"])
             case "logprobs":
-                self.ranks.send(None, target_logprobs(self._targets, take_in(self.ranks), self.ranks), 0)
+                with rounded_layers(self.model if order["rounded"] else None):
+                    self.ranks.send(None, target_logprobs(self._targets, take_in(self.ranks), self.ranks), 0)
             case "try_trees":
                 self.packer.try_trees(take_in(self.ranks), take_in(self.ranks))
             case "save_weights":

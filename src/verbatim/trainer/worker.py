@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from verbatim.cores import CoreShare
@@ -20,7 +21,7 @@ from verbatim.trainer.logprobs import whole_sample
 from verbatim.trainer.trainer import Trainer
 from verbatim.trainer.weight_sender import WeightBroadcaster
 from verbatim.transport import StepReport, WeightFolders
-from verbatim.transport.canary import Probes, probe_sequences
+from verbatim.transport.canary import NUM_PROBES, Probes, probe_sequences
 from verbatim.transport.weights import folder_bytes
 from verbatim.types import TrainingSample
 
@@ -43,6 +44,8 @@ class TrainerWorker:
     """Whether its reports say what it computed for each trained token."""
     memory: DeviceMemory | None = None
     """Set for a trainer that shares its device: it is there only while it trains."""
+    measures_rounding: bool = False
+    """Whether its probes say what rounding to bfloat16 changes: where one side computes in it."""
     broadcaster: WeightBroadcaster | None = None
     """Sends its weights to the sampler's servers; None = they read what it publishes."""
     _failure: str | None = None
@@ -159,11 +162,16 @@ class TrainerWorker:
 
     def probe(self) -> Probes:
         """Its weights' logprobs of the fixed probes."""
-        logprobs = self.trainer.logprobs(self._probe_samples)
+        logprobs = [values[1:] for values in self.trainer.logprobs(self._probe_samples)]
+        rounding = None
+        if self.measures_rounding:
+            short = self._probe_samples[:NUM_PROBES]  # enough for a mean
+            rounded = np.concatenate([values[1:] for values in self.trainer.logprobs(short, rounded=True)])
+            rounding = float(np.abs(rounded - np.concatenate(logprobs[:NUM_PROBES])).mean())
         return Probes(
-            token_ids=tuple(sample.token_ids for sample in self._probe_samples),
-            logprobs=tuple(values[1:] for values in logprobs),
-        )
+            token_ids=tuple(sample.token_ids for sample in self._probe_samples), logprobs=tuple(logprobs),
+            rounding=rounding,
+        )  # fmt: skip
 
     def _write(self, folder: Path, published: Path | None) -> None:
         if published is None:

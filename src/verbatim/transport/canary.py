@@ -23,7 +23,9 @@ NUM_CACHED = 4
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.1}
 """Largest mean |difference| of logprobs, by the less precise dtype of the two sides. Rounding alone gives about 1e-6 in
-float32 and a few hundredths in bfloat16."""
+float32 and a few hundredths in bfloat16; in deep models more, which `Probes.rounding` tells."""
+MISMATCH = 4.0
+"""How many times `Probes.rounding` two sides may differ where one of them computes in bfloat16."""
 
 NEARER = 2.0
 """How much nearer to the old weights' logprobs than to the new ones' the sampler's may be."""
@@ -45,6 +47,9 @@ class Probes:
     """int32 [L] each."""
     logprobs: tuple[Float32, ...]
     """Logprob of each token but the first, given those before it, at temperature 1: float32 [L - 1] each."""
+    rounding: float | None = None
+    """By how much these logprobs change, in the mean, where what each layer gives to the next one is rounded to
+    bfloat16; None = not measured. The trainer finds it with its own weights, whatever the sampler holds."""
 
 
 def probe_sequences(vocab_size: int, context_length: int) -> tuple[Int32, ...]:
@@ -72,6 +77,16 @@ def cached_prefixes(probes: Probes) -> tuple[Int32, ...]:
 def tolerance_of(*dtypes: str) -> float:
     """The tolerance for two sides that compute in these dtypes."""
     return max(TOLERANCES[dtype] for dtype in dtypes)
+
+
+def allowed_difference(tolerance: float, probes: Probes | None) -> float:
+    """The largest mean difference: the tolerance, or `MISMATCH` times what rounding alone was measured to change.
+
+    Example: a tolerance of 0.1 and a rounding of 0.05: 0.2. With a rounding of 0.02: 0.1.
+    """
+    if probes is None or probes.rounding is None:
+        return tolerance
+    return max(tolerance, MISMATCH * probes.rounding)
 
 
 def find_mismatch(

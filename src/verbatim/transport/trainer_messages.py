@@ -108,7 +108,8 @@ def to_json(record: StepReport | TrainerReady, run: Path) -> dict[str, Any]:
     fields.update({name: path_to_json(fields[name], run) for name in _FOLDERS & fields.keys()})
     if record.probes is not None:
         fields["probes"] = {"token_ids": [ids.tolist() for ids in record.probes.token_ids],
-                            "logprobs": [logprobs.tolist() for logprobs in record.probes.logprobs]}  # fmt: skip
+                            "logprobs": [logprobs.tolist() for logprobs in record.probes.logprobs],
+                            "rounding": record.probes.rounding}  # fmt: skip
     if isinstance(record, TrainerReady) and record.store is not None:
         fields["store"] = dataclasses.asdict(record.store)
     if isinstance(record, StepReport) and record.tokens is not None:
@@ -181,4 +182,5 @@ def _probes(value: Mapping[str, Any] | None) -> Probes | None:
     return Probes(
         token_ids=tuple(np.array(ids, dtype=np.int32) for ids in value["token_ids"]),
         logprobs=tuple(np.array(logprobs, dtype=np.float32) for logprobs in value["logprobs"]),
+        rounding=value.get("rounding"),
     )

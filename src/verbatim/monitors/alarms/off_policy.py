@@ -134,8 +134,8 @@ def _why_off_policy(window: Window) -> tuple[str, str]:
     """The cause that the other metrics point to, and what to change."""
     level = window.setting("orchestrator.max_async_level") or 0
     age = window.metric("staleness/mean") or 0.0
-    canary, tolerance = window.metric("weights/canary"), window.setting("inference.canary_tolerance")
-    if canary is not None and canary > 0.01 and (tolerance is None or canary > 0.1 * float(tolerance)):
+    canary, allowed = window.metric("weights/canary"), window.metric("weights/canary_allowed")
+    if canary is not None and canary > 0.01 and (allowed is None or canary > 0.5 * allowed):
         return (
             f"the sampler does not hold the trainer's weights: their logprobs differ by {canary:.3g} on the canary",
             f"lower {window.now('inference.canary_tolerance')}, so that the run stops there, and look at the sampler's "
