@@ -171,7 +171,7 @@ async def measure_server(python: str, rounds: int) -> dict[str, Any]:
 
 async def one_round(client: HttpClient, server: int, form: str) -> float:
     """Milliseconds of the API server's processor time for a turn."""
-    ids = np.random.default_rng(1).integers(0, 300, PROMPT, dtype=np.int32)
+    ids = np.random.default_rng(1).integers(0, 100, PROMPT, dtype=np.int32)
     request = SampleRequest(prompt_ids=ids, params=SamplingParams(max_tokens=TOKENS), seed=1)
     body = protocol.request_body(request, "policy")
     body[protocol.OURS][PACKED] = form == "packed"

@@ -30,9 +30,9 @@ from verbatim.orchestrator.loop import Orchestrator
 from verbatim.rollouts import EpisodeLimits, RolloutSetup
 from verbatim.trajectories import Ledger
 
-WIRE = {"generate": 1280e-6, "health": 200e-6, "load_metrics": 300e-6, "prompt_logprobs": 300e-6}
-"""Processor seconds that the HTTP client takes for a message: of a turn, 200 us for the request (`http_client.py`) and
-1,080 us to read vLLM's answer of 1,533 tokens with their logprobs."""
+WIRE = {"generate": 160e-6, "health": 200e-6, "load_metrics": 300e-6, "prompt_logprobs": 300e-6}
+"""Processor seconds that the HTTP client takes for a message: of a turn, to write a request with 2,048 ids and to read
+a packed answer of 1,533 tokens with their logprobs (`answers.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
