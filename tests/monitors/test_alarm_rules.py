@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import doctest
 import itertools
 
 import pytest
 
 from monitors.alarm_series import findings, level, steps_of, told, window_of
 from verbatim.evaluation.intervals import wilson
-from verbatim.monitors.alarms import ALARMS, Finding, StepFigures, Window
+from verbatim.monitors.alarms import ALARMS, Finding, StepFigures, Window, base
 from verbatim.monitors.alarms.base import TRAINING, TRAINING_ERROR
 from verbatim.monitors.alarms.change import chance_of_rise, falls, rises
 
@@ -16,6 +17,10 @@ UP = [0.30, 0.31, 0.29, 0.30, 0.32, 0.28, 0.30, 0.31]
 """Eight values around 0.30."""
 HIGHER = [0.40, 0.42, 0.39, 0.41, 0.40, 0.43, 0.38, 0.41]
 """Eight values around 0.405, all above those of UP."""
+
+
+def test_the_examples_of_the_docstrings_hold():
+    assert doctest.testmod(base) == (0, 10)
 
 
 # -- changes
@@ -373,6 +378,13 @@ def test_a_reward_that_rises_while_success_falls():
     assert level("reward_success_gap", steps_of(env=env | {"reward": 0.3})) == 0
 
 
+def test_a_reward_and_a_success_are_compared_with_the_same_earlier_steps():
+    """The success is first measured at step 9, and both are as ever since then; the reward was lower before."""
+    env = {"reward": [0.1] * 8 + [0.3] * 8 + [0.3] * 40, "success": [None] * 8 + [0.9] * 8 + [0.5] * 40,
+           "reward_std": 0.2}  # fmt: skip
+    assert level("reward_success_gap", steps_of(env=env)) == 0
+
+
 # -- reward_hacking
 
 
@@ -511,6 +523,29 @@ def test_a_reward_drops_though_the_success_does_not():
     assert found.level == pytest.approx(min(0.1 / (3.2905 * 0.02 * 2**0.5 / 1.95996), 0.1 / 0.04), rel=1e-4)
     assert found.message.startswith("the mean reward of the evaluation of game fell from 0.9 at step 0, its best, to "
                                     "0.8 (95% intervals 0.88 to 0.92 and 0.78 to 0.82)")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("best", "last", "episodes", "expected"),
+    [
+        ((0.9, 0.0), (0.8999, 0.01), 2000, 0.0001 / 0.002),  # 0.2 of the deviation that there is
+        ((0.9, 0.0), (0.45, 0.45), 300, 0.45 / 0.09),
+        # equal rewards in both: their distance is the scale, a third of which 1 episode, and 10, do not show:
+        # z^2 / (n + z^2) is 0.793 for 1, 0.278 for 10; by sqrt(2) / 1.96 * 3.29 of it the fall has to be above chance
+        ((0.9, 0.0), (0.5, 0.0), 1, 1 / (3.2905 * 2**0.5 * 0.79346 / 1.95996)),
+        ((0.9, 0.0), (0.5, 0.0), 10, 1 / (3.2905 * 2**0.5 * 0.27754 / 1.95996)),
+        ((0.9, 0.0), (0.9, 0.0), 300, 0.0),
+        ((0.9, 0.0), (0.95, 0.0), 300, 0.0),
+    ],
+)
+def test_a_best_evaluation_whose_rewards_are_all_equal_is_no_measure_by_itself(best, last, episodes, expected):
+    """Rewards that are all equal, and not 0 or 1, come without an interval."""
+    found = [(10 * n, {"reward/mean": mean, "reward/std": std, "success": 0.5, "episodes": episodes})
+             for n, (mean, std) in enumerate((best, last))]  # fmt: skip
+    (only,) = ALARMS["evaluation_drop"]()(Window(steps=[], evaluations={"game": found}))
+    assert only.level == pytest.approx(expected, rel=1e-4)
+    if expected:
+        assert only.message.startswith(f"the mean reward of the evaluation of game fell from {best[0]:.3g} at step 0")
 
 
 def test_an_evaluation_that_drops_names_the_cause_that_its_metrics_point_to():

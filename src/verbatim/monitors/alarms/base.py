@@ -95,17 +95,35 @@ class Window:
         """What `recent` is compared with: the values of the run's first `count` steps, and of the `count` steps that
         ended `4 * count` steps before the recent ones, or as far back as the window goes. Empty before the run has
         `2 * count` steps; steps are never both recent and earlier."""
+        return [values for (values,) in self.earlier_together((name,), count, env, missing=missing)]
+
+    def earlier_together(
+        self, names: Sequence[str], count: int, env: str | None = None, *, missing: float | None = None
+    ) -> list[tuple[list[float], ...]]:
+        """`earlier` of several metrics, for each of the two stretches of steps in which all of them have values.
+
+        Example: where "b" has no values in the run's first steps, and "a" has, both are of the later stretch alone.
+
+            >>> figures = [{"a": 1.0}, {"a": 2.0, "b": 3.0}, {"a": 4.0, "b": 5.0}]
+            >>> steps = [StepFigures(step=n, metrics=metrics) for n, metrics in enumerate(figures)]
+            >>> window = Window(steps=steps[1:], first=steps)
+            >>> window.earlier("a", 1), window.earlier("b", 1)
+            ([[1.0], [2.0]], [[3.0]])
+            >>> window.earlier_together(("a", "b"), 1)
+            [([2.0], [3.0])]
+        """
         own = self._of(env)
         if len(own) < count:
             return []
-        found = []
+        found: list[tuple[list[float], ...]] = []
         before = own[:-count]
         end = max(count, len(before) - 4 * count)
         newest = own[-count].step
         first = [figures for figures in self.first if env is None or env in figures.envs]
-        for steps in (first[:count], before[end - count : end]):
-            values = _values([figures for figures in steps if figures.step < newest], name, env, count, missing)
-            if values and values not in found:
+        for stretch in (first[:count], before[end - count : end]):
+            steps = [figures for figures in stretch if figures.step < newest]
+            values = tuple(_values(steps, name, env, count, missing) for name in names)
+            if all(values) and values not in found:
                 found.append(values)
         return found
 

@@ -31,7 +31,8 @@ class EvaluationDrop:
     fall: Fraction = 0.1
     """By how much success has to be lower."""
     reward_fall: NonNegativeFloat = 0.2
-    """By how much the reward has to be lower, in standard deviations of the best evaluation's rewards."""
+    """By how much the reward has to be lower, in standard deviations of one evaluation's rewards: the larger of the
+    two."""
 
     def __call__(self, window: Window) -> Iterator[Finding]:
         """What the evaluations show."""
@@ -47,10 +48,11 @@ class EvaluationDrop:
             return None
         best = max(known, key=lambda evaluation: evaluation[1][name])
         was, now = best[1][name], last[1][name]
-        low, high = _interval(best[1], name)[0], _interval(last[1], name)[1]
+        scale = _scale(best[1], last[1])
+        low, high = _interval(best[1], name, scale)[0], _interval(last[1], name, scale)[1]
         spread = math.hypot(was - low, high - now) / _Z95
         sure = NormalDist().inv_cdf(1 - SURE / (2 * len(known)))
-        large = self.fall if name == "success" else self.reward_fall * best[1].get("reward/std", 0.0)
+        large = self.fall if name == "success" else self.reward_fall * scale
         level = min((was - now) / max(sure * spread, 1e-9), (was - now) / max(large, 1e-9))
         return _Drop(name=name, best=best, level=max(0.0, level))
 
@@ -69,11 +71,12 @@ def _finding(window: Window, env: str, last: _Evaluation, drop: _Drop) -> Findin
     was, now = best[drop.name], last[1][drop.name]
     what = "success" if drop.name == "success" else "mean reward"
     cause, advice = _why(window, began, best, last[1])
+    intervals = [_shown(evaluation, drop.name, _scale(best, last[1])) for evaluation in (best, last[1])]
     names = ("success", "reward/mean", "failed", "truncated", TRAINING)
     return Finding(
         env=env, level=drop.level,
         message=f"the {what} of the evaluation of {env} fell from {was:.3g} at step {began}, its best, to {now:.3g} "
-        f"(95% intervals {_shown(best, drop.name)} and {_shown(last[1], drop.name)})",
+        f"(95% intervals {intervals[0]} and {intervals[1]})",
         cause=cause, advice=advice,
         evidence={**{name: last[1][name] for name in names if name in last[1]}, f"best {drop.name}": was},
     )  # fmt: skip
@@ -102,8 +105,16 @@ def _why(window: Window, step: int, best: Figures, last: Figures) -> tuple[str, 
     )
 
 
-def _interval(evaluation: Figures, name: str) -> tuple[float, float]:
-    """The metric's 95% interval: the evaluation's own, or else that of as many independent episodes."""
+def _scale(best: Figures, last: Figures) -> float:
+    """The deviation of rewards: the larger of the two evaluations'. Where all rewards of each are equal, their distance
+    is all that is known."""
+    deviation = max(best.get("reward/std", 0.0), last.get("reward/std", 0.0))
+    return deviation or abs(best.get("reward/mean", 0.0) - last.get("reward/mean", 0.0))
+
+
+def _interval(evaluation: Figures, name: str, scale: float) -> tuple[float, float]:
+    """The metric's 95% interval: the evaluation's own, or else that of as many independent episodes. Behind n equal
+    rewards there may be a share of z^2 / (n + z^2) others (Wilson's interval of n in n), `scale` away."""
     value, start = evaluation[name], name.removesuffix("/mean")
     if f"{start}/low" in evaluation and f"{start}/high" in evaluation:
         return evaluation[f"{start}/low"], evaluation[f"{start}/high"]
@@ -111,11 +122,13 @@ def _interval(evaluation: Figures, name: str) -> tuple[float, float]:
     if name == "success":
         rounded = (value * count + 2) / (count + 4)  # never without a width, as Agresti and Coull's
         half = _Z95 * math.sqrt(rounded * (1 - rounded) / (count + 4))
+    elif evaluation.get("reward/std") == 0:
+        half = scale * _Z95**2 / (count + _Z95**2)
     else:
         half = _Z95 * evaluation.get("reward/std", math.inf) / math.sqrt(count)
     return value - half, value + half
 
 
-def _shown(evaluation: Figures, name: str) -> str:
-    low, high = _interval(evaluation, name)
+def _shown(evaluation: Figures, name: str, scale: float) -> str:
+    low, high = _interval(evaluation, name, scale)
     return f"{low:.3g} to {high:.3g}"

@@ -37,9 +37,8 @@ class RewardSuccessGap:
             rewards, successes = (window.recent(name, self.steps, env) for name in ("reward", "success"))
             if not rewards or not successes:
                 continue
-            before_r, before_s = (window.earlier(name, self.steps, env) for name in ("reward", "success"))
             spread = window.median("reward_std", self.steps, env) or 0.0
-            for earlier_r, earlier_s in zip(before_r, before_s, strict=False):
+            for earlier_r, earlier_s in window.earlier_together(("reward", "success"), self.steps, env):
                 was_r, is_r = statistics.median(earlier_r), statistics.median(rewards)
                 was_s, is_s = statistics.median(earlier_s), statistics.median(successes)
                 if not (rises(earlier_r, rewards) and falls(earlier_s, successes)):
