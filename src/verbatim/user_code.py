@@ -38,3 +38,16 @@ def is_running(task: asyncio.Task[Any] | None) -> bool:
         return asyncio.current_task() is task
     except RuntimeError:  # no event loop runs any more
         return False
+
+
+def let_go(error: BaseException | None) -> None:
+    """Forget where an exception, and those behind it, were raised. A traceback holds its frames and their callers', and
+    a caller that still knows the exception is in a cycle with it: everything that they worked with would be kept until
+    garbage is collected."""
+    left, seen = [error], set[int]()
+    while left:
+        found = left.pop()
+        if found is not None and id(found) not in seen:
+            seen.add(id(found))
+            found.__traceback__ = None
+            left += [found.__cause__, found.__context__]

@@ -3,15 +3,19 @@
 import asyncio
 import contextlib
 import contextvars
+import gc
 import subprocess
 import sys
 import threading
+import traceback
+import weakref
 
 import pytest
 
 from verbatim.errors import ComponentError, UsageError
 from verbatim.tools import FunctionTool, McpTools, ToolFailed, ToolManager, ToolResult
 from verbatim.types import ToolCall
+from verbatim.user_code import let_go
 
 
 def look(place: str) -> str:
@@ -85,6 +89,75 @@ async def test_a_tool_that_raises_is_an_answer_and_a_tool_that_exits_too():
         assert outcome.error_kind == "exception"
         assert outcome.message["content"].startswith(f"Error: {name} failed: ")
         assert len(outcome.message["content"]) < 600
+
+
+@pytest.mark.parametrize("how", ["thread", "inline", "async", "inline, awaited"])
+@pytest.mark.parametrize("error", [ValueError, ToolFailed, SystemExit, asyncio.CancelledError])
+async def test_what_a_tool_held_that_raised_is_freed_with_the_outcome(how, error):
+    """Without garbage collection, which a run does seldom."""
+
+    class Large:
+        pass
+
+    def fails() -> str:
+        large = Large()
+        held.append(weakref.ref(large))
+        raise error("no such town")
+
+    async def fails_later() -> str:
+        await asyncio.sleep(0)
+        return fails()
+
+    held = []
+    function = {"async": fails_later, "inline, awaited": lambda: fails_later()}.get(how, fails)
+    manager = ToolManager([FunctionTool(function, name="fails", inline=how.startswith("inline"))])
+    gc.disable()
+    try:
+        outcome = await manager.dispatch(call("fails", {}))
+        assert outcome.error_kind == "exception" and "fails failed: " in outcome.message["content"]
+        if outcome.fault is not None and error is not asyncio.CancelledError:
+            assert "in fails\n" in "".join(traceback.format_exception(outcome.fault))
+        let_go(outcome.fault)
+        for _ in range(1000):  # a thread may still be on its way out of the call
+            if held[0]() is None:
+                break
+            await asyncio.sleep(0.01)
+        assert held[0]() is None
+    finally:
+        gc.enable()
+
+
+async def test_an_inline_tool_that_cancels_its_task_fails_alone():
+    """It is called on its caller's task, as others are on one of their own."""
+
+    async def cancels_its_own() -> str:
+        asyncio.current_task().cancel()
+        return "done"
+
+    def cancels() -> str:
+        asyncio.current_task().cancel()
+        asyncio.current_task().cancel()
+        return "done"
+
+    own, inline = ToolManager([cancels_its_own]), ToolManager([FunctionTool(cancels, inline=True)])
+    one, other = await own.dispatch(call("cancels_its_own", {})), await inline.dispatch(call("cancels", {}))
+    assert asyncio.current_task().cancelling() == 0
+    await asyncio.sleep(0)  # nothing is left of it
+    for outcome in (one, other):
+        assert outcome.error_kind == "exception" and isinstance(outcome.fault, asyncio.CancelledError)
+    assert one.message["content"].partition("failed")[2] == other.message["content"].partition("failed")[2]
+
+
+async def test_a_caller_that_is_cancelled_as_its_inline_tool_cancels_it_is_cancelled():
+    def cancels() -> str:
+        asyncio.current_task().cancel()
+        asyncio.get_running_loop().call_soon(dispatching.cancel)  # from outside, before it goes on
+        return "done"
+
+    manager = ToolManager([FunctionTool(cancels, inline=True)])
+    dispatching = asyncio.create_task(manager.dispatch(call("cancels", {})))
+    with pytest.raises(asyncio.CancelledError):
+        await dispatching
 
 
 async def test_a_tool_that_says_it_failed_is_quoted_whole():

@@ -19,6 +19,7 @@ from verbatim.rollouts.tally import TOOL_FAULTS, failure_kind, traceback_tail
 from verbatim.texts import cut, shown
 from verbatim.tools.manager import ToolManager, ToolOutcome
 from verbatim.types import PARSE_STATUSES, Message, ParseStatus, StopReason, ToolCall
+from verbatim.user_code import let_go
 
 LONGEST_STATE_KEY = 10_000
 """Characters of a state's name: every turn keeps one."""
@@ -133,6 +134,7 @@ class Dialogue:
         if kind == "timeout" or outcome.fault is not None:
             said = outcome.message["content"].removeprefix("Error: ")[:500]
             tail = traceback_tail(outcome.fault)
+            let_go(outcome.fault)
             faults = self.info.setdefault(TOOL_FAULTS, {})
             first = f"{said}\n{tail}" if tail else said
             faults.setdefault(failure_kind(said), {"count": 0, "first": first})["count"] += 1

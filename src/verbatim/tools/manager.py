@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import functools
 import inspect
@@ -21,7 +22,7 @@ from verbatim.tools.base import Tool, ToolArgumentsError, ToolFailed, ToolResult
 from verbatim.tools.function_tool import FunctionTool, as_result
 from verbatim.tools.mcp import McpTools
 from verbatim.types import Message, ToolCall
-from verbatim.user_code import is_ctrl_c, is_running
+from verbatim.user_code import is_ctrl_c, is_running, let_go
 
 MAX_ERROR_CHARACTERS = 500
 """Most characters of an exception's text."""
@@ -57,7 +58,8 @@ class ToolOutcome:
     """None, or the kind of error to count: a parse status ("invalid_json", ...), "unknown_tool", "invalid_arguments",
     "exception", "timeout", "oversize" (the tool ran, its answer was cut)."""
     fault: BaseException | None = None
-    """An exception of the tool other than `ToolFailed`: a fault of the tool."""
+    """An exception of the tool other than `ToolFailed`: a fault of the tool. Its traceback holds the frames of the tool
+    and of its callers with all their variables: `verbatim.user_code.let_go` frees them."""
 
 
 class ToolManager(Mapping[str, Tool]):
@@ -127,12 +129,23 @@ class ToolManager(Mapping[str, Tool]):
             return _outcome(call, ToolResult(content=f"Error: {refusal[1]}"), refusal[0], output_limit)
         tool = self._tools[str(call.name)]
         if isinstance(tool, FunctionTool) and tool.is_immediate:
-            ended = _Ended(functools.partial(tool.at_once, dict(call.arguments or {})))
-            if type(ended.value) is ToolResult or not inspect.isawaitable(ended.value):
-                kind, result, fault = _settled(ended, tool)
+            cancelling = _cancelling()
+            context = contextvars.copy_context()
+            value, error = _called(functools.partial(context.run, tool.at_once, dict(call.arguments or {})))
+            if _cancelling() > cancelling:
+                await _take_back(cancelling)
+                value, error = None, asyncio.CancelledError()
+            elif error is not None:
+                contained = _contained(error, asyncio.current_task())
+                if contained is not error:
+                    contained.__cause__ = error
+                error = contained
+            if type(value) is ToolResult or not inspect.isawaitable(value):
+                kind, result, fault = _settled(value, error, tool)
                 return _outcome(call, result, kind, output_limit, fault)
-            awaiting = _run(functools.partial(_awaited, ended.value))
-            task = asyncio.get_running_loop().create_task(awaiting, context=ended.context)
+            # What it gave to await sees the context variables as the call left them.
+            awaiting = _run(functools.partial(_awaited, value))
+            task = asyncio.get_running_loop().create_task(awaiting, context=context)
         else:
             task = asyncio.ensure_future(_run(functools.partial(tool, dict(call.arguments or {}))))
         try:
@@ -146,7 +159,7 @@ class ToolManager(Mapping[str, Tool]):
             task.add_done_callback(_forget)
             text = f"Error: {tool.name} did not answer within {timeout:g} seconds. Try something smaller."
             return _outcome(call, ToolResult(content=text), "timeout", output_limit)
-        kind, result, fault = _settled(task, tool)
+        kind, result, fault = _settled(*_called(task.result), tool)
         return _outcome(call, result, kind, output_limit, fault)
 
     def _refuse(self, call: ToolCall) -> tuple[str, str] | None:
@@ -173,12 +186,12 @@ async def _run(begin: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
 
 def _contained(error: BaseException, task: asyncio.Task[Any] | None) -> BaseException:
     """What a tool raised, as something that does not end the run, unless it is Ctrl-C."""
-    if isinstance(error, SystemExit):
-        return RuntimeError(f"it called sys.exit({shown(error.code, 80)})")
     if isinstance(error, Exception | asyncio.CancelledError) or is_ctrl_c(error):
         return error
     if isinstance(error, GeneratorExit) and not is_running(task):
         return error
+    if isinstance(error, SystemExit):
+        return RuntimeError(f"it called sys.exit({shown(error.code, 80)})")
     return RuntimeError(f"it raised {error_text(error)}")
 
 
@@ -186,45 +199,44 @@ async def _awaited(value: Awaitable[Any]) -> ToolResult:
     return as_result(await value)
 
 
-class _Ended:
-    """A call that has ended: what it returned or raised."""
+def _called(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    """What a call returns, and what it raises."""
+    try:
+        return call(), None
+    except BaseException as error:  # noqa: BLE001  `_settled` raises what is no failure of a tool
+        return None, error
 
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self.value: Any = None
-        self.context = contextvars.copy_context()
-        """The context variables as the call left them: what it gave to await sees them too."""
-        self._error: BaseException | None = None
-        try:
-            self.value = self.context.run(call)
-        except BaseException as error:  # noqa: BLE001  raised by `result`
-            self._error = _contained(error, asyncio.current_task())
-            if self._error is not error:
-                self._error.__cause__ = error
 
-    def result(self) -> Any:
-        if self._error is not None:
-            raise self._error
-        return self.value
+def _cancelling() -> int:
+    task = asyncio.current_task()
+    return 0 if task is None else task.cancelling()
+
+
+async def _take_back(before: int) -> None:
+    """A tool cancelled the task that it runs on, which is its caller's: the caller goes on, unless it is cancelled from
+    outside too.
+
+    Args:
+        before: How often the task had been cancelled before.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    own = task.cancelling() - before
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.sleep(0)
+    for _ in range(own):
+        task.uncancel()
+    if task.cancelling() > before:
+        raise asyncio.CancelledError
 
 
 def _settled(
-    task: asyncio.Future[ToolResult] | _Ended, tool: Tool
+    given: object, error: BaseException | None, tool: Tool
 ) -> tuple[str | None, ToolResult, BaseException | None]:
     """The result of a finished tool, or its failure: its kind, the message, and what it raised where that is a fault of
-    the tool."""
+    the tool. Other exceptions are let go."""
     fault: BaseException | None
-    try:
-        given: object = task.result()
-    except ToolArgumentsError as error:
-        said = f"Error: {tool.name}: {cut(str(error), _LONGEST_REFUSAL)}"
-        return "invalid_arguments", ToolResult(content=said), None
-    except ToolFailed as error:
-        said, fault = str(error), None
-    except asyncio.CancelledError as error:
-        said, fault = error_text(error), asyncio.CancelledError("what it awaited was cancelled")
-    except Exception as error:  # noqa: BLE001  a failure of the tool, and counted
-        said, fault = error_text(error, MAX_ERROR_CHARACTERS), error
-    else:
+    if error is None:
         result = ToolResult(content=given) if isinstance(given, str) else given
         content, done = getattr(result, "content", None), getattr(result, "done", None)
         if not isinstance(result, ToolResult) or not isinstance(content, str):
@@ -234,6 +246,20 @@ def _settled(
         else:
             return None, result, None
         fault = TypeError(f"{tool.name} failed: {said}")
+    elif isinstance(error, ToolArgumentsError):
+        let_go(error)
+        said = f"Error: {tool.name}: {cut(str(error), _LONGEST_REFUSAL)}"
+        return "invalid_arguments", ToolResult(content=said), None
+    elif isinstance(error, ToolFailed):
+        let_go(error)
+        said, fault = str(error), None
+    elif isinstance(error, asyncio.CancelledError):
+        let_go(error)
+        said, fault = error_text(error), asyncio.CancelledError("what it awaited was cancelled")
+    elif isinstance(error, Exception):
+        said, fault = error_text(error, MAX_ERROR_CHARACTERS), error
+    else:
+        raise error
     return "exception", ToolResult(content=f"Error: {tool.name} failed: {said}"), fault
 
 

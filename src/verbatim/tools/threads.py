@@ -34,7 +34,10 @@ async def in_thread(call: Callable[[], Any]) -> Any:
     except IndexError:
         worker = _Worker()
     worker.calls.put((result, contextvars.copy_context(), call))
-    return await asyncio.wrap_future(result)
+    try:
+        return await asyncio.wrap_future(result)
+    finally:
+        del result  # it holds what was raised, whose traceback holds this frame: a cycle, with all that the call held
 
 
 class _Worker:
@@ -73,6 +76,8 @@ class _Worker:
         else:
             waits = self._wait()
             result.set_result(value)
+        finally:
+            del result  # as in `in_thread`
         return waits
 
     def _wait(self) -> bool:
