@@ -1,6 +1,7 @@
 """Weights reach all replicas at the same time, and tokens of weights that are not proven are never delivered."""
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 
@@ -11,6 +12,7 @@ from inference.pool.test_pool import opened
 from rollouts.waiting import until
 from verbatim.errors import EngineDead, RunStopped
 from verbatim.inference.cut_off import num_tokens_drawn, num_tokens_lost
+from verbatim.inference.pool import loading
 
 
 async def test_all_replicas_load_at_the_same_time_and_are_checked(tmp_path):
@@ -52,6 +54,74 @@ async def test_tokens_are_withheld_from_the_beginning_of_an_update_until_its_che
         gates[0].set()
         assert (await asking[0]).policy_versions.tolist() == [1] * 4
         await updating
+
+
+class Counted(ScriptedCheck):
+    """Notes how many replicas are prepared and checked at a time; hangs on those of `hang`."""
+
+    def __init__(self, version, hang=()):
+        super().__init__(version)
+        self.hang, self.now, self.most = set(hang), 0, 0
+
+    @contextlib.contextmanager
+    def counting(self):
+        self.now += 1
+        self.most = max(self.most, self.now)
+        try:
+            yield
+        finally:
+            self.now -= 1
+
+    async def prepare(self, sampler):
+        with self.counting():
+            await asyncio.sleep(0)
+            await super().prepare(sampler)
+
+    async def __call__(self, sampler):
+        with self.counting():
+            await asyncio.sleep(0)
+            if sampler.index in self.hang:
+                await asyncio.Event().wait()
+            return await super().__call__(sampler)
+
+
+PATIENT = dataclasses.replace(LIMITS, health_interval=5.0, health=60.0, silence=60.0, update=60.0, check=60.0)
+"""For many replicas on a busy machine."""
+
+
+async def test_few_replicas_are_checked_at_a_time_and_those_in_line_deliver_nothing(tmp_path, monkeypatch):
+    """The first two hang, in a line of two: nothing of the third is delivered, whose turn has not come."""
+    monkeypatch.setattr(loading, "MOST_CHECKS", 2)
+    replicas, check = [ScriptedReplica(i) for i in range(20)], Counted(1)
+    async with opened(*replicas, limits=PATIENT) as pool:
+        await pool.update_replicas(tmp_path, 1, check)
+        assert check.most == 2
+    assert {tuple(replica.events) for replica in replicas} == {("prepare 1", "load 1", "check 1")}
+
+    replicas, check = [ScriptedReplica(i) for i in range(3)], Counted(1, hang=[0, 1])
+    async with opened(*replicas, limits=PATIENT) as pool:
+        updating = asyncio.ensure_future(pool.update_replicas(tmp_path, 1, check))
+        await until(lambda: check.now == 2 and replicas[2].policy_version == 1)
+        asking = [asyncio.ensure_future(pool.generate(request(f"s{i}"))) for i in range(3)]
+        await until(lambda: replicas[2].num_drawn == 4)
+        await asyncio.sleep(0.05)
+        assert not any(task.done() for task in asking)
+        assert replicas[2].events == ["prepare 1", "load 1"]
+        for task in (updating, *asking):
+            task.cancel()
+        await asyncio.gather(updating, *asking, return_exceptions=True)
+
+
+async def test_replicas_that_hang_in_their_check_hold_up_no_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "MOST_CHECKS", 2)
+    monkeypatch.setattr(loading, "LONGEST_TURN", 0.01)
+    replicas, check = [ScriptedReplica(i) for i in range(8)], Counted(1, hang=[0, 1, 2])
+    async with opened(*replicas, limits=PATIENT) as pool:
+        updating = asyncio.ensure_future(pool.update_replicas(tmp_path, 1, check))
+        await until(lambda: all("check 1" in replica.events for replica in replicas[3:]))
+        updating.cancel()
+        await asyncio.gather(updating, return_exceptions=True)
+    assert not any("check 1" in replica.events for replica in replicas[:3])
 
 
 async def test_tokens_carry_the_version_that_sampled_them_across_an_update(tmp_path):

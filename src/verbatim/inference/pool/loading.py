@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+import contextlib
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -14,6 +15,11 @@ from verbatim.inference.pool.base import CanSleep, Replica, TooSlow
 
 T = TypeVar("T")
 
+MOST_CHECKS = 64
+"""Replicas whose weights are checked at a time. Each asks for one thing after the other, so no more answers than these
+are there in one turn of the event loop."""
+LONGEST_TURN = 5.0
+"""Seconds after which a check that goes on makes room for the next: replicas that hang hold up no others."""
 HEALTH_CHECKS = 2
 """Refused or broken connections, one after the other, after which a replica counts as dead."""
 
@@ -49,13 +55,40 @@ class Target:
     """Shows whether a replica holds them; None = nothing is checked."""
 
 
-async def load_and_check(replica: Replica, target: Target, limits: Limits, *, prepare: bool = True) -> str | None:
+class CheckLine:
+    """Lets at most `MOST_CHECKS` replicas be checked at a time. The others wait; what they sample is withheld."""
+
+    def __init__(self) -> None:
+        self._places = asyncio.Semaphore(MOST_CHECKS)
+
+    @contextlib.asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Wait for a place; it is given back when the block ends, or after `LONGEST_TURN`."""
+        await self._places.acquire()
+        held = [self._places]
+
+        def leave() -> None:
+            if held:
+                held.pop().release()
+
+        timer = asyncio.get_running_loop().call_later(LONGEST_TURN, leave)
+        try:
+            yield
+        finally:
+            timer.cancel()
+            leave()
+
+
+async def load_and_check(
+    replica: Replica, target: Target, limits: Limits, line: CheckLine, *, prepare: bool = True
+) -> str | None:
     """Bring a replica to the target. What shows that it does not hold these weights; None if it does.
 
     Args:
         replica: The replica.
         target: What it is to hold.
         limits: Limits of time.
+        line: Where replicas wait to be checked.
         prepare: Whether the check prepares it. A replica that sleeps, or whose last update failed, computes nothing.
 
     Raises:
@@ -65,7 +98,8 @@ async def load_and_check(replica: Replica, target: Target, limits: Limits, *, pr
     version, check = target.version, target.check
     if target.path is not None:
         if check is not None and prepare:
-            await within(limits.check, replica, "filling the prefix cache before an update", check.prepare(replica))
+            async with line.turn():
+                await within(limits.check, replica, "filling the prefix cache before an update", check.prepare(replica))
         try:
             loading = replica.update_weights(target.path, version)
             await within(limits.update, replica, f"loading policy version {version}", loading)
@@ -75,10 +109,11 @@ async def load_and_check(replica: Replica, target: Target, limits: Limits, *, pr
         return f"it says that it holds policy version {replica.policy_version}, and was told to load {version}"
     if check is None:
         return None
-    return await within(limits.check, replica, f"the check of policy version {version}", check(replica))
+    async with line.turn():
+        return await within(limits.check, replica, f"the check of policy version {version}", check(replica))
 
 
-async def fall_asleep(replica: Replica, target: Target, limits: Limits) -> None:
+async def fall_asleep(replica: Replica, target: Target, limits: Limits, line: CheckLine) -> None:
     """Make a replica release its device's memory; the check of its next weights is prepared before.
 
     Raises:
@@ -87,8 +122,9 @@ async def fall_asleep(replica: Replica, target: Target, limits: Limits) -> None:
     """
     assert isinstance(replica, CanSleep)  # the settings of others do not share a device
     if target.check is not None:
-        filling = target.check.prepare(replica)
-        await within(limits.check, replica, "filling the prefix cache before it sleeps", filling)
+        async with line.turn():
+            filling = target.check.prepare(replica)
+            await within(limits.check, replica, "filling the prefix cache before it sleeps", filling)
     await within(limits.update, replica, "falling asleep", replica.sleep())
 
 

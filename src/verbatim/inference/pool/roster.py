@@ -12,7 +12,7 @@ from typing import Any
 from verbatim.errors import SamplerFault, UsageError
 from verbatim.inference.base import WeightCheck
 from verbatim.inference.pool.base import Rendezvous, Replica, ReplicaLoad, TooSlow
-from verbatim.inference.pool.loading import Limits, Target, fall_asleep, illness, load_and_check, within
+from verbatim.inference.pool.loading import CheckLine, Limits, Target, fall_asleep, illness, load_and_check, within
 from verbatim.inference.pool.member import GivenUp, Life, Member
 from verbatim.inference.pool.places import Places
 from verbatim.texts import error_text, printable
@@ -79,6 +79,7 @@ class Roster:
         self._restart = restart
         self._limits = limits
         self._rendezvous = rendezvous
+        self._line = CheckLine()
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._is_awake = asyncio.Event()
@@ -170,7 +171,7 @@ class Roster:
             life.withhold()
             computes = not is_last and member.state not in ("asleep", "starting")  # a server found again may be paused
             try:
-                why = await life.ask(load_and_check(life.replica, target, self._limits, prepare=computes))
+                why = await life.ask(load_and_check(life.replica, target, self._limits, self._line, prepare=computes))
             except TooSlow:
                 raise
             except SamplerFault as fault:
@@ -221,7 +222,7 @@ class Roster:
     async def _put_to_sleep(self, member: Member) -> None:
         life = member.life
         try:
-            await life.ask(fall_asleep(life.replica, self.target, self._limits))
+            await life.ask(fall_asleep(life.replica, self.target, self._limits, self._line))
         except GivenUp:
             return  # the watch found it dead, and has seen to it
         except SamplerFault as fault:
