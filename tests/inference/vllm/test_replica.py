@@ -148,6 +148,17 @@ async def test_a_packed_answer_and_that_of_a_server_without_our_middleware_are_t
 
 
 @pytest.mark.parametrize("packs", [True, False])
+async def test_a_server_that_does_not_pack_is_named_when_it_is_checked_and_is_no_fault(
+    tied: TinyModel, packs: bool, caplog: pytest.LogCaptureFixture
+):
+    async with connected(tied) as (double, replica):
+        double.packs = packs
+        await replica.check_server()
+        said = f"replica 3 ({replica.url}): its answers name every token"
+    assert [record.getMessage().startswith(said) for record in caplog.records] == ([] if packs else [True])
+
+
+@pytest.mark.parametrize("packs", [True, False])
 async def test_a_completion_with_a_token_whose_logprob_the_server_does_not_know_is_a_fault(
     tied: TinyModel, packs: bool
 ):

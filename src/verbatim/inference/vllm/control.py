@@ -6,6 +6,7 @@ failed leaves the server in a state that only the caller can judge.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Literal
@@ -13,14 +14,17 @@ from typing import Any, Literal
 import numpy as np
 
 from verbatim.errors import SamplerFault, UsageError
+from verbatim.inference.base import SampleRequest, SamplingParams
 from verbatim.inference.http.client import Answer, AttemptFailed, HttpClient, encode, read_json
-from verbatim.inference.http.protocol import GENERATE, SAMPLER, brief, read_cached_tokens
-from verbatim.inference.http.scoring import scoring_body
+from verbatim.inference.http.packed import PACKED
+from verbatim.inference.http.protocol import GENERATE, SAMPLER, brief, read_cached_tokens, request_body
 from verbatim.inference.pool.base import ReplicaLoad
 from verbatim.inference.pool.phases import phase
 from verbatim.inference.vllm.digests import REPORT_FORMAT, WorkerReport, read_reports
 from verbatim.inference.vllm.facts import ServerFacts
 from verbatim.inference.vllm.metrics import read_metrics
+
+logger = logging.getLogger(__name__)
 
 _ALREADY = "weight update is already active"
 """What vLLM says in `/start_weight_update`."""
@@ -212,12 +216,14 @@ class VllmControl:
     async def missing_flag(self, model: str | None) -> str | None:
         """What the token endpoint needs and the server was started without, as found by one request; None = nothing.
 
-        A key of vLLM's own guards this endpoint, and not the routes of weight updates.
+        A key of vLLM's own guards this endpoint, and not the routes of weight updates. A server that does not pack its
+        answers may be used; a warning says what that costs.
 
         Raises:
             SamplerFault: the request failed.
         """
-        body = scoring_body(np.zeros(1, dtype=np.int32), model)
+        prompt = np.zeros(1, dtype=np.int32)
+        body = request_body(SampleRequest(prompt_ids=prompt, params=SamplingParams(max_tokens=1), seed=0), model)
         async with self._phase("token endpoint"):
             answer = await self._client.ask("POST", GENERATE, encode(body), _read_unless_refused)
         if isinstance(answer, str):
@@ -225,6 +231,10 @@ class VllmControl:
         if read_cached_tokens(answer) is None:
             return ("it does not say what it reads from its prefix cache, so that an old one would not show: add "
                     "--enable-prompt-tokens-details")  # fmt: skip
+        if PACKED not in answer:
+            logger.warning("%s: its answers name every token, which takes ten times as long to read as packed ones: "
+                           "add --middleware verbatim_vllm_http.Guard, with the plugin of this version",
+                           named(self._name, self._client.url))  # fmt: skip
         return None
 
     async def load_metrics(self) -> ReplicaLoad:
