@@ -1,4 +1,8 @@
-"""One thread for torch: the tests' models are so small that a second one only waits for the first."""
+"""One thread for torch: the tests' models are so small that a second one only waits for the first.
+
+Hypothesis draws the same examples in every run, however slow the machine; `--hypothesis-profile=searching` draws
+others.
+"""
 
 import os
 import signal
@@ -9,8 +13,13 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from token_identity import watched
+
+settings.register_profile("searching", deadline=None)
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.load_profile("repeatable")
 
 
 def pytest_configure() -> None:

@@ -53,6 +53,15 @@ def check(renderer, ids: list[int], opens_thinking: bool) -> int:
     return len(found[0]) + len(found[1])
 
 
+@pytest.mark.parametrize("name", ["glm-4.5", "glm-5"])
+def test_settled_thinking_stays_where_content_may_be_taken_back(name):
+    """A second mark that closes thinking would take the content back; what was thought before the first one stays."""
+    renderer = family_renderer(name)
+    encode = family_tokenizer(name).encode
+    ids = [*encode("so "), *encode("</think>"), *encode("so ")]
+    assert check(renderer, ids, opens_thinking=False) == len("so")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({*FAMILIES, *MORE} - {"gpt-oss"}))
 def test_what_is_settled_of_a_familys_completion_stays(name):

@@ -133,9 +133,7 @@ class PackageRenderer:
         ids = completion_ids[: self._end_of_plain(completion_ids.tolist())]
         parsed = self.parse_response(ids, prompt_ids)
         reasoning, content = parsed.reasoning_content, parsed.content
-        if parsed.tool_calls or (content and self._takes_text_back):
-            return "", ""
-        if not content:
+        if not content or parsed.tool_calls or self._takes_text_back:
             return ("", "") if reasoning is None or reasoning[:1].isspace() else (settled(reasoning, "<"), "")
         if content[:1].isspace() or content.startswith(("{", "[")):
             content = ""
