@@ -20,7 +20,7 @@ from verbatim.config.backends import schema_with_backends
 from verbatim.config.fields import keys
 from verbatim.config.load import make_config
 from verbatim.errors import ConfigError
-from verbatim.run.recipes import recipes
+from verbatim.config.recipe_files import recipes
 from verbatim.run.tables import component_tables
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

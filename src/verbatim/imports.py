@@ -60,6 +60,8 @@ def import_object(import_path: str) -> Any:
         ComponentError: no such module or name, or the module fails while it is imported.
     """
     module_name, _, attribute = import_path.replace(":", ".").rpartition(".")
+    if not import_path:
+        raise ComponentError("import_path is empty; expected module.name, for example my_module.MyClass")
     if not module_name:
         raise ComponentError(f"import_path {import_path!r} names a module only; expected module.name, for example "
                              f"{import_path}.MyClass or {import_path}.my_function")  # fmt: skip

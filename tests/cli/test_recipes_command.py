@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from verbatim.cli.main import main
-from verbatim.run.recipes import recipes, run_file
+from verbatim.config.recipe_files import recipes
+from verbatim.run.recipes import run_file
 
 
 def test_every_recipe_is_listed_with_its_first_comment(capsys):
@@ -29,6 +30,7 @@ def test_a_recipe_is_copied_with_its_module(tmp_path: Path, capsys):
 
 @pytest.mark.parametrize(("typed", "told"), [
     (["copy"], "which one? There are alphabet_sort, calculator,"),
+    (["copy", "chess"], "there is no recipe 'chess'. There are alphabet_sort, calculator,"),
     (["copy", "gues_number"], "there is no recipe 'gues_number'; did you mean guess_number?"),
     (["list", "guess_number"], "verbatim recipes list takes no name, found guess_number"),
     (["list", "--json"], "verbatim recipes has no option --json"),

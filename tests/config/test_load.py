@@ -183,6 +183,18 @@ def test_a_missing_table_is_described(file: Path):
     assert error_of(file) == f"{file}: orchestrator is missing: rollouts and batches.{EXAMPLE}"
 
 
+def test_a_missing_model_says_what_to_type(file: Path):
+    file.write_text('[[orchestrator.train.env]]\nid = "guess_number"\n')
+    expected = 'model is missing: the model. Type for example: [model] and below it name = "Qwen/Qwen3-0.6B"'
+    assert error_of(file) == f"{file}: {expected}"
+
+
+def test_a_model_in_place_of_its_table_says_what_to_type(file: Path):
+    file.write_text('model = "mine"\n[[orchestrator.train.env]]\nid = "guess_number"\n')
+    expected = 'model: found "mine" (a string), expected a table: [model] and below it name = "mine"'
+    assert error_of(file) == f"{file}:1: {expected}"
+
+
 def test_a_missing_key_has_the_line_of_its_table(file: Path):
     file.write_text('[model]\nname = "x"\n[orchestrator]\nbatch_size = 16\n')
     assert error_of(file) == f"{file}:3: orchestrator.train is missing: the training environments.{EXAMPLE}"
@@ -221,6 +233,23 @@ def test_a_missing_file_names_the_nearest_one(file: Path):
     with pytest.raises(ConfigError) as caught:
         load_config(wrong)
     assert str(caught.value) == f"there is no file {wrong}; did you mean {file}?"
+
+
+@pytest.mark.parametrize(("lines", "message"), [
+    ('import_path = ""', "train.env.0.import_path: import_path is empty; expected module.name, for example my_module"),
+    ('id = "guess_number"\n[trainer.loss]\ntype = "custom"\nimport_path = ""', 'type = "custom" needs import_path = '),
+])  # fmt: skip
+def test_an_empty_import_path_is_refused(file: Path, lines: str, message: str):
+    file.write_text(f'[model]\nname = "x"\n[[orchestrator.train.env]]\n{lines}\n')
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, tables=component_tables())
+    assert message in str(caught.value)
+
+
+def test_a_missing_file_with_nearly_the_name_of_a_recipe_names_that(file: Path, monkeypatch):
+    monkeypatch.chdir(file.parent)
+    with pytest.raises(ConfigError, match=r"there is no file guess; did you mean the recipe guess_number\?"):
+        load_config("guess")
 
 
 def test_a_folder_is_no_file(file: Path):

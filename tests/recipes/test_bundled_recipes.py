@@ -15,7 +15,7 @@ from e2e.tiny_runs import SIZES, assert_ledger_adds_up, build_tiny_model, train_
 from rollouts.chat_server import call, chat_server
 from verbatim.cli.main import main
 from verbatim.environments import ENVIRONMENTS
-from verbatim.run.recipes import recipes
+from verbatim.config.recipe_files import recipes
 
 SMALL = {
     "max-steps": "2", "orchestrator.batch-size": "8", "orchestrator.group-size": "4", "orchestrator.eval.episodes": "4",

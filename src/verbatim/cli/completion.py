@@ -65,7 +65,7 @@ def _words(line: str) -> list[str]:
 def _add_completers(command: argparse.ArgumentParser) -> None:
     """What fits each argument, by the name that its help has for it."""
     from verbatim.environments import ENVIRONMENTS
-    from verbatim.run.recipes import recipes
+    from verbatim.config.recipe_files import recipes
 
     def runs(prefix: str, **_: Any) -> Iterable[str]:
         return [*recipes(), *FilesCompleter(allowednames=["toml"])(prefix)]

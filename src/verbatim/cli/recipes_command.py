@@ -8,9 +8,10 @@ from pathlib import Path
 from rich.text import Text
 
 from verbatim.cli import exit_status
+from verbatim.config.recipe_files import recipes
 from verbatim.errors import UsageError
 from verbatim.plain_console import PlainConsole
-from verbatim.run.recipes import about, copy_recipe, recipes
+from verbatim.run.recipes import about, copy_recipe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -198,7 +198,7 @@ def _use_of_name(name: str, what: str, key: KeyPath, **knobs: Any) -> _Use:
 def _use_of_environment(env: EnvConfig, path: KeyPath) -> _Use:
     is_own = env.import_path is not None
     return _Use(
-        path=path, what="environment", name=env.import_path or str(env.id), is_own=is_own, num_inputs=0,
+        path=path, what="environment", name=str(env.import_path if is_own else env.id), is_own=is_own, num_inputs=0,
         name_key=(*path, "import_path" if is_own else "id"), knobs=env.args, knobs_key=(*path, "args"),
     )  # fmt: skip
 

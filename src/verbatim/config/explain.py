@@ -18,6 +18,7 @@ from verbatim.errors import ConfigError
 
 _AN_ENVIRONMENT = ' Type for example: [[orchestrator.train.env]] and below it id = "guess_number"'
 _TO_TYPE = {name: _AN_ENVIRONMENT for name in ("orchestrator", "orchestrator.train", "orchestrator.train.env")}
+_TO_TYPE["model"] = ' Type for example: [model] and below it name = "Qwen/Qwen3-0.6B"'
 """What to write where a key is missing that every run needs."""
 _KINDS = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list", dict: "a table"}
 
@@ -80,6 +81,8 @@ def explain(error: ErrorDetails, places: Places) -> str:
             return f"{where}: {unknown_key(path, places.schema)}"
         case "model_type" | "dict_type":
             expected = "a table" + _of_a_backend(path, places.schema)
+            if path == ("model",) and isinstance(found, str):
+                expected += f": [model] and below it name = {short(found)}"
         case "too_short":
             expected = "at least one element"
         case _:

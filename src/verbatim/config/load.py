@@ -32,6 +32,7 @@ from verbatim.config.overrides import (
     parse_overrides,
     parse_value,
 )
+from verbatim.config.recipe_files import recipes
 from verbatim.config.schema import RunConfig
 from verbatim.errors import ConfigError
 from verbatim.imports import search_beside
@@ -133,6 +134,8 @@ def _read(path: Path) -> str:
 
 
 def _nearest_file(path: Path) -> str:
+    if not path.suffix and (near := difflib.get_close_matches(str(path).replace("-", "_"), recipes(), n=1, cutoff=0.5)):
+        return f"; did you mean the recipe {near[0]}?"
     names = sorted(p.name for p in path.parent.glob("*.toml")) if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.4) or names[:1]
     return f"; did you mean {path.parent / near[0]}?" if near else f"; no *.toml in {path.parent}"

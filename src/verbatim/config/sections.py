@@ -43,7 +43,7 @@ class ComponentConfig(BaseModel):
     @model_validator(mode="after")
     def _one_shape(self) -> Self:
         if self.type == "custom":
-            if self.import_path is None:
+            if not self.import_path:
                 raise ValueError('type = "custom" needs import_path = "module.function"')
             if self.model_extra:
                 names = ", ".join(self.model_extra)

@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from difflib import get_close_matches
-from importlib.resources import files
 from pathlib import Path
 
+from verbatim.config.recipe_files import recipes
 from verbatim.errors import UsageError
-
-
-def recipes() -> Mapping[str, Path]:
-    """The TOML file of each recipe, by its name.
-
-    >>> recipes()["guess_number"].name
-    'guess_number.toml'
-    """
-    folder = Path(str(files("verbatim").joinpath("recipes")))
-    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
 
 
 def about(recipe: Path) -> str:
@@ -47,7 +36,7 @@ def copy_recipe(name: str, folder: Path) -> list[Path]:
     found = recipes().get(name.removesuffix(".toml").replace("-", "_"))
     if found is None:
         near = get_close_matches(name, recipes(), n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = f"; did you mean {near[0]}?" if near else "."
         raise UsageError(f"there is no recipe {name!r}{hint} There are {', '.join(recipes())}")
     sources = [source for source in (found, found.with_suffix(".py")) if source.is_file()]
     targets = [folder / source.name for source in sources]
