@@ -109,8 +109,9 @@ class TrainingRun:
         if self._stop is None:
             return False
         self.was_interrupted = True
-        self.console.print("ending after this step, with a checkpoint; Ctrl-C again ends at once", style="bold")
         loop.call_soon_threadsafe(self._stop)
+        with contextlib.suppress(OSError):  # the terminal, or who reads the pipe, is gone: the run ends all the same
+            self.console.print("ending after this step, with a checkpoint; Ctrl-C again ends at once", style="bold")
         return True
 
     def _watched(self, loop: asyncio.AbstractEventLoop) -> AlarmWatch | None:
