@@ -19,8 +19,8 @@ from verbatim.cli.main import COMMANDS, make_parser, split_overrides
 from verbatim.config.backends import schema_with_backends
 from verbatim.config.fields import keys
 from verbatim.config.load import make_config
-from verbatim.errors import ConfigError
 from verbatim.config.recipe_files import recipes
+from verbatim.errors import ConfigError
 from verbatim.run.tables import component_tables
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

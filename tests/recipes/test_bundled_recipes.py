@@ -14,8 +14,8 @@ import pytest
 from e2e.tiny_runs import SIZES, assert_ledger_adds_up, build_tiny_model, train_lines, trajectory_lines
 from rollouts.chat_server import call, chat_server
 from verbatim.cli.main import main
-from verbatim.environments import ENVIRONMENTS
 from verbatim.config.recipe_files import recipes
+from verbatim.environments import ENVIRONMENTS
 
 SMALL = {
     "max-steps": "2", "orchestrator.batch-size": "8", "orchestrator.group-size": "4", "orchestrator.eval.episodes": "4",

@@ -64,8 +64,8 @@ def _words(line: str) -> list[str]:
 
 def _add_completers(command: argparse.ArgumentParser) -> None:
     """What fits each argument, by the name that its help has for it."""
-    from verbatim.environments import ENVIRONMENTS
     from verbatim.config.recipe_files import recipes
+    from verbatim.environments import ENVIRONMENTS
 
     def runs(prefix: str, **_: Any) -> Iterable[str]:
         return [*recipes(), *FilesCompleter(allowednames=["toml"])(prefix)]
