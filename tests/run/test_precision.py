@@ -16,11 +16,15 @@ from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.run.machine import OnCuda, Seconds
 from verbatim.run.precision import (
     FASTER,
+    TRAINER,
+    read_choices,
     read_layers,
     refuse_auto,
     resolve_dtypes,
+    resolve_server,
     tell,
     unresolved,
+    write_choices,
 )
 from verbatim.run.rollouts import inference_settings
 from verbatim.run.tables import component_tables
@@ -174,8 +178,47 @@ def test_servers_elsewhere_have_a_dtype_already():
         resolve_dtypes(config(urls=["http://127.0.0.1:8000"]), machine=Fake())
 
 
+def test_the_trainer_alone_is_measured_where_nothing_is_sampled():
+    """As `verbatim sft` does, also where the sampler's servers are elsewhere."""
+    machine = Fake()
+    resolved, choices = resolve_dtypes(config(urls=["http://127.0.0.1:8000"]), machine=machine, keys=(TRAINER,))
+    assert dtypes(resolved) == ("bfloat16", "auto")
+    assert [side for side, *_ in machine.asked] == ["trainer"] == [choice.key[:7] for choice in choices]
+
+
+@pytest.mark.parametrize(("faster", "dtype"), [(2.0, "bfloat16"), (1.0, "float32")])
+def test_a_server_by_itself_is_measured_for_its_model_and_settings(tmp_path, monkeypatch, faster, dtype):
+    machine = Fake(sampler=faster)
+    monkeypatch.setattr("verbatim.run.precision._this_machine", lambda: machine)
+    Qwen3Config(hidden_size=512, intermediate_size=1536, num_attention_heads=8, num_key_value_heads=4, head_dim=64,
+                num_hidden_layers=2, vocab_size=50).save_pretrained(tmp_path)  # fmt: skip
+    asked = TorchSettings(dtype="auto", max_batch_size=8, kernel="torch")
+    settings, choice = resolve_server(asked, tmp_path)
+    assert settings == asked.model_copy(update={"dtype": dtype}) and choice.dtype == dtype
+    assert machine.asked == [("sampler", 8, "torch")]
+
+
+def test_a_fork_has_the_reasons_of_what_it_did_not_change(tmp_path, caplog):
+    before, fork = tmp_path / "before", tmp_path / "fork"
+    for folder in (before, fork):
+        folder.mkdir()
+    assert read_choices(before) == []
+    resolved, choices = resolve_dtypes(config(), machine=Fake())
+    tell(choices, Console(quiet=True), before)
+    assert read_choices(before, resolved) == choices
+    changed = config("bfloat16", "float32")
+    kept = read_choices(before, changed)
+    assert kept == choices[:1]
+    write_choices(fork, kept)
+    anew = resolve_dtypes(config("bfloat16", "auto"), machine=Fake(sampler=1.0))[1]
+    tell(anew, Console(quiet=True), fork)
+    assert read_choices(fork) == [*anew, *choices[:1]]
+    (before / "precision.json").write_text("[{}]")
+    assert read_choices(before) == [] and "cannot be read" in caplog.text
+
+
 def test_processes_that_are_started_one_by_one_do_not_choose_each_for_itself():
-    with pytest.raises(UsageError, match=r"--trainer.dtype float32 --inference.torch.dtype float32"):
+    with pytest.raises(UsageError, match=r'"float32" or "bfloat16": .* --trainer.dtype bfloat16 --inference.torch'):
         refuse_auto(config(), "two processes")
     refuse_auto(config("float32", "bfloat16"), "two processes")
     assert unresolved(config("auto", "float32")) == ["trainer.dtype"]

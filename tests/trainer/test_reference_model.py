@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from test_trainer_steps import same, weights
-from trainer_helpers import VOCAB, make_batch, shared_prefixes, write_llama
+from trainer_helpers import VOCAB, make_batch, shared_prefixes, write_llama, write_qwen_moe
 
 from verbatim.config.schema import LoraConfig, OptimConfig, TrainerConfig
 from verbatim.errors import CheckpointError, ModelError
@@ -20,8 +20,8 @@ from verbatim.trainer.trainer import Trainer
 KL = dataclasses.replace(LOSSES["default"], knobs={"kl_ref_tau": 0.5})
 
 
-def make_trainer(folder, *, loss=KL, dtype="float32", frozen=None, **config):
-    settings = TrainerConfig(optim=OptimConfig(lr=1e-2), device="cpu", **config)
+def make_trainer(folder, *, loss=KL, dtype="float32", frozen=None, compute="float32", **config):
+    settings = TrainerConfig(optim=OptimConfig(lr=1e-2), device="cpu", dtype=compute, **config)
     return Trainer(folder, settings, loss=loss, total_optimizer_steps=10, dtype=dtype, frozen=frozen)
 
 
@@ -48,6 +48,20 @@ def test_a_frozen_model_in_the_trainer_gives_what_the_same_stream_in_the_samples
     assert before[0]["ref_kl"] == pytest.approx(before[1]["ref_kl"], rel=1e-4)
     assert before[0]["loss"] == pytest.approx(before[1]["loss"], rel=1e-4)
     assert before[0]["grad_norm"] == pytest.approx(before[1]["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize(("policy", "reference"), [("dense", "experts"), ("experts", "dense"), ("experts", "experts")])
+def test_in_bfloat16_a_frozen_model_is_computed_with_as_if_it_were_trained(policy, reference, qwen, tmp_path):
+    """A mixture of experts is autocast on a CPU; of a dense model the products alone are rounded."""
+    folders = {"dense": qwen, "experts": write_qwen_moe(tmp_path)}
+    held = make_trainer(folders[policy], frozen={"reference": folders[reference]}, packing="rows", compute="bfloat16")
+    held._targets = held._frozen.streams["reference"]
+    alone = make_trainer(folders[reference], loss=LOSSES["default"], packing="rows", compute="bfloat16")
+    exact = make_trainer(folders[reference], loss=LOSSES["default"], packing="rows")
+    found, as_trained, in_float32 = (np.concatenate(t.logprobs(shared_prefixes())) for t in (held, alone, exact))
+    if (policy, reference) != ("experts", "dense"):  # that is autocast too, where it is not what is trained
+        assert np.allclose(found, as_trained, equal_nan=True)
+    assert 1e-4 < np.nanmean(np.abs(found - in_float32)) < 0.1
 
 
 def test_packing_leaves_the_gradient_of_the_term_alone_in_float64(qwen, other):

@@ -57,7 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--uploads", type=Path, metavar="FOLDER", help="take other weights over HTTP into this folder, with the key")
     add("--context-length", type=int, metavar="N", help=f"most tokens of a sequence (the model's, up to {_CONTEXT})")
     add("--max-batch-size", type=int, default=64, metavar="N", help="sequences decoded together (64)")
-    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="(float32)")
+    add("--dtype", choices=("float32", "bfloat16", "auto"), default="float32",
+        help="(float32); auto: bfloat16 where that is faster here, by measuring; float32 for tiny models")
     add("--device", default="auto", help="(auto: CUDA where there is one)")
     add("--return-routed-experts", action="store_true", help="with each completion, the experts that computed it")
     add("--deterministic", action="store_true", help="same request and seed: same bits, whatever else is in the batch")
@@ -119,7 +120,7 @@ async def _serve(args: argparse.Namespace, api_key: str | None, console: Console
     from verbatim.inference.http.server import serve_sampler
 
     renderer = _make_renderer(args)
-    sampler = _make_sampler(args)
+    sampler = _make_sampler(args, console)
     sys.setswitchinterval(_SWITCH_SECONDS)
     try:
         async with serve_sampler(
@@ -164,12 +165,16 @@ def _make_renderer(args: argparse.Namespace) -> Any:
     return create_renderer(args.renderer, load_tokenizer(args.model), tools=args.tools)
 
 
-def _make_sampler(args: argparse.Namespace) -> Any:
+def _make_sampler(args: argparse.Namespace, console: Console) -> Any:
     from verbatim.inference.embedded.engine import TorchSampler
     from verbatim.inference.embedded.settings import TorchSettings
+    from verbatim.run.precision import resolve_server
 
     config = TorchSettings(max_batch_size=args.max_batch_size, dtype=args.dtype, device=args.device,
                            deterministic=args.deterministic, num_threads=args.threads)  # fmt: skip
+    if config.dtype == "auto":
+        config, choice = resolve_server(config, args.model)
+        console.print(f"dtype {choice.dtype}: {choice.reason}", soft_wrap=True)
     context = args.context_length or min(_CONTEXT, _positions(folder_of(args.model)))
     return TorchSampler(args.model, config=config, context_length=context, num_threads=args.threads,
                         return_routed_experts=args.return_routed_experts)  # fmt: skip

@@ -12,7 +12,7 @@ from verbatim.errors import ConfigError
 from verbatim.monitors.progress_bar import ProgressBar
 from verbatim.plain_console import PlainConsole
 from verbatim.run.check import check_run
-from verbatim.run.precision import resolve_dtypes, tell
+from verbatim.run.precision import TRAINER, resolve_dtypes, tell
 from verbatim.run.recipes import run_file
 from verbatim.run.tables import component_tables
 from verbatim.run.trainer_ranks import follow_leader, is_led, open_ranks
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     console = PlainConsole()
     with ProgressBar("checking", console=console):
         environments = check_run(config, starts_both=False)
-    config, choices = resolve_dtypes(config)
+    config, choices = resolve_dtypes(config, keys=(TRAINER,))  # nothing is sampled
     with RunFolder.create(config, name=f"{config.named(args.file.stem).name}-sft", now=datetime.now()) as folder:
         tell(choices, console, folder.path)
         from verbatim.run.prepare import prepare_model

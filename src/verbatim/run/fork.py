@@ -6,6 +6,7 @@ runs/a/checkpoints/step_000040     ->  runs/b/checkpoints/step_000040       its 
 runs/a/metrics.jsonl, ...          ->  runs/b/metrics.jsonl, ...            as far as they were at step 40
 runs/a/trajectories/, evaluations/ ->  runs/b/trajectories/, evaluations/   the files up to step 40
 runs/a/model, warm_start           ->  runs/b/model, warm_start             what the run began with
+runs/a/precision.json              ->  runs/b/precision.json            why a number format was chosen
                                        runs/b/forked_from.json
 ```
 
@@ -40,7 +41,7 @@ from verbatim.checkpoints import (
     write_origin,
 )
 from verbatim.checkpoints.origin import FORKING, ORIGIN
-from verbatim.checkpoints.run_folder import remove_from
+from verbatim.checkpoints.run_folder import PRECISION, remove_from
 from verbatim.checkpoints.stored_config import changed_keys
 from verbatim.config import dump_config, load_config
 from verbatim.config.schema import RunConfig
@@ -54,6 +55,7 @@ from verbatim.rollouts import derive_seed
 from verbatim.run.environments import Environments
 from verbatim.run.fork_state import LOOP_FILES, write_changed_state
 from verbatim.run.parts import make_progress
+from verbatim.run.precision import read_choices, write_choices
 from verbatim.run.tables import component_tables
 
 FRESH = ("optimizer", "examples")
@@ -224,7 +226,8 @@ def begin_fork(fork: Fork, origin: Origin, config: RunConfig, path: Path) -> lis
     files = _logs_to_copy(fork, logs)
     parts = [name for name in _BEGINNINGS if (fork.run / name).is_dir()]
     folders = [name for name in (TRAJECTORIES, EVALUATIONS) if name == TRAJECTORIES or (fork.run / name).is_dir()]
-    names = [*files, *folders, *parts, ORIGIN, "checkpoints"]
+    choices = read_choices(fork.run, config)
+    names = [*files, *folders, *parts, ORIGIN, "checkpoints", *([PRECISION] if choices else [])]
     _make_room(path, names)
     try:
         write_file(path / FORKING, "".join(f"{name}\n" for name in names).encode())
@@ -235,6 +238,8 @@ def begin_fork(fork: Fork, origin: Origin, config: RunConfig, path: Path) -> lis
         for name in parts:
             shutil.copytree(fork.run / name, path / name, copy_function=link_or_copy, symlinks=True)
             sync_tree(path / name)
+        if choices:
+            write_choices(path, choices)
         write_origin(path, origin)
         _write_checkpoints(fork, origin, config, path, source, logs)
     except BaseException as error:

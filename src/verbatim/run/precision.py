@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,6 @@ MOST_SAMPLER_ROWS = 64
 """Sequences that are decoded together while the sampler is measured, at most."""
 TRAINER, SAMPLER = "trainer.dtype", "inference.torch.dtype"
 _KEPT = "as the run has it"
-_AUTO: Kernel = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +113,16 @@ def resolve_sampler(config: RunConfig, model: str | Path) -> RunConfig:
     return config
 
 
+def resolve_server(settings: TorchSettings, model: str | Path) -> tuple[TorchSettings, Choice]:
+    """The settings of a server without "auto", for this model, and what was chosen.
+
+    Raises:
+        ModelError: no such model.
+    """
+    choice = _choose_sampler(settings, _layers(_base(model), str(model)), _this_machine())
+    return settings.model_copy(update={"dtype": choice.dtype}), choice
+
+
 def refuse_auto(config: RunConfig, how: str) -> None:
     """Refuse "auto" where two processes would each choose for itself.
 
@@ -121,26 +130,70 @@ def refuse_auto(config: RunConfig, how: str) -> None:
         UsageError: names the keys.
     """
     if keys := unresolved(config):
-        given = " ".join(f"--{key} float32" for key in keys)
-        raise UsageError(f'{", ".join(keys)} = "auto" is chosen by the one command that starts a run, and {how}: say '
-                         f"which to both, for example {given}")  # fmt: skip
+        given = " ".join(f"--{key} bfloat16" for key in keys)
+        raise UsageError(f'{" and ".join(keys)} = "auto" can be chosen only by the one command that starts a run, and '
+                         f'{how}. Give both the same, "float32" or "bfloat16": for example, where the processors have '
+                         f"instructions for bfloat16 and the model is not tiny, {given}")  # fmt: skip
 
 
 def tell(choices: list[Choice], console: Console, folder: Path) -> None:
-    """Say what was chosen, and keep it in the folder of a run. What a run had already is kept there already."""
+    """Say what was chosen, and keep it in the folder of a run, whose file stays where nothing was chosen anew."""
     for choice in choices:
         console.print(f"precision   {choice}", soft_wrap=True)
     if any(choice.reason != _KEPT for choice in choices):
-        write_file(folder / PRECISION, json.dumps([asdict(choice) for choice in choices], indent=2).encode() + b"\n")
+        found = {choice.key: choice for choice in choices}
+        for before in read_choices(folder):
+            if before.key not in found or found[before.key].reason == _KEPT:
+                found[before.key] = before
+        write_choices(folder, list(found.values()))
+
+
+def write_choices(folder: Path, choices: list[Choice]) -> None:
+    """Write what "auto" became into the folder of a run."""
+    write_file(folder / PRECISION, json.dumps([asdict(choice) for choice in choices], indent=2).encode() + b"\n")
+
+
+def read_choices(folder: Path, config: RunConfig | None = None) -> list[Choice]:
+    """What "auto" became in a run; nothing where the file is missing or damaged: the configuration has it too.
+
+    Args:
+        folder: Of the run.
+        config: That of a fork: keys in which it differs are left out. None = all are taken.
+    """
+    try:
+        found = [Choice(**fields) for fields in json.loads((folder / PRECISION).read_text(encoding="utf-8"))]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, TypeError) as error:
+        logger.warning("%s cannot be read, so that it is not known why a number format was chosen: %s",
+                       folder / PRECISION, error)  # fmt: skip
+        return []
+    if config is None:
+        return found
+    tables = config.model_dump()
+    return [choice for choice in found if _stored(tables, choice.key, config) == choice.dtype]
 
 
 def _choose(key: str, config: RunConfig, layers: Layers, machine: Machine) -> Choice:
-    settings = inference_settings(config)
-    side: Side = "trainer" if key == TRAINER else "sampler"
-    device, rows, kernel = config.trainer.device, TRAINER_ROWS, _AUTO
-    if side == "sampler":
+    if key == SAMPLER:
+        settings = inference_settings(config)
         assert isinstance(settings, TorchSettings)
-        device, rows, kernel = settings.device, min(MOST_SAMPLER_ROWS, settings.max_batch_size), settings.kernel
+        return _choose_sampler(settings, layers, machine)
+    casts = config.trainer.compile or config.trainer.parallel.processes > 1
+    return _choose_side("trainer", layers, machine, device=config.trainer.device, rows=TRAINER_ROWS, casts=casts)
+
+
+def _choose_sampler(settings: TorchSettings, layers: Layers, machine: Machine) -> Choice:
+    rows = min(MOST_SAMPLER_ROWS, settings.max_batch_size)
+    return _choose_side("sampler", layers, machine, device=settings.device, rows=rows, kernel=settings.kernel)
+
+
+def _choose_side(
+    side: Side, layers: Layers, machine: Machine, *, device: str, rows: int, kernel: Kernel = "auto",
+    casts: bool = False,
+) -> Choice:  # fmt: skip
+    """`casts`: whether a trainer in bfloat16 would be autocast on a CPU."""
+    key = TRAINER if side == "trainer" else SAMPLER
 
     def chosen(dtype: Dtype, reason: str) -> Choice:
         return Choice(key=key, dtype=dtype, reason=reason)
@@ -153,7 +206,7 @@ def _choose(key: str, config: RunConfig, layers: Layers, machine: Machine) -> Ch
                       f"the CUDA device computes in {'it' if rounds else 'no bfloat16'}")  # fmt: skip
     if not layers.linear_alone:
         return chosen("float32", "the model has other products than those of linear layers")
-    if side == "trainer" and (config.trainer.compile or config.trainer.parallel.processes > 1):
+    if casts:
         return chosen("float32", "it is autocast on a CPU where torch compiles the layers or several processes train")
     if not machine.has_instructions():
         return chosen("float32", "the processor has no instructions for bfloat16 (avx512_bf16, amx_bf16)")
@@ -170,25 +223,40 @@ def read_layers(config: RunConfig, model: str | Path | None = None) -> Layers:
     Raises:
         ModelError: no such model, or a configuration that cannot be read.
     """
+    from verbatim.models.build import build_config
+
+    name = model if model is not None else config.model.name
+    if name is not None:
+        return _layers(_base(name), str(name))
+    build = config.model.build
+    assert build is not None
+    return _layers(lambda: build_config(build, build.vocab_size), "None")
+
+
+def _base(model: str | Path) -> Callable[[], Any]:
+    """Reads the configuration of a model, or of that which an adapter belongs to."""
+
+    def read() -> Any:
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(find_source(base_of(model) if is_adapter(model) else str(model)))
+
+    return read
+
+
+def _layers(read: Callable[[], Any], name: str) -> Layers:
     from collections import Counter
 
     import torch
     from torch import nn
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    from verbatim.models.build import build_config
     from verbatim.models.refusal import refusing
     from verbatim.models.tiny import decoder_layers
     from verbatim.trainer.bfloat16 import can_round
 
-    name = model if model is not None else config.model.name
-    with refusing(f"the config.json of model {str(name)!r} cannot be read"), torch.device("meta"):
-        if name is not None:
-            base = base_of(name) if is_adapter(name) else str(name)
-            found: Any = AutoConfig.from_pretrained(find_source(base))
-        else:
-            assert config.model.build is not None
-            found = build_config(config.model.build, config.model.build.vocab_size)
+    with refusing(f"the config.json of model {name!r} cannot be read"), torch.device("meta"):
+        found = read()
         made = AutoModelForCausalLM.from_config(found, dtype=torch.float32)
     sizes = Counter((module.in_features, module.out_features) for layer in decoder_layers(made)
                     for module in layer.modules() if isinstance(module, nn.Linear))  # fmt: skip

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from verbatim.config.schema import TrainerConfig
 from verbatim.errors import ModelError
@@ -13,6 +16,7 @@ from verbatim.models.adapters import fingerprint
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model
 from verbatim.models.positions import refuse_moving_positions
+from verbatim.trainer.bfloat16 import can_round
 from verbatim.trainer.compile import choose_kernels
 from verbatim.trainer.logprobs import TargetLogprobs
 from verbatim.trainer.lora import Adapters
@@ -91,7 +95,8 @@ def load_frozen(
     )
     model.requires_grad_(False)
     lm = CausalLM(model, sharding)
-    choose_kernels(model, compiled=compiled, rounds=compute == "bfloat16" and sharding is None)
+    rounds = compute == "bfloat16" and sharding is None and lm.device.type == "cpu"
+    choose_kernels(model, compiled=compiled, rounds=rounds)
     refuse_rows_alone(lm, ranks)
     if lm.vocab_size != beside.model.vocab_size:
         here, there = beside.model.vocab_size, lm.vocab_size
@@ -104,7 +109,10 @@ def load_frozen(
     refuse_moving_positions(lm, seq_len)
     if beside.sequence is not None:
         refuse_slices(lm, beside.sequence.size)
-    return TargetLogprobs(lm, beside.chunk, beside.autocast, beside.sequence)
+    autocast = beside.autocast
+    if rounds and not can_round(model):  # beside a model whose products alone are rounded, which has no autocast
+        autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+    return TargetLogprobs(lm, beside.chunk, autocast, beside.sequence)
 
 
 def packing_beside(model: CausalLM, name: str, source: str | Path, packing: str) -> str:
