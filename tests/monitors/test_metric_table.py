@@ -42,7 +42,7 @@ def test_what_the_table_names_is_in_the_code(name: str, written: set[str]):
 
 
 def test_a_name_that_no_code_makes_is_noticed(written: set[str]):
-    invented = ("rewards/mean", "pool/{}/middle", "replica/{}/speed", "ledger/eaten")
+    invented = ("rewards/mean", "pool/{}/middle", "replica/{}/swiftness", "ledger/eaten")
     assert [is_written(name, written) for name in invented] == [False] * 4
 
 

@@ -206,6 +206,10 @@ _GROUPS: Mapping[str, tuple[Metric, ...]] = {
         Metric("replica/{i}/prefix_cache_hit_rate", "share", "prompt tokens found in the prefix cache"),
         Metric("replica/{i}/waking_seconds", "seconds", "its last waking, without loading, where it takes turns with "
                "the trainer", see="vllm.md#one-gpu"),
+        Metric("replicas/{figure}/min", "", "of more than 32 replicas none has metrics of its own: the lowest value of "
+               "these, of all replicas"),
+        Metric("replicas/{figure}/mean", "", "the mean"),
+        Metric("replicas/{figure}/max", "", "the highest"),
         Metric("replicas/serving", "replicas", "replicas that take requests"),
         Metric("replicas/lost", "replicas", "deaths since the start of this process"),
         Metric("replicas/restarts", "restarts", "restarts since then"),

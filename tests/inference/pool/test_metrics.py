@@ -2,12 +2,14 @@
 
 import math
 
+import pytest
+
 from inference.pool.scripted_replicas import ScriptedReplica, request
 from inference.pool.test_pool import opened
 from rollouts.waiting import until
 from verbatim.inference.pool.base import ReplicaLoad
 from verbatim.inference.pool.member import Member
-from verbatim.inference.pool.metrics import PoolMetrics
+from verbatim.inference.pool.metrics import MOST_NAMED, PoolMetrics
 from verbatim.inference.pool.places import Places
 from verbatim.inference.pool.roster import Counts
 from verbatim.inference.pool.routing import Router
@@ -50,6 +52,26 @@ async def test_tensors_that_no_digest_tells_of_are_counted_for_each_replica():
     found = PoolMetrics(lambda: 0.0).read([Member(i, replica) for i, replica in enumerate(replicas)],
                                           Places(Router(most_running=4)), Counts())  # fmt: skip
     assert [found[f"replica/{i}/unverified_tensors"] for i in range(2)] == [0, 6]
+
+
+async def test_more_than_a_few_replicas_have_a_distribution_instead_of_metrics_each():
+    """33 replicas: the first has said nothing, the others have drawn 10, 20, ... 320 tokens in 2 s, and each was asked
+    for prompts but the last."""
+    times = iter([0.0, 2.0])
+    metrics = PoolMetrics(lambda: next(times))
+    members = [Member(i, ScriptedReplica(i, version=5 + (i == 7))) for i in range(MOST_NAMED + 1)]
+    members[3].state = "out"
+    for i, member in enumerate(members[1:], 1):
+        member.load = ReplicaLoad(generated_tokens=10 * i, cache_queries=10 * (i < 32), cache_hits=i % 2)
+    found = metrics.read(members, Places(Router(most_running=4)), Counts())
+    assert not any(name.startswith("replica/") for name in found)
+    assert found["replicas/serving"] == 32
+    assert [found[f"replicas/tokens_per_second/{of}"] for of in ("min", "mean", "max")] == [5.0, 82.5, 160.0]
+    assert [found[f"replicas/policy_version/{of}"] for of in ("min", "max")] == [5, 6]
+    assert found["replicas/serving/min"] == 0.0
+    assert found["replicas/prefix_cache_hit_rate/mean"] == pytest.approx(16 / 31 / 10)  # 1, 3, ... 31 of 1 to 31
+    assert "replicas/waking_seconds/mean" not in found
+    assert len(found) == 10 + 3 * 10
 
 
 async def test_the_pool_asks_its_replicas_and_the_steps_metrics_take_what_it_says():

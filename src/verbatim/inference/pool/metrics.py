@@ -12,6 +12,8 @@ from verbatim.inference.pool.places import Places
 from verbatim.inference.pool.roster import Counts
 
 NOTHING = ReplicaLoad()
+MOST_NAMED = 32
+"""Replicas that have metrics each. Of more, 1,000 would have 10,000 a step, and their distribution is reported."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,8 @@ class PoolMetrics:
         self._read_at = clock()
 
     def read(self, members: list[Member], places: Places, counts: Counts) -> dict[str, float]:
-        """By name: `replicas/...` of all, `replica/{index}/...` of each."""
+        """By name: `replicas/...` of all, and `replica/{index}/...` of each; of more than `MOST_NAMED` replicas their
+        lowest value, mean and highest value instead, `replicas/{figure}/min`, `/mean` and `/max`."""
         now = self._clock()
         seconds, self._read_at = now - self._read_at, now
         metrics: dict[str, float] = {
@@ -50,32 +53,46 @@ class PoolMetrics:
             "replicas/requests_lost": counts.unknown,
             "replicas/tokens_lost": counts.lost_tokens,
         }
-        for member in members:
-            metrics |= self._of(member, places, seconds)
+        figures = {member.index: self._of(member, places, seconds) for member in members}
+        if len(members) > MOST_NAMED:
+            return metrics | _distribution(list(figures.values()))
+        for index, own in figures.items():
+            metrics |= {f"replica/{index}/{name}": value for name, value in own.items()}
         return metrics
 
     def _of(self, member: Member, places: Places, seconds: float) -> dict[str, float]:
         load, before = member.load, self._before.get(member.index)
-        named = f"replica/{member.index}"
-        metrics: dict[str, float] = {
-            f"{named}/serving": float(member.state == "serving"),
-            f"{named}/in_flight": places.router.num_running(member.index),
-            f"{named}/policy_version": member.life.version,
-            f"{named}/restarts": member.num_restarts,
-            f"{named}/unverified_tensors": member.replica.num_unverified,
+        figures: dict[str, float] = {
+            "serving": float(member.state == "serving"),
+            "in_flight": places.router.num_running(member.index),
+            "policy_version": member.life.version,
+            "restarts": member.num_restarts,
+            "unverified_tensors": member.replica.num_unverified,
         }
         if isinstance(member.replica, CanSleep) and member.replica.seconds_waking is not None:
-            metrics[f"{named}/waking_seconds"] = member.replica.seconds_waking
+            figures["waking_seconds"] = member.replica.seconds_waking
         if load is None:
-            return metrics
+            return figures
         since = before.load if before is not None and before.num_restarts == member.num_restarts else NOTHING
         self._before[member.index] = _Before(load, member.num_restarts)
         queries = load.cache_queries - since.cache_queries
         tokens = load.generated_tokens - since.generated_tokens
-        return metrics | {
-            f"{named}/running": load.running,
-            f"{named}/waiting": load.waiting,
-            f"{named}/kv_usage": load.kv_usage,
-            f"{named}/prefix_cache_hit_rate": (load.cache_hits - since.cache_hits) / queries if queries else math.nan,
-            f"{named}/tokens_per_second": tokens / seconds if seconds > 0 else 0.0,
+        return figures | {
+            "running": load.running,
+            "waiting": load.waiting,
+            "kv_usage": load.kv_usage,
+            "prefix_cache_hit_rate": (load.cache_hits - since.cache_hits) / queries if queries else math.nan,
+            "tokens_per_second": tokens / seconds if seconds > 0 else 0.0,
         }
+
+
+def _distribution(figures: list[dict[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for own in figures for name in own)
+    metrics: dict[str, float] = {}
+    for name in names:
+        values = [own[name] for own in figures if not math.isnan(own.get(name, math.nan))]
+        if values:
+            metrics[f"replicas/{name}/min"] = min(values)
+            metrics[f"replicas/{name}/mean"] = math.fsum(values) / len(values)
+            metrics[f"replicas/{name}/max"] = max(values)
+    return metrics
