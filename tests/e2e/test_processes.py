@@ -161,8 +161,8 @@ def processes_of(run: Path) -> list[int]:
     return found
 
 
-def end_of(run: Path, seconds: float = 10) -> None:
-    """Nothing of the run is left within seconds."""
+def end_of(run: Path, seconds: float = 25) -> None:
+    """Nothing of the run is left within seconds: sooner than a heartbeat that is missed, which is after 30."""
     wait_until(lambda: processes_of(run) == [], seconds)
 
 
@@ -218,7 +218,7 @@ def survivor(place: Path, unstopped: Path) -> tuple[Path, dict[str, tuple[int, s
 
     fate(run, chance.randint(2, 16), "me")
     with process(*again) as running:
-        assert running.wait(timeout=60) == -signal.SIGKILL
+        assert running.wait(timeout=300) == -signal.SIGKILL
         end_of(run)
 
     fate(run, chance.randint(2, 16), "trainer")
@@ -227,7 +227,7 @@ def survivor(place: Path, unstopped: Path) -> tuple[Path, dict[str, tuple[int, s
 
     fate(run, chance.randint(2, 16), "trainer", "me")
     with process(*again) as running:
-        assert running.wait(timeout=60) == -signal.SIGKILL
+        assert running.wait(timeout=300) == -signal.SIGKILL
         end_of(run)
 
     said["finished"] = typed(*again)
@@ -267,7 +267,7 @@ def test_an_overlapping_run_that_was_killed_trains_every_step_and_group_once(pla
     end_of(run)
     fate(run, chance.randint(2, 16), "me")
     with process(*arguments, "--resume") as running:
-        assert running.wait(timeout=60) == -signal.SIGKILL
+        assert running.wait(timeout=300) == -signal.SIGKILL
         end_of(run)
     assert typed(*arguments, "--resume", *INSIDE)[0] == 0
     assert [line["step"] for line in train_lines(run)] == list(range(1, STEPS + 1))
@@ -288,7 +288,7 @@ def test_a_frozen_trainer_is_named_and_ended(place: Path, unstopped: Path):
     status, text = typed("rl", "run.toml", "--run-dir", run, "--orchestrator.heartbeat-timeout", "2")
     assert status == 1
     assert re.search(r"stopped: the trainer \(process \d+\) has given no sign of life for 2 s", text)
-    assert time.monotonic() - began < 40
+    assert time.monotonic() - began < 200  # the start of a trainer included, on a busy machine
     assert processes_of(run) == []
     assert typed("rl", "run.toml", "--run-dir", run, "--resume", *INSIDE)[0] == 0
     assert_same_run(run, unstopped)
@@ -375,8 +375,8 @@ def test_trainer_and_orchestrator_are_started_one_by_one_stopped_at_either_side_
         with process("trainer", *new) as trainer:
             wait_until(lambda: (run / "metrics.jsonl").exists() and len(train_lines(run)) >= 1)
             trainer.send_signal(signal.SIGINT)
-            told = trainer.communicate(timeout=30)[0]
-            said = orchestrator.communicate(timeout=30)[0]
+            told = trainer.communicate(timeout=120)[0]
+            said = orchestrator.communicate(timeout=120)[0]
     assert (trainer.returncode, orchestrator.returncode) == (130, 130)
     assert "Traceback" not in said + told
     assert "asking the orchestrator to end the run, with a checkpoint" in told
@@ -395,7 +395,7 @@ def test_trainer_and_orchestrator_are_started_one_by_one_stopped_at_either_side_
         assert "seed: 0 -> 1" in text
         fate(run, 3, "me", number=signal.SIGINT)
         assert typed("orchestrator", *resumed)[0] == 130
-        assert "Traceback" not in trainer.communicate(timeout=30)[0]
+        assert "Traceback" not in trainer.communicate(timeout=120)[0]
     assert trainer.returncode == 0
     assert len(train_lines(run)) < STEPS
 
@@ -436,13 +436,13 @@ def test_a_trainer_asks_its_orchestrator_to_end_and_without_one_it_leaves(tmp_pa
         assert (alone.stdout.readline(), attached.stdout.readline()) == ("ready\n", "ready\n")
         alone.send_signal(number)
         attached.send_signal(number)
-        assert alone.communicate(timeout=10)[0] == f"left by {name}\n"
+        assert alone.communicate(timeout=50)[0] == f"left by {name}\n"
         assert alone.returncode == 0
         assert attached.stdout.readline() == "asked\n"
         assert "asking the orchestrator to end the run, with a checkpoint" in attached.stdout.readline()
         assert attached.poll() is None
         attached.send_signal(number)
-        assert attached.wait(timeout=10) == 130
+        assert attached.wait(timeout=50) == 130
 
 
 # ---- what one process says of the other

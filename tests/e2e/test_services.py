@@ -216,12 +216,13 @@ import logging, sys, time
 from pathlib import Path
 from verbatim.monitors import RunInfo, background, wandb
 logging.basicConfig(level=logging.WARNING, format="%(message)s")
-background.OPEN_SECONDS = 2.0
+background.OPEN_SECONDS = 60.0
 began = time.monotonic()
 monitor = wandb.Wandb(project="p", mode="online")(RunInfo(name="n", folder=Path(sys.argv[1]), config={}))
 for step in range(5):
     monitor.on_step(step, {"x": 1.0})
-assert time.monotonic() - began < 0.5
+assert time.monotonic() - began < 30
+background.OPEN_SECONDS = 2.0
 monitor.close()
 """
 

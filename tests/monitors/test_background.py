@@ -94,7 +94,7 @@ def test_a_service_that_never_comes_is_tried_a_last_time_at_the_end(caplog):
         time.sleep(0.01)
     began = time.monotonic()
     service.close()
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 90  # not the next try, after 100
     assert len(tried) == 2
     first, last = warnings(caplog)
     assert "is tried again every 100 s: ConnectionError: no" in first
@@ -110,7 +110,7 @@ def test_a_service_that_hangs_holds_up_nothing_and_no_more_memory_than_its_queue
 
     def slow(record: list[int]) -> None:
         hangs.set()
-        assert released.wait(30)
+        assert released.wait(300)
         record.append(0)
 
     service = work(heard)
@@ -119,9 +119,9 @@ def test_a_service_that_hangs_holds_up_nothing_and_no_more_memory_than_its_queue
     began = time.monotonic()
     for number in range(1, 101):
         service.put(lambda record, number=number: record.append(number))
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 100
     service.close()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 200  # the call takes 300
     assert warnings(caplog) == [
         "Service: 5 records wait for the service; further ones are dropped until it keeps up",
         "Service: did not finish within 0 seconds; type x",

@@ -271,7 +271,7 @@ class Lingering(Coins):
         return Game(seed, False)
 
     async def linger(self, agent):
-        await asyncio.sleep(0.005)
+        await until(lambda: agent.recorder._closed)
         await agent.sample([{"role": "user", "content": "two"}])
 
 

@@ -18,9 +18,9 @@ async def test_code_that_blocks_the_event_loop_is_named_with_its_line(caplog):
         think_hard(0.4)
         await asyncio.sleep(0)
     lag.close()
-    (record,) = [r for r in caplog.records if "event loop has stood still" in r.message]  # once for one block
+    stood = [r for r in caplog.records if "event loop has stood still" in r.message]
+    (record,) = [r for r in stood if "think_hard(0.4)" in r.message]  # once for one block; the machine may add others
     assert "test_loop_lag.py" in record.message
-    assert "think_hard(0.4)" in record.message
     assert "await asyncio.to_thread(...)" in record.message
 
 
@@ -39,9 +39,17 @@ async def test_the_time_that_everybody_waited_is_measured_even_before_the_loop_t
 
 
 async def test_a_loop_that_turns_is_accused_of_nothing(caplog):
-    lag = LoopLag(blocked_after=0.5)
-    with caplog.at_level(logging.WARNING):
-        for _ in range(14):
-            await asyncio.sleep(0.05)
-    lag.close()
+    """In a stretch in which the machine itself did not stand still: such a one has to come."""
+    for _ in range(50):
+        caplog.clear()
+        lag, longest = LoopLag(blocked_after=0.5), 0.0
+        with caplog.at_level(logging.WARNING):
+            for _ in range(14):
+                began = time.monotonic()
+                await asyncio.sleep(0.05)
+                longest = max(longest, time.monotonic() - began)
+        lag.close()
+        if longest < 0.25:
+            break
+    assert longest < 0.25
     assert caplog.records == []
