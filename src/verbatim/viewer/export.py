@@ -65,6 +65,8 @@ def export(
     """
     if path.exists():
         raise UsageError(f"--export {path} is there already; name a new file")
+    if not path.parent.is_dir():
+        raise UsageError(f"--export {path}: there is no folder {path.parent}; name a file in one that is there")
     asked = Filters.of(filters)
     begin, end = _page(assets)
     partial = path.with_name(f".{path.name}.partial")

@@ -89,6 +89,8 @@ def read_range(name: str, text: str) -> Range:
         raise UsageError(f"{name} = {text!r}; expected a number or a range, such as 7, 3-9, 3- or -1--0.5")
     low = float(match[1]) if match[1] else -math.inf
     high = float(match[3]) if match[3] else math.inf if match[2] else low
+    if low > high:
+        raise UsageError(f"{name} = {text!r}; expected the lower number first")
     return low, high
 
 
