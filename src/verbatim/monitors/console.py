@@ -207,7 +207,7 @@ def what_waits(metrics: Metrics) -> str:
              if metrics.get(f"time/{name}", 0.0) >= 0.05]  # fmt: skip
     queues = [f"{metrics[f'queue/{name}']:.0f} {label}"
               for name, label in (("groups_in_flight", "groups in flight"), ("groups_ready", "ready"),
-                                  ("batches_submitted", "batches at the trainer"))
+                                  ("batches_submitted", "at the trainer"))
               if metrics.get(f"queue/{name}")]  # fmt: skip
     parts = {"idle: ": idle, "waited ": waits, "": queues}
     return "  ·  ".join(f"{label}{', '.join(found)}" for label, found in parts.items() if found)

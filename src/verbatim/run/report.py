@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -108,3 +109,4 @@ def _print_paths(folder: RunFolder, console: Console) -> None:
     for what, path in kept:
         if path.exists():
             console.print(f"{what:<15} {path}", soft_wrap=True)
+    console.print(f"{'as a page':<15} verbatim view {shlex.quote(str(folder.path))}", soft_wrap=True)

@@ -60,7 +60,7 @@ def export(
         most: Trajectories of each run.
 
     Raises:
-        UsageError: the file is there already, or a filter is none.
+        UsageError: the file is there already, a filter cannot be read, or the filters match no trajectory.
         OSError: it cannot be written.
     """
     if path.exists():
@@ -85,6 +85,8 @@ def export(
                     count += url.startswith("/trajectories/")
                     _write(file, f"/api/runs/{number}{url}", answer)
             file.write(end)
+        if most and total and not count:
+            raise UsageError(f"--export {path}: the filters match no trajectory of {total:,}; nothing was written")
         size = partial.stat().st_size
         rename(partial, path)
     finally:
