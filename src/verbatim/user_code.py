@@ -49,5 +49,5 @@ def let_go(error: BaseException | None) -> None:
         found = left.pop()
         if found is not None and id(found) not in seen:
             seen.add(id(found))
-            found.__traceback__ = None
+            BaseException.with_traceback(found, None)  # an exception that is a frozen dataclass takes no assignment
             left += [found.__cause__, found.__context__]

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import contextvars
+import dataclasses
 import gc
 import subprocess
 import sys
@@ -125,6 +126,31 @@ async def test_what_a_tool_held_that_raised_is_freed_with_the_outcome(how, error
         assert held[0]() is None
     finally:
         gc.enable()
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenFailure(ToolFailed):
+    town: str
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenFault(Exception):
+    town: str
+
+
+@pytest.mark.parametrize("error", [FrozenFailure, FrozenFault])
+@pytest.mark.parametrize("inline", [False, True])
+async def test_an_exception_that_is_a_frozen_dataclass_is_an_answer_and_let_go(error, inline):
+    """None of its attributes can be assigned, `__traceback__` included."""
+
+    def fails() -> str:
+        raise error("Bonn")
+
+    outcome = await ToolManager([FunctionTool(fails, inline=inline)]).dispatch(call("fails", {}))
+    assert outcome.error_kind == "exception" and outcome.message["content"].endswith("Bonn")
+    let_go(outcome.fault)
+    assert (outcome.fault is None) == (error is FrozenFailure)
+    assert outcome.fault is None or outcome.fault.__traceback__ is None
 
 
 async def test_an_inline_tool_that_cancels_its_task_fails_alone():
