@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import signal
 import threading
 from typing import Any, NoReturn
@@ -30,6 +31,15 @@ def is_ctrl_c(error: BaseException) -> bool:
     while innermost is not None and innermost.tb_next is not None:
         innermost = innermost.tb_next
     return innermost is not None and innermost.tb_frame.f_code in _HANDLERS
+
+
+def is_told_to_end(task: asyncio.Task[Any] | None) -> bool:
+    """Whether a Ctrl-C has cancelled this task: `asyncio.run` answers the first one so, in the task that it runs."""
+    handler = signal.getsignal(signal.SIGINT)
+    runner = getattr(getattr(handler, "func", None), "__self__", None)
+    if not isinstance(handler, functools.partial) or not isinstance(runner, asyncio.Runner):
+        return False
+    return handler.keywords.get("main_task") is task and runner._interrupt_count > 0  # type: ignore[attr-defined]
 
 
 def is_running(task: asyncio.Task[Any] | None) -> bool:

@@ -5,6 +5,7 @@ import contextlib
 import contextvars
 import dataclasses
 import gc
+import signal
 import subprocess
 import sys
 import threading
@@ -184,6 +185,23 @@ async def test_a_caller_that_is_cancelled_as_its_inline_tool_cancels_it_is_cance
     dispatching = asyncio.create_task(manager.dispatch(call("cancels", {})))
     with pytest.raises(asyncio.CancelledError):
         await dispatching
+
+
+def test_a_ctrl_c_while_an_inline_tool_runs_ends_its_caller():
+    """`asyncio.run` answers the first one by cancelling its own task, here the one that the tool runs on."""
+
+    def slow() -> str:
+        signal.raise_signal(signal.SIGINT)
+        return "done"
+
+    async def run():
+        await ToolManager([FunctionTool(slow, inline=True)]).dispatch(call("slow", {}))
+        went_on.append(True)
+
+    went_on = []
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(run())
+    assert not went_on
 
 
 async def test_a_tool_that_says_it_failed_is_quoted_whole():

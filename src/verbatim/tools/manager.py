@@ -22,7 +22,7 @@ from verbatim.tools.base import Tool, ToolArgumentsError, ToolFailed, ToolResult
 from verbatim.tools.function_tool import FunctionTool, as_result
 from verbatim.tools.mcp import McpTools
 from verbatim.types import Message, ToolCall
-from verbatim.user_code import is_ctrl_c, is_running, let_go
+from verbatim.user_code import is_ctrl_c, is_running, is_told_to_end, let_go
 
 MAX_ERROR_CHARACTERS = 500
 """Most characters of an exception's text."""
@@ -214,14 +214,14 @@ def _cancelling() -> int:
 
 async def _take_back(before: int) -> None:
     """A tool cancelled the task that it runs on, which is its caller's: the caller goes on, unless it is cancelled from
-    outside too.
+    outside too, or it was no tool but Ctrl-C.
 
     Args:
         before: How often the task had been cancelled before.
     """
     task = asyncio.current_task()
     assert task is not None
-    own = task.cancelling() - before
+    own = 0 if is_told_to_end(task) else task.cancelling() - before
     with contextlib.suppress(asyncio.CancelledError):
         await asyncio.sleep(0)
     for _ in range(own):
