@@ -17,6 +17,7 @@ from verbatim.curriculum import ExampleSchedule, PoolRules
 from verbatim.errors import RunStopped
 from verbatim.orchestrator.dispatcher import Dispatcher
 from verbatim.rollouts import EpisodeTally
+from verbatim.rollouts.group import MOST_IN_LINE
 from verbatim.trajectories import Ledger, age
 
 LENGTHS = {
@@ -154,9 +155,11 @@ class RandomRun:
 
 
 @pytest.mark.parametrize("block", range(4))
-def test_every_run_ends_and_every_token_is_booked_once(block):
+def test_every_run_ends_and_every_token_is_booked_once(block, monkeypatch):
+    """In two of three runs the line for places is so short that most groups in flight are only drawn."""
     whole = 0
     for seed in range(20 * block, 20 * (block + 1)):
+        monkeypatch.setattr("verbatim.orchestrator.dispatcher.MOST_IN_LINE", (MOST_IN_LINE, 1, 4)[seed % 3])
         run = RandomRun(seed)
         whole += on_virtual_time(run.interrupted() if seed % 2 else run.straight()) == run.batches
         if run.version == run.batches:

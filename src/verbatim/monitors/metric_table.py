@@ -170,7 +170,7 @@ _GROUPS: Mapping[str, tuple[Metric, ...]] = {
         Metric("loop/lag_max", "seconds", "the most"),
     ),
     "Queues and workers": (
-        Metric("queue/groups_in_flight", "groups", "groups that are being sampled"),
+        Metric("queue/groups_in_flight", "groups", "groups that are sampled, or wait for places"),
         Metric("queue/groups_ready", "groups", "groups that wait for a batch"),
         Metric("queue/batches_submitted", "batches", "batches that the trainer has or will get"),
         Metric("sampler/tokens_per_second", "tokens per second", "sampled tokens for each second that the sampler was "
