@@ -55,14 +55,15 @@ def test_biases_and_other_position_encodings_are_the_models_own(config, tmp_path
 
 @pytest.mark.parametrize("by_onednn", [False, True])
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 40])
-def test_any_number_of_rows_and_some_of_them_alone(models, by_onednn, length, monkeypatch):
+@pytest.mark.parametrize("num_wanted", [2, 18])
+def test_any_number_of_rows_and_some_of_them_alone(models, by_onednn, length, num_wanted, monkeypatch):
     """With oneDNN for each product, passes of 16 rows and more are padded to a multiple of 16."""
     monkeypatch.setattr(fast_forward, "onednn_is_faster", lambda: by_onednn)
     monkeypatch.setattr(fast_forward, "_WORTH_A_CALL", 0)
     model = CausalLM(load_model(models["tied"]))
     ours = fast(model)
     ids, positions = torch.arange(length) * 7 % 97, torch.arange(length)
-    wanted = torch.tensor([length - 1, length // 2])
+    wanted = (length - 1 - torch.arange(num_wanted) * 3) % length
     with torch.inference_mode():
         expected = model.hidden(ids, positions, WholeSequencePlan())
         whole = ours.hidden(ids, positions, WholeSequencePlan())

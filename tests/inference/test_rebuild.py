@@ -175,3 +175,41 @@ def test_new_weights_while_some_still_wait(models):
         decoder.step()
     for (ids, _), (other_ids, _) in zip(finish(decoder, slots), expected, strict=True):
         np.testing.assert_array_equal(ids, other_ids)
+
+
+def test_a_new_sequence_takes_no_keys_of_weights_before_its_own(models, references, monkeypatch):
+    """Where caches survive new weights, nothing is computed again but after memory ran out."""
+    decoder = make_decoder(models["tied"], num_slots=4, prefill_chunk=16, keep_cache=True)
+    rng = np.random.default_rng(5)
+    one, other = (rng.integers(0, VOCAB, 80).astype(np.int32) for _ in range(2))
+    other[70] = 0
+    longer = np.concatenate([other[:70], [1, 2, 3]]).astype(np.int32)
+
+    def add(prompt):
+        return decoder.add(SampleRequest(prompt_ids=prompt, params=SamplingParams(max_tokens=40), seed=0))
+
+    old, leader, follower = add(other), add(one), None
+    while follower is None:
+        decoder.step()
+        follower = add(one)
+
+    def no_room(num_tokens):
+        if num_tokens:  # all of it can be given back
+            raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(decoder.cache, "shrink", no_room)
+        decoder.give_back_memory()
+    for _ in range(3):
+        decoder.step()
+    computed = decoder.table.computed
+    assert (computed[old], computed[leader], computed[follower]) == (48, 0, 0)
+    load_weights(decoder.model.model, models["tied_later"])
+    decoder.set_version(1)
+    new = add(longer)  # it begins like a sequence whose first keys are of the weights before
+    decoder.drop(leader)  # the one that waits for it looks for another leader
+    while decoder.table.length[new] < 90:
+        decoder.step()
+    whole, prompt, logprobs, _ = sequence(decoder, new)
+    expected = reference_logprobs(references["tied_later"], whole, 1.0)[prompt - 1 :]
+    assert np.abs(logprobs - expected).max() <= 5e-5

@@ -115,6 +115,18 @@ def test_a_damaged_library_is_made_anew(tmp_path, caplog, damage):
 
 
 @needs_compiler
+def test_a_library_that_another_process_removes_meanwhile_is_made_with_the_same_options(tmp_path, caplog):
+    source = write(tmp_path, SUM)
+    flags = (*native._FLAGS, *native._VARIANTS[0])
+    name = native._name(source, native.find_compiler(), flags)
+    (native.library_folder() / f"{name}-{'0' * 24}.so").symlink_to(tmp_path / "gone")  # listed, and not there
+    with caplog.at_level(logging.WARNING):
+        found = native.build(source)
+    assert found.functions.add(40, 2) == 42
+    assert found.options == " ".join(native._VARIANTS[0]) and not caplog.text
+
+
+@needs_compiler
 def test_headers_of_the_package_are_found_and_are_part_of_what_was_read(tmp_path):
     text = '#include "vectors.h"\nint add(int a, int b) {\n#ifdef INLINE\n return a + b;\n#endif\n return a - b;\n}\n'
     source = write(tmp_path, text)

@@ -125,7 +125,11 @@ def _loaded(source: CSource, compiler: tuple[str, ...], flags: tuple[str, ...]) 
     """
     folder, name = library_folder(), _name(source, compiler, flags)
     for found in sorted(folder.glob(f"{name}-*.so")):
-        if found.stem.removeprefix(f"{name}-") == _digest(found.read_bytes()):
+        try:
+            content = found.read_bytes()
+        except FileNotFoundError:  # another process removes a damaged one at the same time
+            continue
+        if found.stem.removeprefix(f"{name}-") == _digest(content):
             return ctypes.CDLL(str(found), mode=os.RTLD_NOW)
         logger.warning("the compiled library %s is damaged, and is made anew", found)
         found.unlink(missing_ok=True)

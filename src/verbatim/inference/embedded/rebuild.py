@@ -66,12 +66,14 @@ class Rebuild:
         """By slot, with the arrival of its own request."""
 
     def begin(self) -> None:
-        """Choose who leads: caches of sequences in flight are empty."""
+        """Choose who leads those whose caches are empty. Where caches survive new weights, a sequence waits for none
+        that began with weights before its own: others would take its keys and values for those of the new ones."""
         table = self._table
         active = np.flatnonzero(table.active)
         self._leaders = {
             slot: (int(table.arrival[slot]), leader)
-            for slot, leader in leaders(table, active.tolist()).items() if not table.computed[slot]
+            for slot, leader in leaders(table, active.tolist()).items()
+            if not table.computed[slot] and table.loaded[slot] == table.loaded[leader.slot]
         }  # fmt: skip
 
     def go_on(self) -> None:
