@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 import shlex
 from pathlib import Path
 
 import pytest
 
+from verbatim.cli import gateway_command
 from verbatim.cli.main import main
 
 PROGRAM = Path(__file__).parents[1] / "gateway" / "programs" / "asks.py"
@@ -55,6 +57,10 @@ def test_what_goes_wrong_is_told_to_people(capsys):
     assert "counted in errors" not in out  # the report alone says it
     assert main(["gateway", "check", "no-such-program"]) == 2
     assert "there is no program 'no-such-program'" in capsys.readouterr().err
+
+
+def test_the_example_of_a_docstring_holds():
+    assert doctest.testmod(gateway_command) == (0, 1)
 
 
 def test_a_programs_last_words_are_shown_as_it_wrote_them(capsys, tmp_path: Path):

@@ -106,7 +106,7 @@ def told(report: ProgramReport) -> list[str]:
 
 
 def _parted(error: str) -> tuple[str, str]:
-    """How a program ended, and its last words as it wrote them; "" where the error quotes none.
+    r"""How a program ended, and its last words as it wrote them; "" where the error quotes none.
 
     >>> _parted("program_crashed: the program ended with exit status 1; it said 'Oh\\nno'")
     ('program_crashed: the program ended with exit status 1', 'Oh\nno')
