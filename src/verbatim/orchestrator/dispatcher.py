@@ -39,8 +39,8 @@ class Dispatcher:
     Launching: from the batch that comes next up to `staleness.newest_batch`, each place that no finished group fills
     may have one group in flight. Where online difficulty filtering replaces groups it may have `oversampling_factor`
     of them, because some will be dropped. At most `oversampling_factor` batches of groups are in flight. The examples
-    of all of them are drawn, and their episodes are made where they can find places soon: at most
-    `rollouts.group.MOST_IN_LINE`, or one group, wait in line.
+    of all of them are drawn, and their episodes are made where they can find places soon: a group at a time, while
+    fewer than `rollouts.group.MOST_IN_LINE` episodes wait in line.
 
     Handing out: a batch takes the finished groups that were launched first, as soon as there are enough of them. A
     group that was launched earlier and still runs does not hold it. Only where going without that group would lose it,

@@ -45,7 +45,7 @@ class EntropyCollapse:
             level=0.0 if is_fine else before * self.share / max(now, 1e-12),
             message=f"entropy is {now:.3g}, {now / before:.1%} of the first steps' {before:.3g}, while success stands "
             f"at {success:.2f} and the reward no longer rises",
-            cause="the policy has stopped to explore: all rollouts of a group say the same, and nothing is left to "
+            cause="the policy has stopped exploring: all rollouts of a group say the same, and nothing is left to "
             "learn from",
             advice=f"go back to a checkpoint before the fall and lower {window.now('trainer.optim.lr')}; keep "
             f"{window.now('orchestrator.sampling.temperature')} at 1.0; raise {window.now('orchestrator.group_size')}",
