@@ -51,9 +51,9 @@ def is_running(task: asyncio.Task[Any] | None) -> bool:
 
 
 def let_go(error: BaseException | None) -> None:
-    """Forget where an exception, and those behind it, were raised. A traceback holds its frames and their callers', and
-    a caller that still knows the exception is in a cycle with it: everything that they worked with would be kept until
-    garbage is collected."""
+    """Forget where an exception, and those behind or in it, were raised. A traceback holds its frames and their
+    callers', and a caller that still knows the exception is in a cycle with it: everything that they worked with would
+    be kept until garbage is collected."""
     left, seen = [error], set[int]()
     while left:
         found = left.pop()
@@ -61,3 +61,4 @@ def let_go(error: BaseException | None) -> None:
             seen.add(id(found))
             BaseException.with_traceback(found, None)  # an exception that is a frozen dataclass takes no assignment
             left += [found.__cause__, found.__context__]
+            left += found.exceptions if isinstance(found, BaseExceptionGroup) else ()

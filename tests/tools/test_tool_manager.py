@@ -129,6 +129,40 @@ async def test_what_a_tool_held_that_raised_is_freed_with_the_outcome(how, error
         gc.enable()
 
 
+async def test_what_a_task_of_a_group_held_is_freed_with_the_outcome():
+    class Large:
+        pass
+
+    async def inner() -> None:
+        large = Large()
+        held.append(weakref.ref(large))
+        known = None
+        try:
+            raise ValueError("no such town")
+        except ValueError as error:
+            known = error  # its traceback holds this frame
+            raise
+        finally:
+            assert known
+
+    async def fails() -> str:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(inner())
+        return "done"
+
+    held = []
+    gc.disable()
+    try:
+        outcome = await ToolManager([fails]).dispatch(call("fails", {}))
+        assert isinstance(outcome.fault, ExceptionGroup)
+        let_go(outcome.fault)
+        del outcome
+        await asyncio.sleep(0)
+        assert held[0]() is None
+    finally:
+        gc.enable()
+
+
 @dataclasses.dataclass(frozen=True)
 class FrozenFailure(ToolFailed):
     town: str
