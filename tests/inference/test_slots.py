@@ -124,3 +124,18 @@ def test_the_longest_prefix_is_found_whatever_else_is_cached():
         known = [table.ids[slot, : table.computed[slot]] for slot in range(6)]
         best = max(next((i for i in range(min(len(k), 11)) if k[i] != prompt[i]), min(len(k), 11)) for k in known)
         assert table.place(prompt, "new", 0, keep=False).reused == best
+
+
+def test_old_records_are_for_the_session_alone():
+    table = SlotTable(2, 0, 32)
+    run(table, 0, ids(1, 2, 3), "a")
+    table.old_records[0] = 3
+    table.last_used[1] = 99  # slot 0 is the first that is taken
+    assert table.place(ids(1, 2, 3, 4), "a", 0, keep=False).reused == 3
+    assert table.place(ids(1, 2, 3, 4), "b", 0, keep=False).reused == 0
+    run(table, 1, ids(1, 2, 9), "c")
+    table.last_used[1] = 99
+    place = table.place(ids(1, 2, 7), "d", 0, keep=False)
+    assert (place.slot, place.source, place.reused) == (0, 1, 2)
+    table.forget(0)
+    assert table.old_records[0] == 0

@@ -207,13 +207,41 @@ async def test_each_sequence_reads_the_keys_that_its_own_experts_computed(model,
         assert (largest > 2) == (not records)
 
 
-async def test_after_new_weights_the_experts_with_which_a_token_was_sampled_stay(model, tmp_path):
-    other = write_qwen_moe(tmp_path / "other", norm_topk_prob=True)
+def write_changed(folder):
+    """A model whose routers choose other experts."""
+    other = write_qwen_moe(folder / "other", norm_topk_prob=True)
     changed = AutoModelForCausalLM.from_pretrained(other)
     with torch.no_grad():
         for layer in ROUTED:
             changed.model.layers[layer].mlp.gate.weight.mul_(-1)
-    changed.save_pretrained(tmp_path / "changed")
+    changed.save_pretrained(folder / "changed")
+    return folder / "changed"
+
+
+async def test_another_session_takes_no_records_of_weights_before_its_own(model, tmp_path):
+    """What is in flight keeps the records with which it was sampled; its keys are those of the new weights."""
+    changed = write_changed(tmp_path)
+    opening = [5, 6, 7, *range(10, 40)]
+    sampler = make_sampler(model)
+    try:
+        asked = asyncio.create_task(sampler.generate(request(opening, max_tokens=60, session="a")))
+        while sampler.stats().sampled_tokens < 5:  # noqa: ASYNC110 - the engine's thread sets no event for a count
+            await asyncio.sleep(0.001)
+        await sampler.update_weights(changed, 1)
+        before = sampler.stats().prefix_hit_tokens
+        other = await sampler.generate(request([*opening, 50], session="b", max_tokens=3))
+        assert sampler.stats().prefix_hit_tokens == before
+        third = await sampler.generate(request([*opening, 51], session="c", max_tokens=3))
+        assert sampler.stats().prefix_hit_tokens == before + len(opening)  # of session b
+        await asked
+    finally:
+        await sampler.close()
+    for last, completion in ((50, other), (51, third)):
+        assert sets_of(completion.routed_experts)[0] == chosen_by(changed, [*opening, last, *completion.ids])[0]
+
+
+async def test_after_new_weights_the_experts_with_which_a_token_was_sampled_stay(model, tmp_path):
+    write_changed(tmp_path)
     sampler = make_sampler(model)
     try:
         asked = asyncio.create_task(sampler.generate(request([5, 6, 7], max_tokens=80)))

@@ -103,6 +103,7 @@ class Decoder:
         table = self.table
         slot, source, reused = place.slot, place.source, place.reused
         loaded = int(table.loaded[source]) if reused else self._num_loads
+        old_records = min(reused, int(table.old_records[source]))
         stays = reused if source == slot else 0
         if table.session[slot] != request.session and table.computed[slot] > stays:
             self._park(slot, keep_out=source)
@@ -117,6 +118,7 @@ class Decoder:
         if self._record is not None:
             self._record.copy(source, slot, reused)
         table.start(slot, request, reused, loaded)
+        table.old_records[slot] = old_records
         self.counts.prefix_hit_tokens += reused
 
     @property
@@ -189,6 +191,8 @@ class Decoder:
         itself: a record says what computed the tokens of its own sequence."""
         if self._record is None:
             self._rebuild.begin()
+        else:
+            self.table.old_records = self.table.rebuild_until.copy()
 
     def _copy_rebuilt(self, source: int, slot: int, num_tokens: int) -> None:
         """A sequence goes on after tokens that another one computed."""

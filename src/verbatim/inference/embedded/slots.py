@@ -52,6 +52,8 @@ class SlotTable:
         self.prompt_length = np.zeros(slots, dtype=np.int64)
         self.limit = np.zeros(slots, dtype=np.int64)
         self.rebuild_until = np.zeros(slots, dtype=np.int64)
+        self.old_records = np.zeros(slots, dtype=np.int64)
+        """Where experts are recorded: the first tokens whose record is of weights before those of their keys."""
         self.active = np.zeros(slots, dtype=np.bool_)
         self.arrival = np.zeros(slots, dtype=np.int64)
         self.last_used = np.zeros(slots, dtype=np.int64)
@@ -78,7 +80,8 @@ class SlotTable:
         """Choose a slot for a request; None if it has to wait.
 
         Order of preference: the idle slot of its own session, then the one least recently used. A cached prefix is
-        reused if the weights of load number `loaded` computed it or, with `keep`, if it is the session's own.
+        reused if the weights of load number `loaded` computed it or, with `keep`, if it is the session's own. With old
+        records only the session's own is.
         """
         idle = np.flatnonzero(~self.active[: self.num_batch])
         if not len(idle):
@@ -94,7 +97,8 @@ class SlotTable:
         slot = own if own is not None and at_home and own < self.num_batch and not self.active[own] else None
         if slot is None:
             slot = int(idle[np.argmin(self.last_used[idle])])
-        if not reused or (self.loaded[slot] == loaded and self._cached(slot, prompt) == reused):
+        is_as_good = self.loaded[slot] == loaded and (slot == own or not self.old_records[slot])
+        if not reused or (is_as_good and self._cached(slot, prompt) == reused):
             source = slot
         return Placement(slot=slot, source=source, reused=reused)
 
@@ -112,7 +116,7 @@ class SlotTable:
         longest = len(prompt) - 1
         while reused < longest:
             # A slot that caches more must have the next id; each match leaves fewer candidates.
-            usable = (self.computed > reused) & (self.loaded == loaded)
+            usable = (self.computed > reused) & (self.loaded == loaded) & (self.old_records == 0)
             (some,) = np.nonzero(usable & (self.ids[:, reused] == prompt[reused]))
             for slot in some[np.argsort(-self.computed[some], kind="stable")].tolist():
                 cached = self._cached(slot, prompt)
@@ -138,7 +142,7 @@ class SlotTable:
         """Record that the cache of `source` now lies in `target`, and `source` is empty."""
         length = int(self.length[source])
         self.ids[target, :length] = self.ids[source, :length]
-        for column in (self.computed, self.length, self.loaded, self.last_used):
+        for column in (self.computed, self.length, self.loaded, self.last_used, self.old_records):
             column[target] = column[source]
         session = self.session[source]
         self.forget(source)
@@ -155,6 +159,7 @@ class SlotTable:
     def forget(self, slot: int) -> None:
         """Mark the slot's cache as empty; the slot is the next to be used."""
         self.computed[slot] = 0
+        self.old_records[slot] = 0
         self.last_used[slot] = 0
         self._name(slot, "")
 
