@@ -17,7 +17,8 @@ SYSTEM, EXAMPLE, OWN = 40, 36, 5
 
 
 def prompts(rng):
-    """Of all groups; sequences of a group differ in the first token of their own, groups in that of their example."""
+    """The prompts of all groups. Sequences of a group differ in the first token of their own, groups in that of their
+    example."""
     system = rng.integers(0, VOCAB, SYSTEM)
     for group in range(GROUPS):
         example = np.concatenate([[group], rng.integers(0, VOCAB, EXAMPLE - 1)])

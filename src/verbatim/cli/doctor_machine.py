@@ -44,7 +44,7 @@ class _Part:
     """What it computes."""
     compiled: bool
     options: str
-    """Of the compiler."""
+    """What the compiler was told."""
     reason: str
     """Why it is not compiled, or not with the options that are fastest; or empty."""
     disagrees: str

@@ -115,7 +115,7 @@ def find_compiler() -> tuple[str, ...] | None:
 
 
 def _loaded(source: CSource, compiler: tuple[str, ...], flags: tuple[str, ...]) -> ctypes.CDLL:
-    """A C file as a library, made where there is none that is whole.
+    """The library of a C file: the one that is there, or where that is damaged or missing a new one.
 
     Its name ends with the digest of its content: one that was damaged would give wrong numbers, or end the process.
 

@@ -17,7 +17,7 @@ class Leader(NamedTuple):
 
     slot: int
     arrival: int
-    """Of the leader's request: a slot may have another one later."""
+    """Tells the leader's request from a later one in the same slot."""
     shared: int
     """First tokens that both have; at least one less than the other one has."""
 
