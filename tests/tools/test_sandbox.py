@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from verbatim.errors import EnvironmentFault, UsageError
@@ -357,13 +358,16 @@ async def test_a_cancelled_start_leaves_nothing(start: Start):
         starting.cancel()
         done, _ = await asyncio.wait({starting}, timeout=PATIENT)
         assert done, f"cancelled after {num_steps} steps, it hangs"
-    assert {p for p in children(os.getpid()) if b"ready %s" in p} == set()
+    assert [line for line in children(os.getpid()) if "ready %s" in line] == []
 
 
-def children(pid: int) -> list[bytes]:
-    """The command lines of a process's children."""
-    numbers = [n for task in Path(f"/proc/{pid}/task").iterdir() for n in (task / "children").read_text().split()]
-    return [Path(f"/proc/{number}/cmdline").read_bytes() for number in numbers]
+def children(pid: int) -> list[str]:
+    """The command lines of a process's children, without those that end meanwhile."""
+    found = []
+    for child in psutil.Process(pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.append(" ".join(child.cmdline()))
+    return found
 
 
 async def test_it_ends_with_the_interpreter_even_when_that_is_killed(start: Start):
