@@ -118,7 +118,7 @@ async def test_an_engine_that_dies_of_a_request_answers_that_one_with_503_too():
 def test_the_process_of_a_server_whose_engine_is_dead_ends_with_a_status_for_its_supervisor(monkeypatch, capsys):
     sampler = Dying(script=lambda r: say("yo"), vocab_size=VOCAB_SIZE, context_length=400)
     sampler.why = "the sampler's thread failed: ZeroDivisionError"
-    monkeypatch.setattr(serve_command, "_make_sampler", lambda args: sampler)
+    monkeypatch.setattr(serve_command, "_make_sampler", lambda args, console: sampler)
     monkeypatch.setattr(serve_command, "_LAST_ANSWERS", 0.01)
     assert main(["serve", "model", "--renderer", "none", "--port", "0"]) == 1
     assert "ZeroDivisionError" in capsys.readouterr().err
