@@ -205,9 +205,10 @@ def what_waits(metrics: Metrics) -> str:
     waits = [f"{metrics[f'time/{name}']:.1f} s {label}"
              for name, label in (("wait_for_batch", "for rollouts"), ("wait_for_trainer", "for the trainer"))
              if metrics.get(f"time/{name}", 0.0) >= 0.05]  # fmt: skip
+    batches = metrics.get("queue/batches_submitted")
     queues = [f"{metrics[f'queue/{name}']:.0f} {label}"
               for name, label in (("groups_in_flight", "groups in flight"), ("groups_ready", "ready"),
-                                  ("batches_submitted", "at the trainer"))
+                                  ("batches_submitted", f"{'batch' if batches == 1 else 'batches'} at the trainer"))
               if metrics.get(f"queue/{name}")]  # fmt: skip
     parts = {"idle: ": idle, "waited ": waits, "": queues}
     return "  ·  ".join(f"{label}{', '.join(found)}" for label, found in parts.items() if found)
