@@ -233,8 +233,8 @@ async def test_what_cannot_travel_fails_its_episode_and_no_worker():
 @pytest.mark.parametrize(
     ("trouble", "limit", "why"),
     [("memory", None, r"it used \d+ MB of memory; orchestrator.rollout.processes.worker_memory_mb = 300"),
-     ("threads", "MOST_THREADS", r"it had \d\d threads; at most 50"),
-     ("files", "MOST_FILES", r"it had \d\d\d open files; at most 50")],
+     ("threads", "MOST_THREADS", r"it had \d+ threads; at most 50"),
+     ("files", "MOST_FILES", r"it had \d+ open files; at most 50")],
 )  # fmt: skip
 async def test_a_worker_that_takes_too_much_is_replaced(monkeypatch, trouble, limit, why):
     monkeypatch.setattr(process_worker, "WATCH_EVERY", 0.05)

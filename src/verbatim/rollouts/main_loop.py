@@ -24,6 +24,10 @@ logger = logging.getLogger(__name__)
 PATIENCE = 2.0
 """Seconds that background tasks, and threads of the loop's pool, may take to end when the main one has ended."""
 
+SIGNALS_SEEN_WITHIN = 0.1
+"""Seconds. The main thread handles Ctrl-C, but a wait without a limit may sleep on through it: the system may hand a
+signal to any thread."""
+
 T = TypeVar("T")
 
 Presses = Callable[[asyncio.AbstractEventLoop, "asyncio.Task[Any]"], AbstractContextManager[None]]
@@ -134,7 +138,7 @@ def _on_own_thread(work: Coroutine[Any, Any, T], presses: CtrlC) -> T:
                 while told < min(heard, 2):
                     told += 1
                     presses.press()
-                thread.join()
+                thread.join(SIGNALS_SEEN_WITHIN)
             except KeyboardInterrupt:
                 heard += 1
                 if heard > 2:
