@@ -1,6 +1,7 @@
 """A dispatcher on a clock that jumps from event to event: episodes of given lengths, a trainer of a given speed."""
 
 import asyncio
+import functools
 import selectors
 from types import SimpleNamespace
 
@@ -35,6 +36,17 @@ class JumpingLoop(asyncio.SelectorEventLoop):
 def on_virtual_time(coroutine):
     with asyncio.Runner(loop_factory=JumpingLoop) as runner:
         return runner.run(coroutine)
+
+
+def virtual_time(test):
+    """Decorates a test that uses no thread and no file descriptor: its deadlines pass when everybody waits for them,
+    however slow the machine."""
+
+    @functools.wraps(test)
+    def run(*args, **kwargs):
+        return on_virtual_time(test(*args, **kwargs))
+
+    return run
 
 
 class Play:

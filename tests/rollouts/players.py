@@ -32,6 +32,19 @@ def double(number: int) -> int:
     return 2 * number
 
 
+def _wait(says_so):
+    os.write(says_so, b"x")
+    time.sleep(1000)
+
+
+def _linger(while_it_is_there):
+    """A minute at most."""
+    for _ in range(6000):
+        if not while_it_is_there.exists():
+            return
+        time.sleep(0.01)
+
+
 class Doubling(Episode):
     """Asks for a number's double; there is a tool. Earns its seed's last digit."""
 
@@ -63,11 +76,12 @@ class Doubling(Episode):
             program = await asyncio.create_subprocess_exec("sleep", "1000")
             (self.folder / f"program-{program.pid}").touch()
         if self.trouble == "fork":
-            waits = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
+            ready, says_so = os.pipe()
+            waits = multiprocessing.get_context("fork").Process(target=_wait, args=(says_so,))
             waits.start()
-            await asyncio.sleep(0.5)  # until it is a process like any other
+            os.read(ready, 1)  # it is a process like any other
             waits.terminate()
-            waits.join(10)
+            waits.join(60)
             self.info = {"ended with": waits.exitcode}
             if os.fork() == 0:
                 raise RuntimeError("a copy of the worker goes on")
@@ -93,14 +107,14 @@ class Doubling(Episode):
 
 class Doublings:
     """`trouble` maps examples to what goes wrong; where the file `refuse` is, no other one can be made, and
-    where `refuse_and_linger` is, the process takes its time to end as well."""
+    where `refuse_and_linger` is, the process does not end either while it is there."""
 
     def __init__(self, trouble: dict[str, str] | None = None, folder: str | None = None):
         self.trouble, self.folder = trouble or {}, Path(folder) if folder else None
         if self.folder is not None and (self.folder / "refuse").exists():
             raise RuntimeError("the game server is down")
         if self.folder is not None and (self.folder / "refuse_and_linger").exists():
-            atexit.register(time.sleep, 0.5)
+            atexit.register(_linger, self.folder / "refuse_and_linger")
             raise RuntimeError("the game server is down")
         in_a_worker = "verbatim.rollouts.processes.child" in sys.modules
         if in_a_worker and self.folder is not None and (self.folder / "leave").exists():

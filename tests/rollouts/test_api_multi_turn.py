@@ -89,7 +89,7 @@ def test_concurrency_is_how_many_are_under_way():
     together = threading.Barrier(4)  # requests are answered by fours, and a fifth would have time to arrive
 
     def wait(body: dict[str, Any], tries: int) -> Raw:
-        together.wait(timeout=20)
+        together.wait(timeout=60)
         return Raw(body=json.dumps(completion(body, add_numbers(body))), seconds=0.1)
 
     with chat_server(fault=wait) as server:
@@ -348,7 +348,7 @@ async def test_each_is_handed_over_as_soon_as_it_ends():
 
     def slow(body: dict[str, Any], tries: int) -> None:
         if body["messages"][0]["content"] == "9":
-            assert release.wait(timeout=20)
+            assert release.wait(timeout=60)
 
     order = []
 

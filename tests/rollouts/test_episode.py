@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from byte_renderer import CALL, END, ROLES, VOCAB_SIZE, ByteRenderer, call, say, text
+from orchestrator.virtual_runs import virtual_time
 from verbatim import Example, RolloutIdentity, build_samples
 from verbatim.environments.base import Episode, Reply, succeeded
 from verbatim.errors import RecordError, SamplerFault
@@ -236,6 +237,7 @@ async def test_a_failing_environment_fails_its_episode_alone(faults, message, tu
         (30.0, "environment: close took more than 0.1 s"),
     ],
 )
+@virtual_time
 async def test_an_episode_that_closes_badly_fails_alone(monkeypatch, seconds, message):
     monkeypatch.setattr("verbatim.rollouts.episode.CLOSING", 0.1)
 

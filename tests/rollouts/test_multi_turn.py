@@ -3,11 +3,13 @@
 import asyncio
 import copy
 import json
+import threading
 import time
 
 import pytest
 
 from byte_renderer import END, VOCAB_SIZE, ByteRenderer, call, say
+from rollouts.waiting import until
 from verbatim import Example, Trajectory
 from verbatim.environments import Episode
 from verbatim.errors import UsageError
@@ -158,21 +160,23 @@ def test_it_also_works_inside_a_running_event_loop():
     assert blocking["messages"][-2]["content"] == awaited["messages"][-2]["content"] == "4"
 
 
-def test_a_slow_tool_holds_nobody_else_up():
-    rollout, sampler = make()
+async def test_a_slow_tool_holds_nobody_else_up():
+    together, other_ended = threading.Barrier(5), threading.Event()
+
+    def slow(seconds: float) -> str:
+        """Wait for the four others, and for the end of the conversation that does not call this."""
+        together.wait(60)
+        return "done" if other_ended.wait(60) else "late"
+
+    def finished(index, trajectory):
+        ends[index] = [trajectory["stop_reason"], trajectory["messages"][2]["content"]]
+        if index == 5:
+            other_ended.set()
+
+    rollout, _ = make(tool_manager=ToolManager([add, slow]))
     ends = {}
-    real = sampler.generate
-
-    async def watched(request):
-        completion = await real(request)
-        ends.setdefault(last_text(request).split()[0], time.perf_counter())
-        return completion
-
-    sampler.generate = watched
-    began = time.perf_counter()
-    results = rollout([talk("slow 0.3")] * 5 + [talk("add 1 2")])
-    assert time.perf_counter() - began < 5 * 0.3
-    assert all(r["stop_reason"] == "stop" for r in results)
+    await rollout.run_each([talk("slow 1")] * 5 + [talk("add 1 2")], finished)
+    assert ends == {**{index: ["stop", "done"] for index in range(5)}, 5: ["stop", "3"]}
 
 
 @pytest.mark.parametrize(
@@ -184,7 +188,7 @@ def test_a_slow_tool_holds_nobody_else_up():
         ({"sampling_params": SamplingParams(max_tokens=3)}, "add 1 2", "length", True, 1),
         ({"max_trajectory_tokens": 8}, "hello", "length", True, 0),
         ({"tool_error": "stop"}, "broken x", "api_error", True, 1),
-        ({"tool_error": "stop", "tool_timeout": 0.02}, "slow 0.5", "api_error", True, 1),
+        ({"tool_error": "stop", "tool_timeout": 0.02}, "slow 600", "api_error", True, 1),
         ({}, "broken x", "stop", False, 2),
     ],
 )
@@ -331,11 +335,17 @@ def test_tools_of_a_conversation_that_are_no_schemas_are_refused(tools):
 
 
 async def test_what_is_cancelled_is_traced_with_what_had_been_sampled(tmp_path):
-    rollout, sampler = make(trace_dir=tmp_path)
-    running = asyncio.create_task(rollout.run([talk("slow 30"), talk("slow 30")]))
-    while len(sampler.requests) < 2:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-    await asyncio.sleep(0.1)
+    called = []
+
+    async def slow(seconds: float) -> str:
+        """Wait."""
+        called.append(seconds)
+        await asyncio.sleep(seconds)
+        return "done"
+
+    rollout, _ = make(trace_dir=tmp_path, tool_manager=ToolManager([slow]))
+    running = asyncio.create_task(rollout.run([talk("slow 600"), talk("slow 600")]))
+    await until(lambda: len(called) == 2)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
@@ -343,7 +353,7 @@ async def test_what_is_cancelled_is_traced_with_what_had_been_sampled(tmp_path):
     assert sorted(t["trajectory_id"] for t in stored) == ["0-0", "1-0"]
     for trajectory in stored:
         assert (trajectory["stop_reason"], trajectory["truncated"]) == ("cancelled", True)
-        assert [turn["completion_ids"] for turn in trajectory["turns"]] == [call("slow", seconds=30.0)]
+        assert [turn["completion_ids"] for turn in trajectory["turns"]] == [call("slow", seconds=600.0)]
 
 
 async def test_seeds_of_episodes_may_be_others_than_those_of_the_sampling():
@@ -368,10 +378,22 @@ async def test_seeds_of_episodes_may_be_others_than_those_of_the_sampling():
 
 
 async def test_each_is_handed_over_with_its_place_as_soon_as_it_ends():
-    rollout, _ = make()
+    other_ended = asyncio.Event()
+
+    async def slow(seconds: float) -> str:
+        """Wait for the end of the other one."""
+        async with asyncio.timeout(seconds):
+            await other_ended.wait()
+        return "done"
+
+    def finished(index, trajectory):
+        ends.append((index, trajectory["turns"], trajectory["messages"][-2]["content"]))
+        other_ended.set()
+
+    rollout, _ = make(tool_manager=ToolManager([slow]))
     ends = []
-    await rollout.run_each([talk("slow 0.5"), talk("hello")], lambda index, t: ends.append((index, t["turns"])))
-    assert ends == [(1, 1), (0, 2)]
+    await rollout.run_each([talk("slow 60"), talk("hello")], finished)
+    assert ends == [(1, 1, "hello"), (0, 2, "done")]
 
 
 async def test_a_listener_that_raises_ends_the_call_and_is_given_the_others_as_cancelled():
@@ -384,5 +406,5 @@ async def test_a_listener_that_raises_ends_the_call_and_is_given_the_others_as_c
             raise OSError("disk")
 
     with pytest.raises(OSError, match="disk"):
-        await rollout.run_each([talk("slow 30"), talk("hello")], finished)
+        await rollout.run_each([talk("slow 600"), talk("hello")], finished)
     assert ends == {0: "cancelled", 1: "stop"}

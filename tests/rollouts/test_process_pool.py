@@ -18,7 +18,7 @@ from byte_renderer import ByteRenderer
 from orchestrator.loop_runs import nothing_left_behind
 from rollouts.chat_server import chat_server
 from rollouts.players import Players, SecondTurnsWait, contents, scripted
-from rollouts.waiting import until
+from rollouts.waiting import under_some_deadline_async, until
 from verbatim import Example
 from verbatim.errors import ComponentError, RunStopped, UsageError
 from verbatim.inference import SamplingParams
@@ -77,17 +77,21 @@ async def test_episodes_go_to_the_worker_that_plays_the_fewest():
 
 async def test_what_goes_wrong_in_an_episode_stays_on_its_trajectory_as_here(tmp_path):
     troubles = {0: "fail", 5: "outside_vocabulary", 9: "nan"}
-    players = Players(scripted(trouble=troubles), timeout=0.5, trouble={"3": "score", "4": "wait"},
-                      folder=str(tmp_path))  # fmt: skip
-    async with players.processes(workers=1) as pool:
-        found = [await players.group(pool, example, size=1).run() for example in ("3", "3", "4", "2", "2", "2")]
-        assert pool.num_lost == 0
-    players.sampler = scripted(trouble=troubles)
-    for group, example in zip(found, ("3", "3", "4", "2", "2", "2"), strict=True):
-        same(group, await players.here(example, size=1))
-    assert [(t.error or "none").partition(":")[0] for group in found for t in group.trajectories] == [
-        "sampler", "environment", "timeout", "record", "none", "record"
-    ]  # fmt: skip
+
+    async def check(limit):
+        players = Players(scripted(trouble=troubles), timeout=limit, trouble={"3": "score", "4": "wait"},
+                          folder=str(tmp_path))  # fmt: skip
+        async with players.processes(workers=1) as pool:
+            found = [await players.group(pool, example, size=1).run() for example in ("3", "3", "4", "2", "2", "2")]
+            assert pool.num_lost == 0
+        players.sampler = scripted(trouble=troubles)
+        for group, example in zip(found, ("3", "3", "4", "2", "2", "2"), strict=True):
+            same(group, await players.here(example, size=1))
+        assert [(t.error or "none").partition(":")[0] for group in found for t in group.trajectories] == [
+            "sampler", "environment", "timeout", "record", "none", "record"
+        ]  # fmt: skip
+
+    await under_some_deadline_async(check)
 
 
 async def test_episodes_of_a_lost_worker_are_played_again_and_its_tokens_are_counted():
@@ -151,12 +155,16 @@ async def test_an_environment_that_damages_its_interpreter_costs_its_own_episode
 async def test_a_worker_that_is_stuck_is_taken_for_lost(monkeypatch):
     monkeypatch.setattr(worker_pool, "GRACE", 0.5)
     monkeypatch.setattr(worker_pool, "MOST_ATTEMPTS", 1)
-    players = Players(timeout=0.5, trouble={"4": "block"})
-    async with players.processes(workers=1) as pool:
-        (failed,) = (await players.group(pool, "4", size=1).run()).trajectories
-        assert failed.error.startswith("worker: it did not end an episode within 0.5 s of its deadline")
-        good = await players.group(pool, "3").run()
-    assert [t.error for t in good.trajectories] == [None] * 4
+
+    async def check(limit):
+        players = Players(timeout=limit, trouble={"4": "block"})
+        async with players.processes(workers=1) as pool:
+            (failed,) = (await players.group(pool, "4", size=1).run()).trajectories
+            assert failed.error.startswith("worker: it did not end an episode within 0.5 s of its deadline")
+            good = await players.group(pool, "3").run()
+        assert [t.error for t in good.trajectories] == [None] * 4
+
+    await under_some_deadline_async(check)
 
 
 async def test_with_no_worker_left_and_none_to_start_the_run_stops(tmp_path):
@@ -317,7 +325,7 @@ async def test_what_hinders_the_workers_is_said_before_anything_is_played(monkey
         async with players.processes():
             pass
     monkeypatch.undo()
-    monkeypatch.setattr(pool_worker, "START_TIMEOUT", 0.01)
+    monkeypatch.setattr(pool_worker, "START_TIMEOUT", 0.0)
     with pytest.raises(UsageError, match=r"did not start within 0 s; what it prints is in .*doubles\.log"):
         async with players.processes():
             pass
@@ -337,6 +345,8 @@ async def test_a_worker_that_refuses_is_ended_also_where_the_run_ends_meanwhile(
         await until(lambda: made and made[0]._peer._transport and made[0]._peer._transport.is_closing())
         assert runs(made[0]._process.pid)
         starting.cancel()
+        await asyncio.sleep(0.05)  # it is told
+        (tmp_path / "refuse_and_linger").unlink()
         await asyncio.wait({starting})
     assert not runs(made[0]._process.pid)
 
@@ -403,7 +413,7 @@ def test_workers_end_with_the_run_however_that_ends(tmp_path):
         program.kill()
         program.wait()
         program.stdout.close()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(map(runs, pids)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not any(map(runs, pids))

@@ -15,7 +15,7 @@ from byte_renderer import ByteRenderer
 from rollouts.chat_server import chat_server
 from rollouts.players import Players, SecondTurnsWait, contents, scripted
 from rollouts.ray_session import local_ray
-from rollouts.waiting import until
+from rollouts.waiting import under_some_deadline_async, until
 from verbatim import Example
 from verbatim.errors import RunStopped, UsageError
 from verbatim.inference import SamplingParams
@@ -61,16 +61,20 @@ async def test_episodes_go_to_the_actor_that_plays_the_fewest(local_ray):
 
 
 async def test_what_goes_wrong_in_an_episode_stays_on_its_trajectory_as_here(local_ray, tmp_path):
-    players = Players(timeout=0.5, trouble={"3": "score", "4": "wait"}, folder=str(tmp_path))
-    async with players.pool() as pool:
-        found = [await players.group(pool, example).run() for example in ("3", "4", "2")]
-        assert pool.num_lost == 0
-    for group, example in zip(found, ("3", "4", "2"), strict=True):
-        same(group, await players.here(example))
-    errors = [{t.error for t in group.trajectories} for group in found]
-    assert errors == [
-        {"environment: score raised RuntimeError: no score"}, {"timeout: the episode took more than 0.5 s"}, {None}
-    ]  # fmt: skip
+    async def check(limit):
+        players = Players(timeout=limit, trouble={"3": "score", "4": "wait"}, folder=str(tmp_path))
+        async with players.pool() as pool:
+            found = [await players.group(pool, example).run() for example in ("3", "4", "2")]
+            assert pool.num_lost == 0
+        for group, example in zip(found, ("3", "4", "2"), strict=True):
+            same(group, await players.here(example))
+        errors = [{t.error for t in group.trajectories} for group in found]
+        assert errors == [
+            {"environment: score raised RuntimeError: no score"},
+            {f"timeout: the episode took more than {limit:g} s"}, {None},
+        ]  # fmt: skip
+
+    await under_some_deadline_async(check)
 
 
 def lost_to(counts):
@@ -129,12 +133,16 @@ async def test_an_episode_that_kills_its_actors_fails_and_the_others_do_not(loca
 async def test_an_actor_that_is_stuck_is_taken_for_lost(local_ray, monkeypatch):
     monkeypatch.setattr(worker_pool, "GRACE", 0.5)
     monkeypatch.setattr(worker_pool, "MOST_ATTEMPTS", 1)
-    players = Players(timeout=0.5, trouble={"4": "block"})
-    async with players.pool(workers=1) as pool:
-        (failed,) = (await players.group(pool, "4", size=1).run()).trajectories
-        assert "did not end an episode within 0.5 s of its deadline" in failed.error
-        good = await players.group(pool, "3").run()
-    assert [t.error for t in good.trajectories] == [None] * 4
+
+    async def check(limit):
+        players = Players(timeout=limit, trouble={"4": "block"})
+        async with players.pool(workers=1) as pool:
+            (failed,) = (await players.group(pool, "4", size=1).run()).trajectories
+            assert "did not end an episode within 0.5 s of its deadline" in failed.error
+            good = await players.group(pool, "3").run()
+        assert [t.error for t in good.trajectories] == [None] * 4
+
+    await under_some_deadline_async(check)
 
 
 async def test_with_no_actor_left_and_none_to_start_the_run_stops(local_ray, tmp_path):

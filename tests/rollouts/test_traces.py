@@ -155,7 +155,7 @@ def test_a_rollout_stores_each_trajectory_as_soon_as_it_ends(tmp_path: Path):
 
     def wait(body: dict[str, Any], tries: int) -> None:
         if body["messages"][0]["content"] == "9":
-            assert stored.wait(timeout=20)  # answered only once the other one is on disk
+            assert stored.wait(timeout=60)  # answered only once the other one is on disk
 
     def on_disk() -> None:
         while not list(tmp_path.glob("ok-*.json")):
