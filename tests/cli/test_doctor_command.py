@@ -159,6 +159,16 @@ def test_a_folder_without_a_log_is_refused_with_what_is_in_it(tmp_path: Path, ca
     assert f"there is no log in the folder {tmp_path}: found run.toml; expected the folder of a run" in err
 
 
+def test_a_folder_that_cannot_be_read_is_refused(tmp_path: Path, capsys, monkeypatch):
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    status, out, err = run(capsys, tmp_path)
+    assert (status, out) == (2, "")
+    assert f"the folder {tmp_path} cannot be read: Permission denied; expected the folder of a run" in err
+
+
 def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path: Path, model: Path, capsys):
     bare = tmp_path / "bare"
     bare.mkdir()

@@ -152,6 +152,12 @@ def test_an_optimizer_setting_that_adamw_cannot_step_with_is_refused(file: Path,
     assert f"trainer.optim.{option}: found" in error_of(file, f"--trainer.optim.{option}", value)
 
 
+@pytest.mark.parametrize("key", ["seed", "orchestrator.eval.seed"])
+def test_a_negative_seed_is_refused(file: Path, key: str):
+    with pytest.raises(ConfigError, match=f"{key}: found -1 .*, expected greater than or equal to 0"):
+        load_config(file, ["--" + key, "-1"])
+
+
 @pytest.mark.parametrize("temperature", ["1e-9", "-1", "inf", "nan"])
 def test_a_temperature_that_no_engine_takes_is_refused(file: Path, temperature: str):
     message = error_of(file, "--orchestrator.sampling.temperature", temperature)

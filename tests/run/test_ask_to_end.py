@@ -14,7 +14,7 @@ from verbatim.run.training_run import TrainingRun
 class Printing:
     """A console that keeps what is printed, or whose terminal is gone."""
 
-    def __init__(self, error: OSError | None = None) -> None:
+    def __init__(self, error: Exception | None = None) -> None:
         self.error, self.lines = error, list[str]()
 
     def print(self, line: str, **style: Any) -> None:
@@ -32,8 +32,12 @@ def asked(console: Printing) -> tuple[bool, bool, int]:
     return took, run.was_interrupted, len(stops)
 
 
-@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), BrokenPipeError(errno.EPIPE, "Broken")])
-def test_a_terminal_that_is_gone_does_not_keep_a_run_from_ending(error: OSError):
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.EIO, "Input/output error"), BrokenPipeError(errno.EPIPE, "Broken"),
+     ValueError("I/O operation on closed file.")],
+)  # fmt: skip
+def test_a_terminal_that_is_gone_does_not_keep_a_run_from_ending(error: Exception):
     assert asked(Printing(error)) == (True, True, 1)
 
 

@@ -190,7 +190,7 @@ class EvalConfig(Section):
     """Steps between evaluations."""
     episodes: PositiveInt = 300
     """Per environment, the same number for every example (rounded up)."""
-    seed: int = 1_000_003
+    seed: NonNegativeInt = 1_000_003
     """Its own seeds, whatever the run's seed is."""
     early_stopping: EarlyStoppingConfig | None = None
     """End the run when evaluations get no better; without this table it takes all its steps."""

@@ -317,7 +317,7 @@ class RunConfig(Section):
     """An explicit run folder; by default `runs/{name}/{time stamp}`."""
     max_steps: PositiveInt = 100
     """How many steps: batches trained and published."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Seed of every random choice."""
     model: ModelConfig
     """The model."""

@@ -110,7 +110,7 @@ class TrainingRun:
             return False
         self.was_interrupted = True
         loop.call_soon_threadsafe(self._stop)
-        with contextlib.suppress(OSError):  # the terminal, or who reads the pipe, is gone: the run ends all the same
+        with contextlib.suppress(OSError, ValueError):  # the terminal is gone, or stdout is closed
             self.console.print("ending after this step, with a checkpoint; Ctrl-C again ends at once", style="bold")
         return True
 

@@ -129,7 +129,10 @@ def _no_log(path: Path) -> str:
     expected = "expected the folder of a run, such as runs/NAME/latest, or a file of JSON lines"
     if not path.is_dir():
         return f"there is no log {path}; {expected}"
-    names = sorted(each.name for each in path.iterdir())
+    try:
+        names = sorted(each.name for each in path.iterdir())
+    except OSError as error:
+        return f"the folder {path} cannot be read: {error.strerror or error}; {expected}"
     found = f"{', '.join(names[:5])}{', ...' * (len(names) > 5)}" if names else "nothing"
     return f"there is no log in the folder {path}: found {found}; {expected}"
 
