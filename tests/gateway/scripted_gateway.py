@@ -1,5 +1,6 @@
 """A gateway over a script: the model's words are a function of its prompt."""
 
+import asyncio
 import contextlib
 import json
 
@@ -48,6 +49,27 @@ class Whole(SamplerProxy):
 
     async def generate(self, request):
         return await self._sampler.generate(request)
+
+
+class Held(Whole):
+    """Answers its first requests once they are released."""
+
+    def __init__(self, sampler, count):
+        super().__init__(sampler)
+        self.num_asked, self._count, self.released = 0, count, asyncio.Event()
+
+    async def generate(self, request):
+        self.num_asked += 1
+        if self.num_asked <= self._count:
+            await self.released.wait()
+        return await super().generate(request)
+
+
+async def until(condition):
+    """Wait for what sets no event; the limit is only against hanging."""
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 @contextlib.asynccontextmanager

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scripted_gateway import Client, Whole, gateway_over, scripted
+from scripted_gateway import Client, Held, Whole, gateway_over, last_text, scripted, until
 
 from byte_renderer import END, ByteRenderer, call, say
 from verbatim import Example, build_samples
-from verbatim.errors import EnvironmentFault, SamplerFault
+from verbatim.errors import EnvironmentFault
 from verbatim.gateway import Gateway
 from verbatim.gateway.session import INFO
 from verbatim.inference import SamplingParams
@@ -167,28 +167,36 @@ class TestRepeats:
         assert trajectory.info[INFO]["counts"]["repeated"] == 2
 
     async def test_a_request_repeated_after_a_time_out_joins_the_first(self, http):
-        sampler = scripted(seconds_per_token=0.02)
-        async with gateway_over(sampler) as gateway:
+        sampler = scripted()
+        held = Held(sampler, 1)
+        async with gateway_over(held, patience=600) as gateway:
             episode = gateway.episode()
             client = Client(http, episode)
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.05):
-                    await client.say([user("hello")])
-            said = await client.say([user("hello")])
+            first = asyncio.create_task(client.say([user("hello")]))
+            await until(lambda: held.num_asked)
+            first.cancel()
+            await until(lambda: not episode.session.exchanges.num_waiting)
+            second = asyncio.create_task(client.say([user("hello")]))
+            await until(lambda: episode.session.exchanges.num_waiting)
+            held.released.set()
+            said = await second
             trajectory = await episode.finish()
+        assert first.cancelled()
         assert said["content"] == "8:hello"
         assert (len(trajectory.turns), len(sampler.requests), sampler.num_cancelled) == (1, 1, 0)
 
     async def test_what_a_client_left_is_cancelled_and_counted(self, http):
-        sampler = scripted(seconds_per_token=0.02)
+        def say_much(request):
+            return np.array(say("x" * 20_000 if "longer" in last_text(request) else "well"), np.int32)
+
+        sampler = scripted(say_much, seconds_per_token=0.02)
         async with gateway_over(sampler, patience=0.05) as gateway:
             episode = gateway.episode()
             client = Client(http, episode)
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.05):
-                    await client.say([user("hello, this takes longer than the client waits")])
-            await asyncio.sleep(0.5)
-            assert sampler.num_cancelled == 1
+            first = asyncio.create_task(client.say([user("hello, this takes longer than the client waits")]))
+            await until(lambda: sampler.num_drawn)
+            first.cancel()
+            await until(lambda: sampler.num_cancelled)
             await client.say([user("hello again")])
             trajectory = await episode.finish()
         assert len(trajectory.turns) == 1
@@ -213,17 +221,21 @@ class TestEqualRequests:
 
     @pytest.mark.parametrize("headers", [{}, {"x-stainless-retry-count": "1"}])
     async def test_the_retry_of_one_gets_the_answer_of_the_one_that_it_repeats(self, http, headers):
-        sampler = scripted(lambda r: np.array(say(str(r.seed)), np.int32), seconds_per_token=0.02)
-        async with gateway_over(sampler) as gateway:
+        sampler = scripted(lambda r: np.array(say(str(r.seed)), np.int32))
+        held = Held(sampler, 2)
+        async with gateway_over(held, patience=600) as gateway:
             episode = gateway.episode()
-            client = Client(http, episode)
+            client, waiting = Client(http, episode), episode.session.exchanges
             first = asyncio.create_task(client.chat([user("hi")]))
-            await asyncio.sleep(0.05)
+            await until(lambda: held.num_asked == 1)
             second = asyncio.create_task(client.chat([user("hi")]))
-            await asyncio.sleep(0.05)
+            await until(lambda: held.num_asked == 2)
             first.cancel()
-            again = await client.chat([user("hi")], headers)
-            other = await second
+            await until(lambda: waiting.num_waiting == 1)
+            repeating = asyncio.create_task(client.chat([user("hi")], headers))
+            await until(lambda: waiting.num_waiting == 2)
+            held.released.set()
+            again, other = await repeating, await second
             trajectory = await episode.finish()
         assert again != other
         assert [f"{say(a['choices'][0]['message']['content'])}" for a in (again, other)] == [
@@ -236,7 +248,7 @@ class TestEqualRequests:
             episode = gateway.episode()
             client = Client(http, episode)
             first = asyncio.create_task(client.chat([user("hi")]))
-            await asyncio.sleep(0.02)
+            await until(lambda: sampler.requests)
             await client.chat([user("hi")])
             assert client.status == 500
             again = await client.chat([user("hi")], {"x-stainless-retry-count": "1"})
@@ -251,7 +263,7 @@ class TestEqualRequests:
             episode = gateway.episode()
             client = Client(http, episode)
             first = asyncio.create_task(client.chat([user("hello")]))
-            await asyncio.sleep(0.03)
+            await until(lambda: sampler.requests)
             again = await client.chat([user("hello")], {"x-stainless-retry-count": "1"})
             assert again == await first
             trajectory = await episode.finish()
@@ -472,20 +484,19 @@ async def test_an_answer_makes_up_for_the_samplers_failure_at_its_own_prompt_onl
 
 @pytest.mark.parametrize("leaves", [True, False])
 async def test_a_failure_after_its_client_has_gone_is_no_fault_of_the_episode(http, leaves):
-    class FailsLate(Whole):
-        async def generate(self, request):
-            await asyncio.sleep(0.2)
-            raise SamplerFault("it burns")
-
-    async with gateway_over(FailsLate(scripted())) as gateway:
+    held = Held(scripted(trouble={0: "fail"}), 1)
+    async with gateway_over(held, patience=600) as gateway:
         episode = gateway.episode()
         asking = asyncio.create_task(Client(http, episode).chat([user("hi")]))
-        await asyncio.sleep(0.1)
+        await until(lambda: held.num_asked)
         if leaves:
             asking.cancel()
-        await asyncio.sleep(0.3)
+            await until(lambda: not episode.session.exchanges.num_waiting)
+        held.released.set()
+        await asyncio.wait([asking])
+        await until(lambda: not episode.session.exchanges._under_way)
         trajectory = await episode.finish()
-    assert trajectory.error == (None if leaves else "sampler: it burns")
+    assert trajectory.error == (None if leaves else "sampler: request 0 fails, as scripted")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -495,7 +506,7 @@ async def test_a_sampler_that_times_out_is_an_error_and_no_endless_stream(http, 
 
     async with gateway_over(scripted(late)) as gateway:
         client = Client(http, gateway.episode())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             answer = await client.chat([user("hi")], stream=stream)
     assert client.status == 500 and "the engine is late" in answer["error"]["message"]
 

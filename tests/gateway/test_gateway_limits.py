@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 import pytest
-from scripted_gateway import Client, gateway_over, scripted
+from scripted_gateway import Client, Held, gateway_over, scripted, until
 
 from byte_renderer import say
 from verbatim.gateway import service
@@ -34,7 +34,7 @@ async def test_a_body_that_does_not_arrive_is_refused_in_time(route):
         reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
         path = f"v1/{route}".removeprefix("v1/../")
         writer.write(f"POST /s/{key}/{path} HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{{".encode())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             head = await reader.readline()
         writer.close()
     assert head.split()[1] == b"408"
@@ -51,7 +51,7 @@ async def only_the_head(gateway, key, route):
 
 
 async def status_of(reader):
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         return int((await reader.readline()).split()[1])
 
 
@@ -73,14 +73,14 @@ async def test_bodies_that_arrive_are_requests_at_a_time(http, gateway):
     episode.session.settings = SessionSettings(sampling="client", max_open=2)
     client, route = Client(http, episode), "chat/completions"
     async with only_the_head(gateway, episode.api_key, route), only_the_head(gateway, episode.api_key, route):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while episode.session._num_arriving < 2:  # noqa: ASYNC110 - a session sets no event for a count
                 await asyncio.sleep(0.01)
         await client.chat([user("hi")])
         assert client.status == 429
         await client.post("reward", {"reward": 1.0})
         assert client.status == 200
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while episode.session._num_arriving:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     await client.chat([user("hi")])
@@ -132,26 +132,32 @@ async def test_a_session_has_no_more_requests_than_it_may(http, gateway):
 
 
 async def test_a_session_has_no_more_requests_at_a_time_than_it_may(http):
-    async with gateway_over(scripted(seconds_per_token=0.02)) as gateway:
+    held = Held(scripted(), 3)
+    async with gateway_over(held) as gateway:
         one, two = gateway.episode(), gateway.episode()
         one.session.settings = SessionSettings(sampling="client", max_open=3)
         asking = [asyncio.create_task(Client(http, one).chat([user(f"hello {k}")])) for k in range(3)]
-        await asyncio.sleep(0.1)
+        await until(lambda: held.num_asked == 3)
         client, other = Client(http, one), Client(http, two)
         await client.chat([user("one more")])
         await other.chat([user("hi")])
         assert (client.status, other.status) == (429, 200)
+        held.released.set()
         await asyncio.gather(*asking)
         await client.chat([user("one more")])
         assert client.status == 200
 
 
 async def test_clients_that_wait_for_one_answer_count_as_requests_at_a_time(http):
-    async with gateway_over(scripted(seconds_per_token=0.05)) as gateway:
+    held = Held(scripted(), 1)
+    async with gateway_over(held) as gateway:
         episode = gateway.episode()
         episode.session.settings = SessionSettings(sampling="client", max_open=3)
         clients, key = [Client(http, episode) for _ in range(5)], {"idempotency-key": "k"}
-        await asyncio.gather(*(client.chat([user("hi")], key) for client in clients))
+        asking = [asyncio.create_task(client.chat([user("hi")], key)) for client in clients]
+        await until(lambda: sum(task.done() for task in asking) == 2)
+        held.released.set()
+        await asyncio.gather(*asking)
         assert sorted(client.status for client in clients) == [200, 200, 200, 429, 429]
         await clients[0].chat([user("hi")], key)
         assert clients[0].status == 200

@@ -26,6 +26,8 @@ from verbatim.rollouts import EpisodeLimits, GroupRun, RolloutSetup
 PROGRAMS = Path(__file__).parent / "programs"
 PYTHON = "/usr/bin/python3"
 """One that every user can run, also the sandbox's."""
+PATIENCE = (3, 12, 48)
+"""Seconds for what a program does before it hangs: more of them where the machine stood still for the first ones."""
 WAYS = [pytest.param(False, id="plain"), pytest.param(True, id="sandbox")]
 
 
@@ -67,15 +69,29 @@ async def test_a_program_plays_each_example_and_its_last_line_is_the_reward(sand
     assert [m["role"] for m in two.messages] == ["user", "assistant"] * 3
 
 
+async def hung(sandbox, rows):
+    """The trajectory of a program that hangs, and its seconds: enough of them for its request before."""
+    for seconds in PATIENCE:
+        (trajectory,) = await run_all(make(sandbox, rows=rows, timeout=float(seconds)), episode_timeout=600.0)
+        if "waiting" in trajectory.error:
+            break
+    return trajectory, seconds
+
+
 @pytest.mark.parametrize("sandbox", WAYS)
 @pytest.mark.parametrize(("how", "kind", "said"), [
     ("crash", "program_crashed", "exit status 1; it said 'it broke'"), ("late", "program_crashed", "exit status 3"),
     ("silent", "program_silent", "without a request"), ("kill", "program_crashed", "exit status 137"),
-    ("hang", "program_hung", "no end after 3 s; so far it said 'waiting'"),
+    ("hang", "program_hung", None),
     ("no reward", "environment", "the last line has no reward: found 'done'"),
 ])  # fmt: skip
 async def test_what_goes_wrong_is_counted_under_its_own_reason(sandbox, how, kind, said):
-    (trajectory,) = await run_all(make(sandbox, rows=[{"texts": ["hi"], "how": how}], timeout=3.0))
+    rows = [{"texts": ["hi"], "how": how}]
+    if how == "hang":
+        trajectory, seconds = await hung(sandbox, rows)
+        said = f"no end after {seconds} s; so far it said 'waiting'"
+    else:
+        (trajectory,) = await run_all(make(sandbox, rows=rows))
     assert trajectory.error.startswith(f"{kind}: ") and said in trajectory.error
     assert trajectory.reward is None
     assert len(trajectory.turns) == (how not in ("crash", "silent"))
@@ -136,21 +152,27 @@ def running(since):
     return found
 
 
+async def ended(since):
+    """Wait until all that run now have ended; left alone, they run for 1000 s."""
+    found = set(running(since))
+    async with asyncio.timeout(60):
+        while found & set(running(since)):  # noqa: ASYNC110 - the system sets no event
+            await asyncio.sleep(0.05)
+
+
 @pytest.mark.parametrize("sandbox", WAYS)
 async def test_no_process_outlives_its_episode(sandbox):
     began = time.time()
-    await run_all(make(sandbox, rows=[{"texts": ["hi"], "how": "hang"}], timeout=2.0))
-    await asyncio.sleep(0.2)
-    assert running(began) == []
+    await hung(sandbox, [{"texts": ["hi"], "how": "hang"}])
+    await ended(began)
 
 
 @pytest.mark.parametrize("sandbox", WAYS)
 async def test_a_daemon_does_not_outlive_the_episode(sandbox):
     began = time.time()
     (trajectory,) = await run_all(make(sandbox, rows=[{"texts": ["hi"], "how": "daemon"}]))
-    await asyncio.sleep(0.2)
     assert (trajectory.error, trajectory.reward) == (None, 4.0)
-    assert running(began) == []
+    await ended(began)
 
 
 @pytest.mark.parametrize("sandbox", WAYS)
@@ -175,12 +197,12 @@ async def test_a_scoring_command_that_hangs_is_told_as_such(sandbox, monkeypatch
 
 def test_marked_processes_are_killed_and_no_others():
     def sleeper(mark):
-        return subprocess.Popen(["sleep", "30"], env={VARIABLE: mark}, start_new_session=True)
+        return subprocess.Popen(["sleep", "600"], env={VARIABLE: mark}, start_new_session=True)
 
     ours, other = sleeper("abc"), sleeper("abcd")
     try:
         assert kill_marked("abc") == 1
-        assert ours.wait(5) == -9
+        assert ours.wait(60) == -9
         assert other.poll() is None
     finally:
         other.kill()
@@ -188,10 +210,9 @@ def test_marked_processes_are_killed_and_no_others():
 
 
 async def test_a_child_that_outlives_its_program_does_not_hold_the_episode():
-    began = time.monotonic()
+    """The child holds the program's output for longer than the episode may take."""
     (trajectory,) = await run_all(make(rows=[{"texts": ["hi"], "how": "leaves"}]))
     assert (trajectory.error, trajectory.reward) == (None, len("5:hi"))
-    assert time.monotonic() - began < 6.0  # the child holds the program's output for 8 s
 
 
 def test_a_sandbox_shows_the_folders_of_a_program_and_never_a_home(tmp_path, monkeypatch):
@@ -210,7 +231,7 @@ async def test_a_reused_program_that_cannot_be_started_takes_no_place(monkeypatc
 
     monkeypatch.setattr(ProgramProcess, "start", fails)
     for _ in range(2):
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(60):
             with pytest.raises(OSError, match="no more processes"):
                 await programs.take()
 
@@ -235,8 +256,11 @@ class TestReuse:
 
     async def test_one_that_ends_or_hangs_is_replaced(self):
         rows = [{"texts": ["hi"], "how": how} for how in ("crash", "", "hang", "", "error", "")]
-        environment = make(arguments=["--lines"], rows=rows, reuse=True, max_processes=1, timeout=3.0)
-        trajectories = await run_all(environment)
+        for seconds in PATIENCE:
+            environment = make(arguments=["--lines"], rows=rows, reuse=True, max_processes=1, timeout=float(seconds))
+            trajectories = await run_all(environment, episode_timeout=600.0)
+            if sum("hung" in (t.error or "") for t in trajectories) == 1:
+                break
         kinds = [None if t.error is None else t.error.partition(":")[0] for t in trajectories]
         assert kinds == ["program_crashed", None, "program_hung", None, "program_crashed", None]
         assert "the program said: no luck" in trajectories[4].error
@@ -245,23 +269,31 @@ class TestReuse:
         environment = make(arguments=["--lines"], rows=[{"texts": ["hi"], "how": "leaves later"}], reuse=True,
                            max_processes=1)  # fmt: skip
         for number in (1, 2):
-            (trajectory,) = await run_all(environment, episode_timeout=8.0)
+            (trajectory,) = await run_all(environment)
             assert (trajectory.error, trajectory.info["program"]["processes_started"]) == (None, number)
-            await asyncio.sleep(0.4)  # it leaves after 0.1 s
+            (program,) = (await environment.serving()).reused._running
+            await asyncio.wait_for(asyncio.wait([program.watching]), 60)  # it leaves after 0.1 s
 
     async def test_waiting_for_a_place_takes_none_of_a_programs_own_time(self):
-        rows = [{"texts": ["hi"], "how": "slow"}] * 3
-        environment = make(arguments=["--lines"], rows=rows, reuse=True, max_processes=1, timeout=3.0)
-        assert [t.error for t in await run_all(environment)] == [None] * 3  # the last one has waited for 3 s
+        for seconds in PATIENCE:
+            rows = [{"texts": ["hi"], "how": "slow", "seconds": seconds / 2}] * 3
+            environment = make(arguments=["--lines"], rows=rows, reuse=True, max_processes=1, timeout=float(seconds))
+            errors = [t.error for t in await run_all(environment, episode_timeout=600.0)]
+            if errors == [None] * 3:
+                break
+        assert errors == [None] * 3  # the last one has waited for all of `seconds`
 
     async def test_an_episode_that_finds_no_place_says_so_and_ends_no_other(self):
-        rows = [{"texts": ["hi"], "how": "slow", "seconds": 2.0}] * 3
-        environment = make(arguments=["--lines"], rows=rows, reuse=True, max_processes=1)
-        trajectories = await run_all(environment, episode_timeout=4.8)  # 3.84 s for a program and its wait
-        errors = [t.error for t in trajectories]
+        for seconds, limit in ((4.8, "3.84"), (19.2, "15.4"), (80.0, "75")):  # for a program and its wait
+            rows = [{"texts": ["hi"], "how": "slow", "seconds": seconds / 2.4}] * 3
+            environment = make(arguments=["--lines"], rows=rows, reuse=True, max_processes=1)
+            trajectories = await run_all(environment, episode_timeout=seconds)
+            errors = [t.error for t in trajectories]
+            said = f"there was no place for it within {limit} s (max_processes = 1 with episodes_per_process = 1)"
+            if errors[0] is None and said in errors[2]:
+                break
         assert errors[0] is None
-        assert "program: there was no place for it within 3.84 s (max_processes = 1 with episodes_per_process = 1)" in (
-            errors[2])  # fmt: skip
+        assert f"program: {said}" in errors[2]
         assert {t.info["program"]["processes_started"] for t in trajectories[:1]} == {1}
 
     async def test_it_takes_neither_files_nor_scores(self):

@@ -5,6 +5,7 @@ import contextlib
 from types import SimpleNamespace
 
 import pytest
+from scripted_gateway import until
 
 from verbatim.gateway.verifiers.serving import Reception, Serving
 
@@ -12,8 +13,9 @@ from verbatim.gateway.verifiers.serving import Reception, Serving
 class Servers:
     """verifiers' environment: notes when its servers are up."""
 
-    def __init__(self, seconds_to_end=0.0, fails=False):
-        self.seconds, self.fails = seconds_to_end, fails
+    def __init__(self, fails=False):
+        self.fails, self.may_end = fails, asyncio.Event()
+        self.may_end.set()
         self.log = []
 
     @contextlib.asynccontextmanager
@@ -25,7 +27,7 @@ class Servers:
             yield
         finally:
             self.log.append("ending")
-            await asyncio.sleep(self.seconds)
+            await self.may_end.wait()
             self.log.append("down")
 
 
@@ -36,13 +38,16 @@ async def use(serving, seconds=60.0):
 
 
 async def test_a_second_cancellation_leaves_nothing_open():
-    servers = Servers(seconds_to_end=0.1)
+    servers = Servers()
+    servers.may_end.clear()
     serving = Serving(servers)
-    episode = asyncio.create_task(use(serving))
-    await asyncio.sleep(0.05)
+    episode = asyncio.create_task(use(serving, 600))
+    await until(lambda: servers.log)
     for _ in range(3):
         episode.cancel()
+        await until(lambda: servers.log == ["up", "ending"])
         await asyncio.sleep(0.02)
+    servers.may_end.set()
     with pytest.raises(asyncio.CancelledError):
         await episode
     assert servers.log == ["up", "ending", "down"]
@@ -51,15 +56,17 @@ async def test_a_second_cancellation_leaves_nothing_open():
 
 
 async def test_an_episode_that_comes_while_the_last_one_ends_waits_for_that():
-    servers = Servers(seconds_to_end=0.05)
+    servers = Servers()
+    servers.may_end.clear()
     serving = Serving(servers)
     first = asyncio.create_task(use(serving, 0))
-    await asyncio.sleep(0.03)
-    assert servers.log == ["up", "ending"]
+    await until(lambda: servers.log == ["up", "ending"])
     second = asyncio.create_task(use(serving, 0))
     await asyncio.sleep(0)
     second.cancel()
     third = asyncio.create_task(use(serving, 0))
+    await asyncio.sleep(0)
+    servers.may_end.set()
     await asyncio.wait([first, second, third])
     assert (first.exception(), second.cancelled(), third.exception()) == (None, True, None)
     assert servers.log.count("up") == servers.log.count("down") >= 2

@@ -156,10 +156,11 @@ class _Answering:
         progress = exchange.progress
         writer = self._writer = self.protocol.stream(self.asked, progress.stamp)
         growing = [Growing(index=number, ids=ids) for number, ids in enumerate(progress.ids)]
-        has_begun = False
+        has_begun, seen = False, 0
         while not exchange.task.done():
-            if not await progress.news(_QUIET_SECONDS):
+            if not await progress.news(seen, _QUIET_SECONDS):
                 await self._send([writer.ping()])
+            seen = progress.num_news
             if exchange.task.done():
                 break
             deltas = [writer.delta(delta) for delta in self._gained(growing, progress)]

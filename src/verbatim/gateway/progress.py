@@ -27,6 +27,8 @@ class Progress:
         self.num_waiting = 0
         """Clients that wait for the answer."""
         self._loop = asyncio.get_running_loop()
+        self.num_news = 0
+        """How often there were news."""
         self._news = asyncio.Event()
 
     def show(self, number: int, ids: Sequence[int]) -> None:
@@ -35,11 +37,14 @@ class Progress:
 
     def wake(self) -> None:
         """Let all go on that wait for news."""
+        self.num_news += 1
         self._news.set()
         self._news = asyncio.Event()
 
-    async def news(self, seconds: float) -> bool:
-        """Wait for news; False if there were none for so long."""
+    async def news(self, seen: int, seconds: float) -> bool:
+        """Wait for more news than were `seen`, by `num_news`; False if there were none for so long."""
+        if self.num_news > seen:
+            return True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._news.wait()

@@ -63,7 +63,7 @@ def one(example):
         except OSError:
             print(0)
     elif how == "leaves":
-        subprocess.Popen(["sleep", "8"], start_new_session=True)
+        subprocess.Popen(["sleep", "600"], start_new_session=True)
         print(reward)
     elif how == "daemon":
         daemon()
@@ -129,7 +129,7 @@ def lines():
 
 if __name__ == "__main__":
     if "--sleep" in sys.argv:
-        time.sleep(30)
+        time.sleep(1000)
     elif "--lines" in sys.argv:
         lines()
     elif len(sys.argv) > 1:
