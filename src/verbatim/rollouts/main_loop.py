@@ -25,8 +25,8 @@ PATIENCE = 2.0
 """Seconds that background tasks, and threads of the loop's pool, may take to end when the main one has ended."""
 
 SIGNALS_SEEN_WITHIN = 0.1
-"""Seconds. The main thread handles Ctrl-C, but a wait without a limit may sleep on through it: the system may hand a
-signal to any thread."""
+"""Seconds. The main thread handles Ctrl-C, but the system may hand a signal to any thread, and then a wait of the main
+one for a lock goes on."""
 
 T = TypeVar("T")
 
@@ -138,7 +138,8 @@ def _on_own_thread(work: Coroutine[Any, Any, T], presses: CtrlC) -> T:
                 while told < min(heard, 2):
                     told += 1
                     presses.press()
-                thread.join(SIGNALS_SEEN_WITHIN)
+                while not result.done():
+                    thread.join(SIGNALS_SEEN_WITHIN)
             except KeyboardInterrupt:
                 heard += 1
                 if heard > 2:
