@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -147,16 +148,26 @@ def test_a_torn_last_line_is_repaired(place: Path, torn: str):
 def test_a_kill_loses_no_task_and_repeats_none(place: Path):
     """Killed twice in the middle, then left to finish."""
     write_tasks(*(f"{n} 1 1" for n in range(60)))
-    with chat_server(fault=lambda body, tries: time.sleep(0.02)) as server:
+    wanted, killed = 0, threading.Event()
+
+    def hang(body: dict[str, Any], tries: int) -> None:
+        """Once as many as wanted are done, nothing more is answered until the kill."""
+        if wanted and Path("out.jsonl").exists() and Path("out.jsonl").read_bytes().count(b"\n") >= wanted:
+            killed.wait(300)
+
+    with chat_server(fault=hang) as server:
         command = [sys.executable, "-c", "import sys; from verbatim.cli.main import main; sys.exit(main())"]
         for wanted in (5, 25):
-            process = subprocess.Popen([*command, *arguments(server)], stderr=subprocess.DEVNULL)
+            killed.clear()
+            process = subprocess.Popen([*command, *arguments(server, "--concurrency", "8")], stderr=subprocess.DEVNULL)
             while not (Path("out.jsonl").exists() and Path("out.jsonl").read_bytes().count(b"\n") >= wanted):
                 assert process.poll() is None
                 time.sleep(0.01)
             process.send_signal(signal.SIGKILL)
             process.wait()
+            killed.set()
             assert wanted <= len(results()) < 60
+        wanted = 0
         assert main(arguments(server)) == 0
     assert len({r["task"] for r in results()}) == len(results()) == 60
     assert answers() == sorted(str(n + 2) for n in range(60))

@@ -43,7 +43,7 @@ def say(text: str) -> Message:
 def play(environment: Any, said: Sequence[Message], *, index: int = 0, split: str = "train") -> Trajectory:
     """One episode in which the model says these messages."""
     example = examples_of(environment, "it", split)[index]
-    stage = Stage(name="it", environment=environment, limits=EpisodeLimits(max_turns=8, timeout=10))
+    stage = Stage(name="it", environment=environment, limits=EpisodeLimits(max_turns=8, timeout=60))
     (played,) = asyncio.run(stage.play("written", [lambda seed: WrittenPlayer(said)], example))
     return played.trajectory
 

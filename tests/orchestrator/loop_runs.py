@@ -253,9 +253,9 @@ def versions(groups):
     return {int(v) for g in groups for t in g.trajectories for turn in t.turns for v in turn.policy_versions}
 
 
-async def until(condition, looks=20_000):
+async def until(condition, looks=120_000):
     """Let everybody else work until this holds: so many looks, and not seconds, for a machine may stand still."""
-    for _ in range(looks):  # 10 s and more
+    for _ in range(looks):  # a minute and more
         if condition():
             return
         await asyncio.sleep(0.0005)

@@ -38,7 +38,7 @@ def test_two_may_wait_at_once_and_both_wait_until_it_is_written(tmp_path, monkey
     write, may_write = FateFolder.write, threading.Event()
 
     def slow(self, step, fates):
-        may_write.wait(10)
+        may_write.wait(60)
         write(self, step, fates)
 
     monkeypatch.setattr(FateFolder, "write", slow)

@@ -29,7 +29,7 @@ async def test_progress_is_told_while_the_work_goes_on_and_the_trainer_may_ask_f
     told = Told()
 
     async def work():
-        await asyncio.wait_for(told.asked_to_stop.wait(), 20)
+        await asyncio.wait_for(told.asked_to_stop.wait(), 60)
         return True
 
     async with nothing_left_behind():
@@ -42,7 +42,7 @@ async def test_progress_that_cannot_be_told_ends_the_run_with_the_reason():
 
     async def work():
         try:
-            await asyncio.sleep(20)
+            await asyncio.sleep(600)
         finally:
             ended.append(True)
 

@@ -4,6 +4,7 @@ import asyncio
 import os
 import sys
 import time
+from pathlib import Path
 
 from mcp.server import MCPServer
 from mcp.server.mcpserver import Image
@@ -48,7 +49,8 @@ def long(length: int) -> str:
 
 
 @server.tool()
-async def wait(seconds: float) -> str:
+async def wait(seconds: float, log: str = os.devnull) -> str:
+    await asyncio.to_thread(Path(log).touch)
     await asyncio.sleep(seconds)
     return "waited"
 

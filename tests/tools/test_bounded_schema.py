@@ -56,9 +56,10 @@ def test_arguments_that_cannot_be_checked_in_time_are_refused(name, monkeypatch)
 async def test_such_a_call_is_answered_and_counted(monkeypatch):
     monkeypatch.setattr(json_arguments, "SECONDS", 0.2)
     tools = ToolManager([{"name": "look", "parameters": SCHEMAS["a pattern"][0], "function": lambda at: at}])
-    outcome = await tools.dispatch(ToolCall(name="look", arguments={"at": TEXT}, raw=""), timeout=5, output_limit=None)
+    limits = {"timeout": 60, "output_limit": None}
+    outcome = await tools.dispatch(ToolCall(name="look", arguments={"at": TEXT}, raw=""), **limits)
     assert outcome.error_kind == "invalid_arguments"
-    outcome = await tools.dispatch(ToolCall(name="look", arguments={"at": "aaa"}, raw=""), timeout=5, output_limit=None)
+    outcome = await tools.dispatch(ToolCall(name="look", arguments={"at": "aaa"}, raw=""), **limits)
     assert (outcome.error_kind, outcome.message["content"]) == (None, "aaa")
 
 

@@ -38,7 +38,7 @@ def test_calls_at_a_time_have_a_thread_each():
     together = threading.Barrier(40)
 
     async def many():
-        return await asyncio.gather(*(in_thread(lambda: together.wait(30)) for _ in range(40)))
+        return await asyncio.gather(*(in_thread(lambda: together.wait(60)) for _ in range(40)))
 
     assert sorted(asyncio.run(many())) == list(range(40))
 
@@ -47,7 +47,7 @@ def test_a_call_that_hangs_holds_no_other():
     end = threading.Event()
 
     async def beside():
-        hanging = asyncio.ensure_future(in_thread(lambda: end.wait(30)))
+        hanging = asyncio.ensure_future(in_thread(lambda: end.wait(60)))
         assert [await in_thread(lambda: 1) for _ in range(5)] == 5 * [1]
         hanging.cancel()
         end.set()
@@ -134,7 +134,7 @@ def test_an_idle_thread_ends_and_the_next_call_starts_another(monkeypatch):
 
     async def twice():
         first = await in_thread(threading.current_thread)
-        await asyncio.to_thread(first.join, 30)
+        await asyncio.to_thread(first.join, 60)
         assert not first.is_alive() and threads._idle == []
         second = await in_thread(threading.current_thread)
         return first is second
@@ -150,7 +150,7 @@ def test_a_burst_of_calls_leaves_no_more_threads_than_are_kept(monkeypatch):
         together = threading.Barrier(count)
 
         def call():
-            together.wait(30)
+            together.wait(60)
             return threading.current_thread()
 
         return {*await asyncio.gather(*(in_thread(call) for _ in range(count)))}
@@ -161,7 +161,7 @@ def test_a_burst_of_calls_leaves_no_more_threads_than_are_kept(monkeypatch):
         monkeypatch.setattr(threads, "KEPT_SECONDS", 0.01)
         await burst(kept)
         for thread in found:
-            await asyncio.to_thread(thread.join, 30)
+            await asyncio.to_thread(thread.join, 60)
         return len(found), kept, any(thread.is_alive() for thread in found)
 
     count, kept, alive = asyncio.run(two())

@@ -98,13 +98,13 @@ async def test_an_order_that_is_cancelled_while_it_is_written_keeps_its_number(e
 
     def slow(number, what):
         begun.set()
-        assert go_on.wait(5)
+        assert go_on.wait(60)
         order(number, what)
 
     monkeypatch.setattr(exchange, "send", slow)
     link = RemoteTrainer(exchange, fault=lambda: None)
     training = asyncio.create_task(link.train([], 1))
-    await asyncio.to_thread(begun.wait, 5)
+    await asyncio.to_thread(begun.wait, 60)
     training.cancel()
     closing = asyncio.create_task(link.close())
     await asyncio.sleep(0)
@@ -154,9 +154,9 @@ async def test_no_other_folder_is_moved_for_a_state(exchange, tmp_path, of_the_r
 async def test_a_trainer_that_is_gone_ends_the_wait_for_its_answer(exchange):
     link = RemoteTrainer(exchange, fault=lambda: "the trainer was ended by SIGKILL")
     with pytest.raises(RunStopped, match="the trainer was ended by SIGKILL"):
-        await asyncio.wait_for(link.train([], 1), 5)
+        await asyncio.wait_for(link.train([], 1), 60)
     with pytest.raises(RunStopped, match="SIGKILL"):
-        await asyncio.wait_for(link.watch(), 5)
+        await asyncio.wait_for(link.watch(), 60)
 
 
 async def test_the_last_answer_of_a_trainer_that_has_ended_counts(exchange):
@@ -166,7 +166,7 @@ async def test_the_last_answer_of_a_trainer_that_has_ended_counts(exchange):
         exchange.answer(1, report(1))
         return "the trainer ended with status 0"
 
-    found = await asyncio.wait_for(RemoteTrainer(exchange, fault=fault).train([], 1), 5)
+    found = await asyncio.wait_for(RemoteTrainer(exchange, fault=fault).train([], 1), 60)
     assert found.version == 1
 
 
@@ -179,7 +179,7 @@ def test_waiting_for_an_order_ends_where_the_look_raises(exchange):
     with pytest.raises(TooLate):
         wait_for(exchange, 1, seconds=0.01)
     exchange.send(1, TrainerMessage(kind="stop"))
-    assert wait_for(exchange, 1, seconds=0.01).kind == "stop"
+    assert wait_for(exchange, 1).kind == "stop"
 
 
 def test_an_answer_is_taken_once(exchange):

@@ -113,7 +113,7 @@ def read_beats(folder):
     return json.loads((folder / "beat.json").read_bytes())["beats"]
 
 
-def wait_until(condition, seconds=5.0):
+def wait_until(condition, seconds=60.0):
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until
