@@ -25,8 +25,8 @@ PATIENCE = 2.0
 """Seconds that background tasks, and threads of the loop's pool, may take to end when the main one has ended."""
 
 SIGNALS_SEEN_WITHIN = 0.1
-"""Seconds. The main thread handles Ctrl-C, but the system may hand a signal to any thread, and then a wait of the main
-one for a lock goes on."""
+"""Seconds between looks for Ctrl-C. A wait without a limit would go on through it: the system may hand the signal to
+another thread than the one that waits."""
 
 T = TypeVar("T")
 
@@ -128,36 +128,41 @@ def _on_own_thread(work: Coroutine[Any, Any, T], presses: CtrlC) -> T:
         except BaseException as error:  # noqa: BLE001  carried to the caller
             result.set_exception(error)
 
+    heard = told = 0
+
+    def hear(number: int = signal.SIGINT, frame: object = None) -> None:
+        nonlocal heard
+        heard += 1
+        if heard > 2:
+            raise_ctrl_c()
+
     context = contextvars.copy_context()
     thread = threading.Thread(target=context.run, args=(main,), name="verbatim-loop", daemon=True)
-    thread.start()
-    heard = told = 0
-    with _ctrl_c_raises():
+    with _handling_ctrl_c(hear):
+        thread.start()
         while not result.done():
             try:
                 while told < min(heard, 2):
                     told += 1
                     presses.press()
-                while not result.done():
-                    thread.join(SIGNALS_SEEN_WITHIN)
-            except KeyboardInterrupt:
-                heard += 1
-                if heard > 2:
-                    raise
+                thread.join(SIGNALS_SEEN_WITHIN)
+            except KeyboardInterrupt:  # by a handler of the program's own, or the third one
+                hear()
     return result.result()
 
 
 @contextlib.contextmanager
-def _ctrl_c_raises() -> Iterator[None]:
+def _handling_ctrl_c(handle: Callable[[int, object], None]) -> Iterator[None]:
     """While this thread waits: under `asyncio.run` the first Ctrl-C only cancels a task of the loop that waits too."""
     handler = signal.getsignal(signal.SIGINT)
     of_asyncio = isinstance(handler, functools.partial) and (
         getattr(handler.func, "__func__", None) is asyncio.Runner._on_sigint  # type: ignore[attr-defined]
     )
-    if not of_asyncio or threading.current_thread() is not threading.main_thread():
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or not (of_asyncio or handler is signal.default_int_handler):
         yield
         return
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, handle)
     try:
         yield
     finally:
