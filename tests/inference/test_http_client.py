@@ -92,7 +92,7 @@ def always(answer: bytes | None) -> Script:
 
 @contextlib.asynccontextmanager
 async def asking(server: Server, **settings: Any) -> AsyncIterator[HttpClient]:
-    made = HttpClient(server.url, **{"request_timeout": 20.0, "max_retries": 3, **settings})
+    made = HttpClient(server.url, **{"request_timeout": 120.0, "max_retries": 3, **settings})
     try:
         yield made
     finally:
@@ -215,7 +215,7 @@ async def test_a_body_that_trickles_is_over_its_deadline_though_each_byte_comes_
     async with await asyncio.start_server(trickle, "127.0.0.1", 0) as listening:
         url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
         asked = HttpClient(url, request_timeout=0.4, max_retries=1)
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(60):
             with pytest.raises(SamplerFault, match=r"no answer within 0.4 s \(2 tries\)"):
                 await asked.ask("POST", "/", b"{}", read_json, failures)
         await asked.close()
@@ -288,7 +288,7 @@ async def test_cancelling_under_load_mixes_up_no_answers_and_leaves_no_connectio
             answered = await asyncio.gather(*map(one, range(start, start + 100)))
             assert all(answered[::2])
         assert len(server.heads) >= 300
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while server.open:  # noqa: ASYNC110 - the server learns of it as it reads
             await asyncio.sleep(0.01)
 
@@ -302,7 +302,7 @@ async def test_answered_connections_are_used_again():
 
 async def test_hanging_up_ends_what_is_under_way_and_the_next_request_connects_anew():
     async def script(number: int, head: str, body: bytes) -> bytes:
-        await asyncio.sleep(60 if number == 0 else 0)
+        await asyncio.sleep(600 if number == 0 else 0)
         return http("[7]")
 
     async with serving(script) as server, asking(server) as asked:
@@ -329,7 +329,7 @@ async def test_hanging_up_ends_what_is_under_way_and_the_next_request_connects_a
 def test_a_client_that_was_never_closed_says_nothing_when_it_goes(caplog: pytest.LogCaptureFixture):
     async def ask_once() -> HttpClient:
         async with serving(always(http("[7]"))) as server:
-            asked = HttpClient(server.url, request_timeout=20.0, max_retries=0)
+            asked = HttpClient(server.url, request_timeout=120.0, max_retries=0)
             assert await asked.ask("GET", "/", None, read_json) == [7]
             return asked
 

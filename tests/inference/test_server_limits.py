@@ -12,8 +12,9 @@ import logging
 import os
 import resource
 import socket
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,9 @@ def scripted(**fields: Any) -> ScriptedSampler:
 @contextlib.asynccontextmanager
 async def asking(sampler: ScriptedSampler, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     settings = {"renderer": ByteRenderer(), **settings}
-    async with serve_sampler(sampler, **settings) as server, httpx.AsyncClient(base_url=server.url) as client:
-        yield client
+    async with serve_sampler(sampler, **settings) as server:  # noqa: SIM117
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            yield client
 
 
 def address(client: httpx.AsyncClient) -> tuple[str, int]:
@@ -54,23 +56,26 @@ def conversation(text: str) -> dict[str, Any]:
 
 
 async def message(client: httpx.AsyncClient, path: str, body: Any, status: int, **headers: str) -> str:
-    answer = await client.post(path, json=body, headers=headers, timeout=30)
+    answer = await client.post(path, json=body, headers=headers, timeout=60)
     assert answer.status_code == status, answer.text
     return str(answer.json()["error"]["message"])
 
 
-async def healthy_within(client: httpx.AsyncClient, seconds: float) -> None:
-    began = time.perf_counter()
-    assert (await client.get("/health", timeout=30)).status_code == 200
-    assert time.perf_counter() - began < seconds
+async def is_healthy(client: httpx.AsyncClient) -> bool:
+    return (await client.get("/health", timeout=60)).status_code == 200
 
 
-async def closed_after(reader: asyncio.StreamReader, began: float) -> float:
-    """When the server hangs up; what it says until then is passed over."""
+async def closed(reader: asyncio.StreamReader) -> None:
+    """Wait until the server hangs up; what it says until then is passed over."""
     with contextlib.suppress(ConnectionError):
-        while await asyncio.wait_for(reader.read(2**16), 20):
+        while await asyncio.wait_for(reader.read(2**16), 60):
             pass
-    return time.perf_counter() - began
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110 - what is waited for sets no event
+            await asyncio.sleep(0.01)
 
 
 def test_the_examples_of_the_bounds_are_true():
@@ -93,7 +98,7 @@ class Dying(ScriptedSampler):
 async def test_a_dead_engine_fails_the_health_check_and_answers_everything_with_503():
     sampler = Dying(script=lambda r: say("yo"), vocab_size=VOCAB_SIZE, context_length=400)
     async with asking(sampler) as client:
-        await healthy_within(client, 5)
+        assert await is_healthy(client)
         sampler.why = "the sampler's thread failed: ZeroDivisionError"
         answer = await client.get("/health")
         assert (answer.status_code, answer.json()["error"]["message"]) == (503, sampler.why)
@@ -135,22 +140,22 @@ async def test_a_head_that_does_not_come_in_time_ends_the_connection(sent):
         began = time.perf_counter()
         reader, writer = await asyncio.open_connection(*address(client))
         writer.write(sent)
-        assert 0.2 < await closed_after(reader, began) < 5
+        await closed(reader)
+        assert 0.2 < time.perf_counter() - began < 15  # the limit that was set, and not the one of 15 s
         writer.close()
 
 
 async def test_a_head_that_drips_does_not_put_its_end_off():
     async with asking(scripted(), limits=ServerLimits(head_seconds=0.4)) as client:
-        began = time.perf_counter()
         reader, writer = await asyncio.open_connection(*address(client))
-        closing = asyncio.create_task(closed_after(reader, began))
+        closing = asyncio.create_task(closed(reader))
         with contextlib.suppress(ConnectionError):
             writer.write(b"GET /health HTTP/1.1\r\n")
             while not closing.done():
                 writer.write(b"a")
                 await writer.drain()
                 await asyncio.sleep(0.02)
-        assert await closing < 5
+        await closing
         writer.close()
 
 
@@ -159,9 +164,8 @@ async def test_the_head_of_a_second_request_has_its_deadline_too():
         reader, writer = await asyncio.open_connection(*address(client))
         writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         await reader.readuntil(b"}")
-        began = time.perf_counter()
         writer.write(b"GET /hea")
-        assert await closed_after(reader, began) < 5
+        await closed(reader)
         writer.close()
 
 
@@ -171,8 +175,8 @@ async def test_a_body_that_does_not_come_in_time_is_answered_with_408(path):
         reader, writer = await asyncio.open_connection(*address(client))
         writer.write(b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
                      b"Content-Length: 90\r\n\r\n{" % path.encode())  # fmt: skip
-        assert b" 408 " in await asyncio.wait_for(reader.readline(), 5)
-        await closed_after(reader, 0)
+        assert b" 408 " in await asyncio.wait_for(reader.readline(), 60)
+        await closed(reader)
         writer.close()
 
 
@@ -181,10 +185,9 @@ async def test_the_body_of_a_request_that_was_answered_already_does_not_hold_its
     async with asking(scripted(), limits=ServerLimits(head_seconds=0.3)) as client:
         reader, writer = await asyncio.open_connection(*address(client))
         writer.write(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n")
-        assert b" 404 " in await asyncio.wait_for(reader.readline(), 5)
-        began = time.perf_counter()
+        assert b" 404 " in await asyncio.wait_for(reader.readline(), 60)
         writer.write(b"x")
-        assert await closed_after(reader, began) < 5
+        await closed(reader)
         writer.close()
 
 
@@ -215,14 +218,10 @@ async def test_a_client_that_reads_nothing_is_let_go_of():
 async def test_connections_without_a_request_make_room_for_those_with_one():
     async with asking(scripted(), limits=ServerLimits(max_connections=20)) as client:
         held = [await asyncio.open_connection(*address(client)) for _ in range(60)]
-        await healthy_within(client, 1)
-        async with httpx.AsyncClient(base_url=client.base_url) as other:
+        assert await is_healthy(client)
+        async with httpx.AsyncClient(base_url=client.base_url, timeout=60) as other:
             assert (await other.post(protocol.GENERATE, json={"token_ids": [1]})).status_code == 200
-        ended = 0
-        for reader, _ in held:
-            with contextlib.suppress(TimeoutError, ConnectionError):
-                ended += await asyncio.wait_for(reader.read(1), 0.001) == b""
-        assert ended >= 40
+        await until(lambda: sum(reader.at_eof() for reader, _ in held) >= 40)
         for _, writer in held:
             writer.close()
 
@@ -232,10 +231,8 @@ async def test_where_every_connection_has_a_request_the_next_one_is_told_so():
     async with asking(sampler, limits=ServerLimits(max_connections=8)) as client:
         post = functools.partial(client.post, protocol.GENERATE, json={"token_ids": [1]}, timeout=60)
         busy = [asyncio.create_task(post()) for _ in range(8)]
-        async with asyncio.timeout(20):
-            while sampler.num_in_flight < 8:  # noqa: ASYNC110 - a sampler sets no event for a count
-                await asyncio.sleep(0.01)
-        async with httpx.AsyncClient(base_url=client.base_url) as other:
+        await until(lambda: sampler.num_in_flight == 8)
+        async with httpx.AsyncClient(base_url=client.base_url, timeout=60) as other:
             answer = await other.get("/health")
         assert (answer.status_code, answer.json()["error"]["type"]) == (503, "unavailable")
         await sampler.close()
@@ -269,7 +266,7 @@ async def test_without_a_descriptor_the_server_waits_and_says_so_once(caplog):
     caplog.set_level(logging.WARNING)
     acceptor = Acceptor(listening, Protocol, ConnectionTable(ServerLimits(), 100))
     _, writer = await asyncio.open_connection(*listening.getsockname())
-    await asyncio.wait_for(came.wait(), 10)
+    await asyncio.wait_for(came.wait(), 60)
     assert listening.times == 0
     assert [record.getMessage() for record in caplog.records] == [
         "no more connections can be accepted for now: Too many open files"]  # fmt: skip
@@ -300,8 +297,8 @@ async def test_a_body_larger_than_any_context_is_refused_before_it_is_sent():
             reader, writer = await asyncio.open_connection(*address(client))
             writer.write(b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
                          b"Content-Length: 100000000000\r\n\r\n" % path.encode())  # fmt: skip
-            assert b" 413 " in await asyncio.wait_for(reader.readline(), 5)
-            assert f"larger than {most} bytes".encode() in await asyncio.wait_for(reader.readuntil(b"}"), 5)
+            assert b" 413 " in await asyncio.wait_for(reader.readline(), 60)
+            assert f"larger than {most} bytes".encode() in await asyncio.wait_for(reader.readuntil(b"}"), 60)
             writer.close()
 
 
@@ -327,7 +324,7 @@ async def test_what_is_not_http_is_refused_once_and_as_late_as_any_other_mistake
         reader, writer = await asyncio.open_connection(*address(client))
         began = time.monotonic()
         writer.write(b"\0" * 100 + b"\r\n\r\n")
-        answer = await asyncio.wait_for(reader.read(), 5)
+        answer = await asyncio.wait_for(reader.read(), 60)
         assert answer.count(b"HTTP/1.1 400") == 1
         assert time.monotonic() - began >= seconds
         writer.close()
@@ -350,7 +347,7 @@ async def test_thousands_of_tiny_chunks_are_not_read(path):
         reader, writer = await asyncio.open_connection(*address(client))
         began = time.process_time()
         writer.write(head + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n[\r\n" * 500_000)
-        await closed_after(reader, 0)
+        await closed(reader)
         assert time.process_time() - began < 1
         writer.close()
 
@@ -379,30 +376,50 @@ async def test_a_conversation_that_no_context_holds_is_refused_without_rendering
 
 
 async def test_rendering_holds_up_no_other_request():
-    async with asking(scripted(), renderer=SlowRenderer()) as client:
-        slow = asyncio.create_task(client.post(CHAT, json=conversation("sleep 2"), timeout=60))
-        await asyncio.sleep(0.2)
+    renders, ends = threading.Event(), threading.Event()
+
+    class Renderer(ByteRenderer):
+        def render_ids(self, *args, **kwargs):
+            renders.set()
+            assert ends.wait(60)
+            return super().render_ids(*args, **kwargs)
+
+    limits = ServerLimits(render_seconds=600.0)
+    async with asking(scripted(), renderer=Renderer(), limits=limits) as client:
+        slow = asyncio.create_task(client.post(CHAT, json=conversation("hi"), timeout=60))
+        await until(renders.is_set)
         for _ in range(5):
-            await healthy_within(client, 0.5)
+            assert await is_healthy(client)
         assert not slow.done()
+        ends.set()
         assert (await slow).status_code == 200
 
 
-async def test_in_processes_a_rendering_that_takes_too_long_is_ended_and_the_others_go_on():
-    limits = ServerLimits(render_seconds=1.0)
+async def test_in_processes_a_rendering_that_takes_long_holds_up_no_other():
+    limits = ServerLimits(render_seconds=600.0)
     async with asking(scripted(), renderer=SlowRenderer(), limits=limits, chat_processes=2) as client:
-        large = "sleep 60 " + "x" * 2**14
-        began = time.perf_counter()
-        slow = asyncio.create_task(message(client, CHAT, conversation(large), 400))
+        large = conversation("sleep 600 " + "x" * 2**14)
+        slow = asyncio.create_task(client.post(CHAT, json=large, timeout=600))
         await asyncio.sleep(0.1)
         small = await client.post(CHAT, json=conversation("hi"))  # the other process takes it meanwhile
         assert small.json()["choices"][0]["message"]["content"] == "yo"
-        assert time.perf_counter() - began < 0.9
-        assert await slow == "messages: they take more than 1 s to become token ids"
         for text in ("exit", "raise it"):
             said = await message(client, CHAT, conversation(text), 503 if text == "exit" else 400)
             assert said.startswith("messages: ")
-        answer = await client.post(CHAT, json=conversation("hi"), timeout=60)
+        answer = await client.post(CHAT, json=conversation("hi"))
+        assert answer.json()["choices"][0]["message"]["content"] == "yo"
+        assert not slow.done()
+        slow.cancel()
+
+
+async def test_in_processes_a_rendering_that_takes_too_long_is_ended():
+    limits = ServerLimits(render_seconds=1.0)
+    async with asking(scripted(), renderer=SlowRenderer(), limits=limits, chat_processes=1) as client:
+        said = await message(client, CHAT, conversation("sleep 600"), 400)
+        assert said == "messages: they take more than 1 s to become token ids"
+        async with asyncio.timeout(60):
+            while (answer := await client.post(CHAT, json=conversation("hi"))).status_code != 200:
+                assert "they take more than 1 s" in answer.text  # on a machine that stands still
         assert answer.json()["choices"][0]["message"]["content"] == "yo"
 
 
@@ -481,7 +498,7 @@ async def test_a_health_check_begins_before_the_requests_that_wait_and_what_hung
             else:
                 client.sendall(b"GET /health HTTP/1.1" if number == 6 else b"POST %d" % number)
         acceptor = Acceptor(listening, Noting, ConnectionTable(ServerLimits(), 100))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await done.wait()
         acceptor.close()
     assert begun[0] == b"GET /health HTTP/1.1"
@@ -495,7 +512,7 @@ async def test_connections_that_wait_are_closed_with_the_server(monkeypatch):
         acceptor = Acceptor(listening, asyncio.Protocol, ConnectionTable(ServerLimits(), 100))
         await asyncio.sleep(0.05)
         acceptor.close()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             assert await reader.read() == b""
         writer.close()
 
@@ -507,10 +524,8 @@ async def test_the_health_check_answers_beside_hundreds_of_requests_and_half_ope
         many = httpx.AsyncClient(base_url=client.base_url, timeout=60, limits=httpx.Limits(max_connections=None))
         async with many:
             calls = [asyncio.create_task(many.post(protocol.GENERATE, json={"token_ids": [1]})) for _ in range(100)]
-            async with asyncio.timeout(60):
-                while sampler.num_in_flight < 100:  # noqa: ASYNC110 - a sampler sets no event for a count
-                    await asyncio.sleep(0.05)
-            await healthy_within(client, 1)
+            await until(lambda: sampler.num_in_flight == 100)
+            assert await is_healthy(client)
             await sampler.close()
             assert {(await call).status_code for call in calls} == {200}
         for _, writer in held:

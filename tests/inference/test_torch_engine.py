@@ -38,10 +38,16 @@ async def sampler(models):
     await sampler.close()
 
 
-async def until(condition, seconds=10.0):
+async def until(condition, seconds=60.0):
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - the engine's thread sets no event for a count
             await asyncio.sleep(0.001)
+
+
+def slow(sampler, monkeypatch, seconds=0.05):
+    """So that 490 tokens take longer than any thread may have to wait for its turn."""
+    step = sampler._decoder.step
+    monkeypatch.setattr(sampler._decoder, "step", lambda: (time.sleep(seconds), step())[1])
 
 
 def reference(model, ids, temperature=1.0):
@@ -220,23 +226,25 @@ async def test_prompt_logprobs_refuse_what_has_none(sampler):
         await sampler.prompt_logprobs(np.ones(3, np.int32), temperature=0.0)
 
 
-async def test_a_cancelled_call_frees_its_place(models):
+async def test_a_cancelled_call_frees_its_place(models, monkeypatch):
     sampler = make(models["tied"], max_batch_size=1, context_length=500)
+    slow(sampler, monkeypatch)
     long = asyncio.create_task(sampler.generate(request(max_tokens=490)))
     waiting = asyncio.create_task(sampler.generate(request(max_tokens=490)))
     await until(lambda: sampler.stats().sampled_tokens > 5)
     waiting.cancel()
     long.cancel()
-    short = await asyncio.wait_for(sampler.generate(request(max_tokens=3)), 10)
+    short = await asyncio.wait_for(sampler.generate(request(max_tokens=3)), 60)
     assert len(short.ids) == 3
     assert long.cancelled() and waiting.cancelled()
     assert sampler.stats().completions == 1
     await sampler.close()
 
 
-async def test_a_cancelled_call_says_how_many_tokens_were_drawn_for_it(models):
+async def test_a_cancelled_call_says_how_many_tokens_were_drawn_for_it(models, monkeypatch):
     """Running, waiting for a place, and cancelled twice; what was drawn for all calls is what the engine drew."""
     sampler = make(models["tied"], max_batch_size=2, context_length=500)
+    slow(sampler, monkeypatch)
 
     async def tokens_of(seed):
         with pytest.raises(asyncio.CancelledError) as caught:
@@ -256,8 +264,7 @@ async def test_a_cancelled_call_says_how_many_tokens_were_drawn_for_it(models):
 
 async def test_a_deadline_around_a_call_is_a_timeout_and_its_tokens_are_known(models, monkeypatch):
     sampler = make(models["tied"], context_length=500)
-    step = sampler._decoder.step
-    monkeypatch.setattr(sampler._decoder, "step", lambda: (time.sleep(0.002), step())[1])
+    slow(sampler, monkeypatch)
     await sampler.generate(request(max_tokens=2))
     with pytest.raises(TimeoutError) as caught:
         async with asyncio.timeout(0.05):
@@ -270,7 +277,7 @@ async def test_a_call_that_is_cancelled_when_its_completion_is_ready_says_so_too
     sampler = make(models["tied"])
     call = asyncio.create_task(sampler.generate(request(max_tokens=5)))
     await asyncio.sleep(0)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while sampler.stats().completions < 1 and time.monotonic() < deadline:
         time.sleep(0.01)  # noqa: ASYNC251  (this event loop is not to hear of the answer yet)
     assert sampler.stats().sampled_tokens == 5
@@ -298,8 +305,9 @@ async def test_a_call_that_fails_says_how_many_tokens_were_drawn_for_it(models, 
     await sampler.close()
 
 
-async def test_closing_ends_what_is_in_flight_as_cancelled_with_what_it_has(models):
+async def test_closing_ends_what_is_in_flight_as_cancelled_with_what_it_has(models, monkeypatch):
     sampler = make(models["tied"], max_batch_size=1, context_length=500)
+    slow(sampler, monkeypatch)
     running = asyncio.create_task(sampler.generate(request(max_tokens=490)))
     await until(lambda: sampler.stats().sampled_tokens > 5)
     waiting = asyncio.create_task(sampler.generate(request(max_tokens=490)))
@@ -344,6 +352,7 @@ def test_a_loop_that_is_gone_does_not_stop_the_engine(models):
 
 async def test_a_failure_of_the_engine_reaches_everyone_and_every_later_call(models, monkeypatch):
     sampler = make(models["tied"], max_batch_size=1, context_length=500)
+    slow(sampler, monkeypatch)
     tasks = [asyncio.create_task(sampler.generate(request(max_tokens=490))) for _ in range(3)]
     await until(lambda: sampler.stats().sampled_tokens > 5)
 
@@ -447,7 +456,7 @@ async def test_an_engine_that_fails_as_it_takes_a_request_answers_that_one_too(s
         raise MemoryError("no room")
 
     monkeypatch.setattr(sampler._decoder, "add", fail)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         found = await asyncio.gather(*(sampler.generate(request(seed=k)) for k in range(3)), return_exceptions=True)
     assert [type(error) for error in found] == [SamplerFault] * 3
 

@@ -58,7 +58,7 @@ class InProcess(HttpClient):
     """Sends to the app; `lose` numbers the requests whose answer is lost after the server has done its work."""
 
     def __init__(self, app, key: str | None = "a-secret-key") -> None:
-        super().__init__("http://replica", api_key=key, request_timeout=5, max_retries=3)
+        super().__init__("http://replica", api_key=key, request_timeout=60, max_retries=3)
         self._app, self._key = app, key
         self.lose: set[int] = set()
         self.sent: list[tuple[str, str]] = []
@@ -195,7 +195,7 @@ async def test_names_cannot_leave_the_folder(monkeypatch, there):
 async def test_our_server_takes_a_folder_and_loads_it(there, published):
     engine = ScriptedSampler(script=lambda r: [5], vocab_size=10, context_length=16)
     async with serve_sampler(engine, api_key="a-secret-key", uploads=there) as server:
-        client = HttpClient(server.url, api_key="a-secret-key", request_timeout=5, max_retries=0)
+        client = HttpClient(server.url, api_key="a-secret-key", request_timeout=60, max_retries=0)
         path = await uploads.upload(client, published, await uploads.digests_of(published), 7)
         assert path == str(there / "v7") and same(there / "v7", published)
         sampler = await HttpSampler.connect(server.url, api_key="a-secret-key")
@@ -215,7 +215,7 @@ async def test_our_server_takes_nothing_without_the_key_and_no_part_without_a_le
 
     async with (
         serve_sampler(engine, api_key="a-secret-key", uploads=there, limits=ServerLimits(max_body=4)) as server,
-        httpx.AsyncClient(base_url=server.url) as client,
+        httpx.AsyncClient(base_url=server.url, timeout=60) as client,
     ):
         route, key = f"{uploads.ROUTE}/v1/x?offset=0", {"Authorization": "Bearer a-secret-key"}
         assert (await client.put(route, content=b"x")).status_code == 401

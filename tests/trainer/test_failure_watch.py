@@ -41,7 +41,7 @@ def test_a_rank_ends_for_the_first_failure_of_another(store):
         Failures(store, 1, 3).tell(UsageError("a bad record"))
         Failures(store, 2, 3).tell(RunStopped("too late"))
 
-    (found,) = heard(Failures(store, 0, 3), fail, seconds=20)
+    (found,) = heard(Failures(store, 0, 3), fail, seconds=60)
     assert found == Failure(rank=1, said="a bad record", kind="usage")
 
 
@@ -59,7 +59,7 @@ def test_a_rank_that_hears_of_it_by_itself_is_not_ended(store):
 def test_a_process_that_has_ended_is_a_failure(store):
     ended = {}
     mine = Failures(store, 0, 3, ended=lambda: ended)
-    (found,) = heard(mine, lambda: ended.update({2: "was ended by SIGKILL"}), seconds=20)
+    (found,) = heard(mine, lambda: ended.update({2: "was ended by SIGKILL"}), seconds=60)
     assert found == Failure(rank=2, said="it was ended by SIGKILL", kind="run")
 
 
@@ -69,14 +69,14 @@ def test_a_store_that_is_gone_ends_a_rank():
 
     served = [make(True, 0)]
     mine = Failures(make(False, served[0].port), 1, 2)
-    assert heard(mine, served.clear, seconds=20) == [None]
+    assert heard(mine, served.clear, seconds=60) == [None]
 
 
 def test_ranks_that_do_not_come_are_named_when_the_deadline_has_passed(store):
     began = time.monotonic()
     with pytest.raises(RunStopped, match=r"^rank 0 of the trainer, rank 2 of the trainer did not start within 0\.2 s"):
         Failures(store, 1, 3, deadline=0.2).introduce()
-    assert 0.2 <= time.monotonic() - began < 10
+    assert 0.2 <= time.monotonic() - began < 60
 
 
 @pytest.mark.parametrize("error, kind", [

@@ -100,7 +100,7 @@ class Chromium:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def wait(self, script: str, seconds: float = 20) -> Any:
+    def wait(self, script: str, seconds: float = 60) -> Any:
         """The expression's value as soon as it is true.
 
         Raises:

@@ -69,6 +69,10 @@ def chat_client(server: SamplerServer) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
+def plain_client(server: SamplerServer) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=server.url, timeout=60)
+
+
 def messages_client(server: SamplerServer, key: str = "none") -> anthropic.AsyncAnthropic:
     return anthropic.AsyncAnthropic(base_url=server.url, api_key=key, max_retries=0)
 
@@ -134,7 +138,7 @@ def test_synchronous_clients_are_served_too():
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
     thread.start()
-    assert ready.wait(30)
+    assert ready.wait(60)
     try:
         with openai.OpenAI(base_url=f"{found['url']}/v1", api_key="none", max_retries=0) as client:
             chunks = client.chat.completions.create(model="policy", messages=HELLO, stream=True)
@@ -151,7 +155,7 @@ def test_synchronous_clients_are_served_too():
             assert other.messages.count_tokens(model="policy", messages=HELLO).input_tokens == 5
     finally:
         end.set()
-        thread.join(30)
+        thread.join(60)
 
 
 async def test_tools_go_round_in_every_protocol():
@@ -202,7 +206,7 @@ async def test_a_stop_string_ends_sampling_where_the_sampler_can_be_told(shows):
 
 
 async def test_what_cannot_be_honoured_reaches_each_client_as_its_own_error_and_is_counted():
-    async with serving(scripted()) as server, httpx.AsyncClient(base_url=server.url) as plain:
+    async with serving(scripted()) as server, plain_client(server) as plain:
         async with chat_client(server) as client:
             with pytest.raises(openai.BadRequestError, match="logit_bias") as chat:
                 await client.chat.completions.create(model="policy", messages=HELLO, logit_bias={"1": 2})
@@ -235,7 +239,7 @@ async def test_what_cannot_be_honoured_reaches_each_client_as_its_own_error_and_
 
 async def test_a_server_may_be_told_to_let_fields_pass():
     options = Options(unenforced=frozenset({"tool_choice"}))
-    async with serving(scripted(), options=options) as server, httpx.AsyncClient(base_url=server.url) as plain:
+    async with serving(scripted(), options=options) as server, plain_client(server) as plain:
         body = {"messages": HELLO, "tools": [ADD], "tool_choice": "required"}
         answer = (await plain.post("/v1/chat/completions", json=body)).json()
         counts = (await plain.get("/verbatim/v1/refused")).json()
@@ -250,7 +254,7 @@ async def test_a_server_may_be_told_to_let_fields_pass():
      ("GET", "/v1/responses/resp_1", 404, False), ("GET", "/v1/models/other", 404, False)],
 )  # fmt: skip
 async def test_unknown_routes_are_answered_in_the_protocols_form(method, path, status, is_anthropics):
-    async with serving(scripted()) as server, httpx.AsyncClient(base_url=server.url) as plain:
+    async with serving(scripted()) as server, plain_client(server) as plain:
         answer = await plain.request(method, path)
     assert answer.status_code == status
     assert answer.json()["error"]["message"]
@@ -273,7 +277,7 @@ async def test_a_key_is_taken_the_way_each_sdk_sends_it():
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
 async def test_a_fault_in_a_stream_is_an_error_of_the_protocol(path):
     body = {"messages": HELLO, "max_tokens": 9} if path != "/v1/responses" else {"input": "hi"}
-    async with serving(scripted(trouble={0: "fail"})) as server, httpx.AsyncClient(base_url=server.url) as plain:
+    async with serving(scripted(trouble={0: "fail"})) as server, plain_client(server) as plain:
         answer = await plain.post(path, json={**body, "stream": True})
     name, data = events_of(answer.content)[-1]
     assert answer.status_code == 200
@@ -283,12 +287,12 @@ async def test_a_fault_in_a_stream_is_an_error_of_the_protocol(path):
 
 async def test_a_client_that_leaves_a_stream_frees_its_places():
     sampler = scripted(trouble={0: "hang", 1: "hang"})
-    async with serving(sampler) as server, httpx.AsyncClient(base_url=server.url) as plain:
+    async with serving(sampler) as server, plain_client(server) as plain:
         body = {"messages": HELLO, "stream": True, "n": 2}
         async with plain.stream("POST", "/v1/chat/completions", json=body) as answer:
             async for _ in answer.aiter_bytes():
                 break
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while sampler.num_in_flight:  # noqa: ASYNC110 - a sampler sets no event for a count
                 await asyncio.sleep(0.01)
     assert sampler.num_cancelled == 2
@@ -298,7 +302,7 @@ async def test_a_stream_that_waits_shows_that_it_lives(monkeypatch):
     monkeypatch.setattr(chat_routes, "PING_SECONDS", 0.05)
     sampler = scripted(say("yo"), seconds_per_token=0.2)
     async with serving(Whole(sampler)) as server, messages_client(server) as client:
-        async with httpx.AsyncClient(base_url=server.url) as plain:
+        async with plain_client(server) as plain:
             body = {"messages": HELLO, "max_tokens": 9, "stream": True}
             raw = (await plain.post("/v1/messages", json=body)).content
         sampler.requests.clear()
@@ -309,11 +313,11 @@ async def test_a_stream_that_waits_shows_that_it_lives(monkeypatch):
 
 async def test_a_stream_in_flight_when_the_server_stops_ends_with_an_error():
     sampler = scripted(trouble={0: "hang"})
-    async with httpx.AsyncClient() as plain, contextlib.AsyncExitStack() as stack:
+    async with httpx.AsyncClient(timeout=60) as plain, contextlib.AsyncExitStack() as stack:
         server = await stack.enter_async_context(serving(sampler))
         body = {"messages": HELLO, "stream": True}
         asking = asyncio.ensure_future(plain.post(f"{server.url}/v1/chat/completions", json=body))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not sampler.num_in_flight:  # noqa: ASYNC110 - a sampler sets no event for a count
                 await asyncio.sleep(0.01)
         await stack.aclose()

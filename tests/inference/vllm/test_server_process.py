@@ -53,7 +53,7 @@ def is_there(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-def all_end(found: list[int], within: float = 20.0) -> bool:
+def all_end(found: list[int], within: float = 60.0) -> bool:
     end = time.monotonic() + within
     while time.monotonic() < end:
         if not any(map(is_running, found)):
