@@ -143,7 +143,7 @@ def process(*arguments: object) -> Iterator[subprocess.Popen[str]]:
         running.communicate()
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 60) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 240) -> None:
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until, "it did not happen in time"
@@ -287,7 +287,7 @@ def test_a_frozen_trainer_is_named_and_ended(place: Path, unstopped: Path):
     began = time.monotonic()
     status, text = typed("rl", "run.toml", "--run-dir", run, "--orchestrator.heartbeat-timeout", "2")
     assert status == 1
-    assert re.search(r"stopped: the trainer \(process \d+\) has given no sign of life for 2 s", text)
+    assert re.search(r"stopped: the trainer \(process \d+\) has given no sign of life for \d+ s", text)
     assert time.monotonic() - began < 200  # the start of a trainer included, on a busy machine
     assert processes_of(run) == []
     assert typed("rl", "run.toml", "--run-dir", run, "--resume", *INSIDE)[0] == 0
@@ -420,7 +420,7 @@ TRAINER_ASKED = """
     with trainer_command._asked_to_end(exchange, Heart, PlainConsole()) as stopped:
         try:
             print("ready", flush=True)
-            time.sleep(60)
+            time.sleep(600)
         except KeyboardInterrupt as error:
             print(f"left by {error}", flush=True)
 """
@@ -436,13 +436,13 @@ def test_a_trainer_asks_its_orchestrator_to_end_and_without_one_it_leaves(tmp_pa
         assert (alone.stdout.readline(), attached.stdout.readline()) == ("ready\n", "ready\n")
         alone.send_signal(number)
         attached.send_signal(number)
-        assert alone.communicate(timeout=50)[0] == f"left by {name}\n"
+        assert alone.communicate(timeout=240)[0] == f"left by {name}\n"
         assert alone.returncode == 0
         assert attached.stdout.readline() == "asked\n"
         assert "asking the orchestrator to end the run, with a checkpoint" in attached.stdout.readline()
         assert attached.poll() is None
         attached.send_signal(number)
-        assert attached.wait(timeout=50) == 130
+        assert attached.wait(timeout=240) == 130
 
 
 # ---- what one process says of the other

@@ -263,6 +263,25 @@ def test_the_trained_model_is_measured_by_eval(finished: Finished, capsys, tmp_p
 
 MODULES = {
     "lots": LOTS,
+    "held": '''
+import asyncio
+from pathlib import Path
+
+from lots import Lots
+
+
+class Held(Lots):
+    """Half-way through the run no more episodes begin while the file `hold` is there: it cannot end before a test has
+    looked."""
+
+    num_started = 0
+
+    async def start(self, example, seed):
+        self.num_started += 1
+        while self.num_started > 40 and Path("hold").exists():
+            await asyncio.sleep(0.01)
+        return await super().start(example, seed)
+''',
     "stopping": '''
 import os
 import signal
@@ -346,7 +365,7 @@ def place(tmp_path_factory, model: Path) -> Iterator[Path]:
         text = TOML.format(model=model)
         long = text.replace("max_steps = 2", f"max_steps = {LONG}")
         long = long.replace("[inference.torch]", "[inference.torch]\ndeterministic = true")
-        (folder / "run.toml").write_text(long + 'import_path = "lots.Lots"' + RESUMABLE)
+        (folder / "run.toml").write_text(long + 'import_path = "held.Held"' + RESUMABLE)
         (folder / "stopping.toml").write_text(text + 'import_path = "stopping.Stopping"\n')
         (folder / "impatient.toml").write_text(
             text + 'import_path = "impatient.Impatient"\n[warm_start]\nsteps = 2\nconversations = 20\n'
@@ -376,7 +395,17 @@ def process(place: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         running.communicate()
 
 
-def wait_for_step(running: subprocess.Popen[str], metrics: Path, step: int, seconds: float = 90) -> None:
+@contextlib.contextmanager
+def held(place: Path) -> Iterator[None]:
+    """No run comes to its end meanwhile."""
+    (place / "hold").touch()
+    try:
+        yield
+    finally:
+        (place / "hold").unlink()
+
+
+def wait_for_step(running: subprocess.Popen[str], metrics: Path, step: int, seconds: float = 240) -> None:
     """Until the metrics have the line of this step."""
     until = time.monotonic() + seconds
     while not (metrics.exists() and f'{{"step": {step}, "kind": "train"' in metrics.read_text()):
@@ -414,10 +443,10 @@ def test_the_unstopped_run_learns_something(unstopped: Path, model: Path):
 
 
 def test_a_run_stopped_by_ctrl_c_ends_with_the_weights_of_an_unstopped_one(place: Path, unstopped: Path):
-    with process(place, "rl", "run.toml", "--run-dir", "stopped") as running:
+    with held(place), process(place, "rl", "run.toml", "--run-dir", "stopped") as running:
         wait_for_step(running, place / "stopped" / "metrics.jsonl", 1)
         running.send_signal(signal.SIGINT)
-        out, err = running.communicate(timeout=60)
+        out, err = running.communicate(timeout=120)
     assert running.returncode == 130
     assert "Traceback" not in out + err
     done = len(train_lines(place / "stopped"))
@@ -430,7 +459,7 @@ def test_a_run_stopped_by_ctrl_c_ends_with_the_weights_of_an_unstopped_one(place
 
 def test_a_run_that_was_killed_ends_with_the_weights_of_an_unstopped_one(place: Path, unstopped: Path):
     """Killed after its third step, with a checkpoint after the second: the third is trained again."""
-    with process(place, "rl", "run.toml", "--run-dir", "killed") as running:
+    with held(place), process(place, "rl", "run.toml", "--run-dir", "killed") as running:
         wait_for_step(running, place / "killed" / "metrics.jsonl", 3)
         running.kill()
         assert running.wait(timeout=60) == -signal.SIGKILL
