@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
+import threading
 import types
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +17,7 @@ import pytest
 from monitors.fates import fate
 from verbatim.errors import UsageError
 from verbatim.monitors import Alarm, RunInfo, wandb
-from verbatim.monitors.wandb import Wandb
+from verbatim.monitors.wandb import Wandb, WandbMonitor
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 
@@ -161,6 +162,38 @@ def test_a_service_that_cannot_be_reached_is_a_warning_and_an_offline_record(
         "W&B: the service cannot be used (ConnectionError: 401 for key [redacted]); "
         f"type `wandb sync {tmp_path}/wandb/*run-*` to upload what is recorded there"
     )
+
+
+def test_a_service_that_answers_before_its_monitor_is_made_is_the_same_warning(
+    tmp_path: Path, fake_wandb: FakeWandb, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    """The new thread may run to its end before `Thread.start` returns to the one that began it."""
+    start = threading.Thread.start
+
+    def start_and_wait(thread: threading.Thread) -> None:
+        start(thread)
+        assert opened.wait(60)
+
+    opened = threading.Event()
+    fake_wandb.on_init = refuse_online
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start_and_wait)
+        patch.setattr(WandbMonitor, "_open", told_when_done(WandbMonitor._open, opened))
+        monitor = Wandb(project="mine")(about(tmp_path))
+    monitor.on_step(1, {"x": 1.0})
+    monitor.close()
+    assert fake_wandb.logged == [(1, {"x": 1.0})]
+    assert "W&B: the service cannot be used (ConnectionError: 401" in caplog.text
+
+
+def told_when_done(work: Callable[[Any], Any], done: threading.Event) -> Callable[[Any], Any]:
+    def told(*arguments: Any) -> Any:
+        try:
+            return work(*arguments)
+        finally:
+            done.set()
+
+    return told
 
 
 def test_a_package_that_fails_altogether_is_one_warning(

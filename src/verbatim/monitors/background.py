@@ -34,7 +34,8 @@ class Background(Generic[Handle]):
 
     Args:
         service: Its name, in front of warnings.
-        open: Opens the record; called on the thread. Where it raises, the run has no record there.
+        open: Opens the record; called on the thread, perhaps before the caller has this object. Where it raises, the
+            run has no record there.
         finish: Ends it.
         how_to_recover: What people can do about what was not delivered, as the end of a sentence.
         retry_seconds: Until a service that could not be opened is tried again, what was put meanwhile waiting in the
@@ -77,7 +78,7 @@ class Background(Generic[Handle]):
 
     def warn(self, message: str) -> None:
         """Log a warning with the service's name."""
-        logger.warning("%s: %s", self._service, message)
+        warn(self._service, message)
 
     def _opened(self) -> Handle | None:
         """The open record; None where the service cannot be used."""
@@ -111,6 +112,11 @@ class Background(Generic[Handle]):
             self._finish(handle)
         except Exception as error:  # noqa: BLE001
             self.warn(f"the record is not complete: {reason(error)}; {self._how_to_recover()}")
+
+
+def warn(service: str, message: str) -> None:
+    """Log a warning with the service's name."""
+    logger.warning("%s: %s", service, message)
 
 
 def reason(error: Exception) -> str:

@@ -17,7 +17,7 @@ from verbatim.disk import write_file
 from verbatim.errors import UsageError
 from verbatim.imports import is_installed
 from verbatim.monitors.alarm import Alarm
-from verbatim.monitors.background import Background, reason
+from verbatim.monitors.background import Background, reason, warn
 from verbatim.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics, Monitor, RunInfo
 from verbatim.monitors.samples import COLUMNS, SampleRule
 from verbatim.monitors.values import flat, quantiles
@@ -230,7 +230,7 @@ class MlflowMonitor(Monitor):
         except Exception as error:
             if getattr(error, "error_code", None) != "RESOURCE_DOES_NOT_EXIST":
                 raise
-            self._work.warn(f"the run {run_id} is not there any more, and a new one is opened: {reason(error)}")
+            warn("MLflow", f"the run {run_id} is not there any more, and a new one is opened: {reason(error)}")
             return None
         client.update_run(run_id, status="RUNNING")
         tables = [table["path"] for table in json.loads(run.data.tags.get(_TABLES, "[]"))]

@@ -23,7 +23,7 @@ from verbatim.errors import UsageError
 from verbatim.imports import is_installed
 from verbatim.monitors import background
 from verbatim.monitors.alarm import Alarm
-from verbatim.monitors.background import Background, reason
+from verbatim.monitors.background import Background, reason, warn
 from verbatim.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics, Monitor, RunInfo
 from verbatim.monitors.samples import COLUMNS, SampleRule
 from verbatim.trajectories import Fate
@@ -169,7 +169,7 @@ class WandbMonitor(Monitor):
             wandb.teardown()  # its service still holds the id
             mode = "offline"
             run = self._init(wandb, mode)
-            self._work.warn(f"the service cannot be used ({reason(error)}); {self._how_to_upload()}")
+            warn("W&B", f"the service cannot be used ({reason(error)}); {self._how_to_upload()}")
         # Asked for offline, the address is a warning of wandb's own.
         where = run.url if mode == "online" else f"recorded in {run.dir}" if mode == "offline" else mode
         logger.info("W&B: %s, opened in %.0f s", where, time.monotonic() - began)
