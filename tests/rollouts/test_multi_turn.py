@@ -160,7 +160,7 @@ def test_it_also_works_inside_a_running_event_loop():
     assert blocking["messages"][-2]["content"] == awaited["messages"][-2]["content"] == "4"
 
 
-async def test_a_slow_tool_holds_nobody_else_up():
+async def test_a_slow_tool_delays_no_other_episode():
     together, other_ended = threading.Barrier(5), threading.Event()
 
     def slow(seconds: float) -> str:
