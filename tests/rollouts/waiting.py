@@ -8,15 +8,15 @@ LIMITS = (1.0, 5.0, 25.0)
 
 
 async def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    """Let everybody else work until this holds."""
+    """Let all else work until this holds."""
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110  (it happens in other processes, which set no event of ours)
             await asyncio.sleep(0.005)
 
 
 def under_some_deadline(check: Callable[[float], None]) -> None:
-    """Whatever one of them must cut off waits for longer than any; the machine may stand still for longer than the
-    short ones, which then cut off what they should not."""
+    """Check with each deadline in turn until one holds. What must be cut off waits for longer than any of them; on a
+    machine that stands still, the short ones also cut off what they should not."""
     for limit in LIMITS[:-1]:
         try:
             return check(limit)
