@@ -40,6 +40,11 @@ def may_write(arguments: tuple[Any, ...], root: Path) -> bool:
     return not os.path.isabs(name) or name.startswith(f"{root}/")
 
 
+def number_of(status: os.stat_result) -> int:
+    """The inode's number with its kind: a folder may get the number of a file that another process has just removed."""
+    return status.st_ino << 4 | stat.S_IFMT(status.st_mode) >> 12
+
+
 class Recorder:
     """Looks at a folder again and again."""
 
@@ -49,13 +54,13 @@ class Recorder:
         self._lock = threading.Lock()
         self._inside = threading.local()
         self._nodes: dict[int, Node] = {}
-        """Of what is there now, by inode number."""
+        """Of what is there now, by `number_of`."""
         self._entries: dict[tuple[Node, str], Node] = {}
         self._seen: dict[Node, tuple[int, int]] = {}
         """Size and time of change of the content that is in the trace."""
         self._contents: dict[Node, bytes] = {}
         self._next = 1
-        self._nodes[root.stat().st_ino] = 0
+        self._nodes[number_of(root.stat())] = 0
         self.look()
         self.ops += [("sync", node) for node in [0, *self._nodes.values()]]  # what was there before is on disk
         self.ops.append(("start",))
@@ -71,14 +76,14 @@ class Recorder:
 
     def sync(self, descriptor: int) -> None:
         """Instead of `os.fsync`: what the file or folder is now, it is on disk."""
-        self.synced(os.fstat(descriptor).st_ino)
+        self.synced(number_of(os.fstat(descriptor)))
 
-    def synced(self, inode: int) -> None:
+    def synced(self, number: int) -> None:
         """This file or folder is on disk. It is read again, whatever its time of change: another thread may have made
         the recorder read it while native code wrote it, and times are as coarse as the clock's ticks."""
-        self._seen.pop(self._nodes.get(inode, -1), None)
+        self._seen.pop(self._nodes.get(number, -1), None)
         self.look()
-        node = self._nodes.get(inode)
+        node = self._nodes.get(number)
         if node is not None:
             self.ops.append(("sync", node))
 
@@ -133,7 +138,7 @@ class Recorder:
                 now = os.lstat(entry.path)
             except FileNotFoundError:  # another thread has removed it meanwhile: the next look sees it gone
                 continue
-            number = now.st_ino
+            number = number_of(now)
             if number not in self._nodes and number not in fresh:
                 fresh[number] = self._next
                 self._next += 1
@@ -160,16 +165,16 @@ CHILD = "import sys; sys.path.insert(0, {here!r}); from faults.recorder import t
 
 
 def listen(recorder: Recorder, address: str) -> None:
-    """Look whenever another process says so, on a thread: a message is the inode that was synced, or 0."""
+    """Look whenever another process says so, on a thread: a message is the number of what was synced, or 0."""
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     server.bind(address)
     server.listen()
 
     def serve(connection: socket.socket) -> None:
         while message := connection.recv(8):
-            inode = int.from_bytes(message)
-            if inode:
-                recorder.synced(inode)
+            number = int.from_bytes(message)
+            if number:
+                recorder.synced(number)
             else:
                 recorder.look()
             connection.send(b"!")
@@ -187,16 +192,16 @@ def tell(address: str, root: str) -> None:
     client.connect(address)
     lock = threading.Lock()
 
-    def say(inode: int) -> None:
+    def say(number: int) -> None:
         with lock:
-            client.send(inode.to_bytes(8))
+            client.send(number.to_bytes(8))
             client.recv(1)
 
     def hear(event: str, arguments: tuple[Any, ...]) -> None:
         if event in _TELLING or (event == "open" and may_write(arguments, Path(root))):
             say(0)
 
-    os.fsync = lambda descriptor: say(os.fstat(descriptor).st_ino)
+    os.fsync = lambda descriptor: say(number_of(os.fstat(descriptor)))
     sys.addaudithook(hear)
 
 
