@@ -54,7 +54,7 @@ class Recorder:
         self._lock = threading.Lock()
         self._inside = threading.local()
         self._nodes: dict[int, Node] = {}
-        """Of what is there now, by `number_of`."""
+        """The node of each thing that is there now, by `number_of`."""
         self._entries: dict[tuple[Node, str], Node] = {}
         self._seen: dict[Node, tuple[int, int]] = {}
         """Size and time of change of the content that is in the trace."""
