@@ -1,7 +1,7 @@
 """One thread for torch: the tests' models are so small that a second one only waits for the first.
 
 Hypothesis draws the same examples in every run, however slow the machine; `--hypothesis-profile=searching` draws
-others.
+others. `--whole` runs campaigns whole (campaigns.py).
 """
 
 import os
@@ -10,11 +10,12 @@ import signal
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import settings
 
+from campaigns import Campaign, CampaignTable, set_whole
 from token_identity import watched
 
 settings.register_profile("searching", deadline=None)
@@ -22,10 +23,32 @@ settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
 
-def pytest_configure() -> None:
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--whole", action="store_true", help="campaigns as a whole, not their small part")
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Shells let what they start in the background ignore Ctrl-C; tests send it to themselves."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    set_whole(config.getoption("--whole"))
+    config.pluginmanager.register(CampaignTable())
+    # config.pluginmanager.register(RealtimeCheck())
+
+
+@pytest.fixture(scope="session")
+def whole(request: pytest.FixtureRequest) -> bool:
+    """Whether campaigns run whole."""
+    return bool(request.config.getoption("--whole"))
+
+
+@pytest.fixture
+def campaign(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Campaign]]:
+    """`campaign("kills")` is that row of the table at the end; its cases are counted by `add`."""
+    rows: dict[str, Campaign] = {}
+    yield lambda name: rows.setdefault(name, Campaign(name))
+    request.node.user_properties += [("campaign", vars(row)) for row in rows.values()]
 
 
 @pytest.fixture(autouse=True)

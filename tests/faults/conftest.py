@@ -1,23 +1,6 @@
-"""The fault campaigns: a short part of each runs with all tests, the whole by `make faults`."""
-
-import dataclasses
+"""What the campaigns of faults share: recorded runs, warm servers, tiny runs."""
 
 import pytest
-
-
-@dataclasses.dataclass
-class Campaign:
-    """One row of the table at the end."""
-
-    name: str
-    cases: int = 0
-    wrong: int = 0
-    note: str = ""
-
-    def add(self, wrong: bool = False) -> None:
-        """One more case; `wrong` where it did not end as promised."""
-        self.cases += 1
-        self.wrong += wrong
 
 
 @pytest.fixture(scope="session")
@@ -34,30 +17,6 @@ def prepared(tmp_path_factory):
     from faults.recorded_runs import prepared_run
 
     return prepared_run(tmp_path_factory.mktemp("prepared"))
-
-
-_campaigns = pytest.StashKey[dict[str, Campaign]]()
-
-
-def pytest_addoption(parser):
-    parser.addoption("--whole", action="store_true", help="the fault campaigns as a whole, not their short part")
-
-
-def pytest_configure(config):
-    config.stash[_campaigns] = {}
-
-
-@pytest.fixture(scope="session")
-def whole(request) -> bool:
-    """Whether the whole campaign is to run."""
-    return request.config.getoption("--whole", default=False)
-
-
-@pytest.fixture(scope="session")
-def campaign(request):
-    """`campaign("kills")` is that row of the table; its cases are counted by `add`."""
-    rows = request.config.stash[_campaigns]
-    return lambda name: rows.setdefault(name, Campaign(name))
 
 
 @pytest.fixture(scope="session")
@@ -87,11 +46,3 @@ def expected(place, each):
     assert ended.status == 0, ended.said
     assert imbalances(run) == []
     return run
-
-
-def pytest_terminal_summary(terminalreporter, config):
-    rows = config.stash.get(_campaigns, {})
-    if rows:
-        terminalreporter.section("fault campaigns")
-        for row in rows.values():
-            terminalreporter.line(f"{row.name:<40} {row.cases:>6} cases {row.wrong:>4} wrong  {row.note}")

@@ -15,7 +15,6 @@ from byte_renderer import VOCAB_SIZE, ByteRenderer
 from faults.misbehaving import Misbehaving, pokes_then_speaks
 from orchestrator.loop_runs import FakeTrainer, Notes
 from rollouts.players import contents
-from rollouts.waiting import until
 from verbatim.credit.default import default_advantage
 from verbatim.curriculum import ExampleSchedule
 from verbatim.environments.resolve import examples_of
@@ -33,6 +32,7 @@ from verbatim.rollouts.processes.runner import process_runner
 from verbatim.rollouts.workers import pool as worker_pool
 from verbatim.rollouts.workers.episodes import RemoteSetup
 from verbatim.trajectories import Ledger
+from waiting import until
 
 pytestmark = pytest.mark.slow
 

@@ -15,10 +15,10 @@ from orchestrator.test_process_runs import in_processes
 from orchestrator.test_ray_runs import on_actors
 from rollouts.players import Doublings, scripted, two_turns
 from rollouts.ray_session import local_ray
-from rollouts.waiting import until
 from verbatim.errors import EngineDead
 from verbatim.inference.pool.pool import ReplicaPool
 from verbatim.transport.canary import Probes
+from waiting import until
 
 __all__ = ["local_ray"]
 

@@ -18,7 +18,6 @@ from byte_renderer import ByteRenderer
 from e2e.tiny_runs import LOTS, TOML, build_tiny_model, num_sampled, train_lines, trajectory_lines, workplace
 from orchestrator.loop_runs import Coins, HeldInTheMiddle, go_on_and_check, make, nothing_left_behind
 from rollouts.players import Doublings, SecondTurnsWait, scripted, two_turns
-from rollouts.waiting import until
 from verbatim.cli.main import main
 from verbatim.config import load_config
 from verbatim.errors import ConfigError, RunStopped
@@ -28,6 +27,7 @@ from verbatim.rollouts.backends import RunnerInputs
 from verbatim.rollouts.processes.runner import process_runner
 from verbatim.rollouts.workers.episodes import RemoteSetup
 from verbatim.run.tables import component_tables
+from waiting import until
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,6 @@ from e2e.tiny_runs import LOTS, TOML, build_tiny_model, num_sampled, train_lines
 from orchestrator.loop_runs import Coins, HeldInTheMiddle, go_on_and_check, make, nothing_left_behind
 from rollouts.players import Doublings, SecondTurnsWait, scripted, two_turns
 from rollouts.ray_session import local_ray
-from rollouts.waiting import until
 from verbatim.cli.main import main
 from verbatim.errors import RunStopped
 from verbatim.inference import SamplingParams
@@ -25,6 +24,7 @@ from verbatim.rollouts import EpisodeLimits
 from verbatim.rollouts.backends import RunnerInputs
 from verbatim.rollouts.ray.runner import ray_runner
 from verbatim.rollouts.workers.episodes import RemoteSetup
+from waiting import until
 
 pytestmark = pytest.mark.extras
 __all__ = ["local_ray"]

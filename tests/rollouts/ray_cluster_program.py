@@ -11,10 +11,10 @@ from ray.cluster_utils import Cluster
 
 from byte_renderer import ByteRenderer
 from rollouts.players import Players, SecondTurnsWait, contents
-from rollouts.waiting import until
 from verbatim.rollouts.backends import RunnerInputs
 from verbatim.rollouts.ray.cluster import OBJECT_STORE_BYTES, connect
 from verbatim.rollouts.ray.runner import RaySettings, ray_runner
+from waiting import until
 
 
 async def play(cluster, nodes, add_node):

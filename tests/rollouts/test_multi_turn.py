@@ -9,7 +9,6 @@ import time
 import pytest
 
 from byte_renderer import END, VOCAB_SIZE, ByteRenderer, call, say
-from rollouts.waiting import until
 from verbatim import Example, Trajectory
 from verbatim.environments import Episode
 from verbatim.errors import UsageError
@@ -17,6 +16,7 @@ from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import MultiTurnRollout
 from verbatim.tools import ToolManager
+from waiting import until
 
 
 def add(a: int, b: int) -> int:

@@ -18,7 +18,7 @@ from byte_renderer import ByteRenderer
 from orchestrator.loop_runs import nothing_left_behind
 from rollouts.chat_server import chat_server
 from rollouts.players import Players, SecondTurnsWait, contents, scripted
-from rollouts.waiting import under_some_deadline_async, until
+from rollouts.waiting import under_some_deadline_async
 from verbatim import Example
 from verbatim.errors import ComponentError, RunStopped, UsageError
 from verbatim.inference import SamplingParams
@@ -30,6 +30,7 @@ from verbatim.rollouts.processes.runner import ProcessSettings, process_runner
 from verbatim.rollouts.workers import pool as worker_pool
 from verbatim.rollouts.workers import worker as pool_worker
 from verbatim.rollouts.workers.episodes import RemoteSetup, packed_plan
+from waiting import until
 
 
 def same(found, expected):

@@ -15,7 +15,7 @@ from byte_renderer import ByteRenderer
 from rollouts.chat_server import chat_server
 from rollouts.players import Players, SecondTurnsWait, contents, scripted
 from rollouts.ray_session import local_ray
-from rollouts.waiting import under_some_deadline_async, until
+from rollouts.waiting import under_some_deadline_async
 from verbatim import Example
 from verbatim.errors import RunStopped, UsageError
 from verbatim.inference import SamplingParams
@@ -27,6 +27,7 @@ from verbatim.rollouts.ray.runner import ray_runner
 from verbatim.rollouts.workers import pool as worker_pool
 from verbatim.rollouts.workers import worker as pool_worker
 from verbatim.rollouts.workers.episodes import RemoteSetup
+from waiting import until
 
 pytestmark = pytest.mark.extras
 __all__ = ["local_ray"]

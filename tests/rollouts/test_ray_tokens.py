@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from byte_renderer import VOCAB_SIZE, say
-from rollouts.waiting import until
 from verbatim.errors import RecordError, SamplerFault, UsageError
 from verbatim.inference import SampleRequest, SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import MultiTurnRollout, Recorder
 from verbatim.rollouts.draws import CountingSampler
+from waiting import until
 
 
 def request(session):

@@ -1,17 +1,9 @@
 """Waiting for what happens elsewhere."""
 
-import asyncio
 from collections.abc import Awaitable, Callable
 
 LIMITS = (1.0, 5.0, 25.0)
 """Seconds of the deadlines that are tried in turn."""
-
-
-async def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    """Let all else work until this holds."""
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110  (it happens in other processes, which set no event of ours)
-            await asyncio.sleep(0.005)
 
 
 def under_some_deadline(check: Callable[[float], None]) -> None:

@@ -6,7 +6,6 @@ import pytest
 
 from inference.pool.scripted_replicas import ScriptedReplica, request
 from inference.pool.test_pool import opened
-from rollouts.waiting import until
 from verbatim.inference.pool.base import ReplicaLoad
 from verbatim.inference.pool.member import Member
 from verbatim.inference.pool.metrics import MOST_NAMED, PoolMetrics
@@ -14,6 +13,7 @@ from verbatim.inference.pool.places import Places
 from verbatim.inference.pool.roster import Counts
 from verbatim.inference.pool.routing import Router
 from verbatim.orchestrator.step_metrics import ReportsMetrics
+from waiting import until
 
 
 async def test_rates_are_since_the_reading_before_and_begin_anew_with_a_new_server():

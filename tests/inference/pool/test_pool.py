@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from inference.pool.scripted_replicas import LIMITS, Restarts, ScriptedCheck, ScriptedReplica, pool_of, request
-from rollouts.waiting import until
 from verbatim.errors import EngineDead, RecordError, SamplerFault
 from verbatim.inference.base import Sampler, as_replicated, failure_of, watch_engine
 from verbatim.inference.cut_off import num_tokens_drawn, num_tokens_lost
 from verbatim.inference.pool.base import TooSlow
 from verbatim.inference.pool.loading import illness
+from waiting import until
 
 
 @contextlib.asynccontextmanager

@@ -6,8 +6,8 @@ import pytest
 
 from inference.pool.scripted_replicas import Restarts, ScriptedCheck, ScriptedReplica, request
 from inference.pool.test_pool import opened
-from rollouts.waiting import until
 from verbatim.errors import EngineDead
+from waiting import until
 
 
 async def test_it_sleeps_once_its_requests_have_ended_and_others_wait_for_the_next_update(tmp_path):

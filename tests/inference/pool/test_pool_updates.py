@@ -9,10 +9,10 @@ import pytest
 
 from inference.pool.scripted_replicas import LIMITS, Restarts, ScriptedCheck, ScriptedReplica, request
 from inference.pool.test_pool import opened
-from rollouts.waiting import until
 from verbatim.errors import EngineDead, RunStopped
 from verbatim.inference.cut_off import num_tokens_drawn, num_tokens_lost
 from verbatim.inference.pool import loading
+from waiting import until
 
 
 async def test_all_replicas_load_at_the_same_time_and_are_checked(tmp_path):

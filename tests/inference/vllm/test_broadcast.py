@@ -17,7 +17,6 @@ from inference.vllm.group_sender import GroupSender
 from inference.vllm.test_server_pool import Trained
 from inference.vllm.tiny_model import TinyModel
 from inference.vllm.vllm_double import VllmDouble, serving
-from rollouts.waiting import until
 from verbatim.errors import RunStopped, UsageError
 from verbatim.inference import SampleRequest, SamplingParams
 from verbatim.inference.backends import BackendInputs
@@ -27,6 +26,7 @@ from verbatim.inference.vllm.backend import vllm_backend
 from verbatim.inference.vllm.broadcast import Broadcast
 from verbatim.inference.vllm.plugin.verbatim_weight_group import GroupOver, WeightGroup, address_towards
 from verbatim.inference.vllm.settings import VllmSettings
+from waiting import until
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 
 from inference.vllm.tiny_model import TinyModel
 from inference.vllm.vllm_double import VllmDouble, serving
-from rollouts.waiting import until
 from verbatim.errors import ModelError, RecordError, SamplerFault, UsageError
 from verbatim.inference import Sampler, SampleRequest, SamplingParams
 from verbatim.inference.pool.base import ReplicaLoad
@@ -26,6 +25,7 @@ from verbatim.inference.vllm.facts import ServerFacts
 from verbatim.inference.vllm.metrics import read_metrics
 from verbatim.inference.vllm.replica import VllmReplica
 from verbatim.types import StopReason
+from waiting import until
 
 SIZES = (1e-3, 1e-6)
 LAYER = "model.layers.1."

@@ -17,7 +17,6 @@ import pytest
 from inference.vllm.test_replica import FAULTS
 from inference.vllm.tiny_model import TinyModel
 from inference.vllm.vllm_double import VllmDouble, serving
-from rollouts.waiting import until
 from verbatim.inference import SampleRequest, SamplingParams
 from verbatim.inference.backends import BackendInputs
 from verbatim.inference.pool.servers import ServerPool
@@ -25,6 +24,7 @@ from verbatim.inference.vllm.backend import vllm_backend
 from verbatim.inference.vllm.settings import VllmSettings
 from verbatim.orchestrator.weight_sync import Canary
 from verbatim.transport.canary import Probes, probe_sequences
+from waiting import until
 
 CASES = [("tied", 1e-3), ("untied", 1e-6), *(pytest.param(*case, marks=pytest.mark.slow) for case in
                                              [("tied", 1e-6), ("untied", 1e-3)])]  # fmt: skip

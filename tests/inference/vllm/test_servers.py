@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from e2e.tiny_runs import build_tiny_model
-from rollouts.waiting import until
 from verbatim.errors import SamplerFault, UsageError
 from verbatim.inference.backends import BackendInputs
 from verbatim.inference.vllm.backend import vllm_backend
 from verbatim.inference.vllm.process import free_port
 from verbatim.inference.vllm.servers import vllm_servers
 from verbatim.inference.vllm.settings import VllmSettings
+from waiting import until
 
 
 @pytest.fixture(scope="module")

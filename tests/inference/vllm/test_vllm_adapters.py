@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 from inference.vllm.lora_double import RANK, LoraDouble
 from inference.vllm.tiny_model import TinyModel
 from inference.vllm.vllm_double import serving
-from rollouts.waiting import until
 from verbatim.errors import ModelError, SamplerFault, UsageError
 from verbatim.inference import BackendInputs, SampleRequest, SamplingParams
 from verbatim.inference.vllm.command import server_command, server_environment
@@ -30,6 +29,7 @@ from verbatim.inference.vllm.settings import VllmSettings
 from verbatim.orchestrator.weight_sync import WeightSync
 from verbatim.transport import StepReport
 from verbatim.transport.canary import Probes, probe_sequences
+from waiting import until
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:peft")
 FIRST_B = "base_model.model.model.layers.0.self_attn.k_proj.lora_B.weight"

@@ -1,0 +1,63 @@
+"""Which tests depend on more than their own process: they start processes, or bind or connect sockets.
+
+Such a test can fail because the machine is busy, so it carries the marker `realtime`, as every test does that waits
+for something to happen elsewhere; `make stress` runs these again and again on a busy machine. A test without the
+marker that starts a process, binds or connects fails, and is told to carry it.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+STARTED = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "socket.bind", "socket.connect"}
+"""The audit events that count. Those of other threads do not: a thread may be an earlier test's."""
+
+
+class RealtimeCheck:
+    """Watches what each test asks of the system; a fixture of a wider scope asks for all tests that use it."""
+
+    def __init__(self) -> None:
+        self._seen: list[str] = []
+        self._main = threading.get_ident()
+        self._fixtures: dict[object, str] = {}
+        sys.addaudithook(self._note)
+
+    def _note(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event in STARTED and threading.get_ident() == self._main:
+            self._seen.append(event)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Iterator[None]:
+        """What the setup of a module's or session's fixture asks for is remembered with the fixture."""
+        before = len(self._seen)
+        try:
+            return (yield)
+        finally:
+            if fixturedef.scope != "function" and len(self._seen) > before:
+                self._fixtures[fixturedef.func] = self._seen[before]
+                del self._seen[before:]
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
+        """Refuse a test that asks for something and does not say so."""
+        result = yield
+        seen = [*self._seen, *(self._fixtures[f] for f in _fixtures_of(item) if f in self._fixtures)]
+        if seen and item.get_closest_marker("realtime") is None:
+            pytest.fail(f"{seen[0]}: a test that starts processes or opens sockets carries the marker realtime")
+        return result
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self) -> None:
+        """Forget what the test before asked for."""
+        self._seen.clear()
+
+
+def _fixtures_of(item: pytest.Item) -> Iterator[object]:
+    info = getattr(item, "_fixtureinfo", None)
+    for definitions in info.name2fixturedefs.values() if info is not None else ():
+        yield from (definition.func for definition in definitions)
