@@ -80,13 +80,24 @@ async def test_impossible_prompts_are_refused_and_not_recorded():
 
 
 async def test_each_token_has_the_version_of_its_own_time():
-    sampler = make([[1] * 10], seconds_per_token=0.005)
-    task = asyncio.create_task(sampler.generate(request()))
-    await asyncio.sleep(0.02)
-    await sampler.update_weights(Path("weights/1"), 1)
-    versions = (await task).policy_versions.tolist()
-    assert versions == sorted(versions) and set(versions) == {0, 1}
+    async def update_before_the_fifth(_):
+        if sampler.num_drawn == 4:
+            await sampler.update_weights(Path("weights/1"), 1)
+
+    sampler = make([[1] * 10], sleep=update_before_the_fifth)
+    assert (await sampler.generate(request())).policy_versions.tolist() == [0] * 4 + [1] * 6
     assert (sampler.updates, sampler.policy_version) == ([(Path("weights/1"), 1)], 1)
+
+
+async def test_it_waits_as_long_as_it_is_told_before_each_token():
+    waited = []
+
+    async def sleep(seconds):
+        waited.append((seconds, sampler.num_drawn))
+
+    sampler = make(seconds_per_token=0.5, sleep=sleep)
+    await sampler.generate(request())
+    assert waited == [(0.5, 0), (0.5, 1), (0.5, 2)]
 
 
 async def test_an_update_can_be_told_to_fail():
@@ -139,6 +150,7 @@ async def test_prompt_logprobs_leave_the_first_token_unknown():
         await make(logprob=None).prompt_logprobs(np.array([1], np.int32))
 
 
+@pytest.mark.realtime
 def test_it_needs_no_torch():
     code = "import sys, verbatim.inference.scripted; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

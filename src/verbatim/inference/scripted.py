@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -58,6 +58,8 @@ class ScriptedSampler:
     """The logprob of a token id; None = an engine that gives none."""
     seconds_per_token: float = 0.0
     """Delay before each token; other tasks run between tokens even at 0."""
+    sleep: Callable[[float], Awaitable[object]] = asyncio.sleep
+    """Awaited with that delay; another one draws tokens when a test says so, by no clock."""
     policy_version: int = 0
     """The version of the "weights" in use; each token carries the version at its time."""
     trouble: Mapping[int, Fault] | Callable[[int, SampleRequest], Fault | None] = field(default_factory=dict)
@@ -120,7 +122,7 @@ class ScriptedSampler:
         if trouble == "hang":
             await self._closed.wait()
         for _ in ids:
-            await asyncio.sleep(self.seconds_per_token)
+            await self.sleep(self.seconds_per_token)
             if self._closed.is_set():
                 break
             versions.append(self.policy_version)
