@@ -84,7 +84,7 @@ async def test_each_token_has_the_version_of_its_own_time():
         if sampler.num_drawn == 4:
             await sampler.update_weights(Path("weights/1"), 1)
 
-    sampler = make([[1] * 10], sleep=update_before_the_fifth)
+    sampler = make([[1] * 10], pause=update_before_the_fifth)
     assert (await sampler.generate(request())).policy_versions.tolist() == [0] * 4 + [1] * 6
     assert (sampler.updates, sampler.policy_version) == ([(Path("weights/1"), 1)], 1)
 
@@ -92,10 +92,10 @@ async def test_each_token_has_the_version_of_its_own_time():
 async def test_it_waits_as_long_as_it_is_told_before_each_token():
     waited = []
 
-    async def sleep(seconds):
+    async def pause(seconds):
         waited.append((seconds, sampler.num_drawn))
 
-    sampler = make(seconds_per_token=0.5, sleep=sleep)
+    sampler = make(seconds_per_token=0.5, pause=pause)
     await sampler.generate(request())
     assert waited == [(0.5, 0), (0.5, 1), (0.5, 2)]
 

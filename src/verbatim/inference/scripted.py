@@ -58,7 +58,7 @@ class ScriptedSampler:
     """The logprob of a token id; None = an engine that gives none."""
     seconds_per_token: float = 0.0
     """Delay before each token; other tasks run between tokens even at 0."""
-    sleep: Callable[[float], Awaitable[object]] = asyncio.sleep
+    pause: Callable[[float], Awaitable[object]] = asyncio.sleep
     """Awaited with that delay; another one draws tokens when a test says so, by no clock."""
     policy_version: int = 0
     """The version of the "weights" in use; each token carries the version at its time."""
@@ -122,7 +122,7 @@ class ScriptedSampler:
         if trouble == "hang":
             await self._closed.wait()
         for _ in ids:
-            await self.sleep(self.seconds_per_token)
+            await self.pause(self.seconds_per_token)
             if self._closed.is_set():
                 break
             versions.append(self.policy_version)
