@@ -5,25 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-import inspect
 import io
 import json
 import re
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from byte_renderer import VOCAB_SIZE, ByteRenderer, call, say
+from docs_pages import MODULES, PAGES, PYTHON, ROOT, RUN_FILE, Snippet, snippets
 from e2e.tiny_runs import FILTERS, LOTS, TOML, build_tiny_model, train_lines, trajectory_lines, workplace
 from rollouts.chat_server import add_numbers, chat_server
 from verbatim import Trajectory
 from verbatim.cli.main import main
 from verbatim.config import load_config
-from verbatim.credit.length_penalty import SLOPES
 from verbatim.envcheck import CheckSettings, check_environment
 from verbatim.environments.resolve import create_environment
 from verbatim.inference import SamplingParams
@@ -36,55 +34,6 @@ from verbatim.run.alarms import make_watch
 from verbatim.run.parts import make_loss
 from verbatim.run.rollouts import inference_settings
 from verbatim.run.tables import component_tables
-
-ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-
-
-@dataclass(frozen=True)
-class Snippet:
-    """One fenced block."""
-
-    page: str
-    line: int
-    language: str
-    text: str
-    before: str
-    """What the page says above it."""
-
-    @property
-    def module(self) -> str | None:
-        """The module it is saved as, by its first comment or by the words above it."""
-        comment = re.match(r"# (\w+)\.py\n", self.text)
-        words = re.search(r"Save this as `(\w+)\.py`:\s*$", self.before)
-        found = comment or words
-        return found[1] if found else None
-
-    def __str__(self) -> str:
-        return f"{self.page}:{self.line}"
-
-
-def snippets(language: str, *pages: Path) -> list[Snippet]:
-    found = []
-    for page in pages:
-        text = page.read_text(encoding="utf-8")
-        for block in FENCE.finditer(text):
-            if block[1] == language:
-                line = text.count("\n", 0, block.start()) + 1
-                found.append(Snippet(page.name, line, language, block[2], text[: block.start()]))
-    return found
-
-
-LISTINGS = ("extending", "monitors", "alarms", "tutorial", "environments", "games")
-"""Pages whose Python blocks are whole files; what needs the extra `verifiers` is played in its own tests."""
-PYTHON = [
-    snippet
-    for snippet in snippets("python", ROOT / "README.md", *(ROOT / "docs" / f"{page}.md" for page in LISTINGS))
-    if "import verifiers" not in snippet.text
-]
-MODULES = {snippet.module: snippet.text for snippet in PYTHON if snippet.module}
-(RUN_FILE,) = [s.text for s in snippets("toml", ROOT / "README.md") if "parcel_desk.ParcelDesk" in s.text]
 
 
 @pytest.fixture
@@ -410,37 +359,3 @@ def test_the_snippet_of_a_chat_client_streams_what_is_sampled():
             return await asyncio.to_thread(ask, server.url)
 
     assert asyncio.run(served()) == "yo"
-
-
-# ---- the algorithms
-
-
-def components() -> list[tuple[str, object]]:
-    tables = component_tables()
-    return [
-        *((name, loss.function) for name, loss in tables.losses.items()),
-        *((name, advantage.function) for name, advantage in tables.advantages.items()),
-        *tables.filters.items(),
-    ]
-
-
-@pytest.mark.parametrize(("name", "component"), components(), ids=lambda value: value if isinstance(value, str) else "")
-def test_every_loss_advantage_and_filter_is_documented_with_its_knobs(name: str, component):
-    page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
-    assert f"`{name}`" in page
-    knobs = [p for p in inspect.signature(component).parameters.values() if p.name not in ("inputs", "action")]
-    for knob in knobs:
-        assert re.search(rf"`{knob.name}( = [^`]*)?`", page), f"{knob.name} of {name}"
-
-
-def test_the_length_penalties_are_documented_with_their_slopes():
-    page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
-    for kind, slope in SLOPES.items():
-        assert re.search(rf'^\| `"{kind}"` \|.*`slope = {slope:g}` \|$', page, re.MULTILINE)
-
-
-@pytest.mark.parametrize("page", ["overview", "trajectories", "dependencies"])
-def test_every_module_that_a_page_names_exists(page: str):
-    named = re.findall(r"`([\w/]+\.py)`", (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"))
-    assert len(named) > 5
-    assert [name for name in named if not any((base / name).is_file() for base in (ROOT / "src/verbatim", ROOT))] == []

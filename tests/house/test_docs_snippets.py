@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import json
 import re
 import shlex
@@ -14,16 +16,15 @@ from typing import Any
 
 import pytest
 
-from test_docs import MODULES, ROOT, Snippet, snippets
+from docs_pages import MODULES, PAGES, ROOT, Snippet, snippets
 from verbatim.cli.main import COMMANDS, make_parser, split_overrides
 from verbatim.config.backends import schema_with_backends
 from verbatim.config.fields import keys
 from verbatim.config.load import make_config
 from verbatim.config.recipe_files import recipes
-from verbatim.errors import ConfigError
+from verbatim.errors import ConfigError, UsageError
 from verbatim.run.tables import component_tables
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LANGUAGES = ("", "python", "toml", "json", "bash", "console", "text", "yaml", "ini")
 """Blocks without a language hold commands, or a picture in characters; those of `text` hold no code that is run."""
 
@@ -32,29 +33,35 @@ def test_every_block_has_a_language_that_is_checked():
     assert set(re.findall(r"^```(\w+)", text, re.MULTILINE)) <= set(LANGUAGES)
 
 
-RUN_BY = {
-    "alarms.md": "test_docs.py", "README.md": "test_docs.py", "coming_from.md": "test_coming_from.py",
-    "environments.md": "environments/test_verifiers.py", "extending.md": "test_docs.py",
-    "games.md": "test_docs.py", "gateway.md": "gateway/test_gateway_page.py",
-    "gateway_clients.md": "gateway/test_clients.py",
-    "inference.md": "test_docs.py", "lora.md": "e2e/test_lora_runs.py", "monitors.md": "test_docs.py",
-    "python.md": "run/test_entry.py", "renderers.md": "test_docs.py", "rollouts.md": "test_docs.py",
-    "serving.md": "test_docs.py", "trajectories.md": "recipes/test_bundled_recipes.py", "tutorial.md": "test_docs.py",
-    "viewer.md": "viewer/test_viewer_api.py",
-}  # fmt: skip
-"""The test that runs a page's Python; rollouts/test_ray.py and test_docs.py run some blocks of other pages, too."""
+def names_of_ours(text: str) -> list[tuple[str, str]]:
+    """Module and name of each import from this project."""
+    imports = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    found = []
+    for node in imports:
+        if isinstance(node, ast.ImportFrom):
+            found += [(node.module or "", alias.name) for alias in node.names]
+        else:
+            found += [(alias.name, "") for alias in node.names]
+    return [(module, name) for module, name in found if module.split(".")[0] == "verbatim"]
 
 
-def test_the_python_of_every_page_is_run_by_a_test():
-    assert {snippet.page for snippet in snippets("python", *PAGES)} == set(RUN_BY)
-    for page, test in RUN_BY.items():
-        source = (ROOT / "tests" / test).read_text(encoding="utf-8")
-        assert page in source or page.removesuffix(".md") in source
+def exists(module: str, name: str) -> bool:
+    try:
+        return not name or hasattr(importlib.import_module(module), name)
+    except ModuleNotFoundError:
+        return False
 
 
-@pytest.mark.parametrize("snippet", snippets("python", *PAGES), ids=str)
-def test_a_python_block_is_python(snippet: Snippet):
-    compile(snippet.text, str(snippet), "exec")
+def test_python_blocks_can_be_parsed_and_import_what_exists():
+    """The tests of each feature run its blocks; a block that none runs has to be right in this much."""
+    imports = [(str(s), module, name) for s in snippets("python", *PAGES) for module, name in names_of_ours(s.text)]
+    assert len(imports) > 50
+    assert [found for found in imports if not exists(*found[1:])] == []
+
+
+def test_an_import_of_a_name_that_does_not_exist_is_seen():
+    text = "import verbatim\nfrom verbatim.losses import LOSSES, LOSES\nfrom verbatim.loses import x\nimport os"
+    assert [exists(*found) for found in names_of_ours(text)] == [True, True, False, False]
 
 
 # ---- files of runs
@@ -71,16 +78,26 @@ def merged(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 BASE = {"model": {"name": "some/model"}, "orchestrator": {"train": {"env": [{"id": "guess_number"}]}}}
 
 
-@pytest.mark.parametrize("snippet", snippets("toml", *PAGES), ids=str)
-def test_a_toml_block_is_accepted_by_the_schema(snippet: Snippet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_toml_blocks_are_accepted_by_the_schema(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Alone where it is a whole run, else beside a model and an environment."""
     loss = "def my_loss(inputs, clip_eps: float = 0.1):\n    return None\n"
     for name, text in {**MODULES, "my_module": loss}.items():
         (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
+    blocks = snippets("toml", *PAGES)
+    assert len(blocks) > 40
+    assert [f"{snippet}: {wrong}" for snippet in blocks if (wrong := refusal(snippet))] == []
+
+
+def refusal(snippet: Snippet) -> str | None:
+    """What the schema has against a block of TOML."""
     given = tomllib.loads(snippet.text)
     base = {**BASE, "model": {}} if "model" in given else BASE
-    make_config(merged(base, given), tables=component_tables())
+    try:
+        make_config(merged(base, given), tables=component_tables())
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def test_a_key_that_is_misspelt_in_a_block_would_be_seen():
@@ -97,7 +114,7 @@ def lines_of(text: str) -> list[str]:
     return [re.sub(r"\s+#\s.*$", "", line.strip().removeprefix("$ ")) for line in joined.splitlines()]
 
 
-def commands() -> list[Any]:
+def commands() -> list[tuple[str, str, bool]]:
     """Each line of a block that calls one of our programs, or pip or make; and each such command in the text."""
     found = []
     for page in PAGES:
@@ -111,12 +128,31 @@ def commands() -> list[Any]:
         spans = [" ".join(span.split()) for span in spans]
         found += [(page.name, span, False) for span in spans if re.match(r"(verbatim|make|pip install) ", span)]
     known = re.compile(r"((\w+=\S+|exec|srun.*|torchrun.*) )*?(verbatim(\.cli)? |make |pip install |python )")
-    return [pytest.param(line, whole, id=f"{where}: {line[:60]}") for where, line, whole in found if known.match(line)]
+    return [(where, line, whole) for where, line, whole in found if known.match(line)]
 
 
-@pytest.mark.parametrize(("line", "whole"), commands())
-def test_a_command_of_the_documentation_can_be_typed(line: str, whole: bool):
-    """One that stands in the text may leave out what it is given."""
+def test_the_commands_of_the_documentation_can_be_typed():
+    wrong = []
+    for where, line, whole in commands():
+        try:
+            check_command(line, whole=whole)
+        except (AssertionError, SystemExit, UsageError) as error:
+            wrong.append(f"{where}: {line}: {error!r}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    "line", ["verbatim rll run.toml", "verbatim rl run.toml --max-stepps 3", "make tests", "python benchmarks/none.py",
+             "verbatim eval --no-such-option 1", "pip install 'verbatim-rl[trian]'"],
+)  # fmt: skip
+def test_a_command_that_cannot_be_typed_is_seen(line: str):
+    with pytest.raises((AssertionError, SystemExit, UsageError)):
+        check_command(line)
+
+
+def check_command(line: str, *, whole: bool = True) -> None:
+    """A line that calls one of our programs, pip, make or Python. One that stands in the text (`whole=False`) may leave
+    out what it is given."""
     words = shlex.split(re.sub(r"\"\$\{\w+\[@\]\}\"|&$|\.\.\.$|> \S+", "", line))
     while words and words[0] not in ("verbatim", "verbatim.cli", "make", "pip", "python"):
         words.pop(0)
@@ -159,12 +195,13 @@ def test_the_recipes_that_commands_name_exist():
     assert named <= set(recipes())
 
 
-@pytest.mark.parametrize("snippet", snippets("bash", *PAGES), ids=str)
-def test_a_script_is_read_by_bash(snippet: Snippet):
+@pytest.mark.realtime
+def test_scripts_are_read_by_bash():
     bash = shutil.which("bash")
     assert bash is not None
-    done = subprocess.run([bash, "-n"], input=snippet.text, capture_output=True, text=True, timeout=30, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    for snippet in snippets("bash", *PAGES):
+        done = subprocess.run([bash, "-n"], input=snippet.text, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, ""), snippet
 
 
 SBATCH = {
@@ -174,7 +211,10 @@ SBATCH = {
 """Options that sbatch has, of those that are used."""
 
 
-@pytest.mark.parametrize("snippet", [s for s in snippets("bash", *PAGES) if "#SBATCH" in s.text], ids=str)
+BATCH_SCRIPTS = [s for s in snippets("bash", *PAGES) if "#SBATCH" in s.text]
+
+
+@pytest.mark.parametrize("snippet", BATCH_SCRIPTS, ids=str)
 def test_a_batch_script_asks_for_what_slurm_knows(snippet: Snippet):
     assert snippet.text.startswith("#!/bin/bash\n#SBATCH ")
     head, _, script = snippet.text.partition("\n\n") if "\n\n" in snippet.text else (snippet.text, "", snippet.text)
@@ -193,7 +233,7 @@ def run_bash(snippet: Snippet, folder: Path, programs: Mapping[str, str]) -> lis
         path.chmod(0o755)
     text = snippet.text.replace("/shared/runs", str(folder / "runs"))
     env = {"PATH": f"{bin_folder}:/usr/bin:/bin", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_JOB_ID": "7"}
-    done = subprocess.run(["bash"], input=text, env=env, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(["bash"], input=text, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return sorted(calls.read_text().splitlines())
 
@@ -235,9 +275,9 @@ def test_the_script_for_three_nodes_gives_each_its_role(tmp_path: Path):
 # ---- manifests and other formats
 
 
-@pytest.mark.parametrize("snippet", snippets("json", *PAGES), ids=str)
-def test_a_json_block_is_json(snippet: Snippet):
-    assert json.loads(snippet.text)
+def test_json_blocks_are_json():
+    for snippet in snippets("json", *PAGES):
+        assert json.loads(snippet.text), snippet
 
 
 MANIFESTS = snippets("yaml", *PAGES)
