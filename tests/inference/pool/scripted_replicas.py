@@ -1,6 +1,7 @@
 """Replicas without a server: they sample from a script, die, freeze, and load weights well or badly."""
 
 import asyncio
+import itertools
 
 import numpy as np
 
@@ -12,14 +13,35 @@ from verbatim.inference.pool.loading import Limits
 from verbatim.inference.pool.pool import ReplicaPool
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.types import StopReason
+from waiting import HANGS
 
 VOCAB = 100
-LIMITS = Limits(health_interval=0.01, health=0.05, silence=0.1, stall=0.3, update=0.3, check=0.3, start=0.5)
+LIMITS = Limits(health_interval=0.01, health=0.05, silence=0.1, stall=HANGS, update=HANGS, check=HANGS, start=HANGS)
+"""A replica that lives answers a health check at once, without a turn of the event loop: only a frozen one is late. A
+test that needs another limit sets it, and what it cuts off never ends."""
+
+
+async def settled():
+    """Let all be done that waits for no clock: as many turns of the event loop as that can need."""
+    for _ in range(100):
+        await asyncio.sleep(0)
 
 
 def request(session="", *, prompt=(1, 2, 3), tokens=4, seed=0):
     params = SamplingParams(max_tokens=tokens)
     return SampleRequest(prompt_ids=np.array(prompt, np.int32), params=params, seed=seed, session=session)
+
+
+def after(tokens, event):
+    """A `pause` of a replica that draws so many tokens, and the others once the event is set."""
+    calls = itertools.count()
+
+    async def pause(seconds):
+        await asyncio.sleep(0)
+        if next(calls) >= tokens:
+            await event.wait()
+
+    return pause
 
 
 def logprob_of(token, version):
@@ -128,7 +150,7 @@ class ScriptedReplica(ScriptedSampler):
         ids, reason = self._cut(self._look_up(index, request), request)
         logprobs = []
         for token in ids:
-            await asyncio.sleep(self.seconds_per_token)
+            await self.pause(self.seconds_per_token)
             if self._closed.is_set():
                 reason = StopReason.CANCELLED
                 break
@@ -221,7 +243,7 @@ class Restarts:
         if self.failing:
             self.failing -= 1
             raise SamplerFault(f"replica {index}: the server ended with status 1")
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
         replica = ScriptedReplica(index, **self.arguments)
         self.made.append(replica)
         return replica

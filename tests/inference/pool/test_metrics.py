@@ -74,6 +74,7 @@ async def test_more_than_a_few_replicas_have_a_distribution_instead_of_metrics_e
     assert len(found) == 10 + 3 * 10
 
 
+@pytest.mark.realtime
 async def test_the_pool_asks_its_replicas_and_the_steps_metrics_take_what_it_says():
     replicas = [ScriptedReplica(i) for i in range(2)]
     async with opened(*replicas) as pool:

@@ -3,17 +3,29 @@
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
 
-from inference.pool.scripted_replicas import LIMITS, Restarts, ScriptedCheck, ScriptedReplica, pool_of, request
+from inference.pool.scripted_replicas import (
+    LIMITS,
+    Restarts,
+    ScriptedCheck,
+    ScriptedReplica,
+    after,
+    pool_of,
+    request,
+    settled,
+)
 from verbatim.errors import EngineDead, RecordError, SamplerFault
 from verbatim.inference.base import Sampler, as_replicated, failure_of, watch_engine
 from verbatim.inference.cut_off import num_tokens_drawn, num_tokens_lost
 from verbatim.inference.pool.base import TooSlow
 from verbatim.inference.pool.loading import illness
-from waiting import until
+from waiting import HANGS, until
+
+pytestmark = pytest.mark.realtime
 
 
 @contextlib.asynccontextmanager
@@ -60,27 +72,33 @@ async def test_a_bad_prompt_is_refused_before_a_replica_is_asked():
 
 
 async def test_more_requests_than_places_wait_in_line():
-    replicas = [ScriptedReplica(i, seconds_per_token=0.002) for i in range(2)]
+    released, most = asyncio.Event(), [0, 0]
+
+    async def pause(seconds):
+        most[:] = [max(m, r.num_in_flight) for m, r in zip(most, replicas, strict=True)]
+        await released.wait()
+        await asyncio.sleep(0)
+
+    replicas = [ScriptedReplica(i, pause=pause) for i in range(2)]
     async with opened(*replicas, most_running=2) as pool:
         asking = [asyncio.ensure_future(pool.generate(request(f"s{i}", seed=i))) for i in range(12)]
-        most, waiting = [0, 0], 0
-        while not all(task.done() for task in asking):
-            most = [max(m, r.num_in_flight) for m, r in zip(most, replicas, strict=True)]
-            waiting = max(waiting, pool.metrics()["replicas/requests_waiting"])
-            await asyncio.sleep(0.001)
+        await until(lambda: [r.num_in_flight for r in replicas] == [2, 2])
+        assert pool.metrics()["replicas/requests_waiting"] == 8
+        released.set()
+        await asyncio.gather(*asking)
         assert most == [2, 2]
-        assert waiting == 8
         order = [r.seed for replica in replicas for r in replica.requests]
         assert sorted(order) == list(range(12))
         assert sorted(order[:2] + [r.seed for r in replicas[1].requests[:2]]) == [0, 1, 2, 3]
 
 
 async def test_a_request_that_is_cancelled_in_line_lets_the_others_pass():
-    replica = ScriptedReplica(seconds_per_token=0.005)
+    replica = ScriptedReplica(pause=after(2, cancelled := asyncio.Event()))
     async with opened(replica, most_running=1) as pool:
         asking = [asyncio.ensure_future(pool.generate(request(f"s{i}", seed=i))) for i in range(4)]
         await until(lambda: replica.num_in_flight == 1)
         asking[1].cancel()
+        cancelled.set()
         ended = await asyncio.gather(*asking, return_exceptions=True)
     assert [isinstance(end, asyncio.CancelledError) for end in ended] == [False, True, False, False]
     assert [r.seed for r in replica.requests] == [0, 2, 3]
@@ -118,7 +136,7 @@ async def test_a_request_that_is_cancelled_again_still_says_how_many_tokens_were
         asking.cancel()
         await asked.wait()
         asking.cancel()
-        await asyncio.sleep(0.01)
+        await settled()
         answers.set()
         with pytest.raises(asyncio.CancelledError) as ended:
             await asking
@@ -134,7 +152,7 @@ async def test_the_requests_of_a_lost_replica_are_sent_again_elsewhere(end, repo
     """What it is known to have drawn is counted once; where nothing is known, the request is."""
     replicas = [ScriptedReplica(i, seconds_per_token=0.004, reports=reports) for i in range(2)]
     # Of one that dies the requests know first; the watch, were it quicker, would have them report what they drew.
-    limits = dataclasses.replace(LIMITS, health_interval=60.0) if end == "die" else LIMITS
+    limits = dataclasses.replace(LIMITS, health_interval=HANGS) if end == "die" else LIMITS
     async with opened(*replicas, restart=None, limits=limits) as pool:
         asking = [asyncio.ensure_future(pool.generate(request(f"s{i}", tokens=20))) for i in range(4)]
         await until(lambda: replicas[0].num_drawn >= 6)
@@ -216,7 +234,7 @@ async def test_the_last_replica_that_cannot_be_started_again_ends_the_run_with_w
     monkeypatch.setattr("verbatim.inference.pool.roster.LONGEST_PAUSE", 0.01)
     monkeypatch.setattr("verbatim.inference.pool.roster.MOST_LOST_IN_A_ROW", 2)
     replica, restarts = ScriptedReplica(), Restarts(failing=99, hangs=hangs)
-    limits = dataclasses.replace(LIMITS, start=0.05)
+    limits = dataclasses.replace(LIMITS, start=0.05) if hangs else LIMITS
     async with opened(replica, restart=restarts, limits=limits) as pool:
         asking = asyncio.ensure_future(pool.generate(request()))
         replica.die()
@@ -241,7 +259,7 @@ async def test_without_restarts_a_dead_replica_stays_out_and_the_last_one_names_
         await pool.update_replicas(tmp_path, 1, ScriptedCheck(1))
         replicas[0].freeze()
         with pytest.raises(EngineDead, match=(
-            r"^no replica is left\. replica 0 has answered no health check for 0 s; "
+            r"^no replica is left\. replica 0 has answered no health check for \d+ s; "
             r"replica 1: connection refused$"
         )):  # fmt: skip
             await pool.update_replicas(tmp_path, 2, ScriptedCheck(2))
@@ -257,20 +275,31 @@ async def test_a_replica_that_is_silent_for_less_than_its_limit_is_not_lost():
             raise TooSlow("replica 0: health: no answer within 10 s")
 
     replica.health = health
-    assert await illness(replica, dataclasses.replace(LIMITS, silence=60.0)) is None
+    assert await illness(replica, dataclasses.replace(LIMITS, silence=HANGS)) is None
     assert asked == [0, 1, 2]
 
 
 async def test_a_replica_that_refuses_connections_is_lost_at_the_second_check():
     replica = ScriptedReplica()
     replica.die()
-    assert await illness(replica, dataclasses.replace(LIMITS, silence=60.0)) == "replica 0: connection refused"
+    assert await illness(replica, dataclasses.replace(LIMITS, silence=HANGS)) == "replica 0: connection refused"
 
 
 async def test_an_engine_that_hangs_behind_a_server_that_answers_is_lost():
-    replicas = [ScriptedReplica(i) for i in range(2)]
+    """It has drawn all three tokens, and does not answer; that its counts stand still is what tells."""
+
+    class Counting(ScriptedReplica):
+        """Its counts go on as with others' requests, until it hangs: however late a look at them is, it is well."""
+
+        async def load_metrics(self):
+            others = 0 if self.is_stalled and self.num_drawn == 3 else next(looks)
+            load = await super().load_metrics()
+            return dataclasses.replace(load, generated_tokens=load.generated_tokens + others)
+
+    looks = itertools.count(1000)
+    replicas = [Counting(i) for i in range(2)]
     replicas[0].is_stalled = True
-    async with opened(*replicas) as pool:
+    async with opened(*replicas, limits=dataclasses.replace(LIMITS, stall=0.1)) as pool:
         done = await pool.generate(request(tokens=3))
         assert len(done.ids) == 3
         assert replicas[0].num_drawn == done.num_lost_tokens == 3

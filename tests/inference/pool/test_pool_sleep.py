@@ -1,13 +1,19 @@
 """A pool that leaves its devices to the trainer: requests wait, and nothing is started while the trainer has them."""
 
 import asyncio
+import dataclasses
 
 import pytest
 
-from inference.pool.scripted_replicas import Restarts, ScriptedCheck, ScriptedReplica, request
+from inference.pool.scripted_replicas import LIMITS, Restarts, ScriptedCheck, ScriptedReplica, request, settled
 from inference.pool.test_pool import opened
 from verbatim.errors import EngineDead
 from waiting import until
+
+pytestmark = pytest.mark.realtime
+
+SHORT = dataclasses.replace(LIMITS, update=0.3)
+"""Where a replica never falls asleep, or never loads."""
 
 
 async def test_it_sleeps_once_its_requests_have_ended_and_others_wait_for_the_next_update(tmp_path):
@@ -47,7 +53,7 @@ async def test_one_that_dies_while_it_sleeps_is_started_when_the_trainer_has_lef
         await pool.sleep()
         replica.die()
         await until(lambda: pool.metrics()["replicas/lost"] == 1)
-        await asyncio.sleep(0.05)
+        await settled()
         assert restarts.asked == []
         await pool.update_replicas(tmp_path, 1, ScriptedCheck(1))
         assert restarts.asked == [0]
@@ -58,7 +64,7 @@ async def test_one_that_dies_while_it_sleeps_is_started_when_the_trainer_has_lef
 async def test_one_that_does_not_fall_asleep_is_started_again_and_put_to_sleep(fault, caplog):
     replicas, restarts = [ScriptedReplica(0), ScriptedReplica(1)], Restarts()
     replicas[0].at_sleep = [fault]
-    async with opened(*replicas, restart=restarts) as pool:
+    async with opened(*replicas, restart=restarts, limits=SHORT) as pool:
         await pool.sleep()
         assert restarts.made[0].is_asleep and replicas[1].is_asleep
     said = "falling asleep took more than 0.3 s" if fault == "hangs" else "sleep: 500"
@@ -113,7 +119,7 @@ async def test_one_that_dies_as_it_wakes_up_is_started_again_with_the_new_weight
 
 async def test_one_that_hangs_as_it_wakes_up_is_named_with_its_limit(tmp_path, caplog):
     replica, restarts = ScriptedReplica(faults=["slow"]), Restarts()
-    async with opened(replica, restart=restarts) as pool:
+    async with opened(replica, restart=restarts, limits=SHORT) as pool:
         await pool.sleep()
         await pool.update_replicas(tmp_path, 1, ScriptedCheck(1))
     assert "replica 0: loading policy version 1 took more than 0.3 s" in caplog.text
@@ -124,6 +130,7 @@ async def test_it_can_be_closed_while_it_sleeps_and_requests_wait():
     async with opened(ScriptedReplica()) as pool:
         await pool.sleep()
         waiting = asyncio.ensure_future(pool.generate(request()))
-        await asyncio.sleep(0.01)
+        await settled()
+        assert not waiting.done()
         await pool.close()
         assert (await waiting).stop_reason == "cancelled"

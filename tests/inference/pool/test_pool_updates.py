@@ -7,12 +7,22 @@ import logging
 
 import pytest
 
-from inference.pool.scripted_replicas import LIMITS, Restarts, ScriptedCheck, ScriptedReplica, request
+from inference.pool.scripted_replicas import (
+    LIMITS,
+    Restarts,
+    ScriptedCheck,
+    ScriptedReplica,
+    after,
+    request,
+    settled,
+)
 from inference.pool.test_pool import opened
 from verbatim.errors import EngineDead, RunStopped
 from verbatim.inference.cut_off import num_tokens_drawn, num_tokens_lost
 from verbatim.inference.pool import loading
-from waiting import until
+from waiting import HANGS, until
+
+pytestmark = pytest.mark.realtime
 
 
 async def test_all_replicas_load_at_the_same_time_and_are_checked(tmp_path):
@@ -45,7 +55,7 @@ async def test_tokens_are_withheld_from_the_beginning_of_an_update_until_its_che
         await until(lambda: all(replica.policy_version == 1 for replica in replicas))
         asking = [asyncio.ensure_future(pool.generate(request(f"s{i}"))) for i in range(2)]
         await until(lambda: all(replica.num_drawn == 4 for replica in replicas))
-        await asyncio.sleep(0.05)
+        await settled()
         assert [task.done() for task in asking] == [False, False]
         gates[1].set()
         done = await asking[1]
@@ -85,26 +95,22 @@ class Counted(ScriptedCheck):
             return await super().__call__(sampler)
 
 
-PATIENT = dataclasses.replace(LIMITS, health_interval=5.0, health=60.0, silence=60.0, update=60.0, check=60.0)
-"""For many replicas on a busy machine."""
-
-
 async def test_few_replicas_are_checked_at_a_time_and_those_in_line_deliver_nothing(tmp_path, monkeypatch):
     """The first two hang, in a line of two: nothing of the third is delivered, whose turn has not come."""
     monkeypatch.setattr(loading, "MOST_CHECKS", 2)
     replicas, check = [ScriptedReplica(i) for i in range(20)], Counted(1)
-    async with opened(*replicas, limits=PATIENT) as pool:
+    async with opened(*replicas) as pool:
         await pool.update_replicas(tmp_path, 1, check)
         assert check.most == 2
     assert {tuple(replica.events) for replica in replicas} == {("prepare 1", "load 1", "check 1")}
 
     replicas, check = [ScriptedReplica(i) for i in range(3)], Counted(1, hang=[0, 1])
-    async with opened(*replicas, limits=PATIENT) as pool:
+    async with opened(*replicas) as pool:
         updating = asyncio.ensure_future(pool.update_replicas(tmp_path, 1, check))
         await until(lambda: check.now == 2 and replicas[2].policy_version == 1)
         asking = [asyncio.ensure_future(pool.generate(request(f"s{i}"))) for i in range(3)]
         await until(lambda: replicas[2].num_drawn == 4)
-        await asyncio.sleep(0.05)
+        await settled()
         assert not any(task.done() for task in asking)
         assert replicas[2].events == ["prepare 1", "load 1"]
         for task in (updating, *asking):
@@ -116,7 +122,7 @@ async def test_replicas_that_hang_in_their_check_hold_up_no_others(tmp_path, mon
     monkeypatch.setattr(loading, "MOST_CHECKS", 2)
     monkeypatch.setattr(loading, "LONGEST_TURN", 0.01)
     replicas, check = [ScriptedReplica(i) for i in range(8)], Counted(1, hang=[0, 1, 2])
-    async with opened(*replicas, limits=PATIENT) as pool:
+    async with opened(*replicas) as pool:
         updating = asyncio.ensure_future(pool.update_replicas(tmp_path, 1, check))
         await until(lambda: all("check 1" in replica.events for replica in replicas[3:]))
         updating.cancel()
@@ -125,33 +131,34 @@ async def test_replicas_that_hang_in_their_check_hold_up_no_others(tmp_path, mon
 
 
 async def test_tokens_carry_the_version_that_sampled_them_across_an_update(tmp_path):
-    replica = ScriptedReplica(seconds_per_token=0.004)
+    replica = ScriptedReplica(pause=after(5, updated := asyncio.Event()))
     async with opened(replica) as pool:
         asking = asyncio.ensure_future(pool.generate(request(tokens=30)))
-        await until(lambda: replica.num_drawn >= 3)
+        await until(lambda: replica.num_drawn == 5)
         await pool.update_replicas(tmp_path, 1, ScriptedCheck(1))
+        updated.set()
         done = await asking
-    versions = done.policy_versions.tolist()
-    assert versions == sorted(versions)
-    assert set(versions) == {0, 1}
+    assert done.policy_versions.tolist() == [0] * 5 + [1] * 25
     assert done.num_lost_tokens == 0
 
 
 @pytest.mark.parametrize("fault", ["stale", "label", "mismatch", "refused"])
 async def test_a_replica_that_fails_its_check_loads_again_and_delivers_nothing_until_then(tmp_path, caplog, fault):
     """What it had in flight is discarded, counted, and asked for again."""
-    replicas = [ScriptedReplica(i, faults=faults, seconds_per_token=0.003) for i, faults in enumerate([[fault], []])]
+    updated = asyncio.Event()
+    replicas = [ScriptedReplica(i, faults=[fault][i:], pause=after(2, updated)) for i in range(2)]
     async with opened(*replicas) as pool:
         asking = [asyncio.ensure_future(pool.generate(request(f"s{i}", tokens=50))) for i in range(2)]
-        await until(lambda: all(replica.num_drawn >= 2 for replica in replicas))
+        await until(lambda: all(replica.num_drawn == 2 for replica in replicas))
         await pool.update_replicas(tmp_path, 1, ScriptedCheck(1))
+        updated.set()
         assert pool.metrics()["replicas/serving"] == 2
         assert pool.metrics()["replicas/failed_checks"] == 1
         done = await asyncio.gather(*asking)
     done_to_it = [event for event in replicas[0].events if not event.startswith("check")]
     assert done_to_it == ["prepare 1", "load 1", "load 1"]  # it may be paused: nothing is asked of it
-    assert done[0].num_lost_tokens > 0
-    assert sum(r.num_drawn for r in replicas) == 100 + done[0].num_lost_tokens
+    assert done[0].num_lost_tokens == 2
+    assert sum(r.num_drawn for r in replicas) == 102
     assert done[1].num_lost_tokens == 0
     assert "replica 0 does not hold policy version 1: " in caplog.text
     assert {"stale": "its logprobs are those of version 0", "label": "it says that it holds policy version 0, and",
@@ -230,8 +237,7 @@ async def test_a_replica_that_comes_back_while_its_weights_become_outdated_loads
             return replica
 
     replicas, restarts = [ScriptedReplica(i) for i in range(2)], Gated(faults=[fault])
-    limits = dataclasses.replace(LIMITS, update=60)
-    async with opened(*replicas, restart=restarts, weights=tmp_path, limits=limits) as pool:
+    async with opened(*replicas, restart=restarts, weights=tmp_path) as pool:
         await pool.update_replicas(tmp_path, 1, ScriptedCheck(1))
         replicas[0].die()
         await until(lambda: restarts.made and restarts.made[0].events == ["load 1"])
@@ -289,7 +295,7 @@ async def test_each_phase_has_a_deadline_that_names_replica_phase_and_seconds(tm
             if hangs == "check" and sampler.index == 1:
                 await asyncio.Event().wait()
 
-    async with opened(*replicas) as pool:
+    async with opened(*replicas, limits=dataclasses.replace(LIMITS, update=0.3, check=0.3)) as pool:
         await pool.update_replicas(tmp_path, 1, Hanging(1))
         assert pool.metrics()["replicas/serving"] == 1
         replicas[0].die()
@@ -298,20 +304,19 @@ async def test_each_phase_has_a_deadline_that_names_replica_phase_and_seconds(tm
 
 
 async def test_a_replica_that_freezes_in_an_update_does_not_hold_up_the_others_for_long(tmp_path):
-    """Its health check finds it before the update's own limit."""
+    """Its health check finds it: the update's own limit is longer than this test may take."""
     replicas = [ScriptedReplica(0), ScriptedReplica(1, faults=["slow"])]
-    limits = dataclasses.replace(LIMITS, update=60, check=60)
-    async with opened(*replicas, limits=limits) as pool:
+    async with opened(*replicas, limits=dataclasses.replace(LIMITS, update=2 * HANGS)) as pool:
         updating = asyncio.ensure_future(pool.update_replicas(tmp_path, 1, ScriptedCheck(1)))
         await until(lambda: "load 1" in replicas[1].events)
         replicas[1].freeze()
-        await asyncio.wait_for(updating, 30)
+        await asyncio.wait_for(updating, HANGS)
         assert pool.metrics()["replicas/serving"] == 1
 
 
 async def test_an_update_that_is_cancelled_leaves_nothing_behind(tmp_path):
     replicas = [ScriptedReplica(i, faults=["slow"]) for i in range(2)]
-    async with opened(*replicas, limits=dataclasses.replace(LIMITS, update=60)) as pool:
+    async with opened(*replicas) as pool:
         updating = asyncio.ensure_future(pool.update_replicas(tmp_path, 1, ScriptedCheck(1)))
         await until(lambda: all("load 1" in replica.events for replica in replicas))
         updating.cancel()
