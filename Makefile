@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist worksteal
 INSTALLED := $(VENV)/.installed
+EXTRAS_INSTALLED := $(VENV)/.extras-installed
+ROUNDS ?= 20
+LOOPS ?= 4
 VLLM := .venv-vllm
 CLIENTS := .venv-clients
 VLLM_INSTALLED := $(VLLM)/.installed
@@ -14,7 +17,8 @@ CUDA_INSTALLED := $(CUDA)/.cuda-installed
 
 DOCS_INSTALLED := $(VENV)/.docs-installed
 
-.PHONY: help install demo docs docs-links reference viewer test test-all test-cuda-fake test-vllm test-clients faults faults-vllm lint types clean
+.PHONY: help install extras demo docs docs-links reference viewer lint types house test test-all quick-tests all-tests campaigns campaigns-vllm stress \
+  test-cuda-fake vllm test-vllm test-clients clean
 
 help:
 	@echo "make install   Verbatim and its tools in $(VENV) (once; again when the pins change)"
@@ -24,11 +28,11 @@ help:
 	@echo "make viewer    the page of verbatim view, built from viewer/ into src/verbatim/viewer/assets (needs Node 20 or newer; nothing else does)"
 	@echo "make test      lint, types, and the tests that take seconds and need no extras"
 	@echo "make test-all  the extras (MCP, datasets, Ray, verifiers, reasoning-gym, textarena, W&B) installed, and all tests but those of vLLM"
+	@echo "make campaigns every campaign as a whole (kills, damaged files, hostile templates, random trees, planted faults, ...): hours"
+	@echo "make stress    the tests that start processes, open sockets or wait, ROUNDS=20 times beside LOOPS=4 busy loops"
 	@echo "make test-cuda-fake  a build of torch for CUDA in $(CUDA) (5 GB), and the trainer and the sampler on fake CUDA tensors; no GPU needed"
 	@echo "make test-clients  agents on other people's SDKs and codex, in $(CLIENTS), against the gateway (NODE=no: without codex)"
 	@echo "make test-vllm an environment with vLLM in $(VLLM), and the tests with real vLLM servers"
-	@echo "make faults    the fault campaigns as a whole: kills, damaged files, hostile environments, requests, templates"
-	@echo "make faults-vllm  runs whose vLLM servers are killed and frozen: 20 kills, 10 freezes"
 	@echo "make clean     remove all environments ($(VENV), ...) and caches; runs/ stays"
 
 install: $(INSTALLED)
@@ -69,15 +73,31 @@ reference: install
 viewer:
 	cd viewer && npm ci --no-audit --no-fund && npm run build
 
-test: lint types
-	$(PYTEST) -m "not slow and not extras and not vllm and not fake_cuda and not clients"
-
-test-all: install
+$(EXTRAS_INSTALLED): pyproject.toml constraints.txt | install
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,gguf,lora,plot,api,serve,viewer,gateway,mcp,data,ray,verifiers,environments,wandb,tensorboard,mlflow,docs,dev]'
-	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(SPHINX) -b html build/docs
-	$(PYTEST) -m "not vllm and not fake_cuda and not clients"
+	@touch $@ $(DOCS_INSTALLED)
+
+extras: $(EXTRAS_INSTALLED)
+
+# What is wrong with a source or a page shows first, in one process.
+house: install
+	$(BIN)/pytest -p no:xdist tests/house
+
+test: lint types house quick-tests
+
+test-all: extras lint types house all-tests
+
+quick-tests: install
+	$(PYTEST) -m "not slow and not extras and not vllm and not fake_cuda and not clients" --ignore tests/house
+
+all-tests: extras
+	$(PYTEST) -m "not vllm and not fake_cuda and not clients" --ignore tests/house
+
+campaigns: extras
+	$(PYTEST) --whole -m "campaign and not vllm and not fake_cuda and not clients"
+
+stress: extras
+	$(BIN)/python tests/stress.py --rounds $(ROUNDS) --loops $(LOOPS) -- -m "realtime and not vllm and not fake_cuda and not clients"
 
 test-cuda-fake: install $(CUDA_INSTALLED)
 	$(CUDA)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m fake_cuda tests/cuda
@@ -102,6 +122,8 @@ $(CUDA_INSTALLED): constraints.txt | install
 # One after the other: each test has servers of its own, which take all cores.
 test-vllm: install $(VLLM_INSTALLED)
 	VLLM_CPU_KVCACHE_SPACE=1 VERBATIM_VLLM_PYTHON=$(abspath $(VLLM))/bin/python $(BIN)/pytest -m vllm
+
+vllm: $(VLLM_INSTALLED)
 
 $(VLLM_INSTALLED): src/verbatim/inference/vllm/install.py | install
 	$(BIN)/verbatim inference --install $(VLLM)
@@ -128,11 +150,8 @@ $(CLIENTS)/.codex: tests/gateway/clients/package.json
 	npm install --prefix $(CLIENTS)/node --no-audit --no-fund --silent
 	@touch $@
 
-faults: install
-	$(BIN)/pytest tests/faults --whole -m "not vllm"
-
-faults-vllm: install $(VLLM_INSTALLED)
-	VLLM_CPU_KVCACHE_SPACE=1 VERBATIM_VLLM_PYTHON=$(abspath $(VLLM))/bin/python $(BIN)/pytest tests/faults --whole -m vllm -s
+campaigns-vllm: install $(VLLM_INSTALLED)
+	VLLM_CPU_KVCACHE_SPACE=1 VERBATIM_VLLM_PYTHON=$(abspath $(VLLM))/bin/python $(BIN)/pytest --whole -m "campaign and vllm" -s
 
 lint: install
 	$(BIN)/ruff check .

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import settings
 
 from campaigns import Campaign, CampaignTable, set_whole
+from durations import DurationsTable
 from token_identity import watched
 
 settings.register_profile("searching", deadline=None)
@@ -26,6 +27,7 @@ settings.load_profile("repeatable")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--whole", action="store_true", help="campaigns as a whole, not their small part")
+    parser.addoption("--where-time-goes", action="store_true", help="a table of seconds at the end")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -34,6 +36,8 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     set_whole(config.getoption("--whole"))
     config.pluginmanager.register(CampaignTable())
+    if config.getoption("--where-time-goes"):
+        config.pluginmanager.register(DurationsTable())
     # config.pluginmanager.register(RealtimeCheck())
 
 

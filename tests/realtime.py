@@ -14,12 +14,20 @@ from typing import Any
 
 import pytest
 
-STARTED = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "socket.bind", "socket.connect"}
-"""The audit events that count. Those of other threads do not: a thread may be an earlier test's."""
+from durations import ASKS
+
+EVENTS = {
+    "subprocess.Popen": "a process", "os.fork": "a process", "os.forkpty": "a process", "os.posix_spawn": "a process",
+    "socket.bind": "a socket", "socket.connect": "a socket",
+}  # fmt: skip
+"""What each audit event asks for."""
 
 
 class RealtimeCheck:
-    """Watches what each test asks of the system; a fixture of a wider scope asks for all tests that use it."""
+    """Watches what each test asks of the system; a fixture of a wider scope asks for all tests that use it.
+
+    The events of other threads do not count: a thread may be an earlier test's.
+    """
 
     def __init__(self) -> None:
         self._seen: list[str] = []
@@ -28,8 +36,8 @@ class RealtimeCheck:
         sys.addaudithook(self._note)
 
     def _note(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event in STARTED and threading.get_ident() == self._main:
-            self._seen.append(event)
+        if event in EVENTS and threading.get_ident() == self._main:
+            self._seen.append(EVENTS[event])
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Iterator[None]:
@@ -39,22 +47,24 @@ class RealtimeCheck:
             return (yield)
         finally:
             if fixturedef.scope != "function" and len(self._seen) > before:
-                self._fixtures[fixturedef.func] = self._seen[before]
+                self._fixtures[fixturedef.func] = min(self._seen[before:])
                 del self._seen[before:]
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self) -> None:
+        """Forget what the test before asked for."""
+        self._seen.clear()
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
         """Refuse a test that asks for something and does not say so."""
         result = yield
         seen = [*self._seen, *(self._fixtures[f] for f in _fixtures_of(item) if f in self._fixtures)]
-        if seen and item.get_closest_marker("realtime") is None:
-            pytest.fail(f"{seen[0]}: a test that starts processes or opens sockets carries the marker realtime")
+        if seen:
+            item.user_properties.append((ASKS, min(seen)))
+            if item.get_closest_marker("realtime") is None:
+                pytest.fail(f"it asks for {min(seen)}: such a test carries the marker realtime")
         return result
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_setup(self) -> None:
-        """Forget what the test before asked for."""
-        self._seen.clear()
 
 
 def _fixtures_of(item: pytest.Item) -> Iterator[object]:

@@ -283,7 +283,6 @@ def test_json_blocks_are_json():
 MANIFESTS = snippets("yaml", *PAGES)
 
 
-@pytest.mark.extras
 @pytest.mark.parametrize("snippet", MANIFESTS, ids=str)
 def test_manifests_fit_the_schemas_of_kubernetes(snippet: Snippet):
     import kubernetes_validate
@@ -293,7 +292,6 @@ def test_manifests_fit_the_schemas_of_kubernetes(snippet: Snippet):
         kubernetes_validate.validate(document, "1.34", strict=True)
 
 
-@pytest.mark.extras
 def test_the_manifests_fit_each_other():
     import yaml
 
