@@ -2,17 +2,19 @@
 
 import os
 import time
+from pathlib import Path
 
 from byte_renderer import ByteRenderer
 
 
 class SlowRenderer(ByteRenderer):
-    """`sleep 3` takes three seconds, `exit` ends its process, `raise` raises what no renderer may."""
+    """`hang PATH` makes that file and never ends, `exit` ends its process, `raise` raises what no renderer may."""
 
     def render_ids(self, messages, tools=None, add_generation_prompt=True):
         word, _, rest = messages[0]["content"].partition(" ")
-        if word == "sleep":
-            time.sleep(float(rest.split()[0]))
+        if word == "hang":
+            Path(rest.split()[0]).touch()
+            time.sleep(10**6)
         elif word == "exit":
             os._exit(3)
         elif word == "raise":

@@ -31,6 +31,8 @@ _ACCEPTED_AT_ONCE, _BEGUN_AT_ONCE = 1024, 64
 """Most connections accepted, and begun, in one turn of the event loop; requests under way run in between."""
 _KEEP_ALIVE = 75
 """Seconds that an idle connection is kept: longer than clients do, so that none is closed as a request arrives."""
+_GRACE = 5
+"""Seconds for requests under way to be answered when the server stops."""
 _HEALTH = b"GET /health "
 _HEAD_AT_ONCE, _BODY_AT_ONCE = 2**12, 2**18
 """Most bytes read in one turn. A body of known length is passed on as it comes; a head may be followed by thousands
@@ -327,7 +329,7 @@ class Server(uvicorn.Server):
     ) -> None:
         super().__init__(uvicorn.Config(
             app, log_config=None, log_level="error", access_log=False, lifespan="off", ws="none", http="h11",
-            proxy_headers=False, timeout_keep_alive=_KEEP_ALIVE, timeout_graceful_shutdown=5,
+            proxy_headers=False, timeout_keep_alive=_KEEP_ALIVE, timeout_graceful_shutdown=_GRACE,
         ))  # fmt: skip
         make = functools.partial(
             Connection, config=self.config, server_state=self.server_state, app_state={}, table=table
