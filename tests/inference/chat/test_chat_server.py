@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import threading
 from collections.abc import AsyncIterator
@@ -18,11 +19,14 @@ from chat_records import events_of
 
 from byte_renderer import END, VOCAB_SIZE, ByteRenderer, call, say, text
 from verbatim.inference.base import SampleRequest, SamplingParams, generate_watched
+from verbatim.inference.chat.anthropic_stream import AnthropicStream
 from verbatim.inference.chat.protocol import Options
-from verbatim.inference.http import chat_routes
+from verbatim.inference.http import chat_routes, connections
 from verbatim.inference.http.server import SamplerServer, serve_sampler
 from verbatim.inference.scripted import ScriptedSampler, default_logprob
+from waiting import HANGS, until
 
+pytestmark = pytest.mark.realtime
 HELLO: Any = [{"role": "user", "content": "hi"}]
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
 ADD: Any = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
@@ -54,6 +58,24 @@ class Whole:
         return getattr(self.sampler, name)
 
 
+class WordByWord(Whole):
+    """Draws a word once the client has the text of the words before it, in `texts`; each request has one of them."""
+
+    def __init__(self, sampler: ScriptedSampler, texts: list[str]) -> None:
+        super().__init__(sampler)
+        self._texts, self._numbers = texts, itertools.count()
+
+    async def generate_watched(self, request, watch):
+        number, completion = next(self._numbers), await self.sampler.generate(request)
+        shown: list[int] = []
+        for token in completion.ids[:-1].tolist():
+            watch([token])
+            shown.append(token)
+            if token == ord(" "):
+                await until(lambda: self._texts[number] == bytes(shown).decode())
+        return completion
+
+
 def scripted(*completions: list[int], **fields: Any) -> ScriptedSampler:
     script = list(completions) if completions else (lambda request: say(SPOKEN))
     return ScriptedSampler(script=script, vocab_size=VOCAB_SIZE, context_length=400, **fields)
@@ -70,7 +92,7 @@ def chat_client(server: SamplerServer) -> openai.AsyncOpenAI:
 
 
 def plain_client(server: SamplerServer) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=server.url, timeout=60)
+    return httpx.AsyncClient(base_url=server.url, timeout=HANGS, verify=False)
 
 
 def messages_client(server: SamplerServer, key: str = "none") -> anthropic.AsyncAnthropic:
@@ -82,18 +104,20 @@ def messages_client(server: SamplerServer, key: str = "none") -> anthropic.Async
 
 @pytest.mark.parametrize("shows", [True, False])
 async def test_openai_streams_what_is_sampled_as_it_is_sampled(shows):
-    sampler = scripted(seconds_per_token=0.03)
-    async with serving(sampler if shows else Whole(sampler)) as server, chat_client(server) as client:
+    sampler = scripted()
+    texts, tokens, chunks = ["", ""], [[], []], []
+    outer = WordByWord(sampler, texts) if shows else Whole(sampler)
+    async with serving(outer) as server, chat_client(server) as client:
         stream = await client.chat.completions.create(
             model="policy", messages=HELLO, stream=True, n=2, logprobs=True, seed=3,
             stream_options={"include_usage": True},
         )  # fmt: skip
-        chunks = [chunk async for chunk in stream]
+        async for chunk in stream:
+            chunks.append(chunk)
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+                tokens[choice.index] += choice.logprobs.content if choice.logprobs else []
         whole = await client.chat.completions.create(model="policy", messages=HELLO, n=2, logprobs=True, seed=3)
-    texts, tokens = ["", ""], [[], []]
-    for choice in (choice for chunk in chunks for choice in chunk.choices):
-        texts[choice.index] += choice.delta.content or ""
-        tokens[choice.index] += choice.logprobs.content if choice.logprobs else []
     assert texts == [SPOKEN, SPOKEN] == [choice.message.content for choice in whole.choices]
     assert tokens == [choice.logprobs.content for choice in whole.choices]
     assert [token.logprob for token in tokens[0]] == [float(np.float32(default_logprob(i))) for i in say(SPOKEN)]
@@ -134,11 +158,11 @@ def test_synchronous_clients_are_served_too():
         async with serving(scripted()) as server:
             found["url"] = server.url
             ready.set()
-            await asyncio.to_thread(end.wait, 60)
+            await asyncio.to_thread(end.wait, HANGS)
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
     thread.start()
-    assert ready.wait(60)
+    assert ready.wait(HANGS)
     try:
         with openai.OpenAI(base_url=f"{found['url']}/v1", api_key="none", max_retries=0) as client:
             chunks = client.chat.completions.create(model="policy", messages=HELLO, stream=True)
@@ -155,7 +179,7 @@ def test_synchronous_clients_are_served_too():
             assert other.messages.count_tokens(model="policy", messages=HELLO).input_tokens == 5
     finally:
         end.set()
-        thread.join(60)
+        thread.join(HANGS)
 
 
 async def test_tools_go_round_in_every_protocol():
@@ -292,34 +316,42 @@ async def test_a_client_that_leaves_a_stream_frees_its_places():
         async with plain.stream("POST", "/v1/chat/completions", json=body) as answer:
             async for _ in answer.aiter_bytes():
                 break
-        async with asyncio.timeout(60):
-            while sampler.num_in_flight:  # noqa: ASYNC110 - a sampler sets no event for a count
-                await asyncio.sleep(0.01)
+        await until(lambda: not sampler.num_in_flight)
     assert sampler.num_cancelled == 2
 
 
 async def test_a_stream_that_waits_shows_that_it_lives(monkeypatch):
+    """Nothing is drawn before the stream has shown it twice."""
     monkeypatch.setattr(chat_routes, "PING_SECONDS", 0.05)
-    sampler = scripted(say("yo"), seconds_per_token=0.2)
+    pings, ping = itertools.count(), AnthropicStream.ping
+    enough = asyncio.Event()
+
+    def counted(self):
+        if next(pings) == 1:
+            enough.set()
+        return ping(self)
+
+    monkeypatch.setattr(AnthropicStream, "ping", counted)
+    sampler = scripted(say("yo"), say("yo"), pause=lambda _: enough.wait())
     async with serving(Whole(sampler)) as server, messages_client(server) as client:
         async with plain_client(server) as plain:
             body = {"messages": HELLO, "max_tokens": 9, "stream": True}
             raw = (await plain.post("/v1/messages", json=body)).content
-        sampler.requests.clear()
+        pings = itertools.count()
+        enough.clear()
         async with client.messages.stream(model="policy", max_tokens=9, messages=HELLO) as stream:
             assert (await stream.get_final_text()) == "yo"
     assert raw.count(b"event: ping") >= 2
 
 
-async def test_a_stream_in_flight_when_the_server_stops_ends_with_an_error():
+async def test_a_stream_in_flight_when_the_server_stops_ends_with_an_error(monkeypatch):
+    monkeypatch.setattr(connections, "_GRACE", HANGS)
     sampler = scripted(trouble={0: "hang"})
-    async with httpx.AsyncClient(timeout=60) as plain, contextlib.AsyncExitStack() as stack:
+    async with httpx.AsyncClient(timeout=HANGS, verify=False) as plain, contextlib.AsyncExitStack() as stack:
         server = await stack.enter_async_context(serving(sampler))
         body = {"messages": HELLO, "stream": True}
         asking = asyncio.ensure_future(plain.post(f"{server.url}/v1/chat/completions", json=body))
-        async with asyncio.timeout(60):
-            while not sampler.num_in_flight:  # noqa: ASYNC110 - a sampler sets no event for a count
-                await asyncio.sleep(0.01)
+        await until(lambda: sampler.num_in_flight)
         await stack.aclose()
         data = events_of((await asking).content)[-1][1]
     assert "stopping" in data["error"]["message"]
