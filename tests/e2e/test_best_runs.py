@@ -9,50 +9,28 @@ from pathlib import Path
 import pytest
 
 import verbatim
-from e2e.tiny_runs import LOTS, TOML, build_tiny_model, lines, train_lines, workplace
+from e2e.tiny_runs import lines, train_lines
+from stored_runs import MEASURED_STEPS, METRIC, measured_place
 from verbatim.checkpoints import find_checkpoint, read_json
 from verbatim.cli.main import main
 
 pytestmark = pytest.mark.slow
 
-SPOKEN = '''
-import zlib
-
-from lots import Lot, Lots
-
-
-class Speech(Lot):
-    """Earns something between 0 and 1 by what is said: another policy earns another mean."""
-
-    async def score(self, trajectory):
-        said = b"".join(turn.completion_ids.tobytes() for turn in trajectory.turns)
-        return zlib.crc32(said) % 1000 / 1000
-
-
-class Spoken(Lots):
-    async def start(self, example, seed):
-        return Speech(seed)
-'''
-METRIC = "reward/mean"
-STEPS = 7
+STEPS = MEASURED_STEPS
+STOPPING = ["--max-steps", "50", "--orchestrator.eval.early-stopping.metric", METRIC,
+            "--orchestrator.eval.early-stopping.patience"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    with workplace(tmp_path_factory.mktemp("best"), {"lots": LOTS, "spoken": SPOKEN}) as folder:
-        text = TOML.format(model=build_tiny_model(folder / "model"))
-        text = text.replace("[inference.torch]", "[inference.torch]\ndeterministic = true")
-        text += f"""import_path = "spoken.Spoken"
-[orchestrator.eval]
-interval = 1
-episodes = 10
-[checkpoint]
-interval = 100
-keep_last = 1
-keep_best = {{ metric = "{METRIC}" }}
-"""
-        (folder / "run.toml").write_text(text)
+    with measured_place(tmp_path_factory) as folder:
         yield folder
+
+
+@pytest.fixture(scope="module")
+def measured(place: Path) -> Path:
+    """A run that was not ended early."""
+    return place / "measured"
 
 
 def values(run: Path) -> list[float]:
@@ -60,12 +38,6 @@ def values(run: Path) -> list[float]:
     evaluations = [line for line in lines(run / "metrics.jsonl") if line["kind"] == "eval"]
     assert [line["step"] for line in evaluations] == list(range(len(evaluations)))
     return [line["metrics"][METRIC] for line in evaluations]
-
-
-@pytest.fixture(scope="module")
-def measured(place: Path) -> Path:
-    assert main(["rl", "run.toml", "--run-dir", "measured", "--max-steps", str(STEPS)]) == 0
-    return place / "measured"
 
 
 def test_the_checkpoint_of_the_best_evaluation_is_kept_and_can_be_loaded(place: Path, measured: Path):
@@ -100,34 +72,37 @@ def patience_of(found: list[float], patience: int) -> int:
     raise AssertionError(f"{found} would not end a run")
 
 
+def patient_run(place: Path, patience: int) -> Path:
+    """The run that ends when this patience is used up."""
+    run = place / f"patience-{patience}"
+    if not run.exists():
+        assert main(["rl", "run.toml", "--run-dir", run.name, *STOPPING, str(patience)]) == 0
+    return run
+
+
 @pytest.mark.parametrize("patience", [1, 2])
-def test_a_run_ends_when_its_patience_is_used_up_with_status_0_and_says_so(
-    place: Path, measured: Path, caplog, patience
-):
-    expected, run = patience_of(values(measured), patience), place / f"patience-{patience}"
-    typed = ["rl", "run.toml", "--run-dir", run.name, "--max-steps", "50", "--orchestrator.eval.early-stopping.metric",
-             METRIC, "--orchestrator.eval.early-stopping.patience", str(patience)]  # fmt: skip
-    assert main(typed) == 0
+def test_a_run_ends_when_its_patience_is_used_up_with_status_0_and_says_so(place: Path, measured: Path, patience):
+    expected, run = patience_of(values(measured), patience), patient_run(place, patience)
     assert len(train_lines(run)) == expected < STEPS
     assert values(run) == values(measured)[: expected + 1]
     summary = read_json(run / "summary.json")
     assert summary["stopped_early"].startswith(f"{METRIC} did not rise above")
     assert summary["stopped_early"].endswith(str(expected))
-    assert f"the run ends after {expected} of 50 steps: {METRIC} did not rise" in caplog.text
+    said = (run / "logs/orchestrator.log").read_text()
+    assert f"the run ends after {expected} of 50 steps: {METRIC} did not rise" in said
     assert (run / "final" / "model.safetensors").exists()
 
 
 def test_a_resumed_run_remembers_its_patience(place: Path, measured: Path):
-    """Two runs: one of fewer steps, made longer, and one in one go."""
-    expected, run = patience_of(values(measured), 2), place / "in-two"
-    typed = ["rl", "run.toml", "--run-dir", run.name, "--orchestrator.eval.early-stopping.metric", METRIC,
-             "--orchestrator.eval.early-stopping.patience", "2"]  # fmt: skip
+    """One of fewer steps, made longer, ends as the one in one go."""
+    expected, run, straight = patience_of(values(measured), 2), place / "in-two", patient_run(place, 2)
+    typed = ["rl", "run.toml", "--run-dir", run.name, *STOPPING, "2"]
     assert main([*typed, "--max-steps", str(expected - 1)]) == 0
     assert "stopped_early" not in read_json(run / "summary.json")
-    assert main([*typed, "--max-steps", "50", "--resume"]) == 0
+    assert main([*typed, "--resume"]) == 0
     assert len(train_lines(run)) == expected
-    assert (run / "final/model.safetensors").read_bytes() == (place / "patience-2/final/model.safetensors").read_bytes()
-    assert main([*typed, "--max-steps", "50", "--resume"]) == 0  # it has ended
+    assert (run / "final/model.safetensors").read_bytes() == (straight / "final/model.safetensors").read_bytes()
+    assert main([*typed, "--resume"]) == 0  # it has ended
     assert len(train_lines(run)) == expected
     assert len(values(run)) == expected + 1
 

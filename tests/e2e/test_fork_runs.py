@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 import verbatim
-from e2e.test_best_runs import SPOKEN
 from e2e.tiny_runs import (
     LOTS,
     TOML,
@@ -26,6 +25,7 @@ from e2e.tiny_runs import (
     workplace,
 )
 from faults.tiny_places import deterministic, is_leftover
+from stored_runs import SPOKEN
 from verbatim.checkpoints import find_checkpoint, read_json, read_origin
 from verbatim.cli.main import main
 from verbatim.errors import UsageError
