@@ -10,6 +10,7 @@ from typing import Any
 from verbatim.inference.embedded.engine import TorchSampler
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.inference.http.server import serve_sampler
+from waiting import HANGS
 
 
 class TorchServer:
@@ -35,14 +36,15 @@ class TorchServer:
         self._up = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
         self._thread.start()
-        assert self._up.wait(120)
+        assert self._up.wait(HANGS)
         return self
 
     def stop(self) -> None:
         """As a server that is lost: what is in flight fails, and nothing listens on its port."""
         if self._thread is not None:
             self._loop.call_soon_threadsafe(self._end.set)
-            self._thread.join(60)
+            self._thread.join(HANGS)
+            assert not self._thread.is_alive()
             self._thread = None
 
     async def _serve(self) -> None:

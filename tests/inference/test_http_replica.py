@@ -28,6 +28,8 @@ from verbatim.inference.pool.servers import ServerPool
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.inference.vllm.process import free_port
 
+pytestmark = pytest.mark.realtime
+
 KEY = "a-secret-key"
 
 
@@ -78,12 +80,6 @@ def assert_sampled_by(model: torch.nn.Module, prompt: list[int], completion: Com
     assert completion.logprobs is not None
     expected = logprobs_of(model, [*prompt, *completion.ids.tolist()])[-len(completion.ids) :]
     assert np.abs(completion.logprobs - expected).max() < 5e-5
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 - the pool sets no event for this
-            await asyncio.sleep(0.01)
 
 
 # ---- healthy

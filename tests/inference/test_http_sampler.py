@@ -24,13 +24,16 @@ from byte_renderer import END, VOCAB_SIZE, ByteRenderer
 from verbatim.errors import ModelError, RecordError, SamplerFault, UsageError
 from verbatim.inference import Completion, Sampler, SampleRequest, SamplingParams
 from verbatim.inference.embedded.settings import TorchSettings
-from verbatim.inference.http import client, protocol
+from verbatim.inference.http import client, connections, protocol
 from verbatim.inference.http.request_body import read_request
 from verbatim.inference.http.sampler import HttpSampler
 from verbatim.inference.http.server import serve_sampler
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import MultiTurnRollout
 from verbatim.types import StopReason
+from waiting import HANGS, until
+
+pytestmark = pytest.mark.realtime
 
 
 def request(*prompt: int, seed: int = 0, session: str = "", **params: Any) -> SampleRequest:
@@ -55,12 +58,6 @@ async def behind_http(sampler: Sampler, **settings: Any) -> AsyncIterator[HttpSa
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "pause", lambda attempt, retry_after, jitter: 0.01)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 - a sampler sets no event for a count
-            await asyncio.sleep(0.005)
 
 
 def assert_same(one: Completion, other: Completion) -> None:
@@ -274,7 +271,7 @@ async def test_a_call_that_was_cancelled_at_any_moment_holds_up_no_other():
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(HANGS):
                 assert (await client.generate(request(1))).ids.tolist() == [1]
 
 
@@ -294,7 +291,8 @@ async def test_closing_ends_what_is_in_flight_as_cancelled_and_the_server_goes_o
         await other.close()
 
 
-async def test_a_server_that_stops_ends_what_is_in_flight_as_a_fault():
+async def test_a_server_that_stops_ends_what_is_in_flight_as_a_fault(monkeypatch):
+    monkeypatch.setattr(connections, "_GRACE", HANGS)
     sampler = scripted(trouble={0: "hang"})
     async with contextlib.AsyncExitStack() as stack:
         server = await stack.enter_async_context(serve_sampler(sampler))

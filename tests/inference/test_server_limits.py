@@ -228,7 +228,11 @@ async def test_the_body_of_a_request_that_was_answered_already_does_not_hold_its
 
 
 async def test_a_client_that_reads_nothing_is_let_go_of(late):
-    sampler = ScriptedSampler(script=[[5] * 60_000], vocab_size=10, context_length=500_000)
+
+    async def at_once(seconds: float) -> None:
+        """Draws all tokens in one turn of the event loop."""
+
+    sampler = ScriptedSampler(script=[[5] * 60_000], vocab_size=10, context_length=500_000, pause=at_once)
     async with asking(sampler, renderer=None, limits=only(answer_seconds=0.3)) as client:
         narrow = socket.socket()
         narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -19,6 +19,7 @@ from verbatim.inference.http.sampler import HttpSampler
 from verbatim.inference.http.server import serve_sampler
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.inference.vllm.command import PLUGIN
+from waiting import HANGS
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ class InProcess(HttpClient):
     """Sends to the app; `lose` numbers the requests whose answer is lost after the server has done its work."""
 
     def __init__(self, app, key: str | None = "a-secret-key") -> None:
-        super().__init__("http://replica", api_key=key, request_timeout=60, max_retries=3)
+        super().__init__("http://replica", api_key=key, request_timeout=HANGS, max_retries=3)
         self._app, self._key = app, key
         self.lose: set[int] = set()
         self.sent: list[tuple[str, str]] = []
@@ -67,7 +68,8 @@ class InProcess(HttpClient):
         from verbatim.inference.http.client import Answer, AttemptFailed
 
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(self._app), base_url=self.url) as client:
+        transport = httpx.ASGITransport(self._app)
+        async with httpx.AsyncClient(verify=False, transport=transport, base_url=self.url) as client:
             answer = await client.request(method, path, content=body, headers=headers)
         self.sent.append((method, path))
         if len(self.sent) in self.lose:
@@ -154,7 +156,7 @@ async def test_a_server_without_a_folder_for_uploads_says_so(monkeypatch, publis
 async def test_every_route_needs_the_key(monkeypatch, there, path, key):
     app = guard(monkeypatch, there)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://replica") as client:
+    async with httpx.AsyncClient(verify=False, transport=httpx.ASGITransport(app), base_url="http://replica") as client:
         assert (await client.post(path, headers=headers)).status_code == 401
         assert (await client.get("/health")).json() == "vllm"
     assert not there.exists()
@@ -179,7 +181,7 @@ async def test_a_websocket_needs_the_key(monkeypatch, there, given, heard):
 
 
 async def test_names_cannot_leave_the_folder(monkeypatch, there):
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(guard(monkeypatch, there, key=None)),
+    async with httpx.AsyncClient(verify=False, transport=httpx.ASGITransport(guard(monkeypatch, there, key=None)),
                                  base_url="http://replica") as client:  # fmt: skip
         for names in ("..%2f..%2fx", "../x", "v1/..%2fx", "v1/%2e%2e", ".hidden/x", "v1/a/b", "v1/"):
             answer = await client.put(f"/verbatim/v1/uploads/{names}?offset=0", content=b"x")
@@ -192,10 +194,11 @@ async def test_names_cannot_leave_the_folder(monkeypatch, there):
 # ---- our own server
 
 
+@pytest.mark.realtime
 async def test_our_server_takes_a_folder_and_loads_it(there, published):
     engine = ScriptedSampler(script=lambda r: [5], vocab_size=10, context_length=16)
     async with serve_sampler(engine, api_key="a-secret-key", uploads=there) as server:
-        client = HttpClient(server.url, api_key="a-secret-key", request_timeout=60, max_retries=0)
+        client = HttpClient(server.url, api_key="a-secret-key", request_timeout=HANGS, max_retries=0)
         path = await uploads.upload(client, published, await uploads.digests_of(published), 7)
         assert path == str(there / "v7") and same(there / "v7", published)
         sampler = await HttpSampler.connect(server.url, api_key="a-secret-key")
@@ -205,6 +208,7 @@ async def test_our_server_takes_a_folder_and_loads_it(there, published):
         await client.close()
 
 
+@pytest.mark.realtime
 async def test_our_server_takes_nothing_without_the_key_and_no_part_without_a_length(there):
     engine = ScriptedSampler(script=lambda r: [5], vocab_size=10, context_length=16)
     with pytest.raises(UsageError, match="uploads of weights need an api key"):
@@ -215,7 +219,7 @@ async def test_our_server_takes_nothing_without_the_key_and_no_part_without_a_le
 
     async with (
         serve_sampler(engine, api_key="a-secret-key", uploads=there, limits=ServerLimits(max_body=4)) as server,
-        httpx.AsyncClient(base_url=server.url, timeout=60) as client,
+        httpx.AsyncClient(base_url=server.url, timeout=HANGS, verify=False) as client,
     ):
         route, key = f"{uploads.ROUTE}/v1/x?offset=0", {"Authorization": "Bearer a-secret-key"}
         assert (await client.put(route, content=b"x")).status_code == 401
