@@ -17,6 +17,9 @@ CUDA_INSTALLED := $(CUDA)/.cuda-installed
 
 DOCS_INSTALLED := $(VENV)/.docs-installed
 
+# Where it is set, each of the tests' hundreds of processes compiles every module that it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help install extras demo docs docs-links reference viewer lint types house test test-all quick-tests all-tests campaigns campaigns-vllm stress \
   test-cuda-fake vllm test-vllm test-clients clean
 
