@@ -52,9 +52,9 @@ episodes = 10
 [checkpoint]
 interval = 1
 keep_last = 10
-keep_best = { metric = "reward/mean" }
+keep_best = { metric = "reward/mean", mode = "min" }
 """
-"""A checkpoint after each step, evaluations after the steps 0, 2, 4 and 6."""
+"""A checkpoint after each step, evaluations after the steps 0, 2, 4 and 6, of which neither end is the "best"."""
 
 MEASURED_STEPS = 7
 METRIC = "reward/mean"

@@ -5,54 +5,38 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import verbatim
 from e2e.tiny_runs import (
-    LOTS,
-    TOML,
     assert_ledger_adds_up,
-    build_tiny_model,
     lines,
     snapshot,
     train_lines,
     trajectory_lines,
     warm_started_workplace,
-    workplace,
 )
 from faults.tiny_places import deterministic, is_leftover
-from stored_runs import SPOKEN
-from verbatim.checkpoints import find_checkpoint, read_json, read_origin
+from stored_runs import FORKABLE_STEPS, forkable_place, light_runs
+from verbatim.checkpoints import find_checkpoint, find_damage, read_json, read_origin
+from verbatim.cli.exit_status import INTERRUPTED
 from verbatim.cli.main import main
 from verbatim.errors import UsageError
 from verbatim.monitors.trajectory_log import read_evaluated
 from verbatim.run import fork as forking
+from verbatim.run.training_run import TrainingRun
+from waiting import HANGS
 
 pytestmark = pytest.mark.slow
 
-STEPS, AT = 6, 3
-EVERY = """
-[orchestrator.eval]
-interval = 2
-episodes = 10
-[checkpoint]
-interval = 1
-keep_last = 10
-keep_best = { metric = "reward/mean" }
-"""
+STEPS, AT = FORKABLE_STEPS, 3
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    with workplace(tmp_path_factory.mktemp("fork"), {"lots": LOTS, "spoken": SPOKEN}) as folder:
-        text = TOML.format(model=build_tiny_model(folder / "model")).replace("max_steps = 2", f"max_steps = {STEPS}")
-        text = text.replace("[inference.torch]", "[inference.torch]\ndeterministic = true")
-        (folder / "run.toml").write_text(text + 'import_path = "spoken.Spoken"\n' + EVERY)
-        assert main(["rl", "run.toml", "--run-dir", "whole"]) == 0
+    with forkable_place(tmp_path_factory) as folder:
         yield folder
 
 
@@ -61,13 +45,22 @@ def whole(place: Path) -> Path:
     return place / "whole"
 
 
+def begun(place: Path, source: str, name: str, *typed: str) -> Path:
+    """The folder of a fork that ended before its first step, as after Ctrl-C: what it begins with."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(TrainingRun, "run", lambda *_args, **_options: None)
+        assert main(["rl", "--fork", source, "--run-dir", name, *typed]) == INTERRUPTED
+    return place / name
+
+
 def weights(run: Path, step: int) -> bytes:
     return (run / f"checkpoints/step_{step:06d}/weights/model.safetensors").read_bytes()
 
 
 def assert_same(mine: Path, theirs: Path) -> None:
     """The same run, to the bit: weights, optimizer, metrics of every step, evaluations, trajectories."""
-    for name in ("final/model.safetensors", f"checkpoints/step_{STEPS:06d}/trainer/optimizer.safetensors"):
+    optimizer = f"checkpoints/step_{STEPS:06d}/trainer/optimizer.safetensors"
+    for name in ("final/model.safetensors", "best/model.safetensors", optimizer):
         assert (mine / name).read_bytes() == (theirs / name).read_bytes(), name
     own, other = (
         [(line["step"], line["kind"], deterministic(line["metrics"])) for line in lines(run / "metrics.jsonl")]
@@ -128,33 +121,34 @@ def test_changed_keys_are_listed_and_change_what_comes_after(place: Path, whole:
 
 def test_a_fork_of_a_fork_says_both_and_best_and_latest_are_steps_too(place: Path, whole: Path):
     best = find_checkpoint(whole, "best").step
-    shown = []
-    for source, name in ((f"{whole}@best", "first"), (f"{place / 'first'}", "second")):
-        assert main(["rl", "--fork", source, "--run-dir", name, "--max-steps", str(STEPS + len(shown) + 1)]) == 0
-        shown.append(read_origin(place / name))
-    assert shown[0].step == best
-    assert (shown[1].step, shown[1].run) == (STEPS + 1, str((place / "first").resolve()))
-    assert shown[1].forked_from == shown[0]
+    first = begun(place, f"{whole}@best", "first", "--max-steps", str(STEPS + 1))
+    second = begun(place, f"{first}", "second", "--max-steps", str(STEPS + 2))
+    latest = begun(place, f"{whole}", "latest", "--max-steps", str(STEPS + 1))
+    origins = [read_origin(run) for run in (first, second, latest)]
+    assert [origin.step for origin in origins] == [best, best, STEPS] and 0 < best < STEPS
+    assert origins[1].run == str(first.resolve())
+    assert origins[1].forked_from == origins[0] and origins[0].forked_from is None
 
 
 def test_the_checkpoint_of_the_best_evaluation_comes_along(place: Path, whole: Path):
     at = STEPS - 1  # not evaluated itself
     best = read_json(whole / f"checkpoints/step_{at:06d}/manifest.json")["best"]["step"]
     assert best in (0, 2, 4)
-    fork = ["rl", "--fork", f"whole@{at}", "--run-dir", "with-best", "--max-steps", str(at + 1)]
-    assert main(fork) == 0
-    run = place / "with-best"
+    run = begun(place, f"whole@{at}", "with-best")
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [f"step_{best:06d}", f"step_{at:06d}"]
     assert read_json(run / f"checkpoints/step_{at:06d}/manifest.json")["best"]["step"] == best
     assert weights(run, best) == weights(whole, best)
-    assert find_checkpoint(run, "best").step in (best, STEPS)
-    assert (run / "best/model.safetensors").exists()
+    assert find_checkpoint(run, "best").step == best
 
 
 def test_a_fresh_optimizer_begins_without_moments_and_keeps_its_place_in_the_schedule(place: Path, whole: Path):
-    fork = ["rl", "--fork", f"whole@{AT}", "--run-dir", "fresh", "--fresh", "optimizer", "--max-steps", str(AT + 1)]
-    assert main(fork) == 0
+    """From Python."""
+    result = verbatim.run(
+        "run.toml", fork=f"{whole}@{AT}", fresh=["optimizer"], run_dir="fresh", max_steps=AT + 1, quiet=True
+    )
     run = place / "fresh"
-    assert read_origin(run).fresh == ("optimizer",)
+    assert result.folder.resolve() == run.resolve() and result.summary["steps"] == AT + 1
+    assert (read_origin(run).step, read_origin(run).fresh) == (AT, ("optimizer",))
     for step, count in ((AT, AT), (AT + 1, AT + 1)):
         state = run / f"checkpoints/step_{step:06d}/trainer"
         assert read_json(state / "trainer.json")["num_optimizer_steps"] == count
@@ -164,6 +158,8 @@ def test_a_fresh_optimizer_begins_without_moments_and_keeps_its_place_in_the_sch
     assert {float(value) for name, value in moments.items() if name.endswith("/step")} == {1.0}
     assert load_file(run / f"checkpoints/step_{AT:06d}/trainer/optimizer.safetensors") == {}
     assert (whole / f"checkpoints/step_{AT:06d}/trainer/optimizer.safetensors").stat().st_size > 1000
+    with pytest.raises(UsageError, match="give fork, or resume"):
+        verbatim.run("run.toml", fork=whole, resume=True)
 
 
 def test_fresh_examples_forget_what_is_gone_and_groups_count_on(place: Path, whole: Path):
@@ -172,67 +168,79 @@ def test_fresh_examples_forget_what_is_gone_and_groups_count_on(place: Path, who
         "from verbatim import Example\nfrom spoken import Spoken\n\n\nclass Others(Spoken):\n"
         "    def examples(self, split):\n        return [Example(id=f'other-{n}') for n in range(3)]\n"
     )
-    fork = ["rl", "--fork", f"whole@{AT}", "--run-dir", "others", "--max-steps", str(AT + 2), "--fresh", "examples",
+    fork = ["rl", "--fork", f"whole@{AT}", "--run-dir", "others", "--max-steps", str(AT + 1), "--fresh", "examples",
             "--orchestrator.train.env.0.import-path", "others.Others"]  # fmt: skip
     assert main(fork) == 0
     later = [t for t in trajectory_lines(place / "others") if t["env"] == "others.Others"]
-    assert {t["example_id"] for t in later} <= {"other-0", "other-1", "other-2"}
+    assert later and {t["example_id"] for t in later} <= {"other-0", "other-1", "other-2"}
     groups = [t["group_id"] for t in trajectory_lines(place / "others")]
     assert len(set(groups)) == len(groups) // 4
     assert_ledger_adds_up(place / "others")
 
 
-def test_from_python(place: Path, whole: Path):
-    result = verbatim.run("run.toml", fork=f"{whole}@{AT}", run_dir="python", max_steps=AT + 1, quiet=True)
-    assert (result.summary["steps"], read_origin(result.folder).step) == (AT + 1, AT)
-    with pytest.raises(UsageError, match="give fork, or resume"):
-        verbatim.run("run.toml", fork=whole, resume=True)
-
-
 # ---- ended in the middle
 
 
-KILLED = """
-import os, sys
-from verbatim.run import fork
-from verbatim.cli.main import main
+@pytest.fixture(scope="module")
+def killed(place: Path, whole: Path) -> dict[str, Path]:
+    """What is there of a fork when its process is killed, by where that happens: the folder is copied as it is then.
 
-inner, calls = getattr(fork, sys.argv[1]), 0
+    Between these functions the system has all that was written. "never" is the folder of the one that was not killed.
+    """
+    dying, left = place / "dying", {}
 
-def ends(*args, **kwargs):
-    if sys.argv[2] == "after":
-        inner(*args, **kwargs)
-    os._exit(9)
+    def copy(moment: str) -> None:
+        if moment not in left:
+            left[moment] = place / f"killed-{moment.replace(' ', '-')}"
+            shutil.copytree(dying, left[moment], symlinks=True, copy_function=link_linked)
 
-setattr(fork, sys.argv[1], ends)
-main(["rl", "--fork", sys.argv[3], "--run-dir", sys.argv[4], "--max-steps", sys.argv[5]])
-"""
+    def watched(name: str):
+        inner = getattr(forking, name)
+
+        def function(*args, **options):
+            copy(f"before {name}")
+            result = inner(*args, **options)
+            copy(f"after {name}")
+            return result
+
+        return function
+
+    with pytest.MonkeyPatch.context() as patched:
+        for name in ("_copy_beginning", "write_origin", "_write_checkpoints", "write_changed_state"):
+            patched.setattr(forking, name, watched(name))
+        left["never"] = begun(place, f"{whole}@{AT}", "dying")
+    return left
+
+
+def link_linked(source: str, target: str) -> None:
+    """A file of several names gets one more, as in the folder that is copied."""
+    os.link(source, target) if os.stat(source).st_nlink > 1 else shutil.copy2(source, target)
+
+
+def content(run: Path) -> dict[str, str]:
+    """The files of a fork that do not name its own folder."""
+    own = ("config.toml", "manifest.json", "orchestrator.lock", "orchestrator.log")
+    return {name: found for name, found in snapshot(run).items() if not name.endswith(own)}
 
 
 @pytest.mark.parametrize(
-    ("where", "when", "holds"),
-    [("_copy_beginning", "after", False), ("write_origin", "after", False), ("_write_checkpoints", "before", False),
-     ("write_changed_state", "after", False), ("_write_checkpoints", "after", True)],
-)  # fmt: skip
-def test_a_fork_that_was_killed_while_it_was_made_is_made_again_or_goes_on(
-    place: Path, whole: Path, where: str, when: str, holds: bool
-):
-    name = f"killed-{where}-{when}"
-    arguments = [where, when, f"{whole}@{AT}", name, str(STEPS)]
-    ended = subprocess.run(
-        [sys.executable, "-c", KILLED, *arguments], env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert ended.returncode == 9, ended.stderr
-    run = place / name
-    assert (run / ".forking").exists()
-    there = sorted(path.name for path in (run / "checkpoints").glob("step_*"))
-    assert there[-1:] == ([f"step_{AT:06d}"] if holds else [])
-    if holds:
-        assert main(["rl", "run.toml", "--run-dir", name, "--resume"]) == 0
-    else:
-        assert main(["rl", "run.toml", "--run-dir", name, "--resume"]) == 2
-        assert main(["rl", "--fork", f"{whole}@{AT}", "--run-dir", name]) == 0
+    "moment", ["after _copy_beginning", "after write_origin", "before _write_checkpoints", "after write_changed_state"]
+)
+def test_a_fork_that_was_killed_while_it_was_made_is_made_again(place: Path, whole: Path, killed, moment: str):
+    run, before = killed[moment], snapshot(whole)
+    assert (run / ".forking").exists() and not list((run / "checkpoints").glob("step_*"))
+    assert main(["rl", "run.toml", "--run-dir", run.name, "--resume"]) == 2
+    begun(place, f"{whole}@{AT}", run.name)
+    assert content(run) == content(killed["never"]) and "metrics.jsonl" in content(run)
+    assert find_damage(find_checkpoint(run).folder) is None and find_checkpoint(run).step == AT
+    assert not (run / ".forking").exists()
+    assert snapshot(whole) == before
+
+
+def test_a_fork_that_was_killed_when_it_had_its_checkpoint_goes_on(place: Path, whole: Path, killed):
+    run = killed["after _write_checkpoints"]
+    assert (run / ".forking").exists() and find_checkpoint(run).step == AT
+    assert main(["rl", "run.toml", "--run-dir", run.name, "--resume"]) == 0
     assert (run / "final/model.safetensors").read_bytes() == (whole / "final/model.safetensors").read_bytes()
     assert [line["step"] for line in train_lines(run)] == list(range(1, STEPS + 1))
     assert not (run / ".forking").exists()
@@ -259,7 +267,8 @@ def test_what_cannot_begin_after_all_is_taken_back(place: Path, whole: Path):
     seal(state, {"step": AT, "logs": manifest["logs"]})
     assert main(["rl", "--fork", f"{broken}@{AT}", "--run-dir", "taken-back"]) == 2
     assert sorted(path.name for path in (place / "taken-back").iterdir() if path.suffix != ".lock") == ["logs"]
-    assert main(["rl", "--fork", f"{whole}@{AT}", "--run-dir", "taken-back", "--max-steps", str(AT + 1)]) == 0
+    run = begun(place, f"{whole}@{AT}", "taken-back")
+    assert find_checkpoint(run).step == AT
 
 
 # ---- refused
@@ -299,7 +308,7 @@ def test_a_folder_with_other_things_of_these_names_is_left_alone(place: Path, wh
     assert main(["rl", "--fork", "whole@3", "--run-dir", "mine"]) == 2
     assert "mine has metrics.jsonl already; name an empty folder with --run-dir FOLDER" in capsys.readouterr().err
     assert (place / "mine" / "metrics.jsonl").read_text() == "mine"
-    assert main(["rl", "--fork", "whole@3", "--run-dir", "whole-2", "--max-steps", str(AT + 1)]) == 0
+    begun(place, "whole@3", "whole-2")
     assert main(["rl", "--fork", "whole@3", "--run-dir", "whole-2"]) == 2
     assert "already holds a run" in capsys.readouterr().err
 
@@ -335,13 +344,14 @@ kl_ref_tau = 0.1
 @pytest.mark.extras
 def test_a_fork_of_adapters_on_a_model_that_the_run_made_stands_alone(tmp_path: Path):
     """Adapters belong to what the run built and warm-started in its folder, and so does the reference."""
-    with warm_started_workplace(tmp_path, ADAPTED) as folder:
+    with warm_started_workplace(tmp_path, ADAPTED) as folder, light_runs():
         assert main(["rl", "run.toml", "--run-dir", "old", "--max-steps", "2"]) == 0
         assert main(["rl", "run.toml", "--run-dir", "straight", "--max-steps", "4"]) == 0
         fork = ["rl", "--fork", "old", "--run-dir", "new", "--max-steps", "3", "--trainer.separate-process", "true"]
-        assert main(fork) == 0
+        assert main([*fork, "--orchestrator.heartbeat-timeout", str(HANGS)]) == 0
         shutil.rmtree(folder / "old")
-        assert main(["rl", "new/config.toml", "--resume", "new", "--max-steps", "4"]) == 0
+        again = ["rl", "new/config.toml", "--resume", "new", "--max-steps", "4", "--trainer.separate-process", "false"]
+        assert main(again) == 0
         run = folder / "new"
         for name in ("final/adapter_model.safetensors", "warm_start/model.safetensors"):
             assert (run / name).read_bytes() == (folder / "straight" / name).read_bytes(), name
