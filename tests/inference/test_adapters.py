@@ -3,19 +3,20 @@
 import asyncio
 import json
 import shutil
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_torch_engine import VOCAB, make, reference, request, until
+from step_gate import StepGate
+from test_torch_engine import VOCAB, make, reference, request
 from transformers import AutoModelForCausalLM
 
 from verbatim.errors import ModelError
 from verbatim.models.adapters import BaseWeights, fingerprint, read_adapter
 from verbatim.models.loading import load_model, replace_weights
+from waiting import until
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:peft")
 
@@ -117,14 +118,15 @@ async def test_an_engine_that_begins_with_an_adapter_is_one_that_loaded_it(model
         await begun.close()
 
 
+@pytest.mark.realtime
 async def test_requests_in_flight_go_on_with_the_new_adapter(models, adapters, monkeypatch):
     sampler = make(models["tied"])
-    step = sampler._decoder.step
-    monkeypatch.setattr(sampler._decoder, "step", lambda: (time.sleep(0.005), step())[1])
+    gate = StepGate(sampler, monkeypatch, tokens=6)
     try:
         running = asyncio.ensure_future(sampler.generate(request(max_tokens=120)))
-        await until(lambda: sampler.stats().sampled_tokens > 5)
+        await until(lambda: sampler.stats().sampled_tokens == 6)
         await sampler.update_weights(adapters["tied"], 1)
+        gate.open()
         completion = await running
         new = int((completion.policy_versions == 1).sum())
         assert 0 < new < 120

@@ -1,11 +1,11 @@
 import asyncio
 import shutil
-import time
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from step_gate import StepGate
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from verbatim.cores import CoreShare
@@ -15,8 +15,9 @@ from verbatim.inference.cut_off import num_tokens_drawn
 from verbatim.inference.embedded.engine import TorchSampler
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.types import StopReason
+from waiting import HANGS, until, wait_until
 
-pytestmark = pytest.mark.usefixtures("kernel")
+pytestmark = [pytest.mark.usefixtures("kernel"), pytest.mark.realtime]
 VOCAB = 97
 
 
@@ -36,18 +37,6 @@ async def sampler(models):
     sampler = make(models["tied"])
     yield sampler
     await sampler.close()
-
-
-async def until(condition, seconds=60.0):
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 - the engine's thread sets no event for a count
-            await asyncio.sleep(0.001)
-
-
-def slow(sampler, monkeypatch, seconds=0.05):
-    """So that 490 tokens take longer than any thread may have to wait for its turn."""
-    step = sampler._decoder.step
-    monkeypatch.setattr(sampler._decoder, "step", lambda: (time.sleep(seconds), step())[1])
 
 
 def reference(model, ids, temperature=1.0):
@@ -154,11 +143,13 @@ async def test_the_next_turn_computes_only_what_is_new(sampler):
     assert after.prefill_tokens - before.prefill_tokens == 3
 
 
-async def test_new_weights_arrive_between_two_steps_and_lose_nothing(models, references):
+async def test_new_weights_arrive_between_two_steps_and_lose_nothing(models, references, monkeypatch):
     sampler = make(models["tied"], context_length=500)
+    gate = StepGate(sampler, monkeypatch, tokens=600)
     running = [asyncio.create_task(sampler.generate(request((i, 9), seed=i, max_tokens=400))) for i in range(3)]
-    await until(lambda: sampler.stats().sampled_tokens > 60)
+    await until(lambda: sampler.stats().sampled_tokens >= 600)
     await sampler.update_weights(models["tied_later"], 5)
+    gate.open()
     assert sampler.policy_version == 5
     for i, completion in enumerate(await asyncio.gather(*running)):
         versions = completion.policy_versions
@@ -228,14 +219,16 @@ async def test_prompt_logprobs_refuse_what_has_none(sampler):
 
 async def test_a_cancelled_call_frees_its_place(models, monkeypatch):
     sampler = make(models["tied"], max_batch_size=1, context_length=500)
-    slow(sampler, monkeypatch)
+    gate = StepGate(sampler, monkeypatch, tokens=6)
     long = asyncio.create_task(sampler.generate(request(max_tokens=490)))
     waiting = asyncio.create_task(sampler.generate(request(max_tokens=490)))
-    await until(lambda: sampler.stats().sampled_tokens > 5)
+    await until(lambda: sampler.stats().sampled_tokens == 6)
     waiting.cancel()
     long.cancel()
-    short = await asyncio.wait_for(sampler.generate(request(max_tokens=3)), 60)
-    assert len(short.ids) == 3
+    short = asyncio.create_task(sampler.generate(request(max_tokens=3)))
+    await asyncio.wait([long, waiting])
+    gate.open()
+    assert len((await asyncio.wait_for(short, HANGS)).ids) == 3
     assert long.cancelled() and waiting.cancelled()
     assert sampler.stats().completions == 1
     await sampler.close()
@@ -244,7 +237,7 @@ async def test_a_cancelled_call_frees_its_place(models, monkeypatch):
 async def test_a_cancelled_call_says_how_many_tokens_were_drawn_for_it(models, monkeypatch):
     """Running, waiting for a place, and cancelled twice; what was drawn for all calls is what the engine drew."""
     sampler = make(models["tied"], max_batch_size=2, context_length=500)
-    slow(sampler, monkeypatch)
+    StepGate(sampler, monkeypatch, tokens=10)
 
     async def tokens_of(seed):
         with pytest.raises(asyncio.CancelledError) as caught:
@@ -252,7 +245,7 @@ async def test_a_cancelled_call_says_how_many_tokens_were_drawn_for_it(models, m
         return num_tokens_drawn(caught.value)
 
     calls = [asyncio.create_task(tokens_of(seed)) for seed in range(4)]
-    await until(lambda: sampler.stats().sampled_tokens > 9)
+    await until(lambda: sampler.stats().sampled_tokens == 10)
     for call in calls:
         call.cancel()
         call.cancel()
@@ -264,7 +257,7 @@ async def test_a_cancelled_call_says_how_many_tokens_were_drawn_for_it(models, m
 
 async def test_a_deadline_around_a_call_is_a_timeout_and_its_tokens_are_known(models, monkeypatch):
     sampler = make(models["tied"], context_length=500)
-    slow(sampler, monkeypatch)
+    StepGate(sampler, monkeypatch, tokens=9)
     await sampler.generate(request(max_tokens=2))
     with pytest.raises(TimeoutError) as caught:
         async with asyncio.timeout(0.05):
@@ -277,9 +270,7 @@ async def test_a_call_that_is_cancelled_when_its_completion_is_ready_says_so_too
     sampler = make(models["tied"])
     call = asyncio.create_task(sampler.generate(request(max_tokens=5)))
     await asyncio.sleep(0)
-    deadline = time.monotonic() + 60
-    while sampler.stats().completions < 1 and time.monotonic() < deadline:
-        time.sleep(0.01)  # noqa: ASYNC251  (this event loop is not to hear of the answer yet)
+    wait_until(lambda: sampler.stats().completions)  # this event loop is not to hear of the answer yet
     assert sampler.stats().sampled_tokens == 5
     call.cancel()
     with pytest.raises(asyncio.CancelledError) as caught:
@@ -307,9 +298,9 @@ async def test_a_call_that_fails_says_how_many_tokens_were_drawn_for_it(models, 
 
 async def test_closing_ends_what_is_in_flight_as_cancelled_with_what_it_has(models, monkeypatch):
     sampler = make(models["tied"], max_batch_size=1, context_length=500)
-    slow(sampler, monkeypatch)
+    StepGate(sampler, monkeypatch, tokens=6)
     running = asyncio.create_task(sampler.generate(request(max_tokens=490)))
-    await until(lambda: sampler.stats().sampled_tokens > 5)
+    await until(lambda: sampler.stats().sampled_tokens == 6)
     waiting = asyncio.create_task(sampler.generate(request(max_tokens=490)))
     await asyncio.sleep(0)
     await sampler.close()
@@ -352,14 +343,15 @@ def test_a_loop_that_is_gone_does_not_stop_the_engine(models):
 
 async def test_a_failure_of_the_engine_reaches_everyone_and_every_later_call(models, monkeypatch):
     sampler = make(models["tied"], max_batch_size=1, context_length=500)
-    slow(sampler, monkeypatch)
+    gate = StepGate(sampler, monkeypatch, tokens=6)
     tasks = [asyncio.create_task(sampler.generate(request(max_tokens=490))) for _ in range(3)]
-    await until(lambda: sampler.stats().sampled_tokens > 5)
+    await until(lambda: sampler.stats().sampled_tokens == 6)
 
     def explode():
         raise ZeroDivisionError("the sky fell")
 
     monkeypatch.setattr(sampler._decoder, "step", explode)
+    gate.open()
     for outcome in await asyncio.gather(*tasks, return_exceptions=True):
         assert isinstance(outcome, SamplerFault)
         assert isinstance(outcome.__cause__, ZeroDivisionError) and outcome.__cause__.__traceback__ is not None
@@ -456,7 +448,7 @@ async def test_an_engine_that_fails_as_it_takes_a_request_answers_that_one_too(s
         raise MemoryError("no room")
 
     monkeypatch.setattr(sampler._decoder, "add", fail)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANGS):
         found = await asyncio.gather(*(sampler.generate(request(seed=k)) for k in range(3)), return_exceptions=True)
     assert [type(error) for error in found] == [SamplerFault] * 3
 
