@@ -11,7 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from e2e.tiny_runs import LOTS, TOML, build_tiny_model, snapshot, train_lines, workplace
+from e2e.tiny_runs import snapshot, train_lines
+from stored_runs import FORKABLE_STEPS, forkable_place, tiny_toml
 from verbatim.checkpoints import read_json
 from verbatim.cli.main import main
 from verbatim.errors import UsageError
@@ -20,28 +21,22 @@ from verbatim.run.replay import replay
 
 pytestmark = pytest.mark.slow
 
-STEPS = 5
-EVERY = """
-[checkpoint]
-interval = 2
-keep_last = 10
-"""
-"""Checkpoints of the steps 0, 2, 4 and 5."""
+STEPS = FORKABLE_STEPS
+NOT_KEPT = (1, 3)
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    with workplace(tmp_path_factory.mktemp("replay"), {"lots": LOTS}) as folder:
-        text = TOML.format(model=build_tiny_model(folder / "model")).replace("max_steps = 2", f"max_steps = {STEPS}")
-        text = text.replace("[trainer.optim]", "optimizer_steps_per_batch = 2\n[trainer.optim]")
-        (folder / "run.toml").write_text(text + 'import_path = "lots.Lots"\n' + EVERY)
-        assert main(["rl", "run.toml", "--run-dir", "run"]) == 0
+    with forkable_place(tmp_path_factory) as folder:
         yield folder
 
 
 @pytest.fixture(scope="module")
 def run(place: Path) -> Path:
-    return place / "run"
+    """A run with checkpoints of the steps 0, 2, 4, 5 and 6."""
+    for step in NOT_KEPT:
+        shutil.rmtree(place / f"whole/checkpoints/step_{step:06d}")
+    return (place / "whole").rename(place / "run")
 
 
 def copied(place: Path, run: Path, name: str) -> Path:
@@ -59,7 +54,7 @@ def test_a_step_replays_bit_for_bit_from_the_checkpoint_before_it_and_over_the_s
     assert found.num_tokens == stored["trained_tokens"] == found.logprobs.num_compared > 20
     assert found.metrics["loss"].replayed == stored["loss"] and found.metrics["grad_norm"].replayed > 0
     assert {"loss", "grad_norm", "lr", "entropy", "mismatch_kl", "num_micro_batches"} <= set(found.metrics)
-    if step % 2 and step < STEPS:
+    if step in NOT_KEPT:
         assert found.weights is None  # there is no checkpoint of it
     else:
         assert found.weights.is_exact and found.weights.num_parameters > 5
@@ -78,24 +73,17 @@ def test_the_command_prints_it_and_writes_nothing(run: Path, capsys):
 
 
 def test_another_learning_rate_and_another_number_of_optimizer_steps_are_shown(run: Path):
-    found = replay(run, 5, ["--trainer.optim.lr", "0.005", "--trainer.optimizer-steps-per-batch", "1"])
-    assert found.changes == ("trainer.optim.lr: 0.01 -> 0.005", "trainer.optimizer_steps_per_batch: 2 -> 1")
+    found = replay(run, 5, ["--trainer.optim.lr", "0.005", "--trainer.optimizer-steps-per-batch", "2"])
+    assert found.changes == ("trainer.optim.lr: 0.01 -> 0.005", "trainer.optimizer_steps_per_batch: 1 -> 2")
     assert (found.metrics["lr"].stored, found.metrics["lr"].replayed) == (0.01, 0.005)
-    assert (found.metrics["num_optimizer_steps"].stored, found.metrics["num_optimizer_steps"].replayed) == (2, 1)
+    assert (found.metrics["num_optimizer_steps"].stored, found.metrics["num_optimizer_steps"].replayed) == (1, 2)
     assert not found.is_exact and found.weights.num_different > 0
-
-    half = replay(run, 1, ["--trainer.optim.lr", "0.005"])
-    assert half.logprobs.num_different > 0  # those of the second optimizer step
-    assert half.metrics["trained_tokens"].is_exact
 
 
 def test_another_loss_has_the_logprobs_of_then_and_other_gradients(run: Path, capsys):
-    found = replay(run, 5, ["--trainer.loss.type", "ppo", "--trainer.optimizer-steps-per-batch", "1"])
-    first = replay(run, 5, ["--trainer.optimizer-steps-per-batch", "1"])
+    found = replay(run, 5, ["--trainer.loss.type", "ppo"])
     assert found.gradients.num_different > 0
-    assert (found.logprobs.num_different, found.logprobs.largest) == (
-        first.logprobs.num_different, first.logprobs.largest
-    )
+    assert found.logprobs.is_exact and found.logprobs.num_compared == found.num_tokens > 20
     assert main(["rl", "--replay", "5", "--run-dir", str(run), "--trainer.loss.type", "ppo"]) == 0
     out = capsys.readouterr().out
     assert "changed     trainer.loss.type: 'default' -> 'ppo'" in out
@@ -162,14 +150,14 @@ def test_one_row_in_another_place_is_no_other_step_but_other_weights_are(place: 
 
 def test_which_steps_can_be_replayed_is_said(place: Path, run: Path, capsys):
     other = copied(place, run, "less")
-    for step in (0, 4):
+    for step in (0, 4, 6):
         shutil.rmtree(other / f"checkpoints/step_{step:06d}")
     (other / "trajectories/step-000004.parquet").unlink()
     assert main(["rl", "--replay", "1", "--run-dir", str(other)]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "step 1 of" in said and "it needs a checkpoint before it" in said
-    assert "steps that can be replayed: 3 (checkpoints: 2, 5; files of trajectories: 1-3, 5)" in said
-    for step in (4, 5, 6):
+    assert "steps that can be replayed: 3, 6 (checkpoints: 2, 5; files of trajectories: 1-3, 5-6)" in said
+    for step in (4, 5, 7):
         with pytest.raises(UsageError, match=rf"step {step} of .* cannot be replayed"):
             replay(other, step)
     assert replay(other, 3).is_exact
@@ -207,7 +195,7 @@ def test_a_file_of_other_columns_is_refused(place: Path, run: Path):
         (["--replay", "0", "--run-dir", "run"], "--replay 0: expected the number of a step, from 1 on"),
         (["--replay", "1", "--run-dir", "nowhere"], "there is no run in"),
         (["--replay", "1", "--run-dir", "model"], "there is no run in"),
-        (["--replay", "99", "--run-dir", "run"], "steps that can be replayed: 1-5 (checkpoints: 0, 2, 4-5;"),
+        (["--replay", "99", "--run-dir", "run"], "steps that can be replayed: 1-6 (checkpoints: 0, 2, 4-6;"),
         (["run.toml", "--replay", "1", "--run-dir", "run"], "leave out FILE"),
         (["--replay", "1", "--run-dir", "run", "--resume"], "leave out --resume"),
         (["--replay", "1", "--run-dir", "run", "--fork", "run"], "leave out --fork"),
@@ -249,22 +237,26 @@ def test_the_result_is_printed_as_json(run: Path, capsys):
 
 
 KINDS = {
-    "overlapping": (("max_async_level = 0", "max_async_level = 1"), ("separate_process = false", "num_threads = 1")),
-    "lora": (("[trainer.optim]", "[trainer.loss]\nkl_ref_tau = 0.1\n[trainer.lora]\nr = 4\n[trainer.optim]"),),
-    "teacher": (("sampling =", 'training_mode = "opd"\nteacher = { model = "MODEL" }\nsampling ='),),
-    "trees": (("[trainer.optim]", 'packing = "tree"\n[trainer.optim]'),),
-}
+    "overlapping": (
+        ("max_async_level = 0", "max_async_level = 1"), ("separate_process = false", "num_threads = 1"),
+        ("[trainer.optim]", 'packing = "tree"\noptimizer_steps_per_batch = 2\n[trainer.optim]'),
+    ),
+    "taught adapters": (
+        ("[trainer.optim]", "[trainer.loss]\nkl_ref_tau = 0.1\n[trainer.lora]\nr = 4\n[trainer.optim]"),
+        ("sampling =", 'training_mode = "opd"\nteacher = { model = "MODEL" }\nsampling ='),
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.extras
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_steps_of_other_runs_replay_too(place: Path, kind: str):
-    """Two processes that overlap; adapters beside a reference; a teacher, whose logprobs are stored; trees."""
-    text = TOML.format(model=place / "model")
+    """Two processes that overlap, which pack trees and take two optimizer steps; adapters beside a reference, and a
+    teacher, whose logprobs are stored."""
+    text = tiny_toml(place / "model", "[checkpoint]\ninterval = 1\nkeep_last = 10\n", steps=2, env="lots.Lots")
     for old, new in KINDS[kind]:
         assert old in text
         text = text.replace(old, new.replace("MODEL", str(place / "model")))
-    text += 'import_path = "lots.Lots"\n[checkpoint]\ninterval = 1\nkeep_last = 10\n'
     (place / f"{kind}.toml").write_text(text)
     assert main(["rl", f"{kind}.toml", "--run-dir", kind]) == 0
     run = place / kind
@@ -272,9 +264,12 @@ def test_steps_of_other_runs_replay_too(place: Path, kind: str):
     found = replay(run, 2)
     assert found.num_tokens > 20 and found.weights is not None
     assert found.is_same and found.is_exact, found
-    if kind == "teacher":
+    if kind == "overlapping":
+        half = replay(run, 1, ["--trainer.optim.lr", "0.005"])
+        assert half.logprobs.num_different > 0  # those of the second optimizer step
+        assert half.metrics["num_optimizer_steps"].stored == 2 and half.metrics["trained_tokens"].is_exact
+    else:
         fates = [fate for _, fate in read_fates(files_in(run / "trajectories")[2]) if fate.num_trained_tokens]
         assert all(len(fate.teacher_logprobs[0]) == fate.num_trained_tokens for fate in fates)
-    if kind == "lora":
         assert "ref_kl" in found.metrics
     assert snapshot(run) == before
