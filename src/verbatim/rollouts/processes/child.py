@@ -49,13 +49,14 @@ def main(descriptor: int, parent: int) -> None:
         signal.signal(number, lambda number, frame: None)
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
-    os.register_at_fork(after_in_child=functools.partial(_be_a_copy, connection))
     run_main(_serve(connection))
 
 
-def _be_a_copy(connection: socket.socket) -> None:
-    """Detach a forked copy of this process from the run, and restore its signal handlers."""
+def _be_a_copy(connection: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
+    """Detach a forked copy of this process from the run, and restore its signal handlers. The kernel's list of what the
+    event loop waits for is one for both: a copy that went on would take from the original what wakes it."""
     connection.close()
+    loop._selector.close()  # type: ignore[attr-defined]
     for number in _FOR_THE_RUN:
         signal.signal(number, signal.SIG_DFL)
 
@@ -82,6 +83,7 @@ def _prepare_process() -> None:
 
 async def _serve(connection: socket.socket) -> None:
     child = _Child()
+    os.register_at_fork(after_in_child=functools.partial(_be_a_copy, connection, asyncio.get_running_loop()))
     await asyncio.get_running_loop().create_unix_connection(lambda: child.peer, sock=connection)
     await child.peer.closed
     # So that running episodes are closed.
