@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from byte_renderer import VOCAB_SIZE, ByteRenderer, call, say
-from rollouts.waiting import under_some_deadline_async
+from rollouts.clocks import set_forward
 from verbatim.config import load_config
 from verbatim.environments import Demonstrates, Environment
 from verbatim.environments.resolve import create_environment
@@ -19,20 +19,32 @@ from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import EpisodeLimits, GroupRun, RolloutSetup
 from verbatim.run.tables import component_tables
 from verbatim.tools import ToolManager, isolation
+from verbatim.tools import sandbox as sandbox_module
 from verbatim.tools.isolation import NO_ISOLATION, SandboxLimits
 from verbatim.types import Example, StopReason, ToolCall, Trajectory
+from waiting import HANGS, until
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "terminal_ipa.toml"
 EXAMPLE = Example(id="x", payload={"word": "birch", "files": {"cup.txt": ["apple", 17], "map.txt": ["birch", 42]}})
 
 
-async def episode(*completions, max_turns: int = 16, **rules) -> Trajectory:
+PATIENT = SandboxLimits(timeout=HANGS)
+
+
+@pytest.fixture(autouse=True)
+def no_deadline_of_a_sandbox_passes_by_itself(monkeypatch):
+    monkeypatch.setattr(sandbox_module, "START_SECONDS", HANGS)
+    monkeypatch.setattr(sandbox_module, "GRACE_SECONDS", HANGS)
+
+
+async def episode(*completions, max_turns: int = 16) -> Trajectory:
     """One scripted episode of the example."""
     script = list(completions)
     setup = RolloutSetup(
-        env="terminal", environment=Terminal(**rules), renderer=ByteRenderer(),
+        env="terminal", environment=Terminal(limits=PATIENT), renderer=ByteRenderer(),
         sampler=ScriptedSampler(script=lambda request: script.pop(0), vocab_size=VOCAB_SIZE, context_length=4000),
-        params=SamplingParams(), limits=EpisodeLimits(max_turns=max_turns), slots=asyncio.Semaphore(1),
+        params=SamplingParams(), slots=asyncio.Semaphore(1),
+        limits=EpisodeLimits(max_turns=max_turns, timeout=9 * HANGS, tool_timeout=9 * HANGS),
     )  # fmt: skip
     (trajectory,) = (await GroupRun(setup, EXAMPLE, index=0, size=1, run_seed=0).run()).trajectories
     assert trajectory.error is None
@@ -43,6 +55,7 @@ def heard(trajectory: Trajectory) -> list[str]:
     return [message["content"] for message in trajectory.messages if message["role"] == "tool"]
 
 
+@pytest.mark.realtime
 async def test_looking_reading_and_submitting_earns_1():
     trajectory = await episode(
         call("bash", command="ls"), call("bash", command="grep -l birch *"), call("bash", command="cat map.txt"),
@@ -53,40 +66,52 @@ async def test_looking_reading_and_submitting_earns_1():
     assert (trajectory.stop_reason, trajectory.truncated) == (StopReason.STOP, False)
 
 
+@pytest.mark.realtime
 async def test_the_wrong_number_earns_0_and_ends_the_episode():
     trajectory = await episode(call("bash", command="cat cup.txt"), call("submit", answer=17))
     assert heard(trajectory) == ["apple\n17", "wrong"]
     assert trajectory.reward == 0.0
 
 
+@pytest.mark.realtime
 async def test_talk_earns_nothing():
     assert (await episode(say("42"))).reward == 0.0
 
 
+@pytest.mark.realtime
 async def test_the_shell_keeps_its_state_within_an_episode_and_the_next_starts_afresh():
     again = (call("bash", command="cd /; rm /tmp/work/*"), call("bash", command="pwd; ls /tmp/work"), say("?"))
     assert heard(await episode(*again))[1] == "/"
     assert heard(await episode(call("bash", command="ls"), say("?"))) == ["cup.txt\nmap.txt"]
 
 
-async def test_a_command_that_hangs_is_answered_and_the_episode_goes_on():
-    hangs = (call("bash", command="sleep 1e9"), call("submit", answer=42))
+@pytest.mark.realtime
+async def test_a_command_that_hangs_is_answered_and_the_episode_goes_on(monkeypatch):
+    started, start = [], sandbox_module.Sandbox.start
 
-    async def check(limit):
-        trajectory = await episode(*hangs, limits=SandboxLimits(timeout=limit))
-        assert heard(trajectory)[0].startswith(f"[stopped: it took more than {limit:g} s")
-        assert trajectory.reward == 1.0
+    async def noted(*given):
+        started.append(await start(*given))
+        return started[-1]
 
-    await under_some_deadline_async(check)
+    monkeypatch.setattr(sandbox_module.Sandbox, "start", noted)
+    hangs = (call("bash", command="echo runs; sleep 1e9"), call("submit", answer=42))
+    playing = asyncio.create_task(episode(*hangs))
+    await until(lambda: started and b"runs\n" in started[0]._protocol.received)
+    set_forward()
+    trajectory = await asyncio.wait_for(playing, HANGS)
+    assert heard(trajectory)[0].startswith(f"runs\n[stopped: it took more than {HANGS:g} s")
+    assert trajectory.reward == 1.0
 
 
+@pytest.mark.realtime
 async def test_an_episode_without_a_submission_in_time_earns_0():
     trajectory = await episode(call("bash", command="ls"), call("submit", answer=42), max_turns=2)
     assert (trajectory.reward, trajectory.stop_reason) == (0.0, StopReason.MAX_TURNS)
 
 
+@pytest.mark.realtime
 async def test_the_state_is_what_has_been_tried():
-    session = await Terminal().start(EXAMPLE, seed=0)
+    session = await Terminal(limits=PATIENT).start(EXAMPLE, seed=0)
     assert session.state_key() == ""
     for command in ("ls", "cat map.txt", "ls"):
         await session.bash(command)
@@ -115,11 +140,13 @@ def test_held_out_tasks_are_not_trained_on_and_both_are_the_same_every_time():
     assert Terminal(num_train=3).examples("train") == train[:3]
 
 
+@pytest.mark.realtime
 async def test_demonstrations_are_what_the_real_shell_says():
     tasks = [Task(**example.payload) for example in Terminal().examples("train")[:10]]
     for seed, task in enumerate(tasks):
         messages = demonstrate(task, random.Random(seed))
-        session = await Terminal().start(Example(id="x", payload={"word": task.word, "files": task.files}), seed=0)
+        example = Example(id="x", payload={"word": task.word, "files": task.files})
+        session = await Terminal(limits=PATIENT).start(example, seed=0)
         assert list(session.messages) == messages[:2]
         tools = ToolManager(session.tools)
         for asked, answered in zip(messages[2::2], messages[3::2], strict=True):

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from byte_renderer import VOCAB_SIZE, ByteRenderer, call, say
+from rollouts.clocks import set_forward
 from verbatim import Example
 from verbatim.environments.base import Episode, Reply
 from verbatim.inference import SamplingParams
@@ -25,6 +26,7 @@ from verbatim.rollouts.ray.runner import ray_runner
 from verbatim.rollouts.workers.episodes import RemoteSetup
 from verbatim.token_tree import TokenPath
 from verbatim.tools import FunctionTool
+from waiting import HANGS
 
 
 def double(number: int) -> int:
@@ -34,14 +36,12 @@ def double(number: int) -> int:
 
 def _wait(says_so):
     os.write(says_so, b"x")
-    time.sleep(1000)
+    threading.Event().wait()
 
 
 def _linger(while_it_is_there):
-    """A minute at most."""
-    for _ in range(6000):
-        if not while_it_is_there.exists():
-            return
+    end = time.monotonic() + 2 * HANGS
+    while while_it_is_there.exists() and time.monotonic() < end:
         time.sleep(0.01)
 
 
@@ -64,16 +64,16 @@ class Doubling(Episode):
             os.write(2, b"\x1b]0;title\x07\n")
         if self.trouble == "memory":
             self.hoard = b"x" * 400 * 2**20
-            await asyncio.sleep(1000)
+            await asyncio.Event().wait()
         if self.trouble == "threads":
             for _ in range(60):
-                threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
-            await asyncio.sleep(1000)
+                threading.Thread(target=threading.Event().wait, daemon=True).start()
+            await asyncio.Event().wait()
         if self.trouble == "files":
             self.files = [os.open(os.devnull, os.O_RDONLY) for _ in range(100)]
-            await asyncio.sleep(1000)
+            await asyncio.Event().wait()
         if self.trouble == "programs":
-            program = await asyncio.create_subprocess_exec("sleep", "1000")
+            program = await asyncio.create_subprocess_exec("sleep", "infinity")
             (self.folder / f"program-{program.pid}").touch()
         if self.trouble == "fork":
             ready, says_so = os.pipe()
@@ -81,18 +81,26 @@ class Doubling(Episode):
             waits.start()
             os.read(ready, 1)  # it is a process like any other
             waits.terminate()
-            waits.join(60)
-            self.info = {"ended with": waits.exitcode}
-            if os.fork() == 0:
+            waits.join()
+            copy = os.fork()
+            if copy == 0:
                 raise RuntimeError("a copy of the worker goes on")
+            ended = os.waitpid(copy, 0)[1]  # noqa: ASYNC222  (it holds up everybody)
+            self.info = {"ended with": waits.exitcode, "copy": ended != 0}
+            await asyncio.to_thread(int)  # its end wakes this loop, and not the copy's
         if self.trouble == "interpreter":
             sys.path.clear()
             sys.modules.clear()
         if self.trouble == "block":
-            time.sleep(1000)  # noqa: ASYNC251  (it is to hold up everybody)
+            if self.folder is not None:
+                (self.folder / f"blocks-{os.getpid()}").touch()
+            threading.Event().wait()  # it holds up everybody
         if self.trouble == "wait":
             (self.folder / f"waits-{os.getpid()}-{self.seed}").touch()
-            await asyncio.sleep(1000)
+            await asyncio.Event().wait()
+        if self.trouble == "over":  # its deadline passes here
+            set_forward(10_000)
+            await asyncio.Event().wait()
         return Reply(done=True)
 
     async def score(self, trajectory):
@@ -150,6 +158,25 @@ class SecondTurnsWait(ScriptedSampler):
         return await super().generate(request)
 
 
+class Exchanged:
+    """The sampler of the test that is under way, for a pool that several tests share."""
+
+    def __init__(self):
+        self.now = scripted()
+
+    def __getattr__(self, name):
+        return getattr(self.now, name)
+
+
+TROUBLES = ("block", "exit", "files", "fork", "interpreter", "lock", "memory", "over", "print", "score", "threads",
+            "wait")  # fmt: skip
+
+
+def sharing_players(folder):
+    """For a pool that several tests share: the example of a trouble's name has this trouble."""
+    return Players(Exchanged(), trouble={trouble: trouble for trouble in TROUBLES}, folder=str(folder))
+
+
 class Players:
     """The same setup for a pool of workers and for this process."""
 
@@ -157,6 +184,7 @@ class Players:
         self.sampler = sampler or scripted()
         self.args, self.limits = args, EpisodeLimits(timeout=timeout)
         self.environment = Doublings(**args)
+        self.folder = self.environment.folder
 
     def remote(self, name="rollouts.players.Doublings"):
         setup = RemoteSetup(env="doubles", name=name, args=self.args, params=SamplingParams(), limits=self.limits)

@@ -43,7 +43,7 @@ def main():
             return cluster.add_node(num_cpus=1, **quiet)
 
         found = asyncio.run(play(cluster, [add_node(), add_node()], add_node))
-        connect(ray, cluster.address)  # it is still there, and nobody has anything of it
+        connect(ray, cluster.address)  # it is still there, and all of it is free
         found["free"] = ray.available_resources().get("CPU")
         print(json.dumps(found))
     finally:

@@ -7,6 +7,6 @@ from verbatim.rollouts.ray.cluster import ray_running
 
 @pytest.fixture(scope="session")
 def local_ray():
-    """A Ray of two CPUs; skipping nothing: whoever asks for it needs the extra."""
-    with ray_running(num_cpus=2) as ray:
+    """A Ray of four CPUs: two for the actors that tests share, two for those of a single test."""
+    with ray_running(num_cpus=4) as ray:
         yield ray

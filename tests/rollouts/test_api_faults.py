@@ -16,11 +16,14 @@ from typing import Any
 import pytest
 
 from rollouts.chat_server import ChatServer, Raw, call, chat_server
-from rollouts.waiting import under_some_deadline
+from rollouts.clocks import set_forward
 from verbatim import StopReason, Trajectory
 from verbatim.inference.openai import OpenAI
 from verbatim.rollouts import APIMultiTurnRollout
 from verbatim.tools import ToolManager
+from waiting import HANGS, until, wait_until
+
+pytestmark = pytest.mark.realtime
 
 KEY = "sk-canary-0123456789"
 BROKEN = '{"choices": [{"mess'
@@ -29,6 +32,7 @@ BROKEN = '{"choices": [{"mess'
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("verbatim.inference.http.client.FIRST_PAUSE", 0.002)
+    monkeypatch.setattr("verbatim.inference.http.client.CONNECT", HANGS)
 
 
 def add(a: int, b: int) -> int:
@@ -36,9 +40,10 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-def rollout_of(server: ChatServer, *, retries: int = 5, request_timeout: float = 30.0, **settings: Any):
+def rollout_of(server: ChatServer, *, retries: int = 5, request_timeout: float = 2 * HANGS, **settings: Any):
     api = OpenAI(model="adder", base_url=server.url, max_retries=retries, request_timeout=request_timeout, api_key=KEY)
-    return APIMultiTurnRollout(api=api, **{"tool_manager": ToolManager([add]), **settings})
+    patient = {"tool_manager": ToolManager([add]), "tool_timeout": 2 * HANGS, "trajectory_timeout": 9 * HANGS}
+    return APIMultiTurnRollout(api=api, **{**patient, **settings})
 
 
 def ask(text: str, **more: Any) -> dict[str, Any]:
@@ -131,51 +136,69 @@ def over():
     event.set()
 
 
-def test_a_request_over_its_deadline_is_tried_again(over: threading.Event):
+async def play(
+    rollout: APIMultiTurnRollout, conversations: list[dict[str, Any]], hangs: Counter[str], *, times: int = 1,
+    **overrides: Any,
+) -> list[Trajectory]:  # fmt: skip
+    """The first conversation hangs, so many times; once all others have ended, its deadline passes each time."""
+    ends: dict[int, Trajectory] = {}
+    running = asyncio.create_task(rollout.run_each(conversations, ends.__setitem__, **overrides))
+    await until(lambda: len(ends) == len(conversations) - 1)
+    for time in range(1, times + 1):
+        await until(lambda time=time: hangs.total() == time)
+        set_forward()
+    await asyncio.wait_for(running, HANGS)
+    return [ends[index] for index in range(len(conversations))]
+
+
+async def test_a_request_over_its_deadline_is_tried_again(over: threading.Event):
+    hangs: Counter[str] = Counter()
+
     def fault(body: dict[str, Any], tries: int) -> Raw | None:
         if tries == 0 and body["messages"][0]["content"] == "1 2":
-            over.wait(300)
+            hangs["request"] += 1
+            over.wait()
             return Raw(drop=True)
         return None
 
-    def check(limit: float) -> None:
-        with chat_server(fault=fault) as server:
-            one, other = rollout_of(server, request_timeout=limit)([ask("1 2"), ask("3 4")])
-        assert (one["stop_reason"], one["messages"][-1]["content"]) == ("stop", "3")
-        assert one.info["request_errors"] == {"timeout": 2}  # the first try of either request
-        assert "request_errors" not in other.info
-
-    under_some_deadline(check)
+    with chat_server(fault=fault) as server:
+        one, other = await play(rollout_of(server, request_timeout=HANGS), [ask("1 2"), ask("3 4")], hangs, times=2)
+        over.set()
+    assert (one["stop_reason"], one["messages"][-1]["content"]) == ("stop", "3")
+    assert one.info["request_errors"] == {"timeout": 2}  # the first try of either request
+    assert "request_errors" not in other.info
 
 
-def test_a_trajectory_over_its_deadline_keeps_what_it_has(over: threading.Event):
+async def test_a_trajectory_over_its_deadline_keeps_what_it_has(over: threading.Event):
+    hangs: Counter[str] = Counter()
+
     def fault(body: dict[str, Any], tries: int) -> Raw | None:
         if body["messages"][-1]["content"] == "3":
-            over.wait(300)
+            hangs["request"] += 1
+            over.wait()
             return Raw(drop=True)
         return None
 
-    def check(limit: float) -> None:
-        with chat_server(fault=fault) as server:
-            one, other = rollout_of(server, trajectory_timeout=limit)([ask("1 2"), ask("3 4")])
-        assert (one["stop_reason"], one["truncated"], one["turns"]) == ("api_error", True, 1)
-        assert one["error"] == f"timeout: the episode took more than {limit:g} s"
-        assert [m["role"] for m in one["messages"]] == ["user", "assistant", "tool"]
-        assert (other["stop_reason"], other["messages"][-1]["content"]) == ("stop", "7")
-
-    under_some_deadline(check)
+    with chat_server(fault=fault) as server:
+        one, other = await play(rollout_of(server, trajectory_timeout=HANGS), [ask("1 2"), ask("3 4")], hangs)
+        over.set()
+    assert (one["stop_reason"], one["truncated"], one["turns"]) == ("api_error", True, 1)
+    assert one["error"] == f"timeout: the episode took more than {HANGS:g} s"
+    assert [m["role"] for m in one["messages"]] == ["user", "assistant", "tool"]
+    assert (other["stop_reason"], other["messages"][-1]["content"]) == ("stop", "7")
 
 
 # ---- tools
 
 
-def faulty(kind: str, over: threading.Event) -> ToolManager:
+def faulty(kind: str, over: threading.Event, hangs: Counter[str]) -> ToolManager:
     def add(a: int, b: int) -> str:
         """Add two numbers."""
         if kind == "exception":
             raise RuntimeError("broke")
         if kind == "timeout":
-            over.wait(300)
+            hangs["tool"] += 1
+            over.wait()
         return str(a + b) if kind == "none" else "7" * 10_000_000
 
     return ToolManager([add])
@@ -187,37 +210,36 @@ def once(body: dict[str, Any]) -> dict[str, Any]:
     return {"content": last["content"][:20]} if last["role"] == "tool" else call("add", {"a": 3, "b": 4})
 
 
-def test_tools_that_raise_hang_or_return_10_mb_are_told_and_counted_and_harm_no_other(over: threading.Event):
-    managers = [faulty(kind, over) for kind in ("exception", "none", "timeout", "oversize", "none")]
-
-    def check(limit: float) -> None:
-        with chat_server(once) as server:
-            results = rollout_of(server, tool_timeout=limit)([ask("go")] * 5, tool_manager=managers)
-        assert [r["stop_reason"] for r in results] == ["stop"] * 5
-        expected = [{"exception": 1}, None, {"timeout": 1}, {"oversize": 1}, None]
-        assert [r.info.get("tool_errors") for r in results] == expected
-        assert [r["messages"][-1]["content"] for r in results] == [
-            "Error: add failed: R", "7", "Error: add did not a", "7" * 20, "7"
-        ]  # fmt: skip
-        assert len(results[3]["messages"][2]["content"]) == 16_384
-
-    under_some_deadline(check)
+async def test_tools_that_raise_hang_or_return_10_mb_are_told_and_counted_and_harm_no_other(over: threading.Event):
+    hangs: Counter[str] = Counter()
+    managers = [faulty(kind, over, hangs) for kind in ("timeout", "none", "exception", "oversize", "none")]
+    with chat_server(once) as server:
+        rollout = rollout_of(server, tool_timeout=HANGS)
+        results = await play(rollout, [ask("go")] * 5, hangs, tool_manager=managers)
+    assert [r["stop_reason"] for r in results] == ["stop"] * 5
+    expected = [{"timeout": 1}, None, {"exception": 1}, {"oversize": 1}, None]
+    assert [r.info.get("tool_errors") for r in results] == expected
+    assert [r["messages"][-1]["content"] for r in results] == [
+        "Error: add did not a", "7", "Error: add failed: R", "7" * 20, "7"
+    ]  # fmt: skip
+    assert len(results[3]["messages"][2]["content"]) == 16_384
 
 
-@pytest.mark.parametrize(("kind", "said"), [("exception", "RuntimeError: broke"), ("timeout", "within {:g} seconds")])
-def test_a_failing_tool_ends_the_trajectory_where_that_is_asked_for(kind: str, said: str, over: threading.Event):
-    managers = [faulty(kind, over), faulty("none", over)]
-
-    def check(limit: float) -> None:
-        with chat_server(once) as server:
-            rollout = rollout_of(server, tool_timeout=limit, tool_error="stop")
-            one, other = rollout([ask("go")] * 2, tool_manager=managers)
-        assert (one["stop_reason"], one["truncated"], one["turns"]) == ("api_error", True, 1)
-        assert said.format(limit) in one["error"]
-        assert one["messages"][-1]["role"] == "tool"
-        assert other["stop_reason"] == "stop"
-
-    under_some_deadline(check)
+@pytest.mark.parametrize(
+    ("kind", "said"), [("exception", "RuntimeError: broke"), ("timeout", f"within {HANGS:g} seconds")]
+)
+async def test_a_failing_tool_ends_the_trajectory_where_that_is_asked_for(
+    kind: str, said: str, over: threading.Event
+):
+    hangs: Counter[str] = Counter()
+    managers = [faulty(kind, over, hangs), faulty("none", over, hangs)]
+    with chat_server(once) as server:
+        rollout = rollout_of(server, tool_timeout=HANGS, tool_error="stop")
+        one, other = await play(rollout, [ask("go")] * 2, hangs, times=kind == "timeout", tool_manager=managers)
+    assert (one["stop_reason"], one["truncated"], one["turns"]) == ("api_error", True, 1)
+    assert said in one["error"]
+    assert one["messages"][-1]["role"] == "tool"
+    assert other["stop_reason"] == "stop"
 
 
 # ---- cancelled
@@ -233,7 +255,7 @@ def hang_in_second_turn(seen: threading.Event, over: threading.Event):
         hanging.add(body["messages"][0]["content"])
         if len(hanging) == 2:
             seen.set()
-        over.wait(300)
+        over.wait()
         return Raw(drop=True)
 
     return fault
@@ -259,7 +281,7 @@ async def test_what_is_cancelled_is_handed_over_as_such(tmp_path: Path, over: th
         rollout = rollout_of(server, trace_dir=tmp_path, concurrency=2)
         conversations = [ask("5"), ask("1 2"), ask("3 4"), ask("never started")]
         task = asyncio.create_task(rollout.run_each(conversations, ends.__setitem__))
-        assert await asyncio.to_thread(seen.wait, 60)
+        await until(seen.is_set)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -274,14 +296,15 @@ async def test_what_had_ended_is_handed_over_though_its_trace_is_still_being_sto
 
     def wanted(trajectory: Trajectory) -> bool:
         storing.set()
-        return may_store.wait(60)
+        return may_store.wait(HANGS)
 
     with chat_server() as server:
         rollout = rollout_of(server, trace_dir=tmp_path, trace_callback=wanted)
         task = asyncio.create_task(rollout.run_each([ask("5")], ends.__setitem__))
-        assert await asyncio.to_thread(storing.wait, 60)
+        await until(storing.is_set)
         task.cancel()
-        await asyncio.sleep(0.05)  # it is told
+        for _ in range(100):  # turns of the loop, after which everything has been told
+            await asyncio.sleep(0)
         may_store.set()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -290,7 +313,7 @@ async def test_what_had_ended_is_handed_over_though_its_trace_is_still_being_sto
 
 def interrupt_when(seen: threading.Event) -> None:
     def wait() -> None:
-        seen.wait(60)
+        wait_until(seen.is_set)
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=wait, daemon=True).start()

@@ -9,16 +9,16 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from byte_renderer import ByteRenderer
 from orchestrator.loop_runs import nothing_left_behind
 from rollouts.chat_server import chat_server
-from rollouts.players import Players, SecondTurnsWait, contents, scripted
-from rollouts.waiting import under_some_deadline_async
+from rollouts.clocks import set_forward
+from rollouts.players import Players, SecondTurnsWait, contents, scripted, sharing_players
 from verbatim import Example
 from verbatim.errors import ComponentError, RunStopped, UsageError
 from verbatim.inference import SamplingParams
@@ -30,7 +30,29 @@ from verbatim.rollouts.processes.runner import ProcessSettings, process_runner
 from verbatim.rollouts.workers import pool as worker_pool
 from verbatim.rollouts.workers import worker as pool_worker
 from verbatim.rollouts.workers.episodes import RemoteSetup, packed_plan
-from waiting import until
+from waiting import HANGS, until, wait_until
+
+pytestmark = pytest.mark.realtime
+in_one_loop = pytest.mark.asyncio(loop_scope="module")
+"""Of the tests that share workers."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_workers(tmp_path_factory):
+    players = sharing_players(tmp_path_factory.mktemp("shared"))
+    settings, logs = ProcessSettings(worker_memory_mb=300), players.folder / "logs"
+    async with players.processes(settings=settings, logs=logs) as pool:
+        yield players, pool
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def shared(shared_workers):
+    """Players and their two workers, of which no loss was counted yet."""
+    players, pool = shared_workers
+    await until(lambda: len(pool.pids) == 2)
+    players.sampler.now = scripted()
+    pool.num_lost = pool.num_rerun = 0
+    return players, pool
 
 
 def same(found, expected):
@@ -48,72 +70,66 @@ def runs(pid):
     return False
 
 
-async def test_groups_in_processes_are_groups_of_this_process():
-    players = Players()
-    async with players.processes() as pool:
-        counts = []
-        run = players.group(pool, size=6, on_sampled=counts.append)
-        found = await run.run()
-        pids = pool.pids
-        assert len(set(pids)) == 2 and os.getpid() not in pids
-        assert dict(pool.metrics()) == {
-            "rollout/workers": 2, "rollout/workers_lost": 0, "rollout/episodes_rerun": 0
-        }  # fmt: skip
+@in_one_loop
+async def test_groups_in_processes_are_groups_of_this_process(shared):
+    players, pool = shared
+    counts = []
+    run = players.group(pool, size=6, on_sampled=counts.append)
+    found = await run.run()
+    assert len(set(pool.pids)) == 2 and os.getpid() not in pool.pids
+    assert dict(pool.metrics()) == {"rollout/workers": 2, "rollout/workers_lost": 0, "rollout/episodes_rerun": 0}
     same(found, await players.here(size=6))
     assert sum(counts) == run.num_sampled_tokens == sum(t.num_sampled_tokens for t in found.trajectories) > 0
     assert [t.reward_parts["digit"] for t in found.trajectories] == [t.seed % 10 for t in found.trajectories]
-    assert not any(map(runs, pids))
 
 
-async def test_episodes_go_to_the_worker_that_plays_the_fewest():
-    players = Players(SecondTurnsWait())
-    async with players.processes() as pool:
-        running = asyncio.create_task(players.group(pool, size=6).run())
-        await until(lambda: len(players.sampler.requests) == 6)
-        assert [started.num_running for started in pool._workers] == [3, 3]
-        players.sampler.go_on.set()
-        await running
-        assert [started.num_running for started in pool._workers] == [0, 0]
+@in_one_loop
+async def test_episodes_go_to_the_worker_that_plays_the_fewest(shared):
+    players, pool = shared
+    players.sampler.now = sampler = SecondTurnsWait()
+    running = asyncio.create_task(players.group(pool, size=6).run())
+    await until(lambda: len(sampler.requests) == 6)
+    assert [started.num_running for started in pool._workers] == [3, 3]
+    sampler.go_on.set()
+    await running
+    assert [started.num_running for started in pool._workers] == [0, 0]
 
 
-async def test_what_goes_wrong_in_an_episode_stays_on_its_trajectory_as_here(tmp_path):
-    troubles = {0: "fail", 5: "outside_vocabulary", 9: "nan"}
-
-    async def check(limit):
-        players = Players(scripted(trouble=troubles), timeout=limit, trouble={"3": "score", "4": "wait"},
-                          folder=str(tmp_path))  # fmt: skip
-        async with players.processes(workers=1) as pool:
-            found = [await players.group(pool, example, size=1).run() for example in ("3", "3", "4", "2", "2", "2")]
-            assert pool.num_lost == 0
-        players.sampler = scripted(trouble=troubles)
-        for group, example in zip(found, ("3", "3", "4", "2", "2", "2"), strict=True):
-            same(group, await players.here(example, size=1))
-        assert [(t.error or "none").partition(":")[0] for group in found for t in group.trajectories] == [
-            "sampler", "environment", "timeout", "record", "none", "record"
-        ]  # fmt: skip
-
-    await under_some_deadline_async(check)
+@in_one_loop
+async def test_what_goes_wrong_in_an_episode_stays_on_its_trajectory_as_here(shared):
+    players, pool = shared
+    examples, troubles = ("3", "score", "over", "2", "2", "2"), {0: "fail", 5: "outside_vocabulary", 9: "nan"}
+    players.sampler.now = scripted(trouble=troubles)
+    found = [await players.group(pool, example, size=1).run() for example in examples]
+    assert pool.num_lost == 0
+    players.sampler.now = scripted(trouble=troubles)
+    for group, example in zip(found, examples, strict=True):
+        same(group, await players.here(example, size=1))
+    assert [(t.error or "none").partition(":")[0] for group in found for t in group.trajectories] == [
+        "sampler", "environment", "timeout", "record", "none", "record"
+    ]  # fmt: skip
 
 
-async def test_episodes_of_a_lost_worker_are_played_again_and_its_tokens_are_counted():
+@in_one_loop
+async def test_episodes_of_a_lost_worker_are_played_again_and_its_tokens_are_counted(shared):
     """The first turns of the six are drawn, the second ones held, then one of the two processes is killed."""
-    players = Players(SecondTurnsWait())
+    players, pool = shared
+    players.sampler.now = sampler = SecondTurnsWait()
     sampled, lost = [], []
-    async with players.processes() as pool:
-        run = players.group(pool, size=6, on_sampled=sampled.append, on_dropped=lost_to(lost))
-        running = asyncio.create_task(run.run())
-        await until(lambda: len(sampled) == 6)
-        before = sum(sampled)
-        victim = pool.pids[0]
-        os.kill(victim, signal.SIGKILL)
-        await until(lambda: len(lost) == 3)
-        assert run.num_sampled_tokens == sum(sampled) - sum(lost)
-        players.sampler.go_on.set()
-        found = await running
-        await until(lambda: len(pool.pids) == 2)  # another one took its place
-        assert victim not in pool.pids
-        again = await players.group(pool, index=1, size=6).run()
-        assert (pool.num_lost, pool.num_rerun) == (1, 3)
+    run = players.group(pool, size=6, on_sampled=sampled.append, on_dropped=lost_to(lost))
+    running = asyncio.create_task(run.run())
+    await until(lambda: len(sampled) == 6)
+    before = sum(sampled)
+    victim = pool.pids[0]
+    os.kill(victim, signal.SIGKILL)
+    await until(lambda: len(lost) == 3)
+    assert run.num_sampled_tokens == sum(sampled) - sum(lost)
+    sampler.go_on.set()
+    found = await running
+    await until(lambda: len(pool.pids) == 2)  # another one took its place
+    assert victim not in pool.pids
+    again = await players.group(pool, index=1, size=6).run()
+    assert (pool.num_lost, pool.num_rerun) == (1, 3)
     same(found, await players.here(size=6))
     same(again, await players.here(index=1, size=6))
     firsts = [len(t.turns[0].completion_ids) for t in found.trajectories]
@@ -122,9 +138,9 @@ async def test_episodes_of_a_lost_worker_are_played_again_and_its_tokens_are_cou
     assert sum(sampled) - sum(lost) == sum(t.num_sampled_tokens for t in found.trajectories)
 
 
-@pytest.mark.slow
-async def test_an_episode_that_ends_its_workers_fails_and_those_beside_it_do_not(caplog):
+async def test_an_episode_that_ends_its_workers_fails_and_those_beside_it_do_not(caplog, monkeypatch):
     """All share one worker; each loss costs all of them a try, and the third one they play alone."""
+    monkeypatch.setattr(worker_pool, "LONGEST_PAUSE", 0.0)
     players = Players(trouble={"4": "exit"})
     sampled, lost = [], []
     async with players.processes(workers=1) as pool:
@@ -142,30 +158,32 @@ async def test_an_episode_that_ends_its_workers_fails_and_those_beside_it_do_not
     assert "a worker process of environment 'doubles' was lost; its " in caplog.text
 
 
-async def test_an_environment_that_damages_its_interpreter_costs_its_own_episode(monkeypatch):
+@in_one_loop
+async def test_an_environment_that_damages_its_interpreter_costs_its_own_episode(shared, monkeypatch):
     monkeypatch.setattr(worker_pool, "MOST_ATTEMPTS", 1)
-    players = Players(trouble={"4": "interpreter"})
-    async with players.processes(workers=1) as pool:
-        (failed,) = (await players.group(pool, "4", size=1).run()).trajectories
-        good = await players.group(pool, "3").run()
-        assert pool.num_lost == 1
+    players, pool = shared
+    (failed,) = (await players.group(pool, "interpreter", size=1).run()).trajectories
+    good = await players.group(pool, "3").run()
+    assert pool.num_lost == 1
     assert failed.error.startswith("worker: its code failed outside the environment: "), failed.error
     same(good, await players.here("3"))
 
 
-async def test_a_worker_that_is_stuck_is_taken_for_lost(monkeypatch):
-    monkeypatch.setattr(worker_pool, "GRACE", 0.5)
+@in_one_loop
+async def test_a_worker_that_is_stuck_is_taken_for_lost(shared, monkeypatch):
     monkeypatch.setattr(worker_pool, "MOST_ATTEMPTS", 1)
-
-    async def check(limit):
-        players = Players(timeout=limit, trouble={"4": "block"})
-        async with players.processes(workers=1) as pool:
-            (failed,) = (await players.group(pool, "4", size=1).run()).trajectories
-            assert failed.error.startswith("worker: it did not end an episode within 0.5 s of its deadline")
-            good = await players.group(pool, "3").run()
-        assert [t.error for t in good.trajectories] == [None] * 4
-
-    await under_some_deadline_async(check)
+    players, pool = shared
+    playing = asyncio.create_task(players.group(pool, "block", size=1).run())
+    await until(lambda: list(players.folder.glob("blocks-*")))
+    set_forward(players.limits.timeout + worker_pool.GRACE - 1)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert not playing.done()
+    set_forward(2)
+    (failed,) = (await asyncio.wait_for(playing, HANGS)).trajectories
+    assert failed.error.startswith(f"worker: it did not end an episode within {worker_pool.GRACE:g} s of its deadline")
+    good = await players.group(pool, "3").run()
+    assert [t.error for t in good.trajectories] == [None] * 4
 
 
 async def test_with_no_worker_left_and_none_to_start_the_run_stops(tmp_path):
@@ -183,26 +201,27 @@ async def test_with_no_worker_left_and_none_to_start_the_run_stops(tmp_path):
         assert (pool.pids, pool.num_lost) == ([], 2)
 
 
-async def test_cancelling_reaches_the_engine_and_the_episode(tmp_path):
+@in_one_loop
+async def test_cancelling_reaches_the_engine_and_the_episode(shared):
     """Four episodes are cancelled while they are sampled, then four while their environment waits."""
-    players = Players(SecondTurnsWait(), trouble={"4": "wait"}, folder=str(tmp_path))
+    players, pool = shared
+    players.sampler.now = sampler = SecondTurnsWait()
     sampled, lost = [], []
 
     def number(what):
-        return len(list(tmp_path.glob(f"{what}-*")))
+        return len(list(players.folder.glob(f"{what}-*")))
 
-    async with asyncio.timeout(60), players.processes(workers=1) as pool:
-        for example, all_wait in (("3", lambda: len(sampled) == 4), ("4", lambda: number("waits") == 4)):
-            run = players.group(pool, example, on_sampled=sampled.append, on_dropped=lost_to(lost))
-            running = asyncio.create_task(run.run())
-            await until(all_wait)
-            running.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await running
-            await until(lambda closed=f"closed-{example}": number(closed) == 4)
-            players.sampler.go_on.set()
-        assert (players.sampler.num_in_flight, lost, pool.num_lost) == (0, [], 0)
-        assert len((await players.group(pool, index=2).run()).completed) == 4
+    for example, all_wait in (("cancelled", lambda: len(sampled) == 4), ("wait", lambda: number("waits") == 4)):
+        run = players.group(pool, example, on_sampled=sampled.append, on_dropped=lost_to(lost))
+        running = asyncio.create_task(run.run())
+        await until(all_wait)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        await until(lambda closed=f"closed-{example}": number(closed) == 4)
+        sampler.go_on.set()
+    assert (sampler.num_in_flight, lost, pool.num_lost) == (0, [], 0)
+    assert len((await players.group(pool, index=2).run()).completed) == 4
 
 
 class MadeOnlyHere:
@@ -218,17 +237,17 @@ def _made_in(pid):
     return MadeOnlyHere()
 
 
-async def test_what_cannot_travel_fails_its_episode_and_no_worker():
-    players = Players(trouble={"4": "lock"})
-    async with players.processes(workers=1) as pool:
-        (kept,) = (await players.group(pool, "4", size=1).run()).trajectories
-        setup = players.setup(pool)
-        unplayed = []
-        for payload in (threading.Lock(), MadeOnlyHere()):
-            run = GroupRun(setup, Example(id="3", payload={"it": payload}), index=1, size=1, run_seed=7)
-            unplayed += (await run.run()).trajectories
-        good = await players.group(pool, "3").run()
-        assert (pool.num_lost, [started.num_running for started in pool._workers]) == (0, [0])
+@in_one_loop
+async def test_what_cannot_travel_fails_its_episode_and_no_worker(shared):
+    players, pool = shared
+    (kept,) = (await players.group(pool, "lock", size=1).run()).trajectories
+    setup = players.setup(pool)
+    unplayed = []
+    for payload in (threading.Lock(), MadeOnlyHere()):
+        run = GroupRun(setup, Example(id="3", payload={"it": payload}), index=1, size=1, run_seed=7)
+        unplayed += (await run.run()).trajectories
+    good = await players.group(pool, "3").run()
+    assert (pool.num_lost, [started.num_running for started in pool._workers]) == (0, [0, 0])
     assert kept.error.startswith("environment: info is not JSON: Object of type lock ")
     assert len(kept.turns) == 2
     assert [t.error for t in unplayed] == [
@@ -245,97 +264,104 @@ async def test_what_cannot_travel_fails_its_episode_and_no_worker():
      ("threads", "MOST_THREADS", r"it had \d+ threads; at most 50"),
      ("files", "MOST_FILES", r"it had \d+ open files; at most 50")],
 )  # fmt: skip
-async def test_a_worker_that_takes_too_much_is_replaced(monkeypatch, trouble, limit, why):
+@in_one_loop
+async def test_a_worker_that_takes_too_much_is_replaced(shared, monkeypatch, trouble, limit, why):
     monkeypatch.setattr(process_worker, "WATCH_EVERY", 0.05)
     monkeypatch.setattr(worker_pool, "MOST_ATTEMPTS", 1)
     if limit is not None:
         monkeypatch.setattr(process_worker, limit, 50)
-    players = Players(trouble={"4": trouble})
-    async with players.processes(workers=1, settings=ProcessSettings(worker_memory_mb=300)) as pool:
-        (failed,) = (await players.group(pool, "4", size=1).run()).trajectories
-        good = await players.group(pool, "3").run()
-        assert pool.num_lost == 1
+    players, pool = shared
+    (failed,) = (await players.group(pool, trouble, size=1).run()).trajectories
+    good = await players.group(pool, "3").run()
+    assert pool.num_lost == 1
     assert re.match(f"worker: {why}", failed.error), failed.error
     same(good, await players.here("3"))
 
 
-async def test_what_environments_print_is_in_their_log_and_nowhere_else(capfd, tmp_path):
-    players = Players(trouble={"4": "print"})
-    async with players.processes(workers=1, logs=tmp_path / "logs") as pool:
-        (played,) = (await players.group(pool, "4", size=1).run()).trajectories
+@in_one_loop
+async def test_what_environments_print_is_in_their_log_and_nowhere_else(capfd, shared):
+    players, pool = shared
+    log = players.folder / "logs" / "doubles.log"
+    before = log.stat().st_size
+    (played,) = (await players.group(pool, "print", size=1).run()).trajectories
     assert played.error is None
     assert capfd.readouterr() == ("", "")
-    assert (tmp_path / "logs" / "doubles.log").read_bytes() == b"\x1b[31mred\x1b[0m\n\x1b]0;title\x07\n"
+    assert log.read_bytes()[before:] == b"\x1b[31mred\x1b[0m\n\x1b]0;title\x07\n"
 
 
-async def test_a_log_that_grows_too_long_starts_anew(monkeypatch, tmp_path):
+@in_one_loop
+async def test_a_log_that_grows_too_long_starts_anew(monkeypatch, shared):
     monkeypatch.setattr(process_worker, "WATCH_EVERY", 0.05)
     monkeypatch.setattr(process_worker, "MOST_LOGGED", 1000)
-    players = Players(trouble={"4": "print"})
-    async with players.processes(workers=1, logs=tmp_path) as pool:
-        (tmp_path / "doubles.log").write_bytes(b"x" * 2000)
-        await until(lambda: (tmp_path / "doubles.log").stat().st_size == 0)
-        await players.group(pool, "4", size=1).run()
-        assert b"red" in (tmp_path / "doubles.log").read_bytes()[:20]
+    players, pool = shared
+    log = players.folder / "logs" / "doubles.log"
+    log.write_bytes(b"x" * 2000)
+    await until(lambda: log.stat().st_size == 0)
+    await players.group(pool, "print", size=1).run()
+    assert b"red" in log.read_bytes()[:20]
 
 
-async def test_signals_of_the_terminal_do_not_reach_workers_and_do_not_end_them():
-    players = Players()
-    async with players.processes(workers=1) as pool:
-        (pid,) = pool.pids
+@in_one_loop
+async def test_signals_of_the_terminal_do_not_reach_workers_and_do_not_end_them(shared):
+    players, pool = shared
+    pids = pool.pids
+    for pid in pids:
         assert os.getpgid(pid) == os.getsid(pid) == pid != os.getpgid(0)
         os.kill(pid, signal.SIGINT)
         os.kill(pid, signal.SIGTERM)
-        found = await players.group(pool).run()
-        assert (pool.pids, pool.num_lost) == ([pid], 0)
+    found = await players.group(pool).run()
+    assert (pool.pids, pool.num_lost) == (pids, 0)
     same(found, await players.here())
 
 
-async def test_programs_that_an_environment_leaves_behind_end_with_its_worker(tmp_path):
+async def test_a_worker_ends_with_its_pool_and_programs_that_its_environment_leaves_behind_end_with_it(tmp_path):
     players = Players(trouble={"4": "programs"}, folder=str(tmp_path))
     async with players.processes(workers=1) as pool:
         await players.group(pool, "4", size=2).run()
         programs = [int(path.name.partition("-")[2]) for path in tmp_path.glob("program-*")]
-        assert len(programs) == 2 and all(map(runs, programs))
+        pids = pool.pids
+        assert len(programs) == 2 and all(map(runs, [*programs, *pids]))
+    assert not any(map(runs, pids))
     await until(lambda: not any(map(runs, programs)))
 
 
-async def test_a_copy_of_a_worker_says_nothing_to_the_run():
-    players = Players(trouble={"4": "fork"})
-    async with players.processes(workers=1) as pool:
-        found = await players.group(pool, "4", size=3).run()
-        good = await players.group(pool, "3").run()
-        assert pool.num_lost == 0
-    assert [t.error for t in found.trajectories] == [None] * 3
-    assert [t.info["ended with"] for t in found.trajectories] == [-signal.SIGTERM] * 3
+@in_one_loop
+async def test_a_copy_of_a_worker_says_nothing_to_the_run(shared):
+    players, pool = shared
+    found = await players.group(pool, "fork", size=2).run()
+    good = await players.group(pool, "3").run()
+    assert pool.num_lost == 0
+    assert [t.error for t in found.trajectories] == [None] * 2
+    assert [t.info["ended with"] for t in found.trajectories] == [-signal.SIGTERM] * 2
+    assert [t.info["copy"] for t in found.trajectories] == [True] * 2  # it could not go on
     same(good, await players.here("3"))
 
 
 async def test_what_hinders_the_workers_is_said_before_anything_is_played(monkeypatch, tmp_path):
     players = Players(folder=str(tmp_path))
     with pytest.raises(UsageError, match=r"in a worker process of environment 'doubles': .*no_such_module"):
-        async with players.processes(name="no_such_module.Environment"):
+        async with players.processes(1, name="no_such_module.Environment"):
             pass
     (tmp_path / "leave").touch()
     with pytest.raises(UsageError, match=r"in a worker process of environment 'doubles': .*SystemExit"):
-        async with players.processes():
+        async with players.processes(workers=1):
             pass
     (tmp_path / "leave").unlink()
     monkeypatch.setattr(process_worker.sys, "executable", str(tmp_path / "no-python"))
     with pytest.raises(UsageError, match=r"a worker process of environment 'doubles' cannot be started: .*no-python"):
-        async with players.processes():
+        async with players.processes(workers=1):
             pass
     monkeypatch.undo()
     monkeypatch.setattr(pool_worker, "START_TIMEOUT", 0.0)
     with pytest.raises(UsageError, match=r"did not start within 0 s; what it prints is in .*doubles\.log"):
-        async with players.processes():
+        async with players.processes(workers=1):
             pass
 
 
 @pytest.mark.parametrize("alone", [True, False], ids=["for one episode", "in the place of a lost one"])
-@pytest.mark.slow
 async def test_a_worker_that_refuses_is_ended_also_where_the_run_ends_meanwhile(tmp_path, monkeypatch, alone):
     """Whoever wanted it is cancelled while its process takes its time to end."""
+    monkeypatch.setattr(process_worker, "PATIENCE", HANGS)
     players = Players(folder=str(tmp_path))
     async with nothing_left_behind(), players.processes(workers=1) as pool:
         made, make = [], pool._make
@@ -346,7 +372,8 @@ async def test_a_worker_that_refuses_is_ended_also_where_the_run_ends_meanwhile(
         await until(lambda: made and made[0]._peer._transport and made[0]._peer._transport.is_closing())
         assert runs(made[0]._process.pid)
         starting.cancel()
-        await asyncio.sleep(0.05)  # it is told
+        for _ in range(100):  # turns of the loop, after which it has been told
+            await asyncio.sleep(0)
         (tmp_path / "refuse_and_linger").unlink()
         await asyncio.wait({starting})
     assert not runs(made[0]._process.pid)
@@ -389,14 +416,14 @@ PROGRAM = """
 import asyncio, sys
 from pathlib import Path
 from rollouts.players import Players
+from waiting import until
 
 async def main():
-    players = Players(trouble={"4": "block"})
+    players = Players(trouble={"4": "block"}, folder=sys.argv[1])
     async with players.processes(logs=Path(sys.argv[1])) as pool:
-        playing = asyncio.create_task(players.group(pool, "4", size=2).run())  # both are stuck, and see no socket
-        while not all(worker.num_running for worker in pool._workers):
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.5)
+        playing = asyncio.create_task(players.group(pool, "4", size=2).run())
+        # Both are to be stuck, and see no socket.
+        await until(lambda: len(list(Path(sys.argv[1]).glob("blocks-*"))) == 2)
         print(*pool.pids, flush=True)
         await playing
 
@@ -414,10 +441,7 @@ def test_workers_end_with_the_run_however_that_ends(tmp_path):
         program.kill()
         program.wait()
         program.stdout.close()
-    deadline = time.monotonic() + 60
-    while any(map(runs, pids)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not any(map(runs, pids))
+    wait_until(lambda: not any(map(runs, pids)))
 
 
 def test_losses_in_a_row_are_followed_by_longer_and_longer_pauses():

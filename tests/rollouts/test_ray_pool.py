@@ -10,12 +10,13 @@ import threading
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from byte_renderer import ByteRenderer
 from rollouts.chat_server import chat_server
-from rollouts.players import Players, SecondTurnsWait, contents, scripted
+from rollouts.clocks import set_forward
+from rollouts.players import Players, SecondTurnsWait, contents, scripted, sharing_players
 from rollouts.ray_session import local_ray
-from rollouts.waiting import under_some_deadline_async
 from verbatim import Example
 from verbatim.errors import RunStopped, UsageError
 from verbatim.inference import SamplingParams
@@ -27,55 +28,71 @@ from verbatim.rollouts.ray.runner import ray_runner
 from verbatim.rollouts.workers import pool as worker_pool
 from verbatim.rollouts.workers import worker as pool_worker
 from verbatim.rollouts.workers.episodes import RemoteSetup
-from waiting import until
+from waiting import HANGS, until
 
-pytestmark = pytest.mark.extras
+pytestmark = [pytest.mark.extras, pytest.mark.realtime]
 __all__ = ["local_ray"]
+in_one_loop = pytest.mark.asyncio(loop_scope="module")
+"""Of the tests that share actors."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_actors(local_ray, tmp_path_factory):
+    players = sharing_players(tmp_path_factory.mktemp("shared"))
+    async with players.pool() as pool:
+        yield players, pool
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def shared(shared_actors):
+    """Players and their two actors, of which no loss was counted yet."""
+    players, pool = shared_actors
+    await until(lambda: len(pool.pids) == 2)
+    players.sampler.now = scripted()
+    pool.num_lost = pool.num_rerun = 0
+    return players, pool
 
 
 def same(found, expected):
     assert [contents(t) for t in found.trajectories] == [contents(t) for t in expected.trajectories]
 
 
-async def test_groups_on_actors_are_groups_of_this_process(local_ray):
-    players = Players()
-    async with players.pool() as pool:
-        counts = []
-        run = players.group(pool, size=6, on_sampled=counts.append)
-        found = await run.run()
-        assert len(pool.pids) == 2 and os.getpid() not in pool.pids
+@in_one_loop
+async def test_groups_on_actors_are_groups_of_this_process(shared):
+    players, pool = shared
+    counts = []
+    run = players.group(pool, size=6, on_sampled=counts.append)
+    found = await run.run()
+    assert len(set(pool.pids)) == 2 and os.getpid() not in pool.pids
+    assert dict(pool.metrics()) == {"rollout/workers": 2, "rollout/workers_lost": 0, "rollout/episodes_rerun": 0}
     same(found, await players.here(size=6))
     assert sum(counts) == run.num_sampled_tokens == sum(t.num_sampled_tokens for t in found.trajectories) > 0
     assert [t.reward_parts["digit"] for t in found.trajectories] == [t.seed % 10 for t in found.trajectories]
-    assert dict(pool.metrics()) == {"rollout/workers": 0, "rollout/workers_lost": 0, "rollout/episodes_rerun": 0}
 
 
-async def test_episodes_go_to_the_actor_that_plays_the_fewest(local_ray):
-    players = Players(SecondTurnsWait())
-    async with players.pool() as pool:
-        running = asyncio.create_task(players.group(pool, size=6).run())
-        await until(lambda: len(players.sampler.requests) == 6)
-        assert [started.num_running for started in pool._workers] == [3, 3]
-        players.sampler.go_on.set()
-        await running
-        assert [started.num_running for started in pool._workers] == [0, 0]
+@in_one_loop
+async def test_episodes_go_to_the_actor_that_plays_the_fewest(shared):
+    players, pool = shared
+    players.sampler.now = sampler = SecondTurnsWait()
+    running = asyncio.create_task(players.group(pool, size=6).run())
+    await until(lambda: len(sampler.requests) == 6)
+    assert [started.num_running for started in pool._workers] == [3, 3]
+    sampler.go_on.set()
+    await running
+    assert [started.num_running for started in pool._workers] == [0, 0]
 
 
-async def test_what_goes_wrong_in_an_episode_stays_on_its_trajectory_as_here(local_ray, tmp_path):
-    async def check(limit):
-        players = Players(timeout=limit, trouble={"3": "score", "4": "wait"}, folder=str(tmp_path))
-        async with players.pool() as pool:
-            found = [await players.group(pool, example).run() for example in ("3", "4", "2")]
-            assert pool.num_lost == 0
-        for group, example in zip(found, ("3", "4", "2"), strict=True):
-            same(group, await players.here(example))
-        errors = [{t.error for t in group.trajectories} for group in found]
-        assert errors == [
-            {"environment: score raised RuntimeError: no score"},
-            {f"timeout: the episode took more than {limit:g} s"}, {None},
-        ]  # fmt: skip
-
-    await under_some_deadline_async(check)
+@in_one_loop
+async def test_what_goes_wrong_in_an_episode_stays_on_its_trajectory_as_here(shared):
+    players, pool = shared
+    examples = ("score", "over", "2")
+    found = [await players.group(pool, example, size=1).run() for example in examples]
+    assert pool.num_lost == 0
+    for group, example in zip(found, examples, strict=True):
+        same(group, await players.here(example, size=1))
+    assert [t.error for group in found for t in group.trajectories] == [
+        "environment: score raised RuntimeError: no score", "timeout: the episode took more than 600 s", None,
+    ]  # fmt: skip
 
 
 def lost_to(counts):
@@ -84,29 +101,30 @@ def lost_to(counts):
 
 
 @pytest.mark.parametrize("death", ["SIGKILL", "ray.kill"])
-async def test_episodes_of_a_lost_worker_are_played_again_and_its_tokens_are_counted(local_ray, death):
+@in_one_loop
+async def test_episodes_of_a_lost_worker_are_played_again_and_its_tokens_are_counted(local_ray, shared, death):
     """The first turns of the six are drawn, the second ones held, then one of the two actors dies."""
-    players = Players(SecondTurnsWait())
+    players, pool = shared
+    players.sampler.now = sampler = SecondTurnsWait()
     sampled, lost = [], []
-    async with players.pool() as pool:
-        run = players.group(pool, size=6, on_sampled=sampled.append, on_dropped=lost_to(lost))
-        running = asyncio.create_task(run.run())
-        await until(lambda: len(sampled) == 6)
-        before = sum(sampled)
-        victim = pool._workers[0]
-        if death == "ray.kill":
-            local_ray.kill(victim.worker.handle)
-        else:
-            os.kill(victim.pid, signal.SIGKILL)
-        await until(lambda: len(lost) == 3)
-        assert run.num_sampled_tokens == sum(sampled) - sum(lost)
-        players.sampler.go_on.set()
-        found = await running
-        await until(lambda: len(pool.pids) == 2)  # another one took its place
-        assert victim.pid not in pool.pids
-        again = await players.group(pool, index=1, size=6).run()
-        assert (pool.num_lost, pool.num_rerun) == (1, 3)
-        assert pool.metrics()["rollout/episodes_rerun"] == 3
+    run = players.group(pool, size=6, on_sampled=sampled.append, on_dropped=lost_to(lost))
+    running = asyncio.create_task(run.run())
+    await until(lambda: len(sampled) == 6)
+    before = sum(sampled)
+    victim = pool._workers[0]
+    if death == "ray.kill":
+        local_ray.kill(victim.worker.handle)
+    else:
+        os.kill(victim.pid, signal.SIGKILL)
+    await until(lambda: len(lost) == 3)
+    assert run.num_sampled_tokens == sum(sampled) - sum(lost)
+    sampler.go_on.set()
+    found = await running
+    await until(lambda: len(pool.pids) == 2)  # another one took its place
+    assert victim.pid not in pool.pids
+    again = await players.group(pool, index=1, size=6).run()
+    assert (pool.num_lost, pool.num_rerun) == (1, 3)
+    assert pool.metrics()["rollout/episodes_rerun"] == 3
     same(found, await players.here(size=6))
     same(again, await players.here(index=1, size=6))
     firsts = [len(t.turns[0].completion_ids) for t in found.trajectories]
@@ -115,35 +133,33 @@ async def test_episodes_of_a_lost_worker_are_played_again_and_its_tokens_are_cou
     assert sum(sampled) - sum(lost) == sum(t.num_sampled_tokens for t in found.trajectories)
 
 
-async def test_an_episode_that_kills_its_actors_fails_and_the_others_do_not(local_ray):
-    players = Players(trouble={"4": "exit"})
+@in_one_loop
+async def test_an_episode_that_kills_its_actors_fails_and_the_others_do_not(shared):
+    players, pool = shared
     sampled, lost = [], []
-    async with players.pool() as pool:
-        deadly = await players.group(pool, "4", size=1, on_sampled=sampled.append, on_dropped=lost_to(lost)).run()
-        good = await players.group(pool, "3", size=4).run()
-        assert (pool.num_lost, pool.num_rerun) == (3, 2)
+    deadly = await players.group(pool, "exit", size=1, on_sampled=sampled.append, on_dropped=lost_to(lost)).run()
+    good = await players.group(pool, "3", size=4).run()
+    assert (pool.num_lost, pool.num_rerun) == (3, 2)
     (failed,) = deadly.trajectories
     assert failed.error.startswith("worker: The actor died ")
     assert failed.error.endswith(" (the last of 3 workers that were lost with it)")
     assert (failed.stop_reason, failed.truncated, failed.turns) == ("api_error", True, ())
-    assert (failed.trajectory_id, failed.env, failed.example_id) == ("train-0-0", "doubles", "4")
+    assert (failed.trajectory_id, failed.env, failed.example_id) == ("train-0-0", "doubles", "exit")
     assert sum(sampled) == sum(lost) > 0
     same(good, await players.here("3", size=4))
 
 
-async def test_an_actor_that_is_stuck_is_taken_for_lost(local_ray, monkeypatch):
-    monkeypatch.setattr(worker_pool, "GRACE", 0.5)
+@in_one_loop
+async def test_an_actor_that_is_stuck_is_taken_for_lost(shared, monkeypatch):
     monkeypatch.setattr(worker_pool, "MOST_ATTEMPTS", 1)
-
-    async def check(limit):
-        players = Players(timeout=limit, trouble={"4": "block"})
-        async with players.pool(workers=1) as pool:
-            (failed,) = (await players.group(pool, "4", size=1).run()).trajectories
-            assert "did not end an episode within 0.5 s of its deadline" in failed.error
-            good = await players.group(pool, "3").run()
-        assert [t.error for t in good.trajectories] == [None] * 4
-
-    await under_some_deadline_async(check)
+    players, pool = shared
+    playing = asyncio.create_task(players.group(pool, "block", size=1).run())
+    await until(lambda: list(players.folder.glob("blocks-*")))
+    set_forward(players.limits.timeout + worker_pool.GRACE + 1)
+    (failed,) = (await asyncio.wait_for(playing, HANGS)).trajectories
+    assert f"did not end an episode within {worker_pool.GRACE:g} s of its deadline" in failed.error
+    good = await players.group(pool, "3").run()
+    assert [t.error for t in good.trajectories] == [None] * 4
 
 
 async def test_with_no_actor_left_and_none_to_start_the_run_stops(local_ray, tmp_path):
@@ -161,37 +177,38 @@ async def test_with_no_actor_left_and_none_to_start_the_run_stops(local_ray, tmp
         assert (pool.pids, pool.num_lost) == ([], 2)
 
 
-async def test_cancelling_reaches_the_engine_and_the_episode(local_ray, tmp_path):
+@in_one_loop
+async def test_cancelling_reaches_the_engine_and_the_episode(shared):
     """Four episodes are cancelled while they are sampled, then four while their environment waits."""
-    players = Players(SecondTurnsWait(), trouble={"4": "wait"}, folder=str(tmp_path))
+    players, pool = shared
+    players.sampler.now = sampler = SecondTurnsWait()
     sampled, lost = [], []
 
     def number(what):
-        return len(list(tmp_path.glob(f"{what}-*")))
+        return len(list(players.folder.glob(f"{what}-*")))
 
-    async with asyncio.timeout(180), players.pool(workers=1) as pool:
-        for example, all_wait in (("3", lambda: len(sampled) == 4), ("4", lambda: number("waits") == 4)):
-            run = players.group(pool, example, on_sampled=sampled.append, on_dropped=lost_to(lost))
-            running = asyncio.create_task(run.run())
-            await until(all_wait)
-            running.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await running
-            await until(lambda closed=f"closed-{example}": number(closed) == 4)
-            players.sampler.go_on.set()
-        assert (players.sampler.num_in_flight, lost, pool.num_lost) == (0, [], 0)
-        assert len((await players.group(pool, index=2).run()).completed) == 4
+    for example, all_wait in (("cancelled", lambda: len(sampled) == 4), ("wait", lambda: number("waits") == 4)):
+        run = players.group(pool, example, on_sampled=sampled.append, on_dropped=lost_to(lost))
+        running = asyncio.create_task(run.run())
+        await until(all_wait)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        await until(lambda closed=f"closed-{example}": number(closed) == 4)
+        sampler.go_on.set()
+    assert (sampler.num_in_flight, lost, pool.num_lost) == (0, [], 0)
+    assert len((await players.group(pool, index=2).run()).completed) == 4
 
 
-async def test_what_cannot_travel_fails_its_episode_and_no_actor(local_ray):
-    players = Players(trouble={"4": "lock"})
-    async with players.pool(workers=1) as pool:
-        (kept,) = (await players.group(pool, "4", size=1).run()).trajectories
-        setup = players.setup(pool)
-        locked = GroupRun(setup, Example(id="3", payload={"lock": threading.Lock()}), index=1, size=1, run_seed=7)
-        (unplayed,) = (await locked.run()).trajectories
-        good = await players.group(pool, "3").run()
-        assert (pool.num_lost, [started.num_running for started in pool._workers]) == (0, [0])
+@in_one_loop
+async def test_what_cannot_travel_fails_its_episode_and_no_actor(shared):
+    players, pool = shared
+    (kept,) = (await players.group(pool, "lock", size=1).run()).trajectories
+    setup = players.setup(pool)
+    locked = GroupRun(setup, Example(id="3", payload={"lock": threading.Lock()}), index=1, size=1, run_seed=7)
+    (unplayed,) = (await locked.run()).trajectories
+    good = await players.group(pool, "3").run()
+    assert (pool.num_lost, [started.num_running for started in pool._workers]) == (0, [0, 0])
     assert kept.error.startswith("environment: info is not JSON: Object of type lock ")
     assert len(kept.turns) == 2
     assert unplayed.error.startswith("environment: the example cannot be sent to a worker: ")
@@ -199,10 +216,11 @@ async def test_what_cannot_travel_fails_its_episode_and_no_actor(local_ray):
     same(good, await players.here("3"))
 
 
+@pytest.mark.slow
 def test_a_lost_host_is_a_lost_worker_and_a_cluster_that_was_there_stays():
     done = subprocess.run(
         [sys.executable, "-m", "rollouts.ray_cluster_program"], cwd=Path(__file__).parents[1], capture_output=True,
-        text=True, timeout=240, check=False,
+        text=True, timeout=2 * HANGS, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

@@ -11,31 +11,33 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from rollouts.waiting import under_some_deadline_async
+from rollouts.clocks import set_forward
 from verbatim.errors import EnvironmentFault, UsageError
+from verbatim.tools import sandbox as module
 from verbatim.tools.isolation import ISOLATIONS, NO_ISOLATION, Isolation, SandboxLimits, find_isolation, why_not
 from verbatim.tools.sandbox import CommandResult, Sandbox
+from waiting import HANGS, until
 
+pytestmark = pytest.mark.realtime
 Start = Callable[..., Awaitable[Sandbox]]
-PATIENT = 60.0
-"""Seconds for commands that are not meant to be stopped, on a busy machine."""
 WORKING = [isolation for isolation in ISOLATIONS if why_not(isolation) is None] or [find_isolation()]
 
 
 @pytest.fixture(params=WORKING, ids=lambda isolation: isolation.name)
-async def start(request) -> AsyncIterator[Start]:
-    """Starts sandboxes in one isolation, and ends them."""
+async def start(request, monkeypatch) -> AsyncIterator[Start]:
+    """Starts sandboxes in one isolation, and ends them. No deadline passes by itself."""
+    monkeypatch.setattr(module, "START_SECONDS", HANGS)
+    monkeypatch.setattr(module, "GRACE_SECONDS", HANGS)
     started = []
 
     async def start(files=None, isolation: Isolation = request.param, **limits) -> Sandbox:
-        limits = {"timeout": PATIENT, **limits}
+        limits = {"timeout": HANGS, **limits}
         started.append(await Sandbox.start(SandboxLimits(**limits), files, isolation))
         return started[-1]
 
@@ -59,12 +61,12 @@ def alive(word: str) -> bool:
     return any(word.encode() in line for line in lines)
 
 
-async def soon(what: Callable[[], bool]) -> bool:
-    for _ in range(1200):
-        if what():
-            return True
-        await asyncio.sleep(0.05)
-    return False
+async def cut_off(sandbox: Sandbox, command: str) -> CommandResult:
+    """The result of a command that says that it runs, and goes on for ever: then its deadline passes."""
+    running = asyncio.create_task(sandbox.run(command))
+    await until(lambda: running.done() or b"runs\n" in sandbox._protocol.received)
+    set_forward()
+    return await asyncio.wait_for(running, HANGS)
 
 
 @contextlib.contextmanager
@@ -220,30 +222,24 @@ async def test_other_processes_of_the_machine_are_neither_seen_nor_killed(start:
 
 
 async def test_a_command_that_takes_too_long_is_stopped_and_the_files_are_kept(start: Start):
-    async def check(limit: float) -> None:
-        sandbox, seconds = await start({"a": "kept\n"}, timeout=limit), long_sleep()
-        stopped = await sandbox.run(f"echo first; sleep {seconds}")
-        assert stopped == CommandResult(
-            output="first\n", status=None,
-            notes=(f"stopped: it took more than {limit:g} s; a fresh shell has started, files are kept",),
-        )  # fmt: skip
-        assert not alive(seconds)
-        assert await output(sandbox, "cat a") == "kept\n"
-
-    await under_some_deadline_async(check)
+    sandbox, seconds = await start({"a": "kept\n"}), long_sleep()
+    stopped = await cut_off(sandbox, f"echo runs; sleep {seconds}")
+    assert stopped == CommandResult(
+        output="runs\n", status=None,
+        notes=(f"stopped: it took more than {HANGS:g} s; a fresh shell has started, files are kept",),
+    )  # fmt: skip
+    assert not alive(seconds)
+    assert await output(sandbox, "cat a") == "kept\n"
 
 
 @pytest.mark.parametrize(
-    "command", ["trap '' TERM INT HUP; sleep 1e9", "while :; do :; done", "(trap '' TERM; cat) <>p"]
-)
+    "command", ["trap '' TERM INT HUP; echo runs; sleep 1e9", "echo runs; while :; do :; done",
+                "mkfifo p; (trap '' TERM; echo runs; cat) <>p"]
+)  # fmt: skip
 async def test_a_command_that_resists_is_stopped_all_the_same(start: Start, command: str):
-    async def check(limit: float) -> None:
-        sandbox = await start(timeout=limit)
-        assert (await sandbox.run("mkfifo p")).status == 0
-        assert (await sandbox.run(command)).status is None
-        assert await output(sandbox, "echo again") == "again\n"
-
-    await under_some_deadline_async(check)
+    sandbox = await start()
+    assert (await cut_off(sandbox, command)).status is None
+    assert await output(sandbox, "echo again") == "again\n"
 
 
 async def test_processor_time_is_limited(start: Start):
@@ -295,23 +291,19 @@ async def test_memory_is_limited(start: Start):
 
 
 async def test_a_fork_bomb_stays_within_the_limit_and_is_survived(start: Start):
-    async def check(limit: float) -> None:
-        sandbox = await start(timeout=limit, processes=20)
-        await sandbox.run("bomb() { bomb | bomb & }; bomb")
-        results = [await sandbox.run("echo /proc/[0-9]*") for _ in range(3)]
-        counts = [len(re.findall(r"/proc/\d+", result.output)) for result in results if result.status == 0]
-        assert counts
-        assert max(counts) <= 20
-        await sandbox.run("sleep 1e9")  # stopped, and with it whatever is left of the bomb
-        for _ in range(100):  # the dead are buried one by one
-            left = await output(sandbox, "echo /proc/[0-9]*")
-            if len(left.split()) == 2:
-                break
-            await asyncio.sleep(0.05)
-        assert left.split()[:1] == ["/proc/1"]
-        assert len(left.split()) == 2  # the keeper and the shell
-
-    await under_some_deadline_async(check)
+    sandbox = await start(processes=20)
+    await sandbox.run("bomb() { bomb | bomb & }; bomb")
+    results = [await sandbox.run("echo /proc/[0-9]*") for _ in range(3)]
+    counts = [len(re.findall(r"/proc/\d+", result.output)) for result in results if result.status == 0]
+    assert counts
+    assert max(counts) <= 20
+    assert (await cut_off(sandbox, "echo runs; while :; do :; done")).status is None  # and the bomb is ended with it
+    async with asyncio.timeout(HANGS):
+        # The dead are buried one by one.
+        while len(left := (await output(sandbox, "echo /proc/[0-9]*")).split()) > 2:  # noqa: ASYNC110  (no event of ours)
+            await asyncio.sleep(0.01)
+    assert left[0] == "/proc/1"
+    assert len(left) == 2  # the keeper and the shell
 
 
 # ---- what it cannot leave behind
@@ -324,7 +316,7 @@ async def test_a_background_process_holds_no_command_up_and_ends_with_the_sandbo
     sandbox = await start()
     seconds = long_sleep()
     assert (await sandbox.run(behind.format(seconds))).status == 0
-    assert await soon(lambda: alive(seconds))
+    await until(lambda: alive(seconds))
     assert await output(sandbox, "echo next") == "next\n"
     await sandbox.close()
     assert not alive(seconds)
@@ -349,11 +341,11 @@ async def test_a_cancelled_command_takes_everything_along(start: Start):
     sandbox = await start()
     seconds = long_sleep()
     running = asyncio.create_task(sandbox.run(f"sleep {seconds}"))
-    assert await soon(lambda: alive(seconds))
+    await until(lambda: alive(seconds))
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert await soon(lambda: not alive(seconds))
+    await until(lambda: not alive(seconds))
     with pytest.raises(EnvironmentFault, match="has ended"):
         await sandbox.run("true")
 
@@ -364,7 +356,7 @@ async def test_a_cancelled_start_leaves_nothing(start: Start):
         for _ in range(num_steps):
             await asyncio.sleep(0)
         starting.cancel()
-        done, _ = await asyncio.wait({starting}, timeout=PATIENT)
+        done, _ = await asyncio.wait({starting}, timeout=HANGS)
         assert done, f"cancelled after {num_steps} steps, it hangs"
     assert [line for line in children(os.getpid()) if "ready %s" in line] == []
 
@@ -393,21 +385,21 @@ async def test_it_ends_with_the_interpreter_even_when_that_is_killed(start: Star
     )
     with started([sys.executable, "-c", script], stdout=subprocess.PIPE) as python:
         assert python.stdout.readline() == b"started\n"
-        assert await soon(lambda: alive(f"sleep\0{seconds}"))
-    assert await soon(lambda: not alive(f"sleep\0{seconds}"))
+        await until(lambda: alive(f"sleep\0{seconds}"))
+    await until(lambda: not alive(f"sleep\0{seconds}"))
 
 
 async def test_a_command_that_forges_an_answer_deceives_only_itself(start: Start):
-    forge = r"""t=$(grep -aom1 'sandbox-[0-9a-f]\{16\}' /proc/1/cmdline); printf "\0$t 1 0\0"; sleep 600"""
-
-    async def check(limit: float) -> None:
-        sandbox = await start(timeout=limit)
-        assert await sandbox.run(forge) == CommandResult(output="", status=0)
-        for _ in range(2):
-            await sandbox.run("true")
-        assert await output(sandbox, "echo again") == "again\n"
-
-    await under_some_deadline_async(check)
+    forge = r"""t=$(grep -aom1 'sandbox-[0-9a-f]\{16\}' /proc/1/cmdline); printf "\0$t 1 0\0"; sleep 1e9"""
+    sandbox = await start()
+    assert await sandbox.run(forge) == CommandResult(output="", status=0)
+    next_one = asyncio.create_task(sandbox.run("true"))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not next_one.done()  # the shell still runs the one before
+    set_forward()
+    assert (await asyncio.wait_for(next_one, HANGS)).status is None
+    assert await output(sandbox, "echo again") == "again\n"
 
 
 # ---- many at one time
@@ -415,37 +407,31 @@ async def test_a_command_that_forges_an_answer_deceives_only_itself(start: Start
 
 async def test_sandboxes_run_side_by_side_and_commands_of_one_in_turn(start: Start):
     sandboxes = await asyncio.gather(*(start({"n": f"{n}\n"}) for n in range(8)))
-
-    async def check(seconds: float) -> None:
-        began = time.monotonic()
-        said = await asyncio.gather(*(output(sandbox, f"sleep {seconds}; cat n") for sandbox in sandboxes))
-        assert said == [f"{n}\n" for n in range(8)]
-        assert time.monotonic() - began < 8 * seconds
-
-    await under_some_deadline_async(check)
-    both = await asyncio.gather(*(output(sandboxes[0], f"x={n}; sleep 0.1; echo $x") for n in range(3)))
-    assert both == ["0\n", "1\n", "2\n"]
+    running = [asyncio.create_task(sandbox.run("echo runs; sleep 1e9")) for sandbox in sandboxes]
+    await until(lambda: all(b"runs\n" in sandbox._protocol.received for sandbox in sandboxes))
+    set_forward()
+    assert {result.status for result in await asyncio.gather(*running)} == {None}
+    assert await asyncio.gather(*(output(sandbox, "cat n") for sandbox in sandboxes)) == [f"{n}\n" for n in range(8)]
+    in_turn = await asyncio.gather(*(output(sandboxes[0], f"x={n}; sleep 0; echo $x") for n in range(3)))
+    assert in_turn == ["0\n", "1\n", "2\n"]
 
 
 # ---- with nothing around it, where the user insists
 
 
 async def test_without_isolation_the_directory_is_removed_and_limits_of_time_and_output_hold(start: Start):
-    async def check(limit: float) -> None:
-        sandbox = await start({"a": "kept\n"}, NO_ISOLATION, timeout=limit)
-        folder = (await output(sandbox, "pwd")).strip()
-        assert folder
-        assert os.listdir(folder) == ["a"]
-        seconds = long_sleep()
-        assert (await sandbox.run(f"sleep {seconds}")).status is None
-        assert not alive(seconds)
-        assert (await sandbox.run("yes")).status is None
-        assert await output(sandbox, "cat a") == "kept\n"
-        await sandbox.close()
-        with pytest.raises(FileNotFoundError):
-            os.listdir(folder)
-
-    await under_some_deadline_async(check)
+    sandbox = await start({"a": "kept\n"}, NO_ISOLATION)
+    folder = (await output(sandbox, "pwd")).strip()
+    assert folder
+    assert os.listdir(folder) == ["a"]
+    seconds = long_sleep()
+    assert (await cut_off(sandbox, f"echo runs; sleep {seconds}")).status is None
+    assert not alive(seconds)
+    assert (await sandbox.run("yes")).status is None
+    assert await output(sandbox, "cat a") == "kept\n"
+    await sandbox.close()
+    with pytest.raises(FileNotFoundError):
+        os.listdir(folder)
 
 
 async def test_a_forged_mark_of_thousands_of_digits_costs_that_command_alone(start: Start):
