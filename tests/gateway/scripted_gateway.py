@@ -65,13 +65,6 @@ class Held(Whole):
         return await super().generate(request)
 
 
-async def until(condition):
-    """Wait for what sets no event; the limit is only against hanging."""
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
 @contextlib.asynccontextmanager
 async def gateway_over(sampler=None, **options):
     async with Gateway(sampler or scripted(), ByteRenderer(), **options) as gateway:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scripted_gateway import Client, Held, Whole, gateway_over, last_text, scripted, until
+from scripted_gateway import Client, Held, Whole, gateway_over, last_text, scripted
 
 from byte_renderer import END, ByteRenderer, call, say
 from verbatim import Example, build_samples
@@ -15,6 +15,9 @@ from verbatim.gateway import Gateway
 from verbatim.gateway.session import INFO
 from verbatim.inference import SamplingParams
 from verbatim.rollouts import EpisodeLimits
+from waiting import HANGS, until
+
+pytestmark = pytest.mark.realtime
 
 SYSTEM = {"role": "system", "content": "You help."}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
@@ -209,11 +212,14 @@ class TestEqualRequests:
     """Requests that are equal byte for byte, without a key."""
 
     async def test_at_the_same_time_they_are_samples_of_their_own(self, http):
-        sampler = scripted(lambda r: np.array(say(str(r.seed)), np.int32), seconds_per_token=0.002)
-        async with gateway_over(sampler) as gateway:
+        held = Held(scripted(lambda r: np.array(say(str(r.seed)), np.int32)), 4)
+        async with gateway_over(held) as gateway:
             episode = gateway.episode()
             client = Client(http, episode)
-            answers = await asyncio.gather(*(client.chat([user("hi")]) for _ in range(4)))
+            asking = [asyncio.create_task(client.chat([user("hi")])) for _ in range(4)]
+            await until(lambda: held.num_asked == 4)
+            held.released.set()
+            answers = await asyncio.gather(*asking)
             trajectory = await episode.finish()
         assert len({answer["choices"][0]["message"]["content"] for answer in answers}) == 4
         assert len(trajectory.turns) == 4
@@ -243,31 +249,34 @@ class TestEqualRequests:
         assert (sampler.num_cancelled, trajectory.info[INFO]["counts"]["repeated"]) == (0, 1)
 
     async def test_the_retry_of_one_that_failed_is_answered_anew(self, http):
-        sampler = scripted(lambda r: np.array(say(str(r.seed)), np.int32), seconds_per_token=0.01, trouble={1: "fail"})
-        async with gateway_over(sampler) as gateway:
+        held = Held(scripted(lambda r: np.array(say(str(r.seed)), np.int32), trouble={0: "fail"}), 1)
+        async with gateway_over(held) as gateway:
             episode = gateway.episode()
             client = Client(http, episode)
             first = asyncio.create_task(client.chat([user("hi")]))
-            await until(lambda: sampler.requests)
+            await until(lambda: held.num_asked)
             await client.chat([user("hi")])
             assert client.status == 500
             again = await client.chat([user("hi")], {"x-stainless-retry-count": "1"})
+            held.released.set()
             assert again != await first
             trajectory = await episode.finish()
         assert (len(trajectory.turns), trajectory.error) == (2, None)
 
     async def test_a_retry_whose_first_connection_seems_to_be_there_joins_it(self, http):
         """As behind a proxy that does not say that its client has gone."""
-        sampler = scripted(seconds_per_token=0.03)
-        async with gateway_over(sampler) as gateway:
+        held = Held(scripted(), 1)
+        async with gateway_over(held) as gateway:
             episode = gateway.episode()
             client = Client(http, episode)
             first = asyncio.create_task(client.chat([user("hello")]))
-            await until(lambda: sampler.requests)
-            again = await client.chat([user("hello")], {"x-stainless-retry-count": "1"})
-            assert again == await first
+            await until(lambda: held.num_asked)
+            again = asyncio.create_task(client.chat([user("hello")], {"x-stainless-retry-count": "1"}))
+            await until(lambda: episode.session.exchanges.num_waiting == 2)
+            held.released.set()
+            assert await again == await first
             trajectory = await episode.finish()
-        assert len(trajectory.turns) == len(sampler.requests) == 1
+        assert len(trajectory.turns) == held.num_asked == 1
 
 
 class TestLimits:
@@ -506,7 +515,7 @@ async def test_a_sampler_that_times_out_is_an_error_and_no_endless_stream(http, 
 
     async with gateway_over(scripted(late)) as gateway:
         client = Client(http, gateway.episode())
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANGS):
             answer = await client.chat([user("hi")], stream=stream)
     assert client.status == 500 and "the engine is late" in answer["error"]["message"]
 

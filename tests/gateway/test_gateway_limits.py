@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 import pytest
-from scripted_gateway import Client, Held, gateway_over, scripted, until
+from scripted_gateway import Client, Held, gateway_over, scripted
 
 from byte_renderer import say
 from verbatim.gateway import service
@@ -15,6 +15,9 @@ from verbatim.gateway.service import ServiceLimits
 from verbatim.gateway.session import INFO
 from verbatim.gateway.session_settings import SessionSettings
 from verbatim.rollouts import EpisodeLimits
+from waiting import HANGS, until
+
+pytestmark = pytest.mark.realtime
 
 ROUTES = ("chat/completions", "responses", "messages", "messages/count_tokens", "reward", "../inference/v1/generate")
 
@@ -34,7 +37,7 @@ async def test_a_body_that_does_not_arrive_is_refused_in_time(route):
         reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
         path = f"v1/{route}".removeprefix("v1/../")
         writer.write(f"POST /s/{key}/{path} HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{{".encode())
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANGS):
             head = await reader.readline()
         writer.close()
     assert head.split()[1] == b"408"
@@ -51,7 +54,7 @@ async def only_the_head(gateway, key, route):
 
 
 async def status_of(reader):
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANGS):
         return int((await reader.readline()).split()[1])
 
 
@@ -73,16 +76,12 @@ async def test_bodies_that_arrive_are_requests_at_a_time(http, gateway):
     episode.session.settings = SessionSettings(sampling="client", max_open=2)
     client, route = Client(http, episode), "chat/completions"
     async with only_the_head(gateway, episode.api_key, route), only_the_head(gateway, episode.api_key, route):
-        async with asyncio.timeout(60):
-            while episode.session._num_arriving < 2:  # noqa: ASYNC110 - a session sets no event for a count
-                await asyncio.sleep(0.01)
+        await until(lambda: episode.session._num_arriving == 2)
         await client.chat([user("hi")])
         assert client.status == 429
         await client.post("reward", {"reward": 1.0})
         assert client.status == 200
-    async with asyncio.timeout(60):
-        while episode.session._num_arriving:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: not episode.session._num_arriving)
     await client.chat([user("hi")])
     assert client.status == 200
     trajectory = await episode.finish()

@@ -14,6 +14,9 @@ from verbatim.environments.resolve import create_environment
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import EpisodeLimits, GroupRun, RolloutSetup
+from waiting import HANGS
+
+pytestmark = pytest.mark.realtime
 
 PAGE = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text(encoding="utf-8")
 QUESTION = {"question": "Who wrote Emma?", "answer": "Austen"}
@@ -39,7 +42,7 @@ async def test_the_program_of_the_page_is_played(tmp_path: Path):
     })  # fmt: skip
     setup = RolloutSetup(env="program", environment=environment, sampler=sampler(), renderer=ByteRenderer(),
                          params=SamplingParams(max_tokens=100), slots=asyncio.Semaphore(1),
-                         limits=EpisodeLimits(max_context=1000, timeout=120.0))  # fmt: skip
+                         limits=EpisodeLimits(max_context=1000, timeout=4 * HANGS))  # fmt: skip
     (trajectory,) = (await GroupRun(setup, environment.examples("train")[0], index=0, size=1, run_seed=0).run()
                      ).trajectories  # fmt: skip
     assert (trajectory.error, trajectory.reward, len(trajectory.turns)) == (None, 1.0, 1)

@@ -1,6 +1,8 @@
 """Programs as environments: each run of one is an episode; what goes wrong in it is data under its own reason."""
 
 import asyncio
+import contextlib
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -22,12 +24,15 @@ from verbatim.gateway.service import Service
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import EpisodeLimits, GroupRun, RolloutSetup
+from waiting import HANGS, until
 
+pytestmark = pytest.mark.realtime
 PROGRAMS = Path(__file__).parent / "programs"
 PYTHON = "/usr/bin/python3"
 """One that every user can run, also the sandbox's."""
-PATIENCE = (3, 12, 48)
-"""Seconds for what a program does before it hangs: more of them where the machine stood still for the first ones."""
+OWN, EPISODE = 600.0, 6000.0
+"""Seconds for a program and for its episode: far more than it needs. Where one of them has to run out, the test says
+when (`Clock`)."""
 WAYS = [pytest.param(False, id="plain"), pytest.param(True, id="sandbox")]
 
 
@@ -41,12 +46,12 @@ def sampler(**options):
     return ScriptedSampler(script=play, vocab_size=VOCAB_SIZE, context_length=10_000, **options)
 
 
-async def run_all(environment, engine=None, episode_timeout=60.0):
+async def run_all(environment, engine=None):
     """One trajectory of each example, all at once."""
     setup = RolloutSetup(
         env="program", environment=environment, sampler=engine or sampler(), renderer=ByteRenderer(),
         params=SamplingParams(max_tokens=100), slots=asyncio.Semaphore(64),
-        limits=EpisodeLimits(max_turns=8, max_context=5000, timeout=episode_timeout),
+        limits=EpisodeLimits(max_turns=8, max_context=5000, timeout=EPISODE),
     )  # fmt: skip
     runs = [GroupRun(setup, example, index=n, size=1, run_seed=0).run()
             for n, example in enumerate(environment.examples("train"))]  # fmt: skip
@@ -69,29 +74,69 @@ async def test_a_program_plays_each_example_and_its_last_line_is_the_reward(sand
     assert [m["role"] for m in two.messages] == ["user", "assistant"] * 3
 
 
-async def hung(sandbox, rows):
-    """The trajectory of a program that hangs, and its seconds: enough of them for its request before."""
-    for seconds in PATIENCE:
-        (trajectory,) = await run_all(make(sandbox, rows=rows, timeout=float(seconds)), episode_timeout=600.0)
-        if "waiting" in trajectory.error:
-            break
-    return trajectory, seconds
+class Clock:
+    """Lets limits of time run out, once a test has seen what comes before; and knows the programs that were started."""
+
+    def __init__(self, monkeypatch):
+        self.limits, self.programs = [], []
+        timeout, start = asyncio.timeout, ProgramProcess.start
+
+        def noting(seconds):
+            self.limits.append((seconds, made := timeout(seconds)))
+            return made
+
+        async def started(program, key=""):
+            self.programs.append(program)
+            await start(program, key)
+
+        monkeypatch.setattr(asyncio, "timeout", noting)
+        monkeypatch.setattr(ProgramProcess, "start", started)
+
+    @property
+    def own(self):
+        """The limits of programs' own time that have begun."""
+        return [limit for seconds, limit in self.limits if seconds == OWN]
+
+    @property
+    def waiting(self):
+        """The limits of waits for a place: what is left of an episode, less 5 s."""
+        return [limit for seconds, limit in self.limits if seconds is not None and 0.9 * EPISODE < seconds < EPISODE]
+
+    def run_out(self, limits):
+        """As if their seconds had passed; those that are over stay so."""
+        for limit in limits:
+            with contextlib.suppress(RuntimeError):
+                limit.reschedule(asyncio.get_running_loop().time())
+
+    async def until_said(self, text):
+        """Until a program has written this."""
+        await until(lambda: any(text in program.outcome().stdout for program in self.programs))
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock(monkeypatch)
+
+
+async def hung(sandbox, rows, clock):
+    """The trajectory of a program that hangs after it has said so."""
+    running = asyncio.create_task(run_all(make(sandbox, rows=rows, timeout=OWN)))
+    await clock.until_said("waiting")
+    clock.run_out(clock.own)
+    (trajectory,) = await running
+    return trajectory
 
 
 @pytest.mark.parametrize("sandbox", WAYS)
 @pytest.mark.parametrize(("how", "kind", "said"), [
     ("crash", "program_crashed", "exit status 1; it said 'it broke'"), ("late", "program_crashed", "exit status 3"),
     ("silent", "program_silent", "without a request"), ("kill", "program_crashed", "exit status 137"),
-    ("hang", "program_hung", None),
+    ("hang", "program_hung", "no end after 600 s; so far it said 'waiting'"),
     ("no reward", "environment", "the last line has no reward: found 'done'"),
 ])  # fmt: skip
-async def test_what_goes_wrong_is_counted_under_its_own_reason(sandbox, how, kind, said):
+async def test_what_goes_wrong_is_counted_under_its_own_reason(sandbox, how, kind, said, clock):
     rows = [{"texts": ["hi"], "how": how}]
-    if how == "hang":
-        trajectory, seconds = await hung(sandbox, rows)
-        said = f"no end after {seconds} s; so far it said 'waiting'"
-    else:
-        (trajectory,) = await run_all(make(sandbox, rows=rows))
+    (trajectory,) = [await hung(sandbox, rows, clock)] if how == "hang" else await run_all(make(sandbox, rows=rows))
     assert trajectory.error.startswith(f"{kind}: ") and said in trajectory.error
     assert trajectory.reward is None
     assert len(trajectory.turns) == (how not in ("crash", "silent"))
@@ -153,17 +198,15 @@ def running(since):
 
 
 async def ended(since):
-    """Wait until all that run now have ended; left alone, they run for 1000 s."""
+    """Wait until all that run now have ended; left alone, they run for days."""
     found = set(running(since))
-    async with asyncio.timeout(60):
-        while found & set(running(since)):  # noqa: ASYNC110 - the system sets no event
-            await asyncio.sleep(0.05)
+    await until(lambda: not found & set(running(since)))
 
 
 @pytest.mark.parametrize("sandbox", WAYS)
-async def test_no_process_outlives_its_episode(sandbox):
+async def test_no_process_outlives_its_episode(sandbox, clock):
     began = time.time()
-    await hung(sandbox, [{"texts": ["hi"], "how": "hang"}])
+    await hung(sandbox, [{"texts": ["hi"], "how": "hang"}], clock)
     await ended(began)
 
 
@@ -177,8 +220,14 @@ async def test_a_daemon_does_not_outlive_the_episode(sandbox):
 
 @pytest.mark.parametrize("sandbox", WAYS)
 async def test_what_a_program_leaves_behind_cannot_write_its_score(sandbox):
+    """The scoring command waits until that is dead, or has written a hundred times more."""
+    score = """\
+size() { wc -c < "{work}/forged"; }
+begun=$(size)
+while kill -0 "$(cat "{work}/forger")" 2> /dev/null && [ "$(size)" -lt $((begun + 100)) ]; do sleep 0.01; done
+echo 0.25"""
     rows = [{"texts": ["hi"], "how": "forges"}]
-    (trajectory,) = await run_all(make(sandbox, rows=rows, reward="score", score="sleep 0.5; echo 0.25"))
+    (trajectory,) = await run_all(make(sandbox, rows=rows, reward="score", score=score))
     assert (trajectory.error, trajectory.reward) == (None, 0.25)
 
 
@@ -191,18 +240,18 @@ async def test_what_a_program_plants_in_its_home_is_not_run_by_the_scoring_comma
 @pytest.mark.parametrize("sandbox", WAYS)
 async def test_a_scoring_command_that_hangs_is_told_as_such(sandbox, monkeypatch):
     monkeypatch.setattr("verbatim.gateway.program.environment.SCORE_SECONDS", 1.0)
-    (trajectory,) = await run_all(make(sandbox, reward="score", score="echo 1; sleep 50"))
+    (trajectory,) = await run_all(make(sandbox, reward="score", score="echo 1; sleep 1000000"))
     assert trajectory.error == "environment: program: the scoring command did not end within 1 s"
 
 
 def test_marked_processes_are_killed_and_no_others():
     def sleeper(mark):
-        return subprocess.Popen(["sleep", "600"], env={VARIABLE: mark}, start_new_session=True)
+        return subprocess.Popen(["sleep", "1000000"], env={VARIABLE: mark}, start_new_session=True)
 
     ours, other = sleeper("abc"), sleeper("abcd")
     try:
         assert kill_marked("abc") == 1
-        assert ours.wait(60) == -9
+        assert ours.wait(HANGS) == -9
         assert other.poll() is None
     finally:
         other.kill()
@@ -231,7 +280,7 @@ async def test_a_reused_program_that_cannot_be_started_takes_no_place(monkeypatc
 
     monkeypatch.setattr(ProgramProcess, "start", fails)
     for _ in range(2):
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANGS):
             with pytest.raises(OSError, match="no more processes"):
                 await programs.take()
 
@@ -254,13 +303,13 @@ class TestReuse:
         for n, trajectory in enumerate(trajectories, start=1):
             assert bytes(i for i in trajectory.turns[0].completion_ids if i < 256) == f"{n + 3}:{'a' * n}".encode()
 
-    async def test_one_that_ends_or_hangs_is_replaced(self):
+    async def test_one_that_ends_or_hangs_is_replaced(self, clock):
         rows = [{"texts": ["hi"], "how": how} for how in ("crash", "", "hang", "", "error", "")]
-        for seconds in PATIENCE:
-            environment = make(arguments=["--lines"], rows=rows, reuse=True, max_processes=1, timeout=float(seconds))
-            trajectories = await run_all(environment, episode_timeout=600.0)
-            if sum("hung" in (t.error or "") for t in trajectories) == 1:
-                break
+        environment = make(arguments=["--lines"], rows=rows, reuse=True, max_processes=1, timeout=OWN)
+        playing = asyncio.create_task(run_all(environment))
+        await clock.until_said("hanging")
+        clock.run_out(clock.own)  # of the one that plays; the others' have ended, or not begun
+        trajectories = await playing
         kinds = [None if t.error is None else t.error.partition(":")[0] for t in trajectories]
         assert kinds == ["program_crashed", None, "program_hung", None, "program_crashed", None]
         assert "the program said: no luck" in trajectories[4].error
@@ -272,29 +321,38 @@ class TestReuse:
             (trajectory,) = await run_all(environment)
             assert (trajectory.error, trajectory.info["program"]["processes_started"]) == (None, number)
             (program,) = (await environment.serving()).reused._running
-            await asyncio.wait_for(asyncio.wait([program.watching]), 60)  # it leaves after 0.1 s
+            await asyncio.wait_for(asyncio.wait([program.watching]), HANGS)  # it leaves after 0.1 s
 
-    async def test_waiting_for_a_place_takes_none_of_a_programs_own_time(self):
-        for seconds in PATIENCE:
-            rows = [{"texts": ["hi"], "how": "slow", "seconds": seconds / 2}] * 3
-            environment = make(arguments=["--lines"], rows=rows, reuse=True, max_processes=1, timeout=float(seconds))
-            errors = [t.error for t in await run_all(environment, episode_timeout=600.0)]
-            if errors == [None] * 3:
-                break
-        assert errors == [None] * 3  # the last one has waited for all of `seconds`
+    @staticmethod
+    async def first_of_three(until_file):
+        """Three episodes and one place; the first of them has it until there is that file, and the others wait."""
+        rows = [{"texts": ["hi"], "how": "held", "until": str(until_file)}] * 3
+        environment = make(arguments=["--lines"], rows=rows, reuse=True, max_processes=1, timeout=OWN)
+        playing = asyncio.create_task(run_all(environment))
+        waiting = (await environment.serving()).reused._changed._waiters
+        await until(lambda: len(waiting) == 2)
+        return playing
 
-    async def test_an_episode_that_finds_no_place_says_so_and_ends_no_other(self):
-        for seconds, limit in ((4.8, "3.84"), (19.2, "15.4"), (80.0, "75")):  # for a program and its wait
-            rows = [{"texts": ["hi"], "how": "slow", "seconds": seconds / 2.4}] * 3
-            environment = make(arguments=["--lines"], rows=rows, reuse=True, max_processes=1)
-            trajectories = await run_all(environment, episode_timeout=seconds)
-            errors = [t.error for t in trajectories]
-            said = f"there was no place for it within {limit} s (max_processes = 1 with episodes_per_process = 1)"
-            if errors[0] is None and said in errors[2]:
-                break
-        assert errors[0] is None
-        assert f"program: {said}" in errors[2]
-        assert {t.info["program"]["processes_started"] for t in trajectories[:1]} == {1}
+    async def test_waiting_for_a_place_takes_none_of_a_programs_own_time(self, tmp_path, clock):
+        playing = await self.first_of_three(tmp_path / "go")
+        await clock.until_said("working on")
+        assert len(clock.own) == 1
+        (tmp_path / "go").touch()
+        assert [t.error for t in await playing] == [None] * 3
+        assert len(clock.own) == 3
+
+    async def test_an_episode_that_finds_no_place_says_so_and_ends_no_other(self, tmp_path, clock):
+        playing = await self.first_of_three(tmp_path / "go")
+        await clock.until_said("working on")
+        clock.run_out(clock.waiting)
+        await until(lambda: sum(limit.expired() for limit in clock.waiting) == 2)
+        (tmp_path / "go").touch()
+        first, *others = await playing
+        assert first.error is None
+        for trajectory in others:
+            assert re.search(r"program: there was no place for it within \S+ s \(max_processes = 1 with "
+                             r"episodes_per_process = 1\)", trajectory.error)  # fmt: skip
+        assert first.info["program"]["processes_started"] == 1
 
     async def test_it_takes_neither_files_nor_scores(self):
         with pytest.raises(UsageError, match="reads its examples from lines"):

@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 import pytest
-from scripted_gateway import Client, GrowingRenderer, Whole, gateway_over, scripted, until
+from scripted_gateway import Client, GrowingRenderer, Whole, gateway_over, scripted
 
 from byte_renderer import VOCAB_SIZE, ByteRenderer, call, say
 from verbatim.gateway import Gateway
@@ -16,6 +16,9 @@ from verbatim.inference.http.server import serve_sampler
 from verbatim.inference.pool.pool import ReplicaPool
 from verbatim.inference.proxy import SamplerProxy
 from verbatim.renderers.base import ReadsGrowingText
+from waiting import until
+
+pytestmark = pytest.mark.realtime
 
 TEXT = "one two three four five six"
 BODIES = {
@@ -121,14 +124,26 @@ async def test_calls_come_whole_behind_the_text_of_a_stream(http):
 
 
 async def test_a_stream_that_was_cut_off_is_repeated_from_its_beginning(http):
-    sampler = speaking(seconds_per_token=0.02)
+    """The sampler stands still in the middle of the text until the second client is there."""
+    returned = asyncio.Event()
+
+    async def pause(seconds):
+        if sampler.num_drawn == 10:
+            await returned.wait()
+        await asyncio.sleep(0)
+
+    sampler = speaking(pause=pause)
     async with Gateway(sampler, GrowingRenderer(), patience=600) as gateway:
         episode = gateway.episode()
         route = "chat/completions"
-        first = await events(http, episode, route, BODIES[route], lambda found: len(found) > 4)
-        again = await events(http, episode, route, BODIES[route])
+        first = await events(http, episode, route, BODIES[route], lambda found: text_in(found[-1]))
+        await until(lambda: not episode.session.exchanges.num_waiting)
+        asking = asyncio.create_task(events(http, episode, route, BODIES[route]))
+        await until(lambda: episode.session.exchanges.num_waiting)
+        returned.set()
+        again = await asking
         trajectory = await episode.finish()
-    assert len(first) == 5
+    assert TEXT.startswith("".join(text_in(event) for event in first))
     assert "".join(text_in(event) for event in again) == TEXT
     assert (len(trajectory.turns), len(sampler.requests), sampler.num_cancelled) == (1, 1, 0)
 

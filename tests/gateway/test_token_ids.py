@@ -4,7 +4,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from scripted_gateway import Client, gateway_over, scripted, until
+from scripted_gateway import Client, gateway_over, scripted
 
 from byte_renderer import END, VOCAB_SIZE, ByteRenderer, say
 from verbatim import build_samples
@@ -12,6 +12,9 @@ from verbatim.gateway.session import INFO
 from verbatim.inference import SampleRequest, SamplingParams
 from verbatim.inference.http.sampler import HttpSampler
 from verbatim.rollouts import EpisodeLimits
+from waiting import until
+
+pytestmark = pytest.mark.realtime
 
 ROUTE = "../inference/v1/generate"
 

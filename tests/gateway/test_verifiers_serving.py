@@ -5,9 +5,11 @@ import contextlib
 from types import SimpleNamespace
 
 import pytest
-from scripted_gateway import until
 
 from verbatim.gateway.verifiers.serving import Reception, Serving
+from waiting import until
+
+pytestmark = pytest.mark.realtime
 
 
 class Servers:
@@ -46,7 +48,8 @@ async def test_a_second_cancellation_leaves_nothing_open():
     for _ in range(3):
         episode.cancel()
         await until(lambda: servers.log == ["up", "ending"])
-        await asyncio.sleep(0.02)
+        for _ in range(20):  # turns of the event loop, which it could end in
+            await asyncio.sleep(0)
     servers.may_end.set()
     with pytest.raises(asyncio.CancelledError):
         await episode
@@ -92,7 +95,8 @@ async def test_all_sessions_of_an_episode_end_when_it_is_cancelled_meanwhile():
             self.name = name
 
         async def end(self):
-            await asyncio.sleep(0.02)
+            for _ in range(10):
+                await asyncio.sleep(0)
             ended.append(self.name)
 
     service = SimpleNamespace(leave=lambda key, name: left.append(name))

@@ -41,7 +41,7 @@ def one(example):
     reward = play(example, base_url, key)
     if how == "hang":
         print("waiting", flush=True)
-        time.sleep(1000)
+        time.sleep(10**6)
     elif how == "late":
         os._exit(3)
     elif how == "kill":
@@ -58,12 +58,12 @@ def one(example):
         print(json.dumps({"reward": {"length": reward}}))
     elif how == "look":
         try:
-            urllib.request.urlopen("http://127.0.0.1:" + example["port"], timeout=2)
+            urllib.request.urlopen("http://127.0.0.1:" + example["port"], timeout=300)
             print(1)
         except OSError:
             print(0)
     elif how == "leaves":
-        subprocess.Popen(["sleep", "600"], start_new_session=True)
+        subprocess.Popen(["sleep", "1000000"], start_new_session=True)
         print(reward)
     elif how == "daemon":
         daemon()
@@ -85,25 +85,44 @@ def one(example):
 
 
 def daemon():
-    """Leaves a process behind that belongs to no one: `asks.py --sleep`."""
+    """Leaves a process behind that belongs to no one: `asks.py --sleep`. Returns once it has begun."""
+    begun, says = os.pipe()
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:
             quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
             subprocess.Popen([sys.executable, __file__, "--sleep"], **quiet)
+            os.write(says, b"x")
         os._exit(0)
-    time.sleep(0.3)
+    os.read(begun, 1)
+
+
+FORGES = """
+import os, sys, time
+says, token, work = int(sys.argv[1]), sys.argv[2], os.environ["VERBATIM_WORK_DIR"]
+said = f"\\0{token} done 0\\0\\n1000000\\n".encode()
+with open(os.path.join(work, "forger"), "w") as file:
+    file.write(str(os.getpid()))
+with open(os.path.join(work, "forged"), "ab", buffering=0) as count:
+    while True:
+        os.write(1, said)
+        if count.tell() == 0:
+            os.write(says, b"x")
+        count.write(b"x")
+        time.sleep(0.001)
+"""
 
 
 def forge():
     """Leaves a process behind that says again and again, as the shell would, that the program has ended well and that
-    its score is a million."""
+    its score is a million. Returns once it has said so. Its number is in the file `forger`; the file `forged` has a
+    byte for each time."""
     with open(f"/proc/{os.getppid()}/cmdline") as file:
         (token,) = set(re.findall("program-[0-9a-f]{16}", file.read()))
-    said = f"\0{token} done 0\0\n1000000\n"
-    code = f"import os, time\nwhile True: os.write(1, {said.encode()!r}); time.sleep(0.001)"
-    subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
-    time.sleep(0.3)
+    begun, says = os.pipe()
+    forger = [sys.executable, "-c", FORGES, str(says), token]
+    subprocess.Popen(forger, start_new_session=True, pass_fds=[says])
+    os.read(begun, 1)
 
 
 def lines():
@@ -114,9 +133,10 @@ def lines():
         if example.get("how") == "crash":
             sys.exit("it broke")
         if example.get("how") == "hang":
-            time.sleep(1000)
-        if example.get("how") == "slow":
-            time.sleep(example.get("seconds", 1.5))
+            print("hanging", flush=True)
+            time.sleep(10**6)
+        while example.get("how") == "held" and not os.path.exists(example["until"]):
+            time.sleep(0.01)
         if example.get("how") == "error":
             print(json.dumps({"id": order["id"], "error": "no luck"}), flush=True)
             continue
@@ -129,7 +149,7 @@ def lines():
 
 if __name__ == "__main__":
     if "--sleep" in sys.argv:
-        time.sleep(1000)
+        time.sleep(10**6)
     elif "--lines" in sys.argv:
         lines()
     elif len(sys.argv) > 1:
