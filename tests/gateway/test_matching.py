@@ -1,9 +1,10 @@
 """Requests are matched to the conversations that they continue, however a client writes them down."""
 
-import time
+import sys
 
 import pytest
 
+from verbatim.gateway import canonical
 from verbatim.gateway.canonical import canonical_arguments, digests, text_of
 from verbatim.gateway.threads import BranchReason, Threads
 
@@ -246,24 +247,39 @@ class TestThreads:
         assert (other.bridges, other.reason) == (False, BranchReason.TOOLS_CHANGED)
 
 
-def test_matching_costs_time_linear_in_the_request():
-    """Ten times the messages take about ten times the time, in a session with many conversations too."""
+def test_matching_costs_work_linear_in_the_request(monkeypatch):
+    """Ten times the messages take ten times the lines of code and hashed characters, and not more in a session with
+    many conversations."""
+    hashed, original = [], canonical._hash
+    monkeypatch.setattr(canonical, "_hash", lambda parts: (hashed.extend(map(len, parts)), original(parts))[1])
 
-    def seconds(num_messages, num_conversations):
-        threads = Threads()
+    def work(num_messages, num_conversations):
+        """Lines of code that are run, and characters hashed."""
+        threads, lines = Threads(), 0
         for n in range(num_conversations):
             asked(threads, [{"role": "user", "content": f"conversation {n}"}], said("hi"), turn=n)
-        messages = [{"role": "user", "content": f"{n} " + "x" * 200} for n in range(num_messages)]
+        messages = [{"role": "user", "content": f"{n:4} " + "x" * 200} for n in range(num_messages)]
         threads.match(messages)
-        times = []
-        for _ in range(5):
-            began = time.process_time()
-            threads.match(messages)
-            times.append(time.process_time() - began)
-        return min(times)
+        hashed.clear()
 
-    assert seconds(3000, 0) < 30 * seconds(300, 0)
-    assert seconds(300, 3000) < 3 * seconds(300, 0)
+        def count(frame, event, argument):
+            nonlocal lines
+            lines += event == "line"
+            return count
+
+        before = sys.gettrace()
+        sys.settrace(count)
+        try:
+            threads.match(messages)
+        finally:
+            sys.settrace(before)
+        return lines, sum(hashed)
+
+    lines, characters = work(300, 0)
+    assert lines > 300 and characters > 300 * 200
+    many, longer = work(3000, 0)
+    assert many <= 10 * lines and longer <= 10 * characters
+    assert work(300, 3000) == (lines, characters)
 
 
 def nodes_of(threads):
