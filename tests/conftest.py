@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from hypothesis import settings
 
+import warm
 from campaigns import Campaign, CampaignTable, set_whole
 from durations import DurationsTable
 from token_identity import watched
@@ -45,6 +46,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def whole(request: pytest.FixtureRequest) -> bool:
     """Whether campaigns run whole."""
     return bool(request.config.getoption("--whole"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def commands_are_warm() -> Iterator[None]:
+    """`python -m verbatim.cli ...` is forked from a process that has imported everything (warm.py)."""
+    with warm.commands():
+        yield
 
 
 @pytest.fixture
