@@ -5,14 +5,13 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 from byte_renderer import call, say
+from rollouts.clocks import set_forward
 from verbatim import Example
 from verbatim.environments.base import Episode, Reply
-from verbatim.rollouts import episode as episode_module
-from verbatim.rollouts import supervised
+from verbatim.rollouts.supervised import GRACE
 from verbatim.tools import FunctionTool
 from verbatim.tools.base import ToolResult
 
@@ -69,14 +68,13 @@ class Task(Episode):
 
 
 class Misbehaving:
-    """`mode` is what `where` does; nothing, by default. `grace` shortens what this process waits for it."""
+    """`mode` is what `where` does; nothing, by default. What goes on for ever sets the clock of its event loop forward
+    by `forward` seconds, past its deadline, and past what is left to it when it ignores that."""
 
-    def __init__(self, where: str = "", mode: str = "", folder: str = "", grace: float | None = None):
-        self.where, self.mode, self.folder = where, mode, Path(folder)
+    def __init__(self, where: str = "", mode: str = "", folder: str = "", forward: float = 0.0):
+        self.where, self.mode, self.folder, self.forward = where, mode, Path(folder), forward
         self.kept = []
         self.num_examples_calls = 0
-        if grace is not None:
-            supervised.GRACE = episode_module.CLOSING = grace
 
     def does(self, where, mode):
         return (self.where, self.mode) == (where, mode)
@@ -107,9 +105,7 @@ class Misbehaving:
             case "killed":
                 os.kill(os.getpid(), 9)
             case "block":
-                time.sleep(1000)
-            case "block briefly":
-                time.sleep(0.2)
+                threading.Event().wait()
             case "wrong type":
                 return WRONG[where]
             case "huge":
@@ -117,11 +113,11 @@ class Misbehaving:
             case "no number":
                 return NO_NUMBER[where]()
             case "threads":
-                self.kept += [threading.Thread(target=time.sleep, args=(60,), daemon=True) for _ in range(5)]
+                self.kept += [threading.Thread(target=threading.Event().wait, daemon=True) for _ in range(5)]
                 for thread in self.kept[-5:]:
                     thread.start()
             case "processes":
-                program = subprocess.Popen(["sleep", "60"])
+                program = subprocess.Popen(["sleep", "infinity"])
                 (self.folder / f"left-{program.pid}").touch()
             case "files":
                 self.kept += [os.open(os.devnull, os.O_RDONLY) for _ in range(5)]
@@ -131,15 +127,19 @@ class Misbehaving:
         """What a method returns that may wait."""
         if self.where != where:
             return good
-        if self.mode == "hang":
-            await asyncio.Event().wait()
-        if self.mode == "swallow":
-            until = time.monotonic() + 3
-            while time.monotonic() < until:
+        loop = asyncio.get_running_loop()
+        if self.mode in ("hang", "swallow"):
+            until = loop.time() + 1000  # after which it is given up that it is given up
+            if self.forward:
+                set_forward(self.forward)
+            if self.mode == "hang":
+                await asyncio.Event().wait()
+            while loop.time() < until:
                 try:
-                    await asyncio.sleep(until - time.monotonic())
+                    await asyncio.sleep(until - loop.time())
                 except asyncio.CancelledError:
-                    continue
+                    if self.forward:
+                        set_forward(GRACE + 1)
         await asyncio.sleep(0)
         return self.act(where, good)
 

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from byte_renderer import VOCAB_SIZE, ByteRenderer
+from campaigns import sized
 from faults.misbehaving import Misbehaving, pokes_then_speaks
 from orchestrator.loop_runs import FakeTrainer, Notes
+from orchestrator.virtual_runs import virtual_time
 from rollouts.players import contents
 from verbatim.credit.default import default_advantage
 from verbatim.curriculum import ExampleSchedule
@@ -26,48 +28,44 @@ from verbatim.orchestrator.base import RunSchedule
 from verbatim.orchestrator.dispatcher import Dispatcher
 from verbatim.orchestrator.loop import Orchestrator
 from verbatim.rollouts import EpisodeLimits, EpisodeTally, GroupRun, LocalRunner, RolloutSetup, supervised
-from verbatim.rollouts import episode as episode_module
 from verbatim.rollouts.backends import RunnerInputs
+from verbatim.rollouts.episode import CLOSING
 from verbatim.rollouts.processes.runner import process_runner
 from verbatim.rollouts.workers import pool as worker_pool
 from verbatim.rollouts.workers.episodes import RemoteSetup
 from verbatim.trajectories import Ledger
-from waiting import until
+from waiting import HANGS, until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.campaign
 
 STEPS, GROUP, GROUPS = 3, 2, 3
-PATIENT = EpisodeLimits(timeout=60.0, tool_timeout=20.0, max_turns=4)
-HURRIED = EpisodeLimits(timeout=1.0, tool_timeout=0.3, max_turns=4)
-"""For what waits for ever."""
-GRACE = 0.1
+VIRTUAL = EpisodeLimits(timeout=20.0, tool_timeout=10.0, max_turns=4)
+"""On a clock that jumps: only what waits for ever takes any time."""
+LIMITS = EpisodeLimits(timeout=2 * HANGS, tool_timeout=HANGS, max_turns=4)
+FORWARD = {"tool": LIMITS.tool_timeout + 1, "close": CLOSING + 1}
+"""Seconds, by method, after which it is too late; `LIMITS.timeout + 1` for all others."""
 
 ASYNC = ("start", "reply", "tool", "run", "score", "close")
 METHODS = (*ASYNC, "tools", "state_key")
 RAISED = {"raise": "RuntimeError", "SystemExit": "SystemExit", "KeyboardInterrupt": "KeyboardInterrupt",
           "GeneratorExit": "GeneratorExit"}  # fmt: skip
 NAMES = {"tools": "the episode's tools"}
-LATE = "timeout: the episode took more than 1 s"
 LEAKS = ("threads", "processes", "files")
 
 
-def limits_of(mode):
-    return HURRIED if mode in ("hang", "swallow", "block") else PATIENT
-
-
-def expected():
+def expected(limits):
     """(method, mode) -> how the error of its episodes begins; None where they do not fail."""
-    found = {}
+    found, late = {}, f"timeout: the episode took more than {limits.timeout:g} s"
     for where, mode in itertools.product(METHODS, RAISED):
         found[where, mode] = f"environment: {NAMES.get(where, where)} raised {RAISED[mode]}"
         if where == "tool":
             found[where, mode] = None  # the model is told; it is counted in `tool_errors`
     for where in ASYNC:
-        found[where, "hang"] = LATE
-        found[where, "swallow"] = f"{LATE}: {where} ignored its cancellation, and was left behind"
+        found[where, "hang"] = late
+        found[where, "swallow"] = f"{late}: {where} ignored its cancellation, and was left behind"
     found["tool", "hang"] = found["tool", "swallow"] = None
-    found["close", "hang"] = "environment: close took more than 0.1 s"
-    found["close", "swallow"] = "environment: close went on after 0.1 s, and was left behind"
+    found["close", "hang"] = f"environment: close took more than {CLOSING:g} s"
+    found["close", "swallow"] = f"environment: close went on after {CLOSING:g} s, and was left behind"
     found["start", "wrong type"] = "environment: the episode's messages: None; expected a list of messages"
     found["reply", "wrong type"] = "environment: reply returned 'done'; expected verbatim.environments.Reply"
     found["tools", "wrong type"] = "environment: the episode's tools: ToolManager(7); expected a list of tools"
@@ -90,7 +88,7 @@ def expected():
 
 def expected_in_processes():
     """As above; and what only a process can be kept from."""
-    found = expected()
+    found = expected(LIMITS)
     for where in METHODS:
         found[where, "exit"] = "worker: its process ended with status 0"
         found[where, "block"] = "worker: it did not end an episode within"
@@ -98,34 +96,21 @@ def expected_in_processes():
     return found
 
 
-HERE, IN_PROCESSES = expected(), expected_in_processes()
-SHORT_HERE = [("start", "SystemExit"), ("score", "KeyboardInterrupt"), ("run", "hang"), ("score", "swallow"),
-              ("reply", "wrong type"), ("tool", "raise"), ("score", "no number"), ("close", "raise"),
-              ("state_key", "huge"), ("tools", "threads"), ("reply", "files")]  # fmt: skip
-SHORT_IN_PROCESSES = [("score", "exit"), ("reply", "block"), ("tool", "processes")]
-assert {*SHORT_HERE} <= {*HERE} and {*SHORT_IN_PROCESSES} <= {*IN_PROCESSES}
+HERE, IN_PROCESSES = expected(VIRTUAL), expected_in_processes()
+SHORT_HERE = sorted(HERE, key=lambda case: (case[1], METHODS.index(case[0])))[::3]
+SHORT_IN_PROCESSES = [("score", "exit"), ("reply", "block"), ("tool", "processes"), ("close", "swallow")]
+assert {*SHORT_IN_PROCESSES} <= {*IN_PROCESSES}
+assert {where for where, _ in SHORT_HERE} == {*METHODS}
+assert {mode for _, mode in SHORT_HERE} == {mode for _, mode in HERE}
 assert len(HERE) >= 60
 
 
-def pytest_generate_tests(metafunc):
-    whole = metafunc.config.getoption("--whole", default=False)
-    for name, short, all_cases in (("here", SHORT_HERE, HERE), ("there", SHORT_IN_PROCESSES, IN_PROCESSES)):
-        if name in metafunc.fixturenames:
-            metafunc.parametrize(name, list(all_cases) if whole else short, ids=" ".join)
-
-
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch):
-    monkeypatch.setattr(supervised, "GRACE", GRACE)
-    monkeypatch.setattr(episode_module, "CLOSING", GRACE)
-    monkeypatch.setattr(worker_pool, "GRACE", 1.0)
-
-
 class Run:
-    """A few steps on two environments, `good` and `bad`; the bad one's episodes are played by `player`."""
+    """A few steps on two environments, `good` and `bad`; the bad one's episodes are played by `player`, as many at a
+    time as `slots` says."""
 
-    def __init__(self, tmp_path, bad, player, steps=STEPS):
-        self.steps, self.limits = steps, limits_of(bad.mode)
+    def __init__(self, tmp_path, bad, player, steps=STEPS, limits=LIMITS, slots=64):
+        self.steps, self.limits, self.slots = steps, limits, slots
         self.tally, self.notes, self.ledger = EpisodeTally(), Notes(), Ledger()
         self.sampler = ScriptedSampler(script=pokes_then_speaks, vocab_size=VOCAB_SIZE, context_length=400)
         self.environments = {"good": Misbehaving(), "bad": bad}
@@ -154,13 +139,12 @@ class Run:
     def setup(self, label, player):
         return RolloutSetup(
             env=label, environment=self.environments[label], sampler=self.sampler, renderer=ByteRenderer(),
-            params=SamplingParams(), limits=self.limits if label == "bad" else PATIENT, slots=asyncio.Semaphore(64),
-            runner=player, tally=self.tally,
+            params=SamplingParams(), limits=self.limits if label == "bad" else LIMITS, runner=player, tally=self.tally,
+            slots=asyncio.Semaphore(self.slots if label == "bad" else 64),
         )  # fmt: skip
 
     async def go(self):
-        async with asyncio.timeout(600):  # workers that are killed start again, one at a time on a busy machine
-            assert await self.orchestrator.run()
+        assert await self.orchestrator.run()
         assert [step for step, _, _ in self.notes.steps] == list(range(1, self.steps + 1))
         self.ledger.check(pending=0)
 
@@ -180,7 +164,7 @@ async def alone(run, group):
         sampler.policy_version = version
         quiet = RolloutSetup(
             env="good", environment=Misbehaving(), sampler=sampler, renderer=ByteRenderer(), params=SamplingParams(),
-            limits=PATIENT, slots=asyncio.Semaphore(64),
+            limits=LIMITS, slots=asyncio.Semaphore(64),
         )  # fmt: skip
         example = next(e for e in Misbehaving().examples("train") if e.id == group.example_id)
         index = int(group.group_id.partition("-")[2])
@@ -227,12 +211,19 @@ def runs(pid):
     return False
 
 
+@pytest.mark.parametrize("here", sized(SHORT_HERE, [*HERE]), ids=" ".join)
+@pytest.mark.realtime
+@virtual_time
 async def test_played_here_it_costs_its_own_episodes(tmp_path, campaign, here):
-    where, mode = here
     row = campaign("environments, played here")
     row.add(wrong=True)
+    await play_here(tmp_path, *here)
+    row.wrong -= 1
+
+
+async def play_here(tmp_path, where, mode):
     bad = Misbehaving(where, mode, str(tmp_path))
-    run = Run(tmp_path, bad, LocalRunner())
+    run = Run(tmp_path, bad, LocalRunner(), limits=VIRTUAL)
     try:
         await run.go()
         await check(run, where, mode, HERE[where, mode])
@@ -243,20 +234,59 @@ async def test_played_here_it_costs_its_own_episodes(tmp_path, campaign, here):
         for kept in bad.kept:
             if isinstance(kept, int):
                 os.close(kept)
-    row.wrong -= 1
 
 
+def swallows_what_is_raised(monkeypatch):
+    ends = supervised.Guard.__exit__
+    monkeypatch.setattr(supervised.Guard, "__exit__", lambda *given: ends(*given[:1], None, None, None) or True)
+
+
+def counts_no_failure(monkeypatch):
+    monkeypatch.setattr(EpisodeTally, "failed", lambda self, trajectory: None)
+
+
+def lets_one_environment_change_another(monkeypatch):
+    monkeypatch.setattr(Misbehaving, "num_started", 0, raising=False)
+    start = Misbehaving.start
+
+    async def counted(self, example, seed):
+        Misbehaving.num_started += 1
+        return await start(self, example, seed + Misbehaving.num_started // 10)
+
+    monkeypatch.setattr(Misbehaving, "start", counted)
+
+
+@pytest.mark.parametrize(
+    "fault", [swallows_what_is_raised, counts_no_failure, lets_one_environment_change_another],
+    ids=lambda fault: fault.__name__,
+)  # fmt: skip
+def test_a_fault_of_the_run_is_found(tmp_path, monkeypatch, fault):
+    with monkeypatch.context() as planted, pytest.raises(AssertionError):
+        fault(planted)
+        virtual_time(play_here)(tmp_path, "close", "SystemExit")
+
+
+@pytest.mark.parametrize("there", sized(SHORT_IN_PROCESSES, [*IN_PROCESSES]), ids=" ".join)
+@pytest.mark.realtime
+@pytest.mark.slow
 async def test_played_in_processes_it_costs_its_own_episodes(tmp_path, campaign, monkeypatch, there):
     where, mode = there
-    if mode == "block":
+    monkeypatch.setattr(worker_pool, "LONGEST_PAUSE", 0.0)
+    limits, slots = LIMITS, 64
+    if mode == "block":  # an episode that is cut off before it blocks ends with the same error
         monkeypatch.setattr(worker_pool, "GRACE", 0.1)
+        monkeypatch.setattr(worker_pool, "MOST_ATTEMPTS", 1)
+        limits = EpisodeLimits(timeout=1.0, max_turns=4)
+    if mode in ("hang", "swallow"):  # one at a time, as all that a worker plays have its clock
+        slots = 1
     row = campaign("environments, in processes")
     row.add(wrong=True)
     args = {"where": where, "mode": mode, "folder": str(tmp_path)}
-    setup = RemoteSetup(env="bad", name="faults.misbehaving.Misbehaving", args={**args, "grace": GRACE},
-                        params=SamplingParams(), limits=limits_of(mode))  # fmt: skip
+    forward = FORWARD.get(where, LIMITS.timeout + 1)
+    setup = RemoteSetup(env="bad", name="faults.misbehaving.Misbehaving", args={**args, "forward": forward},
+                        params=SamplingParams(), limits=LIMITS)  # fmt: skip
     relay = Relay()
-    run = Run(tmp_path, Misbehaving(**args), relay, steps=2)
+    run = Run(tmp_path, Misbehaving(**args), relay, steps=2, limits=limits, slots=slots)
     inputs = RunnerInputs(setups={("train", "bad"): setup}, sampler=run.sampler, renderer=ByteRenderer(), workers=2)
     async with process_runner(inputs) as player:
         relay.runner = player
