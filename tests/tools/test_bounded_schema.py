@@ -1,6 +1,7 @@
 """Schemas that would take for ever to check: the call's arguments are refused in bounded time."""
 
-import time
+import itertools
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +11,7 @@ from verbatim.tools.base import ToolArgumentsError
 from verbatim.tools.json_arguments import JsonArguments
 from verbatim.tools.manager import ToolManager
 from verbatim.types import ToolCall
+from waiting import HANGS
 
 SLOW = "^(a|aa)+$"
 TEXT = "a" * 60 + "b"
@@ -44,21 +46,34 @@ SCHEMAS = {
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_arguments_that_cannot_be_checked_in_time_are_refused(name, monkeypatch):
-    monkeypatch.setattr(json_arguments, "SECONDS", 0.2)
+    """Without a limit, each of them takes longer than there is time."""
+    monkeypatch.setattr(json_arguments, "SECONDS", 0.05)
     schema, arguments = SCHEMAS[name]
     checked = JsonArguments(schema, "tool look")
-    began = time.process_time()
     with pytest.raises(ToolArgumentsError, match="cannot be checked against the tool's schema"):
         checked.validate(arguments)
-    assert time.process_time() - began < 2
+
+
+@pytest.mark.parametrize(("after", "is_refused"), [(0.5, False), (1.5, True)])
+def test_the_limit_is_one_of_processor_time(after, is_refused, monkeypatch):
+    """A machine that stands still refuses no call."""
+    clock = itertools.chain([100.0], itertools.repeat(100.0 + after))
+    monkeypatch.setattr(json_arguments, "time", SimpleNamespace(thread_time=lambda: next(clock)))
+    checked = JsonArguments(of(at={"type": "string"}), "tool look")
+    if is_refused:
+        with pytest.raises(ToolArgumentsError, match="that takes more than 1 s"):
+            checked.validate({"at": "Bonn"})
+    else:
+        assert checked.validate({"at": "Bonn"}) == {"at": "Bonn"}
 
 
 async def test_such_a_call_is_answered_and_counted(monkeypatch):
-    monkeypatch.setattr(json_arguments, "SECONDS", 0.2)
     tools = ToolManager([{"name": "look", "parameters": SCHEMAS["a pattern"][0], "function": lambda at: at}])
-    limits = {"timeout": 60, "output_limit": None}
+    limits = {"timeout": HANGS, "output_limit": None}
+    monkeypatch.setattr(json_arguments, "SECONDS", 0.05)
     outcome = await tools.dispatch(ToolCall(name="look", arguments={"at": TEXT}, raw=""), **limits)
     assert outcome.error_kind == "invalid_arguments"
+    monkeypatch.undo()
     outcome = await tools.dispatch(ToolCall(name="look", arguments={"at": "aaa"}, raw=""), **limits)
     assert (outcome.error_kind, outcome.message["content"]) == (None, "aaa")
 

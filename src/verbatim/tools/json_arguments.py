@@ -21,7 +21,7 @@ from verbatim.errors import ComponentError
 from verbatim.tools.base import ToolArgumentsError
 
 SECONDS = 1.0
-"""Seconds to check the arguments of one call."""
+"""Processor seconds to check the arguments of one call: a machine that stands still refuses no call."""
 MOST_ERRORS = 20
 """Most errors that are reported for one call."""
 MOST_VALUES = 100_000
@@ -65,7 +65,7 @@ class JsonArguments:
 
     def validate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments, if they are valid; else a ToolArgumentsError that says where and why."""
-        token = _deadline.set(time.monotonic() + SECONDS)
+        token = _deadline.set(time.thread_time() + SECONDS)
         try:
             wrong = list(islice(self._validator.iter_errors(dict(arguments)), MOST_ERRORS))
         except (_TooLong, RecursionError) as error:
@@ -92,7 +92,7 @@ class _TooLong(Exception):
 
 
 def _time_left() -> float:
-    left = _deadline.get() - time.monotonic()
+    left = _deadline.get() - time.thread_time()
     if left <= 0:
         raise _TooLong
     return left
