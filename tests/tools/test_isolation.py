@@ -6,6 +6,8 @@ from verbatim.errors import UsageError
 from verbatim.tools import isolation as module
 from verbatim.tools.isolation import ISOLATIONS, Isolation, SandboxLimits, find_isolation, why_not
 
+pytestmark = pytest.mark.realtime
+
 
 @pytest.fixture(autouse=True)
 def _nothing_remembered():

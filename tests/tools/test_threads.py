@@ -2,17 +2,19 @@
 
 import asyncio
 import contextvars
+import functools
 import gc
 import multiprocessing
 import threading
-import time
 import weakref
 
 import pytest
 
 from verbatim.tools import threads
 from verbatim.tools.threads import in_thread
+from waiting import HANGS, until, wait_until
 
+pytestmark = pytest.mark.realtime
 CALLER = contextvars.ContextVar("caller")
 
 
@@ -26,6 +28,7 @@ def test_calls_one_after_the_other_share_a_thread(monkeypatch):
 
     monkeypatch.setattr(threads, "_Worker", Counted)
     monkeypatch.setattr(threads, "_idle", [])
+    monkeypatch.setattr(threads, "KEPT_SECONDS", HANGS)
 
     async def many():
         return {await in_thread(threading.get_ident) for _ in range(50)}
@@ -38,7 +41,7 @@ def test_calls_at_a_time_have_a_thread_each():
     together = threading.Barrier(40)
 
     async def many():
-        return await asyncio.gather(*(in_thread(lambda: together.wait(60)) for _ in range(40)))
+        return await asyncio.gather(*(in_thread(lambda: together.wait(HANGS)) for _ in range(40)))
 
     assert sorted(asyncio.run(many())) == list(range(40))
 
@@ -47,7 +50,7 @@ def test_a_call_that_hangs_holds_no_other():
     end = threading.Event()
 
     async def beside():
-        hanging = asyncio.ensure_future(in_thread(lambda: end.wait(60)))
+        hanging = asyncio.ensure_future(in_thread(end.wait))
         assert [await in_thread(lambda: 1) for _ in range(5)] == 5 * [1]
         hanging.cancel()
         end.set()
@@ -89,13 +92,9 @@ def test_a_thread_that_waits_keeps_nothing_of_its_last_call():
 
     async def call():
         gone = weakref.ref(await in_thread(Large))
-        for _ in range(3000):
-            if gone() is None:
-                return True
-            await asyncio.sleep(0.01)
-        return False
+        await until(lambda: gone() is None)
 
-    assert asyncio.run(call())
+    asyncio.run(call())
 
 
 def test_what_a_call_held_that_raised_is_freed_with_its_exception():
@@ -119,11 +118,7 @@ def test_what_a_call_held_that_raised_is_freed_with_its_exception():
     gc.disable()
     try:
         asyncio.run(call())
-        for _ in range(3000):  # the thread may still be on its way out of the call
-            if held[0]() is None:
-                break
-            time.sleep(0.01)
-        assert held[0]() is None
+        wait_until(lambda: held[0]() is None)  # the thread may still be on its way out of the call
     finally:
         gc.enable()
 
@@ -134,7 +129,7 @@ def test_an_idle_thread_ends_and_the_next_call_starts_another(monkeypatch):
 
     async def twice():
         first = await in_thread(threading.current_thread)
-        await asyncio.to_thread(first.join, 60)
+        await asyncio.to_thread(first.join, HANGS)
         assert not first.is_alive() and threads._idle == []
         second = await in_thread(threading.current_thread)
         return first is second
@@ -143,17 +138,26 @@ def test_an_idle_thread_ends_and_the_next_call_starts_another(monkeypatch):
 
 
 def test_a_burst_of_calls_leaves_no_more_threads_than_are_kept(monkeypatch):
+    """Forty calls at a time, which end one after the other."""
     monkeypatch.setattr(threads, "MOST_KEPT", 8)
+    monkeypatch.setattr(threads, "KEPT_SECONDS", HANGS)
     monkeypatch.setattr(threads, "_idle", [])
 
     async def burst(count):
-        together = threading.Barrier(count)
+        together, may_end = threading.Barrier(count + 1), [threading.Event() for _ in range(count)]
 
-        def call():
-            together.wait(60)
+        def call(number):
+            together.wait(HANGS)
+            may_end[number].wait(HANGS)
             return threading.current_thread()
 
-        return {*await asyncio.gather(*(in_thread(call) for _ in range(count)))}
+        calls = [asyncio.create_task(in_thread(functools.partial(call, number))) for number in range(count)]
+        await asyncio.to_thread(together.wait, HANGS)
+        found = []
+        for event, each in zip(may_end, calls, strict=True):
+            event.set()
+            found.append(await each)
+        return {*found}
 
     async def two():
         found = await burst(40)
@@ -161,12 +165,10 @@ def test_a_burst_of_calls_leaves_no_more_threads_than_are_kept(monkeypatch):
         monkeypatch.setattr(threads, "KEPT_SECONDS", 0.01)
         await burst(kept)
         for thread in found:
-            await asyncio.to_thread(thread.join, 60)
+            await asyncio.to_thread(thread.join, HANGS)
         return len(found), kept, any(thread.is_alive() for thread in found)
 
-    count, kept, alive = asyncio.run(two())
-    assert (count, alive) == (40, False)
-    assert 8 <= kept <= 16, "a few more, where several threads look at a time"
+    assert asyncio.run(two()) == (40, 8, False)
 
 
 def _calls(result):
@@ -179,5 +181,5 @@ def test_a_forked_process_starts_its_own():
     result = context.SimpleQueue()
     process = context.Process(target=_calls, args=(result,))
     process.start()
-    process.join(60)
+    process.join(HANGS)
     assert process.exitcode == 0 and result.get() == "forked"

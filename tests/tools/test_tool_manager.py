@@ -18,6 +18,7 @@ from verbatim.errors import ComponentError, UsageError
 from verbatim.tools import FunctionTool, McpTools, ToolFailed, ToolManager, ToolResult
 from verbatim.types import ToolCall
 from verbatim.user_code import let_go
+from waiting import HANGS, until
 
 
 def look(place: str) -> str:
@@ -120,11 +121,7 @@ async def test_what_a_tool_held_that_raised_is_freed_with_the_outcome(how, error
         if outcome.fault is not None and error is not asyncio.CancelledError:
             assert "in fails\n" in "".join(traceback.format_exception(outcome.fault))
         let_go(outcome.fault)
-        for _ in range(1000):  # a thread may still be on its way out of the call
-            if held[0]() is None:
-                break
-            await asyncio.sleep(0.01)
-        assert held[0]() is None
+        await until(lambda: held[0]() is None)  # a thread may still be on its way out of the call
     finally:
         gc.enable()
 
@@ -260,11 +257,12 @@ async def test_a_tool_of_another_make_that_returns_nonsense_is_an_answer():
     assert outcome.message["content"] == "Error: odd failed: it returned int, not text"
 
 
+@pytest.mark.realtime
 async def test_a_hung_tool_is_left_behind_at_its_deadline():
     release, freed = threading.Event(), asyncio.Event()
 
     def blocks() -> str:
-        release.wait(300)
+        release.wait()
         return "late"
 
     async def swallows() -> str:
@@ -275,24 +273,25 @@ async def test_a_hung_tool_is_left_behind_at_its_deadline():
 
     manager = ToolManager([blocks, swallows])
     for name in manager:
-        outcome = await asyncio.wait_for(manager.dispatch(call(name, {}), timeout=0.02), 60)
+        outcome = await asyncio.wait_for(manager.dispatch(call(name, {}), timeout=0.02), HANGS)
         assert outcome.error_kind == "timeout"
         assert "within 0.02 seconds" in outcome.message["content"]
     release.set()
     freed.set()
 
 
+@pytest.mark.realtime
 async def test_hung_tools_do_not_hold_up_others():
     release = threading.Event()
 
     def blocks() -> str:
-        release.wait(300)
+        release.wait()
         return "late"
 
     manager = ToolManager([blocks, look])
     hung = [asyncio.create_task(manager.dispatch(call("blocks", {}))) for _ in range(40)]
     await asyncio.sleep(0)
-    assert (await asyncio.wait_for(manager.dispatch(call()), 60)).error_kind is None
+    assert (await asyncio.wait_for(manager.dispatch(call()), HANGS)).error_kind is None
     assert not any(task.done() for task in hung)
     release.set()
     assert {outcome.message["content"] for outcome in await asyncio.gather(*hung)} == {"late"}
@@ -304,7 +303,7 @@ async def test_cancelling_the_caller_cancels_the_tool_and_is_not_swallowed():
     async def waits() -> str:
         begun.set()
         try:
-            await asyncio.sleep(600)
+            await asyncio.Event().wait()
         finally:
             ended.set()
         return ""
@@ -314,7 +313,7 @@ async def test_cancelling_the_caller_cancels_the_tool_and_is_not_swallowed():
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await asyncio.wait_for(ended.wait(), 60)
+    await asyncio.wait_for(ended.wait(), HANGS)
 
 
 async def test_an_answer_that_is_too_long_is_cut_to_the_limit_and_says_so():
@@ -445,7 +444,7 @@ async def test_calls_at_one_time_run_at_one_time():
 
     manager = ToolManager([meet])
     outcomes = await asyncio.gather(
-        *(manager.dispatch(call("meet", {"number": i}), timeout=60) for i in range(20))
+        *(manager.dispatch(call("meet", {"number": i}), timeout=HANGS) for i in range(20))
     )
     assert [outcome.message["content"] for outcome in outcomes] == [str(i) for i in range(20)]
 
@@ -489,6 +488,7 @@ def test_what_only_holds_tools_is_refused_with_how_to_give_them():
             ToolManager(wrong)
 
 
+@pytest.mark.realtime
 def test_importing_the_tools_imports_no_mcp():
     script = "import sys, verbatim.tools; print([m for m in ('mcp', 'anyio', 'jsonschema') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
@@ -544,10 +544,10 @@ async def test_an_inline_function_runs_without_a_task_and_what_it_gives_to_await
         tasks.append(asyncio.current_task())
         return f"{at} it is"
 
-    def wait(seconds: float):
+    def wait(for_ever: bool):
         async def later():
             tasks.append(asyncio.current_task())
-            await asyncio.sleep(seconds)
+            await (asyncio.Event().wait() if for_ever else asyncio.sleep(0))
             return "waited"
 
         return later()
@@ -557,8 +557,8 @@ async def test_an_inline_function_runs_without_a_task_and_what_it_gives_to_await
 
     tools = ToolManager([FunctionTool(f, inline=True, description="") for f in (look, wait, leave)])
     assert (await tools.dispatch(ToolCall(name="look", arguments={"at": "Bonn"}))).message["content"] == "Bonn it is"
-    assert (await tools.dispatch(ToolCall(name="wait", arguments={"seconds": 0}))).message["content"] == "waited"
-    late = await tools.dispatch(ToolCall(name="wait", arguments={"seconds": 60}), timeout=0.01)
+    assert (await tools.dispatch(ToolCall(name="wait", arguments={"for_ever": False}))).message["content"] == "waited"
+    late = await tools.dispatch(ToolCall(name="wait", arguments={"for_ever": True}), timeout=0.01)
     assert late.error_kind == "timeout"
     left = await tools.dispatch(ToolCall(name="leave", arguments={}))
     assert left.error_kind == "exception" and "sys.exit(3)" in left.message["content"]
