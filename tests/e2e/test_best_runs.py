@@ -132,6 +132,7 @@ def test_from_python_the_result_says_both(place: Path):
     assert result.summary["best"]["step"] in (0, 1)
 
 
+@pytest.mark.realtime
 def test_a_trainer_in_a_process_of_its_own_leaves_the_same_and_nothing_else(place: Path, measured: Path):
     typed = ["rl", "run.toml", "--run-dir", "two", "--max-steps", str(STEPS), "--trainer.separate-process", "true"]
     assert main(typed) == 0

@@ -24,6 +24,7 @@ from verbatim.checkpoints import find_checkpoint, find_damage, read_json, read_o
 from verbatim.cli.exit_status import INTERRUPTED
 from verbatim.cli.main import main
 from verbatim.errors import UsageError
+from verbatim.fates.files import files_in
 from verbatim.monitors.trajectory_log import read_evaluated
 from verbatim.run import fork as forking
 from verbatim.run.training_run import TrainingRun
@@ -128,6 +129,14 @@ def test_a_fork_of_a_fork_says_both_and_best_and_latest_are_steps_too(place: Pat
     assert [origin.step for origin in origins] == [best, best, STEPS] and 0 < best < STEPS
     assert origins[1].run == str(first.resolve())
     assert origins[1].forked_from == origins[0] and origins[0].forked_from is None
+
+
+def test_a_fork_begins_with_the_logs_and_episodes_up_to_its_step(place: Path, whole: Path):
+    run = begun(place, f"whole@{AT}", "beginning")
+    assert [(line["kind"], line["step"]) for line in lines(run / "metrics.jsonl")] == [
+        ("eval", 0), ("train", 1), ("train", 2), ("eval", 2), ("train", 3)
+    ]  # fmt: skip
+    assert list(files_in(run / "trajectories")) == [1, 2, 3] and list(files_in(run / "evaluations")) == [0, 2]
 
 
 def test_the_checkpoint_of_the_best_evaluation_comes_along(place: Path, whole: Path):
@@ -342,6 +351,7 @@ kl_ref_tau = 0.1
 
 
 @pytest.mark.extras
+@pytest.mark.realtime
 def test_a_fork_of_adapters_on_a_model_that_the_run_made_stands_alone(tmp_path: Path):
     """Adapters belong to what the run built and warm-started in its folder, and so does the reference."""
     with warm_started_workplace(tmp_path, ADAPTED) as folder, light_runs():

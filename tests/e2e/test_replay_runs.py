@@ -249,7 +249,7 @@ KINDS = {
 
 
 @pytest.mark.extras
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("kind", [pytest.param("overlapping", marks=pytest.mark.realtime), "taught adapters"])
 def test_steps_of_other_runs_replay_too(place: Path, kind: str):
     """Two processes that overlap, which pack trees and take two optimizer steps; adapters beside a reference, and a
     teacher, whose logprobs are stored."""
