@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+import socket
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -49,17 +51,12 @@ def long(length: int) -> str:
 
 
 @server.tool()
-async def wait(seconds: float, log: str = os.devnull) -> str:
+async def wait(end: str, log: str = os.devnull) -> str:
+    """For a file."""
     await asyncio.to_thread(Path(log).touch)
-    await asyncio.sleep(seconds)
+    while not Path(end).exists():  # noqa: ASYNC110, ASYNC240
+        await asyncio.sleep(0.01)
     return "waited"
-
-
-@server.tool()
-def hang() -> str:
-    """The whole server, for ever."""
-    while True:
-        time.sleep(1)
 
 
 @server.tool()
@@ -71,9 +68,16 @@ def die(log: str = os.devnull) -> str:
 
 
 @server.tool()
-async def die_soon() -> str:
-    asyncio.get_running_loop().call_later(0.05, os._exit, 3)
-    return "soon"
+def die_later(log: str) -> str:
+    """Once there is this file."""
+
+    def die():
+        while not Path(log).exists():
+            time.sleep(0.01)
+        os._exit(3)
+
+    threading.Thread(target=die, daemon=True).start()
+    return "later"
 
 
 @server.tool()
@@ -88,8 +92,18 @@ def exchange_tools() -> str:
     return "done"
 
 
+def serve(port: int) -> None:
+    import uvicorn
+
+    with socket.socket() as own:
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # the test holds the port, and does not listen
+        own.bind(("127.0.0.1", port))
+        app = server.streamable_http_app(host="127.0.0.1")
+        uvicorn.Server(uvicorn.Config(app, log_level="critical")).run(sockets=[own])
+
+
 if __name__ == "__main__":
     if sys.argv[1:]:
-        server.run("streamable-http", port=int(sys.argv[1]))
+        serve(int(sys.argv[1]))
     else:
         server.run()

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,14 +19,16 @@ from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import MultiTurnRollout
 from verbatim.tools import McpTools, ToolManager
 from verbatim.types import ToolCall
+from waiting import HANGS
+from waiting import wait_until as until
 
-pytestmark = pytest.mark.extras
+pytestmark = [pytest.mark.extras, pytest.mark.realtime]
 
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
 
 
 def stdio(**options):
-    return McpTools.stdio(sys.executable, [SERVER], **options)
+    return McpTools.stdio(sys.executable, [SERVER], **{"connect_timeout": HANGS, **options})
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def tools():
         yield ToolManager(source.tools)
 
 
-async def dispatch(manager, name, patience=120.0, **arguments):
+async def dispatch(manager, name, patience=HANGS, **arguments):
     outcome = await manager.dispatch(ToolCall(name=name, arguments=arguments, id="call_0"), timeout=patience)
     return outcome.error_kind, outcome.message["content"]
 
@@ -53,13 +54,6 @@ def is_alive(pid):
     return True
 
 
-def until(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @contextlib.contextmanager
 def http_server(port):
     process = subprocess.Popen([sys.executable, SERVER, str(port)])
@@ -71,10 +65,13 @@ def http_server(port):
         process.wait()
 
 
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+@contextlib.contextmanager
+def held_port():
+    """A port that no other program takes meanwhile, and nothing listens on."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
 
 
 # ---- what it offers and answers
@@ -109,7 +106,7 @@ def test_whatever_the_server_answers_becomes_text_or_a_counted_message(tools, na
 
 def test_a_long_answer_is_cut_like_any_other(tools):
     call = ToolCall(name="long", arguments={"length": 3_000_000}, id="call_0")
-    outcome = asyncio.run(tools.dispatch(call, timeout=120, output_limit=1000))
+    outcome = asyncio.run(tools.dispatch(call, timeout=HANGS, output_limit=1000))
     assert (outcome.error_kind, len(outcome.message["content"])) == ("oversize", 1000)
     assert outcome.message["content"].endswith("[cut: the answer had 3000000 characters]")
 
@@ -121,12 +118,15 @@ def test_many_calls_share_the_session_and_get_their_own_answers(tools):
     assert asyncio.run(many()) == [(None, str(i + 1000)) for i in range(100)]
 
 
-def test_a_call_that_takes_too_long_is_given_up_and_the_others_go_on(tools):
+def test_a_call_that_takes_too_long_is_given_up_and_the_others_go_on(tools, tmp_path):
+    never, soon = str(tmp_path / "never"), tmp_path / "soon"
+
     async def three():
-        return await asyncio.gather(
-            dispatch(tools, "wait", patience=0.3, seconds=60), dispatch(tools, "wait", seconds=0.6),
-            dispatch(tools, "add", a=1, b=2),
-        )  # fmt: skip
+        other = asyncio.create_task(dispatch(tools, "wait", end=str(soon)))
+        given_up = await dispatch(tools, "wait", patience=0.3, end=never)
+        assert not other.done()
+        soon.touch()
+        return given_up, await other, await dispatch(tools, "add", a=1, b=2)
 
     (kind, text), *others = asyncio.run(three())
     assert (kind, text) == ("timeout", "Error: wait did not answer within 0.3 seconds. Try something smaller.")
@@ -162,16 +162,16 @@ def test_a_prefix_tells_tools_of_one_name_apart(tools):
 # ---- what goes wrong
 
 
-def test_a_server_that_died_in_between_is_started_again_before_the_next_call():
+def test_a_server_that_died_in_between_is_started_again_before_the_next_call(tmp_path):
     with stdio() as source:
         manager = ToolManager(source.tools)
         _, first = run(manager, "pid")
-        assert run(manager, "die_soon") == (None, "soon")
-        until(lambda: not is_alive(int(first)))
+        assert run(manager, "die_later", log=str(tmp_path / "now")) == (None, "later")
+        (tmp_path / "now").touch()
         until(lambda: source._session._link.over.is_set())  # the end of its output has been read
         kind, second = run(manager, "pid")
         assert (kind, second.isdigit(), second == first) == (None, True, False)
-    assert not is_alive(int(second))
+    until(lambda: not is_alive(int(second)))
 
 
 def test_a_call_under_way_when_the_server_dies_fails_and_is_not_sent_again(tmp_path):
@@ -181,7 +181,7 @@ def test_a_call_under_way_when_the_server_dies_fails_and_is_not_sent_again(tmp_p
 
         async def together():
             begun = tmp_path / "begun"
-            waiting = asyncio.create_task(dispatch(manager, "wait", seconds=600, log=str(begun)))
+            waiting = asyncio.create_task(dispatch(manager, "wait", end=str(tmp_path / "never"), log=str(begun)))
             await asyncio.to_thread(until, begun.exists)
             return [await dispatch(manager, "die", log=str(tmp_path / "log")), await waiting]
 
@@ -201,7 +201,7 @@ def test_a_call_under_way_when_the_server_dies_fails_and_is_not_sent_again(tmp_p
 def test_a_server_that_cannot_be_started_again_fails_each_call_once_and_soon(tmp_path):
     script = tmp_path / "server.py"
     script.write_text(Path(SERVER).read_text())
-    with McpTools.stdio(sys.executable, [str(script)]) as source:
+    with McpTools.stdio(sys.executable, [str(script)], connect_timeout=HANGS) as source:
         manager = ToolManager(source.tools)
         starts = tmp_path / "starts"
         script.write_text(f"open({str(starts)!r}, 'a').write('x')\nraise SystemExit(1)")
@@ -216,13 +216,20 @@ def test_a_server_that_cannot_be_started_again_fails_each_call_once_and_soon(tmp
         assert starts.read_text() == "x", "one attempt for all of them"
 
 
-def test_a_call_with_less_time_than_a_start_takes_does_not_stop_the_start():
-    with stdio() as source:
+def test_a_call_with_less_time_than_a_start_takes_does_not_stop_the_start(tmp_path):
+    script, go, starts = (tmp_path / name for name in ("server.py", "go", "starts"))
+    noted = f"import pathlib, time\nopen({str(starts)!r}, 'a').write('x')\n"
+    waits = f"while not pathlib.Path({str(go)!r}).exists():\n    time.sleep(0.01)\n"
+    script.write_text(noted + waits + Path(SERVER).read_text())
+    go.touch()
+    with McpTools.stdio(sys.executable, [str(script)], connect_timeout=HANGS) as source:
         manager = ToolManager(source.tools)
+        go.unlink()
         run(manager, "die")
-        kinds = []
-        until(lambda: kinds.append(run(manager, "add", patience=0.05, a=1, b=2)[0]) or kinds[-1] is None)
-        assert set(kinds[:-1]) == {"timeout"}
+        assert run(manager, "add", patience=0.05, a=1, b=2)[0] == "timeout"
+        go.touch()
+        assert run(manager, "add", a=1, b=2) == (None, "3")
+        assert starts.read_text() == "xx"  # the first one, and the one that went on
 
 
 def test_a_server_that_hangs_as_a_whole_costs_its_calls_their_time_and_leaves_nothing_behind():
@@ -231,7 +238,7 @@ def test_a_server_that_hangs_as_a_whole_costs_its_calls_their_time_and_leaves_no
         _, pid = run(manager, "pid")
         os.kill(int(pid), signal.SIGSTOP)  # it answers neither calls nor a polite request to end
         assert run(manager, "add", patience=0.3, a=1, b=2)[0] == "timeout"
-    assert not is_alive(int(pid))
+    until(lambda: not is_alive(int(pid)))
 
 
 def test_tools_that_change_are_shown_after_a_refresh_and_managers_keep_what_was_shown():
@@ -252,7 +259,7 @@ def test_nothing_is_left_of_a_source_that_is_closed():
         manager = ToolManager(source.tools)
         _, pid = run(manager, "pid")
         assert is_alive(int(pid))
-    assert not is_alive(int(pid))
+    until(lambda: not is_alive(int(pid)))
     assert run(manager, "add", a=1, b=2) == ("exception", "Error: add failed: its source is closed")
     with pytest.raises(UsageError, match="is not open; write `with McpTools"):
         _ = source.tools
@@ -267,7 +274,7 @@ def test_a_source_whose_opening_is_cancelled_leaves_nothing_behind(tmp_path):
 
     async def cancelled():
         async def use():
-            async with McpTools.stdio(sys.executable, [str(script)]):
+            async with McpTools.stdio(sys.executable, [str(script)], connect_timeout=HANGS):
                 pass
 
         task = asyncio.create_task(use())
@@ -277,15 +284,17 @@ def test_a_source_whose_opening_is_cancelled_leaves_nothing_behind(tmp_path):
             await task
 
     asyncio.run(cancelled())
-    assert not is_alive(int(pid.read_text()))
+    until(lambda: not is_alive(int(pid.read_text())))
 
 
 @pytest.mark.parametrize(
     ("source", "says"),
     [
         (McpTools.stdio("no-such", ["x"]), "no-such x: its server cannot be reached: FileNotFoundError"),
-        (McpTools.stdio(sys.executable, ["-c", "1"]), "its server cannot be reached: MCPError: Connection closed"),
-        (McpTools.stdio("sleep", ["60"], connect_timeout=0.2), "sleep 60: its server did not answer within 0.2 s"),
+        (McpTools.stdio(sys.executable, ["-c", "1"], connect_timeout=HANGS),
+         "its server cannot be reached: MCPError: Connection closed"),
+        (McpTools.stdio("sleep", ["infinity"], connect_timeout=0.2),
+         "sleep infinity: its server did not answer within 0.2 s"),
         (McpTools.http("http://127.0.0.1:9/mcp"), "its server cannot be reached: ConnectError"),
     ],
 )  # fmt: skip
@@ -303,10 +312,11 @@ def test_over_http_it_is_the_same_also_after_the_server_was_restarted(mode, monk
 
     # "legacy" speaks the protocol with sessions that a restarted server does not know.
     monkeypatch.setattr(mcp_session, "Client", functools.partial(mcp_session.Client, mode=mode))
-    port = free_port()
     with contextlib.ExitStack() as stack:
+        port = stack.enter_context(held_port())
         with http_server(port) as url:
-            source = stack.enter_context(McpTools.http(url, headers={"Authorization": "Bearer x"}))
+            settings = {"headers": {"Authorization": "Bearer x"}, "connect_timeout": HANGS}
+            source = stack.enter_context(McpTools.http(url, **settings))
             manager = ToolManager(source.tools)
             assert run(manager, "add", a=2, b=3) == (None, "5")
             assert run(manager, "add", a="2", b=3)[0] == "invalid_arguments"
