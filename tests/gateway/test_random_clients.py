@@ -6,27 +6,24 @@ had sent.
 """
 
 import asyncio
-import os
 import random
+import re
 from collections import Counter
 from dataclasses import replace
 
 import aiohttp
 import numpy as np
 import pytest
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 from random_client import RandomClient, reads
 from scripted_gateway import GrowingRenderer, scripted
 
 from byte_renderer import call, say
+from campaigns import sized
 from verbatim import build_samples
-from verbatim.gateway import Gateway
+from verbatim.gateway import Gateway, canonical
 from verbatim.rollouts import EpisodeLimits
 
-CAMPAIGN = int(os.environ.get("VERBATIM_GATEWAY_REQUESTS", "300"))
-"""Requests of the long campaign: 20000 on demand."""
-SEED = int(os.environ.get("VERBATIM_GATEWAY_SEED", "7"))
+pytestmark = pytest.mark.realtime
 
 
 def draw(request):
@@ -60,7 +57,8 @@ class Told:
         self.sampler._generate = generate
 
 
-async def campaign(seed, num_requests, num_sessions=4, num_agents=2):
+async def play(seed, num_requests, num_sessions=8, num_agents=2):
+    """The trajectories of all sessions, which are checked, and the number of requests."""
     rng = random.Random(seed)
     told = Told(seed)
     limits = EpisodeLimits(max_turns=10**6, max_context=100_000)
@@ -72,11 +70,11 @@ async def campaign(seed, num_requests, num_sessions=4, num_agents=2):
             for episode in episodes
         }  # fmt: skip
 
-        async def play(client):
+        async def act(client):
             while client.num_requests < num_requests / (num_sessions * num_agents):
                 await client.act()
 
-        await asyncio.gather(*(play(client) for found in clients.values() for client in found))
+        await asyncio.gather(*(act(client) for found in clients.values() for client in found))
         trajectories = [await episode.finish(reward=0.0) for episode in episodes]
     for trajectory, found in zip(trajectories, clients.values(), strict=True):
         check(trajectory, told.returned.get(trajectory.trajectory_id, []), found)
@@ -110,18 +108,35 @@ def gave_up(clients):
     return any(client.num_given_up for client in clients)
 
 
-@settings(max_examples=4, deadline=None, phases=[Phase.generate])
-@given(seed=st.integers(0, 2**32))
-def test_every_token_is_recorded_once_in_its_context_and_session(seed):
-    asyncio.run(campaign(seed, 60))
+@pytest.mark.campaign
+def test_every_token_is_recorded_once_in_its_context_and_session(campaign):
+    """What clients may do has all been done, too."""
+    row, num_requests, num_turns, counts = campaign("random clients of the gateway"), 0, 0, Counter()
 
+    async def four(first):
+        return await asyncio.gather(*(play(seed, sized(64, 200)) for seed in range(first, first + 4)))
 
-@pytest.mark.slow
-def test_a_long_campaign():
-    trajectories, num_requests = asyncio.run(campaign(SEED, CAMPAIGN, num_sessions=8))
-    counts = Counter()
-    for trajectory in trajectories:
-        counts.update(trajectory.info["gateway"]["counts"])
-    assert num_requests >= CAMPAIGN
+    for first in range(0, sized(20, 100), 4):
+        for trajectories, requests in asyncio.run(four(first)):
+            row.add()
+            num_requests += requests
+            for trajectory in trajectories:
+                num_turns += len(trajectory.turns)
+                counts.update(trajectory.info["gateway"]["counts"])
+    row.note = f"{num_requests} requests, {num_turns} turns"
     assert set(counts) >= {"repeated", "branches/edited_history", "branches/same_prompt", "branches/compaction"}
-    print(f"seed {SEED}: {num_requests} requests, {sum(len(t.turns) for t in trajectories)} turns, {dict(counts)}")
+
+
+def test_a_gateway_that_takes_messages_for_others_is_found_out(monkeypatch):
+    """It reads over digits: a history with another number in it continues the conversation of the first."""
+    text_of = canonical.text_of
+    monkeypatch.setattr(canonical, "text_of", lambda content: re.sub(r"\d", "", text_of(content)))
+
+    def is_well(seed):
+        try:
+            asyncio.run(play(seed, 64))
+        except AssertionError:
+            return False
+        return True
+
+    assert not all(map(is_well, range(20)))
