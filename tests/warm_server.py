@@ -34,6 +34,7 @@ from typing import Any, NoReturn
 import warm
 
 _MODULES = ("numpy", "httpx", "safetensors.torch", "matplotlib.figure", "matplotlib.backends.backend_agg",
+            "PIL.BmpImagePlugin", "PIL.GifImagePlugin", "PIL.JpegImagePlugin", "PIL.PpmImagePlugin",
             "transformers.models.qwen3.modeling_qwen3", "transformers.models.llama.modeling_llama")  # fmt: skip
 """Imported by the server, beside all of Verbatim but what `_LEFT_OUT` says."""
 _LEFT_OUT = ("__main__", "verbatim.gateway.verifiers")
@@ -67,7 +68,7 @@ def end(status: int) -> NoReturn:
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.modules["__main__"].__dict__.clear()
-    gc.collect()
+    gc.collect(2 if gc.get_freeze_count() else 1)  # a run of Verbatim has collected, and unfrozen what was imported
     try:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -86,14 +87,26 @@ def _leave_out_this_file(error: BaseException) -> None:
 
 
 def import_everything() -> None:
-    """What commands import, then or later."""
+    """What commands import, then or later; and what depends on these modules alone, and is worked out once."""
+    import renderers
+
     import verbatim
 
-    found = [module.name for module in pkgutil.walk_packages(verbatim.__path__, "verbatim.")
+    found = [module.name for package in (renderers, verbatim)
+             for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
              if not module.name.endswith(_LEFT_OUT) and not module.name.startswith(_LEFT_OUT)]  # fmt: skip
     for name in (*_MODULES, *found):
         with contextlib.suppress(ImportError):  # an extra that is not installed
             importlib.import_module(name)
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    from verbatim.config.backends import schema_with_backends
+    from verbatim.run.tables import component_tables
+
+    path = list(sys.path)
+    schema_with_backends({}, component_tables())
+    sys.path[:] = path  # the current folder of a command will be another one
+    get_checkpoint_conversion_mapping("qwen3")
     assert threading.active_count() == 1, threading.enumerate()
     gc.collect()
     gc.freeze()
