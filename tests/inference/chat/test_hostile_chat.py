@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from byte_renderer import VOCAB_SIZE, ByteRenderer, call
-from faults.hostile_requests import CHATS, body_cases, field_cases
+from campaigns import Campaign
+from faults.hostile_requests import CHATS, Case, body_cases, field_cases
 from verbatim.errors import VerbatimError
 from verbatim.inference.base import Completion
 from verbatim.inference.chat.anthropic_messages import AnthropicMessages
@@ -43,15 +45,30 @@ def outcome(data: bytes, protocol: ChatProtocol) -> str | None:
     return None
 
 
-@pytest.mark.slow
+def unnamed(cases: list[Case], answer: Callable[[bytes, ChatProtocol], str | None], row: Campaign) -> list[str]:
+    """The cases whose refusal names no field that is wrong, or says too much."""
+    found = []
+    for case in cases:
+        said = answer(case.data, PROTOCOLS[case.path])
+        wrong = said is not None and (
+            len(said) >= 2000 or (bool(case.names) and not any(name in said for name in case.names))
+        )
+        row.add(wrong=wrong)
+        found += [f"{case.name}: {said}"] if wrong else []
+    return found
+
+
+@pytest.mark.campaign
 @pytest.mark.parametrize("path", CHATS)
-def test_every_wrong_value_is_refused_by_name_or_answered(path):
+def test_every_wrong_value_is_refused_by_name_or_answered(path, campaign):
+    """All cases: a thousand take a second."""
     cases = [case for case in [*field_cases(), *body_cases()] if case.path == path and case.method == "POST"]
-    found = {case.name: outcome(case.data, PROTOCOLS[path]) for case in cases}
     assert len(cases) > 900
-    unnamed = [
-        (case.name, message) for case in cases
-        if (message := found[case.name]) is not None and case.names and not any(name in message for name in case.names)
-    ]  # fmt: skip
-    assert unnamed == []
-    assert max(len(message) for message in found.values() if message is not None) < 2000
+    assert unnamed(cases, outcome, campaign("hostile chat requests")) == []
+
+
+def test_a_refusal_that_names_no_field_is_found():
+    cases = [case for case in field_cases() if case.path == CHATS[0]][:50]
+    found = unnamed(cases, lambda data, protocol: "a wrong value", Campaign("planted"))
+    assert len(found) == sum(bool(case.names) for case in cases) > 40
+    assert unnamed(cases, lambda data, protocol: None, Campaign("planted")) == []
