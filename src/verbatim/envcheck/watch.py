@@ -20,6 +20,8 @@ T = TypeVar("T")
 BLOCKED = 0.25
 """Seconds without a turn of the loop that count as blocking, if they are spent in the same code."""
 _LOOK_EVERY = 0.05
+_MOST_BETWEEN = 0.1
+"""Most seconds that count between two looks: in a longer gap the machine has stood still, and not the code."""
 _OURS = Path(verbatim.__file__).parent
 _THEIRS = (_OURS / "environments", _OURS / "gateway" / "verifiers")
 """Bundled environments are looked at like those of users."""
@@ -85,18 +87,22 @@ class LoopWatch:
     def _look_until(self, thread: threading.Thread) -> None:
         """Look at the loop's thread until it has ended. Code is at fault where it was seen, in one pause of the loop,
         for at least `BLOCKED` seconds: a pause alone may be the machine's."""
-        place, since, beat = "", 0.0, 0.0
+        place, beat = "", 0.0
+        seconds = paused = 0.0  # in which it was seen at this place; in which the loop did not turn
+        last = time.monotonic()
         while thread.is_alive():
             thread.join(_LOOK_EVERY)
             now = time.monotonic()
+            passed, last = min(now - last, _MOST_BETWEEN), now
             frame = sys._current_frames().get(thread.ident or 0)
             here = _place(frame, self._own) if now - self._beat > _LOOK_EVERY else ""
-            if here != place or self._beat != beat:
-                place, since, beat = here, now, self._beat
-            seconds = now - since
+            turned = self._beat != beat
+            seconds = 0.0 if turned or here != place else seconds + passed
+            paused = 0.0 if turned else paused + passed
+            place, beat = here, self._beat
             if place and seconds >= BLOCKED:
                 self.blocked[place] = max(self.blocked.get(place, 0.0), seconds)
-            if place and now - self._beat > self._give_up_after:
+            if place and paused > self._give_up_after:
                 raise Stuck(place)
 
 
