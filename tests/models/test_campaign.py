@@ -1,9 +1,19 @@
-"""A part of `benchmarks/model_campaign.py`: each model is accepted and right, or refused by name; nothing else."""
+"""Every causal language model class of the installed `transformers` is accepted and right, or refused by name; nothing
+else. The whole is what `benchmarks/model_campaign.py` documents."""
 
+import dataclasses
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
 import pytest
 
+from campaigns import sized
+from models import verdict
 from models.architectures import architectures
 from models.verdict import judge
+from verbatim.packing import PACKERS, pack_tree
 
 TREES, ROWS, NO = "trees", "rows", "refused"
 EXPECTED = {
@@ -25,24 +35,72 @@ EXPECTED = {
     "bert-generation is_decoder": (TREES, "yes"),
     "gemma3_text use_bidirectional_attention": (NO, NO),
     "phi3 longrope": (NO, NO),
+    "mpt": (ROWS, NO),
+    "opt": (TREES, "yes"),
 }
 """What the trainer packs, and whether the embedded sampler takes it."""
+PARTS = sized(2, 12)
+"""Tests that the models are dealt to, which may run at the same time."""
+DOCUMENT = Path(__file__).parents[2] / "docs/models.md"
+
+
+def documented():
+    """What docs/models.md says of each configuration: its class, trainer and sampler."""
+    rows = re.findall(r"^\| ([^|]+) \| (\w*) \| ([\w ]+) \| ([\w ]+) \|", DOCUMENT.read_text(encoding="utf-8"), re.M)
+    return {name: (trainer, sampler) for name, _, trainer, sampler in rows if trainer != "trainer"}
+
+
+def complaints(architecture, folder):
+    """What is wrong with a configuration's verdict, or with what is written of it."""
+    found = judge(architecture, folder / "model")
+    shutil.rmtree(folder, ignore_errors=True)
+    sides = (found.trainer, found.sampler)
+    wrong = list(found.faults)
+    if sides != documented()[found.architecture]:
+        wrong.append(f"{sides}, but the documentation says {documented()[found.architecture]}")
+    if sides != EXPECTED.get(found.architecture, sides):
+        wrong.append(f"{sides}, expected {EXPECTED[found.architecture]}")
+    if NO in sides and not any(found.name in reason for reason in found.reasons):
+        wrong.append(f"refused, but not by name: {found.reasons}")
+    measured = {"sampled logprobs", "saved logprobs", "logprobs of tree", "gradients of tree"}
+    if sides == (TREES, "yes") and not measured <= found.worst.keys():
+        wrong.append(f"{measured - found.worst.keys()} were not measured")
+    return wrong
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EXPECTED)
-def test_a_model_is_right_or_refused(name, tmp_path):
-    (architecture,) = (a for a in architectures() if str(a) == name)
-    verdict = judge(architecture, tmp_path / "model")
-    assert not verdict.faults
-    assert (verdict.trainer, verdict.sampler) == EXPECTED[name]
-    if verdict.trainer == NO or verdict.sampler == NO:
-        assert any(verdict.name in reason for reason in verdict.reasons)
-    if "yes" in EXPECTED[name]:
-        assert {"sampled logprobs", "saved logprobs", "logprobs of tree", "gradients of tree"} <= verdict.worst.keys()
+@pytest.mark.campaign
+@pytest.mark.parametrize("part", range(PARTS))
+def test_a_model_is_right_or_refused(part, tmp_path, campaign):
+    verdict.quiet()
+    row, wrong = campaign("model classes"), {}
+    chosen = sized([a for a in architectures() if str(a) in EXPECTED], architectures())
+    for number, architecture in enumerate(chosen[part::PARTS]):
+        found = complaints(architecture, tmp_path / str(number))
+        row.add(wrong=bool(found))
+        if found:
+            wrong[str(architecture)] = found
+    assert wrong == {}
 
 
-def test_every_configuration_has_a_name_of_its_own():
+def far_apart(samples, *, micro_batch_tokens, keep_whole):
+    """Trees whose tokens have three times their positions."""
+    packed = pack_tree(samples, micro_batch_tokens=micro_batch_tokens, keep_whole=keep_whole)
+    return [dataclasses.replace(m, position_ids=(np.asarray(m.position_ids) * 3).astype(np.int32)) for m in packed]
+
+
+@pytest.mark.slow
+def test_wrong_positions_are_found(tmp_path, monkeypatch):
+    """The campaign can fail."""
+    monkeypatch.setattr(verdict, "PACKERS", {**PACKERS, "tree": far_apart})
+    (architecture,) = (a for a in architectures() if str(a) == "llama one key/value head")
+    faults = complaints(architecture, tmp_path)
+    assert {fault.split(" differ")[0] for fault in faults} == {
+        f"{what} of tree{how}" for what in ("logprobs", "gradients") for how in ("", " one at a time")
+    }
+
+
+def test_every_configuration_has_a_name_of_its_own_and_is_documented():
     names = [str(a) for a in architectures()]
     assert len(names) == len(set(names)) > 200
-    assert EXPECTED.keys() <= set(names)
+    assert EXPECTED.keys() <= set(names) == documented().keys()
