@@ -4,12 +4,15 @@ from itertools import product
 
 from hypothesis import strategies as st
 
+from campaigns import sized
 from properties import reference
 from verbatim.losses import LOSSES, Loss, LossOutputs
 from verbatim.packing import PACKERS
 from verbatim.trajectories import STRATEGIES, build
 
 LAYOUTS = list(product(sorted(STRATEGIES), sorted(PACKERS)))
+some_layouts = st.permutations(LAYOUTS).map(lambda layouts: layouts[: sized(2, len(layouts))])
+"""Where each layout needs a trainer of its own: two of them, all in a whole campaign."""
 
 
 def chunk_loss(inputs):
