@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from byte_renderer import VOCAB_SIZE, ByteRenderer, say
+from campaigns import sized
 from verbatim import RolloutIdentity, build_samples
 from verbatim.cli.main import main
 from verbatim.environments.reasoning_gym import HASHED, ReasoningGym
@@ -18,6 +19,7 @@ from verbatim.errors import ComponentError, UsageError
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import AgentLoop, EpisodeLimits, Recorder, run_episode
+from waiting import HANGS
 
 pytestmark = pytest.mark.extras
 
@@ -112,12 +114,29 @@ def test_a_task_without_answers_has_no_demonstrations():
         ReasoningGym(task="propositional_logic").demonstrations(2, 0)
 
 
+def check(task: str) -> int:
+    return main(["env", "check", "reasoning_gym", "--args", json.dumps({"task": task}), "--examples", "2",
+                 "--timeout", f"{HANGS:g}"])  # fmt: skip
+
+
+@pytest.mark.campaign
 @pytest.mark.slow
-@pytest.mark.parametrize("task", [task for task in TASKS if task != "propositional_logic"])
-def test_env_check_finds_nothing_wrong(task: str, capsys):
-    assert main(["env", "check", "reasoning_gym", "--args", json.dumps({"task": task}), "--examples", "2"]) == 0, (
-        capsys.readouterr().out
-    )
+@pytest.mark.realtime
+@pytest.mark.parametrize(
+    "task", [name for name in TASKS if name != "propositional_logic"][:: sized(4, 1)]
+)
+def test_env_check_finds_nothing_wrong(task: str, capsys, campaign):
+    row = campaign("tasks of reasoning-gym, checked")
+    found = check(task)
+    row.add(wrong=found != 0)
+    assert found == 0, capsys.readouterr().out
+
+
+def test_env_check_finds_a_task_with_a_wrong_score(monkeypatch, capsys):
+    monkeypatch.setattr("verbatim.envcheck.check.play_elsewhere", lambda *given: "not here")
+    monkeypatch.setattr(ReasoningGym, "score", lambda self, answer, entry: float("nan"))
+    assert check("chain_sum") == 1
+    assert "score returned nan" in capsys.readouterr().out
 
 
 DIGESTS = """
@@ -125,7 +144,7 @@ import hashlib, json, random, sys
 from verbatim.environments.reasoning_gym import ReasoningGym
 random.seed(int(sys.argv[1]))
 digests = {}
-for name, _ in ReasoningGym.listing():
+for name in sys.argv[2:]:
     environment = ReasoningGym(task=name, num_train=9, num_eval=1)
     entries = [environment.entry(i) for i in (0, 5, 9)]
     told = json.dumps([[entry["question"], str(entry["answer"])] for entry in entries])
@@ -134,13 +153,20 @@ print(json.dumps(digests))  # some tasks print too
 """
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
-def test_all_tasks_but_the_hashed_ones_are_the_same_in_every_process():
+@pytest.mark.realtime
+def test_all_tasks_but_the_hashed_ones_are_the_same_in_every_process(campaign):
+    names = sorted({*HASHED, *[name for name, _ in ReasoningGym.listing()][:: sized(5, 1)]})
+    assert len(names) >= 20
     digests = []
     for seed in ("1", "2", "2"):
-        done = subprocess.run([sys.executable, "-c", DIGESTS, seed], env={**os.environ, "PYTHONHASHSEED": seed},
-                              capture_output=True, text=True, check=True)  # fmt: skip
+        done = subprocess.run([sys.executable, "-c", DIGESTS, seed, *names],
+                              env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True,
+                              check=True)  # fmt: skip
         digests.append(json.loads(done.stdout[done.stdout.index("{") :]))
     first, other, again = digests
-    assert {name for name in first if first[name] != other[name]} == HASHED
-    assert again == other
+    row = campaign("tasks of reasoning-gym, in three processes")
+    for name in names:
+        row.add(wrong=(first[name] != other[name]) != (name in HASHED) or other[name] != again[name])
+    assert row.wrong == 0

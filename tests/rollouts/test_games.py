@@ -11,6 +11,7 @@ from itertools import zip_longest
 import pytest
 
 from byte_renderer import VOCAB_SIZE, ByteRenderer, say
+from campaigns import sized
 from e2e.tiny_runs import SIZES
 from rollouts.chat_server import Raw, chat_server
 from verbatim.cli.main import main
@@ -30,6 +31,7 @@ from verbatim.rollouts.games.game import Game
 from verbatim.rollouts.games.random_moves import MOVES, random_move
 from verbatim.trajectories import Ledger
 from verbatim.types import RolloutIdentity
+from waiting import HANGS
 
 pytestmark = pytest.mark.extras
 
@@ -364,12 +366,36 @@ def test_demonstrations_end_and_show_the_format():
     assert len(MOVES) >= 18
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*ALONE, *AGAINST])
-def test_env_check_finds_nothing_wrong(name: str, capsys):
+CHECKED = ["Blackjack-v0", "FrozenLake-v0-random", "KuhnPoker-v0-short", "ThreePlayerTicTacToe-v0"]
+"""Alone and against others, by chance and without, two players and three."""
+
+
+def findings_of(name: str, capsys) -> list[str]:
     args = {"game": name, "opponent": "random"} if name in AGAINST else {"game": name}
     main(["env", "check", "textarena", "--args", json.dumps(args), "--examples", "2", "--max-turns", "200",
-          "--seq-len", "20000", "--json"])  # fmt: skip
-    findings = json.loads(capsys.readouterr().out)["findings"]
+          "--seq-len", "20000", "--timeout", f"{HANGS:g}", "--json"])  # fmt: skip
+    return [finding["kind"] for finding in json.loads(capsys.readouterr().out)["findings"]]
+
+
+@pytest.mark.campaign
+@pytest.mark.slow
+@pytest.mark.realtime
+@pytest.mark.parametrize("name", sized(CHECKED, [*ALONE, *AGAINST]))
+def test_env_check_finds_nothing_wrong(name: str, capsys, campaign):
+    row = campaign("games of textarena, checked")
     # A dozen games at random may all be lost: nothing else may be found.
-    assert [finding for finding in findings if finding["kind"] != "score_constant"] == []
+    found = [kind for kind in findings_of(name, capsys) if kind != "score_constant"]
+    row.add(wrong=found != [])
+    assert found == []
+
+
+def test_env_check_finds_a_game_that_knows_of_the_games_before(monkeypatch, capsys):
+    monkeypatch.setattr("verbatim.envcheck.check.play_elsewhere", lambda *given: "not here")
+    games, new = [], Game.__init__
+
+    def counting(self, found, options, num_players, seed):
+        games.append(self)
+        new(self, found, options, num_players, seed + len(games))
+
+    monkeypatch.setattr(Game, "__init__", counting)
+    assert "shared_state" in findings_of("Blackjack-v0", capsys)
