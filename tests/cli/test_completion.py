@@ -10,21 +10,39 @@ from pathlib import Path
 
 import pytest
 
+import warm
 from verbatim.cli.completion import SHELLS
 from verbatim.cli.main import COMMANDS, main
 from verbatim.environments import ENVIRONMENTS
 
+pytestmark = pytest.mark.realtime
+
 
 def completions(line: str, folder: Path) -> list[str]:
     """What a shell is given for a line, as bash asks."""
+    words, _ = asked(line, folder, "-m", "verbatim.cli")
+    return words
+
+
+def asked(line: str, folder: Path, *python: str) -> tuple[list[str], str]:
+    """The words, and what is on the standard error."""
     out = folder / "completions"
     env = {**os.environ, "COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9", "_ARGCOMPLETE": "1",
            "_ARGCOMPLETE_STDOUT_FILENAME": str(out), "_ARGCOMPLETE_SHELL": "bash",
            "_ARGCOMPLETE_COMP_WORDBREAKS": " \t\n", "_ARGCOMPLETE_IFS": "\n"}  # fmt: skip
-    done = subprocess.run([sys.executable, "-m", "verbatim.cli"], cwd=folder, env=env, capture_output=True, text=True,
-                          timeout=60, check=False)  # fmt: skip
+    done = subprocess.run([sys.executable, *python], cwd=folder, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return [word.strip() for word in out.read_text().split("\n")]
+    return [word.strip() for word in out.read_text().split("\n")], done.stderr
+
+
+def test_asking_for_a_key_imports_no_torch(tmp_path: Path):
+    with warm.cold("it tells what is imported"):
+        words, imported = asked("verbatim rl mine.toml --trainer.optim.l", tmp_path, "-X", "importtime", "-m",
+                                "verbatim.cli")  # fmt: skip
+    assert words == ["--trainer.optim.lr"]
+    names = {line.rpartition("|")[2].strip().partition(".")[0] for line in imported.splitlines()}
+    assert "pydantic" in names
+    assert names.isdisjoint({"torch", "transformers"})
 
 
 def test_commands_are_completed(tmp_path: Path):
@@ -78,7 +96,7 @@ def test_bash_reads_its_lines_and_completes(tmp_path: Path):
     command.parent.mkdir()
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m verbatim.cli "$@"\n')
     command.chmod(0o755)
-    lines = subprocess.run([command, "completion", "bash"], capture_output=True, text=True, check=True, timeout=60)
+    lines = subprocess.run([command, "completion", "bash"], capture_output=True, text=True, check=True)
     script = lines.stdout + (
         "\nset -- $(complete -p verbatim)\nwhile [ $# -gt 0 ]; do [ $1 = -F ] && f=$2; shift; done\n"
         "COMP_LINE='verbatim rec' COMP_POINT=12 COMP_WORDS=(verbatim rec) COMP_CWORD=1 COMP_TYPE=9\n"
@@ -87,8 +105,7 @@ def test_bash_reads_its_lines_and_completes(tmp_path: Path):
     bash = shutil.which("bash")
     assert bash is not None
     env = {**os.environ, "PATH": f"{command.parent}:{os.environ['PATH']}"}
-    done = subprocess.run([bash, "-c", script], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60,
-                          check=False)  # fmt: skip
+    done = subprocess.run([bash, "-c", script], env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["recipes"], done.stderr
 
 
