@@ -67,6 +67,7 @@ def test_the_callers_array_stays_the_callers():
         ({"logprobs": [-0.1, None]}, "logprobs"),
         ({"logprobs": [-0.1, float("-inf")]}, "-inf at position 1"),
         ({"logprobs": [0.5, -0.1]}, "0.5 at position 0"),
+        ({"logprobs": [-0.1, 2e-4]}, "at position 1; expected a finite number <= 0"),
         ({"policy_versions": [0]}, "1 for 2 completion ids"),
         ({"policy_versions": [0, None]}, "policy_versions: expected integers"),
         ({"policy_versions": [0.5, 1]}, "policy_versions: expected integers"),
@@ -88,7 +89,7 @@ def test_what_no_sampler_can_return_is_refused(fields, message):
 
 def test_a_missing_logprob_stays_missing_and_rounding_above_zero_becomes_zero():
     assert Turn(prompt_ids=[1], completion_ids=[2]).logprobs is None
-    assert Turn(prompt_ids=[1], completion_ids=[2], logprobs=[1e-6]).logprobs.tolist() == [0.0]
+    assert Turn(prompt_ids=[1], completion_ids=[2], logprobs=[9e-5]).logprobs.tolist() == [0.0]
 
 
 def test_an_unbroken_trajectory_of_many_turns_is_stored_once():
@@ -102,6 +103,14 @@ def test_an_unbroken_trajectory_of_many_turns_is_stored_once():
     for t, turn in enumerate(trajectory.turns):
         assert turn.prompt_ids.tolist() == ids[: 10 * t + 6].tolist()
     assert trajectory.num_breaks == 0
+
+
+def test_a_turn_does_not_extend_one_that_ends_inside_of_its_completion():
+    first = Turn(prompt_ids=[1, 2], completion_ids=[3])
+    second = Turn(prompt_ids=[1, 2], completion_ids=[3, 4])
+    trajectory = Trajectory(example_id="x", turns=(first, second))
+    assert not trajectory.turns[1].extends(trajectory.turns[0])
+    assert trajectory.num_breaks == 1
 
 
 def test_a_broken_turn_still_shares_what_it_has_in_common():

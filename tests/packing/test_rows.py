@@ -75,6 +75,13 @@ def test_samples_of_a_trajectory_stay_together_where_they_fit():
     assert [batch.row_lengths.tolist() for batch in single] == [[6, 4], [5]]
 
 
+def test_a_trajectory_that_fits_to_the_last_token_stays_together():
+    # 4 + 5 of "a" are placed as one item of 9; singly, "b" of 4 would take the place beside the 5.
+    samples = [make_sample(range(n), [0] + [1] * (n - 1), name) for n, name in ((4, "b"), (4, "a"), (5, "a"))]
+    batches = pack_rows(samples, micro_batch_tokens=9, keep_whole=True)
+    assert [batch.trajectory_ids for batch in batches] == [("a",), ("b",)]
+
+
 def test_a_trajectory_that_does_not_fit_is_cut_between_samples_and_keeps_its_length():
     samples = [make_sample(range(6), [0, 1, 1, 1, 1, 1], "a"), make_sample(range(5), [0, 0, 1, 1, 1], "a")]
     first, second = pack_rows(samples, micro_batch_tokens=8, keep_whole=True)

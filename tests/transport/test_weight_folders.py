@@ -60,3 +60,14 @@ def test_a_half_written_version_of_a_killed_process_is_removed_and_nothing_else(
         (tmp_path / name).mkdir()
     WeightFolders(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == [".notes.partial", ".v2.partial.kept", "v000006"]
+
+
+def test_a_version_gets_its_name_in_one_step(tmp_path):
+    written = []
+
+    def look(folder):
+        write(folder)
+        written.append(folder.stat().st_ino)
+
+    published = WeightFolders(tmp_path).publish(1, look)
+    assert [published.stat().st_ino] == written  # the same folder, not a copy that grows under that name
