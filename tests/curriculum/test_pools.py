@@ -54,6 +54,17 @@ def test_the_mean_is_over_the_last_groups_of_the_example():
     assert p.members("a", "easy") == ["e0", "e1"]
 
 
+def test_the_mean_is_over_the_last_groups_after_a_resume_too():
+    p, again = (pools(easy_threshold=0.9, window=2) for _ in range(2))
+    for mean in (0.0, 0.5):
+        p.observe("a", "e0", mean)
+    again.load_state_dict(json.loads(json.dumps(p.state_dict())))
+    again.observe("a", "e0", 1.0)  # mean 0.75
+    assert again.members("a", "easy") == []
+    again.observe("a", "e0", 1.0)  # mean 1.0
+    assert again.members("a", "easy") == ["e0"]
+
+
 def test_metrics_are_shares_of_the_data_set_and_of_the_groups_since_last_asked():
     p = pools(easy_threshold=0.9, hard_threshold=0.1)
     for example, mean in (("e0", 1.0), ("e1", 0.0), ("e2", 0.5), ("e3", 0.5), ("e2", 0.0)):

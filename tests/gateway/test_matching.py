@@ -60,6 +60,11 @@ class TestDigests:
     def test_another_message_has_another_digest(self, other):
         assert digests([self.CALL]) != digests([other])
 
+    def test_the_name_of_who_speaks_counts(self):
+        anna, bob, unnamed = ({"role": "user", "content": "hello", "name": name} for name in ("anna", "bob", ""))
+        assert digests([anna]) != digests([bob]) != digests([unnamed]) == digests([HELLO])
+        assert digests([said("hi", name="anna")]) != digests([said("hi", name="bob")])
+
     def test_an_answer_is_told_by_the_place_of_its_call(self):
         def conversation(first, second):
             calls = said("", ("add", {}), ("sub", {}))
@@ -170,6 +175,12 @@ class TestThreads:
         assert asked(threads, [HELLO], said("ho"), turn=1).reason is BranchReason.SAME_PROMPT
         assert asked(threads, [HELLO, said("hi"), MORE]).known.turn == 0
         assert asked(threads, [HELLO, said("ho"), MORE]).known.turn == 1
+
+    def test_of_equal_answers_the_newest_is_continued(self):
+        threads = Threads()
+        for turn in (0, 1):
+            asked(threads, [HELLO], said("hi"), turn=turn)
+        assert asked(threads, [HELLO, said("hi"), MORE]).known.turn == 1
 
     def test_of_equal_answers_the_one_that_was_continued_stays(self):
         threads = Threads()

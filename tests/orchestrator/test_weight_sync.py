@@ -106,6 +106,18 @@ async def test_a_sampler_without_replicas_is_refused_by_the_run_itself(tmp_path)
         await sync.load(report(1, tmp_path))
 
 
+@pytest.mark.parametrize("last_good", [0, 1])
+async def test_after_a_step_smaller_than_the_tolerance_old_weights_are_told_from_new_ones(tmp_path, last_good):
+    engine = Engine()
+    sync = WeightSync(engine, probes(0), 0.1)
+    await sync.check_first()
+    for version in range(1, last_good + 1):
+        await sync.load(report(version, tmp_path))
+    engine.loads = False
+    with pytest.raises(RunStopped, match=r"differ by 0\.01 on average .* only 0 from those of the weights before"):
+        await sync.load(report(last_good + 1, tmp_path))
+
+
 @pytest.mark.parametrize(("rounding", "passes"), [(None, False), (0.0024, False), (0.0026, True)])
 async def test_what_rounding_explains_is_allowed_at_the_start_and_after_updates(tmp_path, rounding, passes):
     """The sampler is 0.01 away from the trainer at each version; allowed are 4 times the rounding that was measured."""
