@@ -1,0 +1,27 @@
+"""What exists before a test is left out of the garbage collections that it asks for.
+
+A run begins with a look through everything that there is (`verbatim.orchestrator.collector`). In a process that holds
+the whole suite that takes longer than a tiny run.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def collections_see_what_is_new() -> None:
+    """Before each test."""
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def what_a_module_leaves_is_collected() -> Iterator[None]:
+    """After the last test of a module: what its tests have left in cycles, models among it."""
+    gc.freeze()  # before the runs of the module's fixtures
+    yield
+    gc.unfreeze()
+    gc.collect()
