@@ -19,6 +19,9 @@ from verbatim.inference.scripted import ScriptedSampler
 from verbatim.inference.vllm.backend import vllm_backend
 from verbatim.inference.vllm.process import ServerProcess, free_port, is_taken
 from verbatim.inference.vllm.settings import VllmSettings
+from waiting import HANGS
+
+pytestmark = pytest.mark.realtime
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "without the token endpoint": ({"takes_ids": False}, "it takes no token ids: add --enable-scale-out"),
@@ -113,8 +116,8 @@ async def test_a_port_in_use_is_refused_although_whoever_has_it_is_healthy(tmp_p
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert is_taken("127.0.0.1", port)
-        process = ServerProcess("replica 0", [sleep, "60"], {}, port=port, log=tmp_path / "log")
+        process = ServerProcess("replica 0", [sleep, "1e9"], {}, port=port, log=tmp_path / "log")
         with pytest.raises(SamplerFault, match=rf"cannot listen on 127\.0\.0\.1, port {port}: address already in use"):
-            await process.start(5.0)
+            await process.start(HANGS)
         assert process.has_ended
     assert not is_taken("127.0.0.1", free_port())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
@@ -26,7 +26,9 @@ from verbatim.inference.vllm.backend import vllm_backend
 from verbatim.inference.vllm.broadcast import Broadcast
 from verbatim.inference.vllm.plugin.verbatim_weight_group import GroupOver, WeightGroup, address_towards
 from verbatim.inference.vllm.settings import VllmSettings
-from waiting import until
+from waiting import HANGS, until
+
+pytestmark = pytest.mark.realtime
 
 
 @pytest.fixture
@@ -44,7 +46,7 @@ class Run:
             double.facts["weight_transfer"] = "verbatim_broadcast"
 
     @contextlib.asynccontextmanager
-    async def opened(self, *, update_timeout: float = 30.0) -> AsyncIterator[ServerPool]:
+    async def opened(self, *, update_timeout: float = HANGS) -> AsyncIterator[ServerPool]:
         async with contextlib.AsyncExitStack() as stack:
             urls = [await stack.enter_async_context(serving(double)) for double in self.doubles]
             settings = VllmSettings(urls=tuple(urls), weight_transfer="gloo", update_timeout=update_timeout)
@@ -57,13 +59,10 @@ class Run:
             await pool.check_replicas(self.trained.canary())
             yield pool
 
-    async def update(self, pool: ServerPool) -> float:
-        """The next version; the seconds of its update."""
-        path, version, canary = self.trained.step(1e-3)
-        began = time.monotonic()
-        await pool.update_replicas(path, version, canary)
-        self.path = path
-        return time.monotonic() - began
+    async def update(self, pool: ServerPool) -> None:
+        """Bring the next version."""
+        self.path, version, canary = self.trained.step(1e-3)
+        await pool.update_replicas(self.path, version, canary)
 
     def arrived(self) -> list[bool | None]:
         """For each double: whether a broadcast brought exactly the published tensors; None = it read the folder."""
@@ -107,19 +106,19 @@ async def test_a_server_that_fails_in_the_middle_ends_the_group_and_the_next_upd
                 raise MemoryError("no room for the fifth tensor")
 
         for double in run.doubles:
-            double.seconds_per_token = 0.05
+            double.hold(after=5)
         request = SampleRequest(prompt_ids=trained.trainer.ids(12), params=SamplingParams(max_tokens=20), seed=0)
         in_flight = [asyncio.create_task(pool.generate(request)) for _ in range(2)]
-        await until(lambda: all(double.in_flight for double in run.doubles))
+        await until(lambda: all(double.num_held for double in run.doubles))
         run.doubles[1].after_tensor = fail
         await run.update(pool)
-        assert run.sender.reports[-1].seconds < 10
         assert run.arrived() == [None, None]
+        for double in run.doubles:
+            double.release()
         for completion in await asyncio.gather(*in_flight):
             assert len(completion.ids) == 20 and completion.num_lost_tokens == 0
-            assert completion.policy_versions is not None and set(completion.policy_versions.tolist()) == {0, 1}
-        for double in run.doubles:
-            double.seconds_per_token = 0.0
+            assert completion.policy_versions is not None
+            assert completion.policy_versions.tolist() == [0] * 5 + [1] * 15
         assert "no room for the fifth tensor" in str(run.sender.reports[-1].fault)
         run.doubles[1].after_tensor = lambda number: None
         await run.update(pool)
@@ -146,29 +145,75 @@ async def test_a_server_that_fails_before_holds_the_other_up_in_nothing(trained:
     assert [report.fault for report in run.sender.reports] == [None] * 3
 
 
-async def test_a_server_that_refuses_to_receive_ends_the_wait_of_the_others_at_once(trained: Trained):
+async def test_a_server_that_refuses_to_receive_ends_the_wait_of_the_others(trained: Trained):
     run = Run(trained)
     async with run.opened() as pool:
         run.doubles[1].fails_at, run.doubles[1].fails_once = "/update_weights", True
-        assert await run.update(pool) < 15
+        await run.update(pool)
         assert "it burns" in str(run.sender.reports[-1].fault)
         assert pool.metrics()["replicas/serving"] == 2
         await run.update(pool)
         assert run.arrived() == [True, True]
 
 
-@pytest.mark.slow
-async def test_a_server_that_hangs_in_the_middle_costs_the_limit_and_no_more(trained: Trained):
+class Hang:
+    """A server hangs in the middle of a broadcast until the test has seen what that does to the others."""
+
+    def __init__(self, double: VllmDouble) -> None:
+        self._over, double.after_tensor = threading.Event(), self._wait
+
+    def _wait(self, number: int) -> None:
+        if number == 4:
+            self._over.wait()
+            raise MemoryError("the hang is over")
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+
+
+async def test_the_trainer_waits_for_a_server_that_hangs_no_longer_than_the_limit(trained: Trained):
     run = Run(trained)
-    async with run.opened(update_timeout=5.0) as pool:
-        run.doubles[1].after_tensor = lambda number: time.sleep(8.0 if number == 4 else 0.0)
-        seconds = await run.update(pool)
-        assert 4.0 <= run.sender.reports[-1].seconds < 5.0  # 0.8 of the timeout
-        assert seconds < 60 and run.arrived()[0] is None
-        run.doubles[1].after_tensor = lambda number: None
-        await run.update(pool)
-        assert run.sender.reports[-1].fault is None
-        assert run.arrived()[0] is True
+    async with run.opened() as pool:
+        group: Any = run.sender.broadcaster._group
+        group._seconds = 0.5
+        with Hang(run.doubles[1]):
+            updating = asyncio.create_task(run.update(pool))
+            await until(lambda: len(run.sender.reports) == 2)
+            assert "rank 0: a broadcast took more than 0.5 s" in str(run.sender.reports[-1].fault)
+        await updating
+        assert run.sender.orders[-1].seconds == 0.8 * HANGS  # the phase has some time left to end
+        assert run.arrived() == [None, None]
+
+
+async def test_a_server_that_hangs_in_the_middle_is_given_up_at_the_limit_of_the_phase_and_comes_back(trained: Trained):
+    run = Run(trained)
+    async with run.opened() as pool:
+        with Hang(run.doubles[1]):
+            give_the_next_load_half_a_second(cast(Any, pool._members[1].replica)._control)
+            await run.update(pool)
+            assert "replica 1" in str(run.sender.reports[-1].fault)
+            assert "load weights: no answer within 0.5 s" in str(run.sender.reports[-1].fault)
+            assert run.arrived()[0] is None
+            run.doubles[1].after_tensor = lambda number: None
+            await until(lambda: pool.metrics()["replicas/serving"] == 2)
+            await run.update(pool)
+            assert run.sender.reports[-1].fault is None
+            assert run.arrived() == [True, True]
+
+
+def give_the_next_load_half_a_second(control: Any) -> None:
+    load, limit = control.load, control._phase_timeout
+
+    async def hurried(info: object) -> None:
+        control.load, control._phase_timeout = load, 0.5
+        try:
+            await load(info)
+        finally:
+            control._phase_timeout = limit
+
+    control.load = hurried
 
 
 async def test_servers_that_outlive_a_run_make_another_group_with_the_trainer_of_the_next(trained: Trained):
@@ -213,16 +258,17 @@ async def test_a_replica_that_is_given_up_while_it_waits_keeps_nothing_from_the_
     broadcast = Broadcast(sender, kind="gloo", update_timeout=600.0)
     lost, lives = (cast(Any, Receiving()) for _ in range(2))
     broadcast.expect(["replica 0", "replica 1"], 1)
+    now: Any = broadcast._round
     waiting = asyncio.create_task(broadcast.load("replica 0", lost))
-    await asyncio.sleep(0.01)
+    await until(lambda: "replica 0" in now.arrived)
     waiting.cancel()
     await asyncio.wait([waiting])
     if leaves_first:
         broadcast.leave("replica 0")
     arriving = asyncio.create_task(broadcast.load("replica 1", lives))
-    await asyncio.sleep(0.01)
+    await until(lambda: "replica 1" in now.arrived)
     broadcast.leave("replica 0")
-    assert await asyncio.wait_for(arriving, 60) is True
+    assert await asyncio.wait_for(arriving, HANGS) is True
     assert [order.size for order in sender.orders] == [2] if leaves_first else [3]
 
 
@@ -262,12 +308,10 @@ async def test_another_nccl_than_the_trainers_is_refused(trained: Trained):
 
 async def test_a_rank_that_does_not_come_is_said_to_the_others_at_the_limit(trained: Trained):
     server = GroupSender(trained.trainer.model).broadcaster._server
-    began = time.monotonic()
     with pytest.raises(GroupOver, match=r"rank 0: waiting for the other ranks took more than 0\.5 s"):
         WeightGroup(server, "g", rank=0, size=2, kind="gloo", device=torch.device("cpu"), seconds=0.5, layout={})
     with pytest.raises(GroupOver, match="rank 0: waiting for the other ranks took more"):
-        WeightGroup(server, "g", rank=1, size=2, kind="gloo", device=torch.device("cpu"), seconds=600)
-    assert time.monotonic() - began < 300
+        WeightGroup(server, "g", rank=1, size=2, kind="gloo", device=torch.device("cpu"), seconds=HANGS)
 
 
 def test_the_address_towards_this_host_is_loopback():

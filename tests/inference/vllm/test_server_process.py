@@ -8,18 +8,21 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from verbatim.errors import SamplerFault
 from verbatim.inference.vllm.process import ServerProcess, free_port
+from waiting import HANGS, until, wait_until
+
+pytestmark = pytest.mark.realtime
 
 # A server with a worker of its own session, which writes down both process ids.
 SERVER = """
 import http.server, os, subprocess, sys
-worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1e9)"], start_new_session=True)
 open(sys.argv[2], "w").write(f"{os.getpid()} {worker.pid}")
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -32,10 +35,14 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
-def server(tmp_path: Path, code: str = SERVER) -> ServerProcess:
+def server(tmp_path: Path, code: str = SERVER, **settings: Any) -> ServerProcess:
     port = free_port()
     command = [sys.executable, "-c", code, str(port), str(tmp_path / "pids")]
-    return ServerProcess("replica 0", command, dict(os.environ), port=port, log=tmp_path / "logs" / "replica_0.log")
+    return ServerProcess("replica 0", command, dict(os.environ), port=port, log=log_of(tmp_path), **settings)
+
+
+def log_of(tmp_path: Path) -> Path:
+    return tmp_path / "logs" / "replica_0.log"
 
 
 def pids(tmp_path: Path) -> list[int]:
@@ -53,18 +60,9 @@ def is_there(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-def all_end(found: list[int], within: float = 60.0) -> bool:
-    end = time.monotonic() + within
-    while time.monotonic() < end:
-        if not any(map(is_running, found)):
-            return True
-        time.sleep(0.05)
-    return False
-
-
 async def test_a_server_ends_with_all_that_it_started(tmp_path):
     process = server(tmp_path)
-    await process.start(30)
+    await process.start(HANGS)
     found = pids(tmp_path)
     assert all(map(is_running, found)) and not process.has_ended
     await process.stop()
@@ -75,8 +73,8 @@ async def test_a_server_ends_with_all_that_it_started(tmp_path):
 # A worker whose first thread has ended: the system shows it as a zombie, while it and its own child go on.
 HALF_ENDED = """
 import ctypes, subprocess, sys, threading, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
-threading.Thread(target=time.sleep, args=(600,)).start()
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1e9)"], start_new_session=True)
+threading.Thread(target=time.sleep, args=(1e9,)).start()
 open(sys.argv[1], "w").write(str(child.pid))
 ctypes.CDLL(None).pthread_exit(None)
 """
@@ -85,11 +83,11 @@ ctypes.CDLL(None).pthread_exit(None)
 async def test_what_a_worker_started_that_is_about_to_end_is_killed_too(tmp_path):
     """As an engine that was told to end and waits for its threads on a busy machine."""
     note = tmp_path / "child"
-    code = SERVER.replace('"import time; time.sleep(600)"', f"{HALF_ENDED!r}, {str(note)!r}")
+    code = SERVER.replace('"import time; time.sleep(1e9)"', f"{HALF_ENDED!r}, {str(note)!r}")
     process = server(tmp_path, code)
-    await process.start(30)
+    await process.start(HANGS)
     _, worker = pids(tmp_path)
-    assert await asyncio.to_thread(all_end, [worker])
+    await until(lambda: not is_running(worker))
     child = int(await asyncio.to_thread(note.read_text))
     assert is_running(child) and is_there(worker)
     await process.stop()
@@ -98,30 +96,28 @@ async def test_what_a_worker_started_that_is_about_to_end_is_killed_too(tmp_path
 
 async def test_what_a_killed_server_leaves_behind_is_killed(tmp_path):
     process = server(tmp_path)
-    await process.start(30)
+    await process.start(HANGS)
     main, worker = pids(tmp_path)
     os.kill(main, signal.SIGKILL)
-    assert await asyncio.to_thread(all_end, [main, worker])
-    await asyncio.sleep(0.3)
+    await process.ended()
+    assert not is_running(main) and not is_running(worker)
     assert process.has_ended and process.how_it_ended() == "signal 9"
 
 
-async def test_a_frozen_server_is_ended(tmp_path, monkeypatch):
-    process = server(tmp_path)
-    await process.start(30)
+async def test_a_frozen_server_is_ended(tmp_path):
+    process = server(tmp_path, patience=0.2)
+    await process.start(HANGS)
     found = pids(tmp_path)
     for pid in found:
         os.kill(pid, signal.SIGSTOP)
-    began = time.monotonic()
     await process.stop()
     assert not any(map(is_running, found))
-    assert time.monotonic() - began < 30
 
 
 async def test_a_server_that_ends_at_once_is_told_with_the_end_of_its_log(tmp_path):
     process = server(tmp_path, "import sys; print('no module named vllm\\x1b[2J'); sys.exit(3)")
     with pytest.raises(SamplerFault, match=r"(?s)ended before it answered \(status 3\).*no module named vllm") as e:
-        await process.start(30)
+        await process.start(HANGS)
     assert "\x1b" not in str(e.value)
 
 
@@ -135,32 +131,37 @@ print("RuntimeError: see root cause above")
 raise SystemExit(1)
 """
     (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "replica_0.log").write_text("OSError: of an earlier start\n" * 30)
+    log_of(tmp_path).write_text("OSError: of an earlier start\n" * 30)
     with pytest.raises(SamplerFault) as e:
-        await server(tmp_path, code).start(30)
+        await server(tmp_path, code).start(HANGS)
     said = str(e.value)
     assert "ulimit" not in said and "ValueError: the device is gone" in said and "see root cause above" in said
     assert "earlier start" not in said and "File line 1\n" not in said
 
 
 async def test_a_server_that_never_answers_is_ended_at_the_deadline(tmp_path):
-    process = server(tmp_path, "import time; print('loading'); time.sleep(600)")
-    with pytest.raises(SamplerFault, match=r"(?s)does not answer at http://127.0.0.1:\d+ after 1 s.*loading"):
-        await process.start(1)
+    """A clock that goes on only once the server has written something."""
+
+    def clock() -> float:
+        return 1000.0 if log_of(tmp_path).exists() and "loading" in log_of(tmp_path).read_text() else 0.0
+
+    process = server(tmp_path, "import time; print('loading', flush=True); time.sleep(1e9)", clock=clock)
+    with pytest.raises(SamplerFault, match=r"(?s)does not answer at http://127.0.0.1:\d+ after 999 s.*loading"):
+        await process.start(999)
     assert process.has_ended
 
 
 def test_a_killed_run_leaves_no_server_behind(tmp_path):
     run = f"""
 import asyncio, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from pathlib import Path
-from test_server_process import server
+from inference.vllm.test_server_process import HANGS, server
 
 async def main():
-    await server(Path({str(tmp_path)!r})).start(30)
+    await server(Path({str(tmp_path)!r})).start(HANGS)
     print("up", flush=True)
-    await asyncio.sleep(600)
+    await asyncio.sleep(1e9)
 
 asyncio.run(main())
 """
@@ -168,4 +169,4 @@ asyncio.run(main())
         assert child.stdout is not None and child.stdout.readline() == b"up\n"
         found = pids(tmp_path)
         child.kill()
-    assert all_end(found)
+    wait_until(lambda: not any(map(is_running, found)))

@@ -20,6 +20,8 @@ from verbatim.inference.vllm.servers import vllm_servers
 from verbatim.inference.vllm.settings import VllmSettings
 from waiting import until
 
+pytestmark = pytest.mark.realtime
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:

@@ -11,6 +11,9 @@ from inference.vllm.test_replica import connected, request, tied, trainer
 from verbatim.errors import SamplerFault
 from verbatim.inference.vllm.command import server_command
 from verbatim.inference.vllm.settings import VllmSettings
+from waiting import until
+
+pytestmark = pytest.mark.realtime
 
 __all__ = ["tied", "trainer"]
 
@@ -66,20 +69,27 @@ async def test_one_whose_weights_are_wrong_computes_nothing_until_it_is_mended(t
 
 
 @pytest.mark.parametrize(("route", "phase"), [("/sleep", "sleep"), ("/wake_up", "wake up weights")])
-async def test_a_phase_that_fails_or_hangs_is_named_with_its_replica_and_its_limit(tied, route, phase):
-    path = tied.step("v1", 1e-3)
-
-    async def sleep_and_wake(replica):
-        await replica.sleep()
-        await replica.update_weights(path, 1)
-
-    async with connected(tied, phase_timeout=1.5) as (double, replica):
+async def test_a_phase_that_fails_is_named_with_its_replica(tied, route, phase):
+    async with connected(tied) as (double, replica):
         double.fails_at = route
         with pytest.raises(SamplerFault, match=f"^replica 3: {phase}: http.* status 500"):
-            await sleep_and_wake(replica)
-        double.fails_at, double.hangs_at = "", route
-        with pytest.raises(SamplerFault, match=f"^replica 3: {phase}: no answer within 1.5 s$"):
-            await sleep_and_wake(replica)
+            await replica.sleep()
+            await replica.update_weights(tied.step("v1", 1e-3), 1)
+
+
+HANGING = {
+    "sleep": ("/sleep", lambda control: control.sleep()),
+    "wake up weights": ("/wake_up", lambda control: control.wake_up("weights", is_last=False)),
+}
+
+
+@pytest.mark.parametrize("phase", HANGING)
+async def test_a_phase_that_hangs_is_named_with_its_replica_and_its_limit(tied, phase):
+    route, call = HANGING[phase]
+    async with connected(tied, phase_timeout=0.2) as (double, replica):
+        double.hangs_at = route
+        with pytest.raises(SamplerFault, match=rf"^replica 3: {phase}: no answer within 0\.2 s$"):
+            await call(replica._control)
 
 
 async def test_a_server_that_says_that_it_still_sleeps_is_named(tied):
@@ -94,16 +104,15 @@ async def test_a_server_that_says_that_it_still_sleeps_is_named(tied):
 
 async def test_a_request_in_flight_ends_before_the_server_sleeps(tied):
     async with connected(tied) as (double, replica):
-        double.seconds_per_token = 0.005
-        completion, _ = await _together(replica.generate(request(tied.ids(5), max_tokens=20)), replica.sleep())
+        double.hold(after=3)
+        running = asyncio.create_task(replica.generate(request(tied.ids(5), max_tokens=20)))
+        await until(lambda: double.num_held)
+        sleeping = asyncio.create_task(replica.sleep())
+        await until(lambda: "/sleep" in double.calls)
+        double.release()
+        completion, _ = await asyncio.gather(running, sleeping)
         assert len(completion.ids) == 20 and np.isfinite(completion.logprobs).all()
         assert double.asleep
-
-
-async def _together(first, second):
-    first = asyncio.create_task(first)
-    await asyncio.sleep(0.05)
-    return await asyncio.gather(first, second)
 
 
 def test_a_colocated_server_is_started_with_its_sleep_mode():

@@ -29,9 +29,9 @@ from verbatim.inference.vllm.settings import VllmSettings
 from verbatim.orchestrator.weight_sync import WeightSync
 from verbatim.transport import StepReport
 from verbatim.transport.canary import Probes, probe_sequences
-from waiting import until
+from waiting import HANGS, until
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:peft")
+pytestmark = [pytest.mark.realtime, pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:peft")]
 FIRST_B = "base_model.model.model.layers.0.self_attn.k_proj.lora_B.weight"
 
 
@@ -82,7 +82,7 @@ async def connected(trainer: AdaptedModel, **settings: Any) -> AsyncIterator[tup
     async with serving(double) as url:
         replica = VllmReplica(
             url, **{"name": "replica 3", "model": "policy", "context_length": 512, "vocab_size": trainer.vocab_size,
-                    "policy_version": 0, "phase_timeout": 20.0, "adapter_rank": RANK, **settings}
+                    "policy_version": 0, "phase_timeout": HANGS, "adapter_rank": RANK, **settings}
         )  # fmt: skip
         try:
             yield double, replica
@@ -138,14 +138,15 @@ async def test_a_request_in_flight_ends_with_the_adapter_that_it_began_with(trai
         await replica.update_weights(trainer.adapter_step(), 1)
         asked = request(max_tokens=30)
         before = trainer.adapted_logprobs
-        double.seconds_per_token = 0.02
+        double.hold(after=3)
         running = asyncio.ensure_future(replica.generate(asked))
-        await until(lambda: double.in_flight == 1)
+        await until(lambda: double.num_held)
         old_names = list(double.adapters)
         reference = {name: value.detach().clone() for name, value in trainer.adapted.named_parameters()}
         await replica.update_weights(trainer.adapter_step(), 2)
         assert not running.done()
         assert set(old_names) < set(double.adapters)  # still loaded
+        double.release()
         found = await running
         assert found.policy_versions.tolist() == [1] * 30
         with torch.no_grad():
@@ -153,7 +154,6 @@ async def test_a_request_in_flight_ends_with_the_adapter_that_it_began_with(trai
                 value.copy_(reference[name])
         whole = np.concatenate([asked.prompt_ids, found.ids])
         assert np.abs(found.logprobs - before(whole)[len(asked.prompt_ids) - 1 :]).max() < 5e-5
-        double.seconds_per_token = 0.0
         assert (await replica.generate(request(max_tokens=3))).policy_versions.tolist() == [2] * 3
         await replica.update_weights(trainer.adapter_step(), 3)
         assert not set(old_names) & set(double.adapters)

@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM
 
 from verbatim.inference.http.protocol import UNKNOWN_LOGPROB
 from verbatim.inference.vllm.command import PLUGIN
+from waiting import HANGS
 
 for folder in (PLUGIN, Path(__file__).parent / "faulty_plugin"):
     sys.path.append(str(folder))
@@ -66,7 +67,14 @@ class VllmDouble:
         """Ids that are drawn next, instead of random ones."""
         self._in_flight_for_ids = 0
         self.keeps_blocks = False
-        self.seconds_per_token = 0.0
+        self.drawn = 0
+        """Tokens of all requests, also of those that go on."""
+        self.num_held = 0
+        """Requests that wait for `release`."""
+        self._most_drawn = math.inf
+        self._released = asyncio.Event()
+        self.draws_for_others = False
+        """Whether it has drawn a token more whenever its figures are asked for."""
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.tied = bool(self._model.config.tie_word_embeddings)
         if self.tied:  # a head of its own, as a packed kernel is
@@ -97,6 +105,16 @@ class VllmDouble:
         self.packs = True
         """Whether it has our middleware, which packs answers."""
         self.queries = self.hits = self.generated = 0
+
+    def hold(self, after: int) -> None:
+        """Draw so many tokens of each request, and no more of it until `release`."""
+        self._most_drawn = after
+        self._released.clear()
+
+    def release(self) -> None:
+        """Draw on."""
+        self._most_drawn = math.inf
+        self._released.set()
 
     # ---- routes
 
@@ -137,7 +155,7 @@ class VllmDouble:
             error = {"message": said, "type": "PermissionDeniedError", "param": None, "code": 403}
             return web.json_response({"error": error}, status=403)
         if request.path == self.hangs_at:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
         if request.path in self.gates:
             await self.gates[request.path].wait()
         if request.path == self.fails_at:
@@ -150,6 +168,7 @@ class VllmDouble:
         return web.Response()
 
     async def _metrics(self, _: web.Request) -> web.Response:
+        self.generated += self.draws_for_others
         figures = {"num_requests_running": self.in_flight, "num_requests_waiting": 0, "kv_cache_usage_perc": 0.5,
                    "prefix_cache_queries_total": self.queries, "prefix_cache_hits_total": self.hits,
                    "generation_tokens_total": self.generated}  # fmt: skip
@@ -341,12 +360,18 @@ class VllmDouble:
     async def _answer(self, params: dict[str, Any], prompt: list[int], salt: str) -> dict[str, Any]:
         scored = params.get("prompt_logprobs") is not None
         cached, weights = (0, None) if scored else self._cached(salt, prompt)
-        content, versions, ids = [], [], list(prompt)
+        content, versions, ids, of_prompt = [], [], list(prompt), None
         rng = np.random.default_rng(params.get("seed", len(self.calls)))
         for _ in range(params["max_tokens"]):
-            await self.running.wait()
-            await asyncio.sleep(self.seconds_per_token)
-            logprobs = self._logprobs(ids, weights)[-1]
+            await asyncio.sleep(0)  # others work
+            while len(content) >= self._most_drawn or not self.running.is_set():
+                if len(content) >= self._most_drawn:
+                    self.num_held += 1
+                    await self._released.wait()
+                    self.num_held -= 1
+                await self.running.wait()
+            table = self._logprobs(ids, weights)
+            logprobs, of_prompt = table[-1], table if of_prompt is None else of_prompt
             token = int(rng.choice(len(logprobs), p=np.exp(logprobs) / np.exp(logprobs).sum()))
             if self.says:
                 token = self.says.pop(0)
@@ -357,6 +382,7 @@ class VllmDouble:
             if self.fault == "no logprob":
                 known = dict.fromkeys(known, UNKNOWN_LOGPROB)
             entries = [{"token_id": token_id, "logprob": value, "rank": 1} for token_id, value in known.items()]
+            self.drawn += 1
             content.append({**entries[0], "top_logprobs": entries[: params.get("logprobs") or 1]})
             versions.append(self.version)
             ids.append(token)
@@ -366,8 +392,8 @@ class VllmDouble:
         self._remember(salt, prompt)
         rows = None
         if scored:
-            table = self._logprobs(prompt, None)
-            known = [float(np.float32(table[at][token])) for at, token in enumerate(prompt[1:])]
+            assert of_prompt is not None
+            known = [float(np.float32(of_prompt[at][token])) for at, token in enumerate(prompt[1:])]
             rows = [None, *({str(token): {"logprob": value, "rank": 1, "decoded_token": ""}}
                             for token, value in zip(prompt[1:], known, strict=True))]  # fmt: skip
         return {
@@ -462,14 +488,14 @@ def serving_on_a_thread(double: VllmDouble) -> Iterator[str]:
     served = serving(double)
 
     def there(call: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(call, loop).result(60)
+        return asyncio.run_coroutine_threadsafe(call, loop).result(HANGS)
 
     try:
         yield there(served.__aenter__())
     finally:
         there(served.__aexit__(None, None, None))
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(60)
+        thread.join(HANGS)
 
 
 def shape_of(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Runs one server and ends everything that the server started: `python keeper.py COMMAND...`.
+"""Runs one server and ends everything that the server started: `python keeper.py SECONDS COMMAND...`.
 
 A server forks workers that outlive it when it is killed. This process adopts them (a "child subreaper") and kills all
 of them as soon as the server has ended, or as soon as its own standard input is closed, which happens whenever the
@@ -19,13 +19,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 PATIENCE = 15.0
-"""Seconds between SIGTERM and SIGKILL."""
+"""Seconds between SIGTERM and SIGKILL; those until all that a killed server leaves behind has ended."""
 _LOOK_EVERY = 0.2
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def main(command: Sequence[str]) -> int:
+def main(command: Sequence[str], patience: float = PATIENCE) -> int:
     """Run the command until it ends, or until standard input is closed.
+
+    Args:
+        command: The server's command line.
+        patience: Seconds between SIGTERM and SIGKILL.
 
     Returns:
         Its exit status; 128 + N after signal N.
@@ -40,7 +44,7 @@ def main(command: Sequence[str]) -> int:
         if server.poll() is None:
             server.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                server.wait(PATIENCE)
+                server.wait(patience)
     finally:
         server.kill()
         status = server.wait()
@@ -85,4 +89,4 @@ def _prctl(option: int, value: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[2:], float(sys.argv[1])))

@@ -11,7 +11,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from verbatim.errors import SamplerFault
@@ -65,17 +65,20 @@ class ServerProcess:
         port: Where it listens.
         log: The file for what it prints; appended to.
         host: The address that it listens on.
+        patience: Seconds that it has to end by itself when it is told to.
+        clock: Seconds, for the deadline of its start.
     """
 
     def __init__(
         self, name: str, command: Sequence[str], environment: Mapping[str, str], *, port: int, log: Path,
-        host: str = "127.0.0.1",
+        host: str = "127.0.0.1", patience: float = keeper.PATIENCE, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.name = name
         reached = "127.0.0.1" if host == "0.0.0.0" else f"[{host}]" if ":" in host else host
         self.url = f"http://{reached}:{port}"
         self._command, self._environment, self._log = command, environment, log
         self._host, self._port = host, port
+        self._patience, self._clock = patience, clock
         self._log_begins = 0
         self._keeper: asyncio.subprocess.Process | None = None
 
@@ -106,11 +109,11 @@ class ServerProcess:
         if is_taken(self._host, self._port):
             raise SamplerFault(f"{self.name} cannot listen on {self._host}, port {self._port}: address already in use")
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        began = time.monotonic()
+        began = self._clock()
         with self._log.open("ab") as log:
             self._log_begins = log.tell()
             self._keeper = await asyncio.create_subprocess_exec(
-                sys.executable, "-I", keeper.__file__, *self._command,
+                sys.executable, "-I", keeper.__file__, str(self._patience), *self._command,
                 stdin=asyncio.subprocess.PIPE, stdout=log, stderr=log, env=dict(self._environment),
             )  # fmt: skip
         try:
@@ -118,7 +121,7 @@ class ServerProcess:
         except BaseException:
             await self.stop()
             raise
-        seconds = time.monotonic() - began
+        seconds = self._clock() - began
         logger.info("%s answers at %s after %.0f s; its log: %s", self.name, self.url, seconds, self._log)
 
     async def _until_it_answers(self, began: float, deadline: float) -> None:
@@ -132,7 +135,7 @@ class ServerProcess:
                 with contextlib.suppress(SamplerFault):
                     if await client.ask("GET", "/health", None, _is_healthy):
                         return
-                now = time.monotonic()
+                now = self._clock()
                 if now - began > deadline:
                     raise SamplerFault(f"{self.name} does not answer at {self.url} after {deadline:g} s "
                                        f"(inference.vllm.start_timeout). {self.end_of_log()}")  # fmt: skip

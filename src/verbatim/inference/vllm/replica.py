@@ -318,6 +318,7 @@ class VllmReplica:
             context_length=self.context_length, adapter_rank=self._adapter_rank,
             return_routed_experts=self._return_routed_experts, nccl=self._nccl,
         )  # fmt: skip
+        await self._control.resume()  # a server that was given up in the middle of an update would never answer
         missing = await self._control.missing_flag(self._model)
         if missing is not None:
             raise UsageError(f"{named(self.name, self.url)} cannot be used: {missing}")
