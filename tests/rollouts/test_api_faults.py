@@ -143,9 +143,9 @@ async def play(
     """The first conversation hangs, so many times; once all others have ended, its deadline passes each time."""
     ends: dict[int, Trajectory] = {}
     running = asyncio.create_task(rollout.run_each(conversations, ends.__setitem__, **overrides))
-    await until(lambda: len(ends) == len(conversations) - 1)
+    await until(lambda: len(ends) >= len(conversations) - 1)
     for time in range(1, times + 1):
-        await until(lambda time=time: hangs.total() == time)
+        await until(lambda time=time: hangs.total() >= time)
         set_forward()
     await asyncio.wait_for(running, HANGS)
     return [ends[index] for index in range(len(conversations))]

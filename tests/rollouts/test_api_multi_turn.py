@@ -15,9 +15,13 @@ from rollouts.chat_server import END, ROLES, ChatServer, Raw, add_numbers, call,
 from verbatim import Example, StopReason, Trajectory, build_samples
 from verbatim.errors import UsageError
 from verbatim.inference import SamplingParams
+from verbatim.inference.http.client import HttpClient
 from verbatim.inference.openai import OpenAI
 from verbatim.rollouts import APIMultiTurnRollout, Rollout
 from verbatim.tools import ToolManager, ToolResult
+from waiting import HANGS
+
+pytestmark = pytest.mark.realtime
 
 
 def add(a: int, b: int) -> int:
@@ -85,17 +89,27 @@ def test_as_many_come_back_as_were_given_in_their_order_and_nothing_is_changed()
     assert given[2]["messages"][0]["content"] == "3 4"
 
 
-def test_concurrency_is_how_many_are_under_way():
-    together = threading.Barrier(4)  # requests are answered by fours, and a fifth would have time to arrive
+def test_concurrency_is_how_many_are_under_way(monkeypatch: pytest.MonkeyPatch):
+    """Requests are answered by fours; they are counted where they begin."""
+    together, ask_server = threading.Barrier(4), HttpClient.ask
+    under_way: list[int] = [0]
+
+    async def counted(self: HttpClient, *given: Any, **more: Any) -> Any:
+        under_way.append(under_way[-1] + 1)
+        try:
+            return await ask_server(self, *given, **more)
+        finally:
+            under_way.append(under_way[-1] - 1)
 
     def wait(body: dict[str, Any], tries: int) -> Raw:
-        together.wait(timeout=60)
-        return Raw(body=json.dumps(completion(body, add_numbers(body))), seconds=0.1)
+        together.wait(HANGS)
+        return Raw(body=json.dumps(completion(body, add_numbers(body))))
 
+    monkeypatch.setattr(HttpClient, "ask", counted)
     with chat_server(fault=wait) as server:
         results = rollout_of(server, concurrency=4)([ask(f"{n} 1") for n in range(12)])
     assert [r["stop_reason"] for r in results] == ["stop"] * 12
-    assert server.most_open == 4
+    assert max(under_way) == server.most_open == 4
 
 
 def test_the_answers_length_ends_it():
@@ -348,7 +362,7 @@ async def test_each_is_handed_over_as_soon_as_it_ends():
 
     def slow(body: dict[str, Any], tries: int) -> None:
         if body["messages"][0]["content"] == "9":
-            assert release.wait(timeout=60)
+            assert release.wait(HANGS)
 
     order = []
 

@@ -44,7 +44,7 @@ def over_a_server(given, **settings):
         return APIMultiTurnRollout(api=api, extra_body={"return_token_ids": True}, **settings)(given)
 
 
-@pytest.fixture(params=[over_a_sampler, over_a_server])
+@pytest.fixture(params=[over_a_sampler, pytest.param(over_a_server, marks=pytest.mark.realtime)])
 def play(request):
     """A model that calls `earn` with what the user said, then says "ok"."""
     return request.param

@@ -9,6 +9,9 @@ import threading
 import pytest
 
 from verbatim.rollouts.main_loop import run_in_program
+from waiting import HANGS
+
+pytestmark = pytest.mark.realtime
 
 
 def pressed_at_its_thread(presses: int, asked: list[str]) -> str:
@@ -22,12 +25,12 @@ def pressed_at_its_thread(presses: int, asked: list[str]) -> str:
         return True
 
     async def work() -> str:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANGS):
             signal.pthread_kill(threading.get_ident(), signal.SIGINT)
             await told.wait()
             for _ in range(presses - 1):
                 signal.pthread_kill(threading.get_ident(), signal.SIGINT)
-                await asyncio.sleep(60)
+                await asyncio.Event().wait()
         return "ended"
 
     async def notebook() -> str:

@@ -22,8 +22,18 @@ from verbatim.environments.resolve import create_environment
 from verbatim.errors import JudgeFailed, UsageError
 from verbatim.rollouts import EpisodeLimits
 from verbatim.rollouts.judges import Judge, Judged, RewardModel
+from waiting import HANGS
+
+pytestmark = pytest.mark.realtime
 
 TALK = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("verbatim.inference.http.client.FIRST_PAUSE", 0.002)
+
+
 CRITERIA = {"correct": "The sum is right.", "brief": "It is short."}
 
 
@@ -55,7 +65,7 @@ def grade(judge: Any, messages: Any = TALK, fields: Any = None) -> tuple[dict[st
 
 
 def play(environment: Any, answer: str = "4", size: int = 1) -> list[Trajectory]:
-    stage = Stage(name="it", environment=environment, limits=EpisodeLimits(timeout=20))
+    stage = Stage(name="it", environment=environment, limits=EpisodeLimits(timeout=HANGS))
     players = [lambda seed: WrittenPlayer([{"role": "assistant", "content": answer}])] * size
     return [play.trajectory for play in asyncio.run(stage.play("w", players, environment.examples("train")[0]))]
 

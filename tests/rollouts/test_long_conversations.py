@@ -11,6 +11,7 @@ from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import AgentLoop, EpisodeLimits, Recorder
 from verbatim.rollouts.loop import EpisodeOver
+from waiting import HANGS
 
 SHORT = [{"role": "user", "content": "hi"}]
 MANY = [{"role": "user", "content": "hi"}] * 129
@@ -40,7 +41,7 @@ class Watched(ByteRenderer):
     def _note(self):
         self.threads.append("loop" if threading.current_thread() is threading.main_thread() else "other")
         self.loop.call_soon_threadsafe(self.began.set)
-        assert self.may_go_on.wait(60)
+        assert self.may_go_on.wait(HANGS)
 
 
 def loop_of(renderer, **limits):
@@ -79,7 +80,7 @@ async def test_the_loop_turns_while_a_long_conversation_is_rendered_and_limits_h
     loop, recorder = loop_of(renderer, max_turns=1)
     renderer.may_go_on.clear()
     long = asyncio.ensure_future(loop.sample(MANY, agent="long"))
-    await asyncio.wait_for(renderer.began.wait(), 60)  # it turns
+    await asyncio.wait_for(renderer.began.wait(), HANGS)  # it turns
     renderer.may_go_on.set()
     loop._num_started = 1  # another agent took the last turn
     with pytest.raises(EpisodeOver, match="max_turns"):
@@ -92,7 +93,7 @@ async def test_a_prompt_that_comes_after_the_end_is_not_sampled_from():
     loop, recorder = loop_of(renderer)
     renderer.may_go_on.clear()
     long = asyncio.ensure_future(loop.sample(MANY))
-    await asyncio.wait_for(renderer.began.wait(), 60)
+    await asyncio.wait_for(renderer.began.wait(), HANGS)
     await loop.end()
     recorder.close()
     renderer.may_go_on.set()

@@ -16,7 +16,7 @@ from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import MultiTurnRollout
 from verbatim.tools import ToolManager
-from waiting import until
+from waiting import HANGS, until
 
 
 def add(a: int, b: int) -> int:
@@ -160,20 +160,21 @@ def test_it_also_works_inside_a_running_event_loop():
     assert blocking["messages"][-2]["content"] == awaited["messages"][-2]["content"] == "4"
 
 
+@pytest.mark.realtime
 async def test_a_slow_tool_delays_no_other_episode():
     together, other_ended = threading.Barrier(5), threading.Event()
 
     def slow(seconds: float) -> str:
         """Wait for the four others, and for the end of the conversation that does not call this."""
-        together.wait(60)
-        return "done" if other_ended.wait(60) else "late"
+        together.wait(HANGS)
+        return "done" if other_ended.wait(HANGS) else "late"
 
     def finished(index, trajectory):
         ends[index] = [trajectory["stop_reason"], trajectory["messages"][2]["content"]]
         if index == 5:
             other_ended.set()
 
-    rollout, _ = make(tool_manager=ToolManager([add, slow]))
+    rollout, _ = make(tool_manager=ToolManager([add, slow]), tool_timeout=2 * HANGS)
     ends = {}
     await rollout.run_each([talk("slow 1")] * 5 + [talk("add 1 2")], finished)
     assert ends == {**{index: ["stop", "done"] for index in range(5)}, 5: ["stop", "3"]}

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from byte_renderer import VOCAB_SIZE, say
+from orchestrator.virtual_runs import virtual_time
 from verbatim.errors import RecordError, SamplerFault, UsageError
 from verbatim.inference import SampleRequest, SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
@@ -77,12 +78,13 @@ async def test_a_request_that_is_cancelled_is_cancelled_in_the_engine():
     assert (engine.num_in_flight, engine.num_cancelled, current.num_tokens) == (0, 1, 0)
 
 
+@virtual_time
 async def test_tokens_that_come_after_the_end_of_an_episode_are_refused_as_everywhere():
     sampler, _ = counted(seconds_per_token=0.01)
     recorder = Recorder(VOCAB_SIZE)
     current = sampler.open(recorder)
     late = asyncio.create_task(sampler.generate(request(f"{current.session}/main")))
-    await asyncio.sleep(0.005)
+    await asyncio.sleep(0.025)  # two of four tokens are drawn
     recorder.close()
     with pytest.raises(RecordError, match="after the episode had ended"):
         await late

@@ -15,6 +15,13 @@ from verbatim.rollouts import EpisodeLimits, GroupRun, RolloutSetup
 from verbatim.tools import FunctionTool
 from verbatim.trajectories import build
 
+pytestmark = pytest.mark.realtime
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    monkeypatch.setattr("verbatim.inference.http.client.FIRST_PAUSE", 0.002)
+
 
 def add(a: int, b: int) -> int:
     """Add."""

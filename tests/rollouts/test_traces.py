@@ -20,6 +20,7 @@ from verbatim.rollouts import APIMultiTurnRollout, TraceFolder
 from verbatim.tools import ToolManager
 from verbatim.trajectory_json import trajectory_from_json
 from verbatim.types import TurnTiming
+from waiting import HANGS, wait_until
 
 
 def trajectory(**changes: Any) -> Trajectory:
@@ -150,16 +151,16 @@ def rollout_of(server: ChatServer, folder: Path, **settings: Any) -> APIMultiTur
     return APIMultiTurnRollout(api=api, tool_manager=ToolManager([add]), trace_dir=folder, **settings)
 
 
+@pytest.mark.realtime
 def test_a_rollout_stores_each_trajectory_as_soon_as_it_ends(tmp_path: Path):
     stored = threading.Event()
 
     def wait(body: dict[str, Any], tries: int) -> None:
         if body["messages"][0]["content"] == "9":
-            assert stored.wait(timeout=60)  # answered only once the other one is on disk
+            assert stored.wait(HANGS)  # answered only once the other one is on disk
 
     def on_disk() -> None:
-        while not list(tmp_path.glob("ok-*.json")):
-            stored.wait(0.01)
+        wait_until(lambda: list(tmp_path.glob("ok-*.json")))
         stored.set()
 
     threading.Thread(target=on_disk, daemon=True).start()
@@ -168,6 +169,7 @@ def test_a_rollout_stores_each_trajectory_as_soon_as_it_ends(tmp_path: Path):
     assert len(list(tmp_path.glob("ok-*.json"))) == 2
 
 
+@pytest.mark.realtime
 def test_a_trace_tells_the_time_of_each_generation_and_tool_call(tmp_path: Path):
     def script(body: dict[str, Any]) -> dict[str, Any]:
         return {"content": "done"} if len(body["messages"]) > 1 else call("add", {"a": 1, "b": "x"})
@@ -186,6 +188,7 @@ def test_a_trace_tells_the_time_of_each_generation_and_tool_call(tmp_path: Path)
     assert info["tool_errors"] == {"invalid_arguments": 1}
 
 
+@pytest.mark.realtime
 def test_a_callback_sees_the_task_and_a_failing_one_harms_no_result(tmp_path: Path):
     def is_right(result: Mapping[str, Any]) -> bool:
         return result["messages"][-1]["content"] == result["info"]["task"]["answer"]
