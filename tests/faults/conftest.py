@@ -1,31 +1,31 @@
-"""What the campaigns of faults share: recorded runs, warm servers, tiny runs."""
+"""What the campaigns of faults share: a server, recorded runs, tiny runs."""
 
 import pytest
 
 
 @pytest.fixture(scope="session")
-def plain(tmp_path_factory):
-    """A tiny run that was recorded from its start to its end."""
-    from faults.recorded_runs import plain_run
-
-    return plain_run(tmp_path_factory.mktemp("plain"))
-
-
-@pytest.fixture(scope="session")
-def prepared(tmp_path_factory):
-    """The same, of a run that builds its model and warm-starts it."""
-    from faults.recorded_runs import prepared_run
-
-    return prepared_run(tmp_path_factory.mktemp("prepared"))
-
-
-@pytest.fixture(scope="session")
 def each(whole):
-    """`each(case, items)` calls `case(server, item)`: commands are run by warm servers, one or two at a time."""
-    from faults.warm import servers
+    """`each(case, items)` calls `case(server, item)`: commands are run by forking servers, one or two at a time."""
+    from faults.struck import servers
 
     with servers(2 if whole else 1) as each:
         yield each
+
+
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory, each):
+    """A tiny run that was recorded from its start to its end."""
+    from faults.recorded_runs import plain_run
+
+    return each(plain_run, [tmp_path_factory.mktemp("plain")])[0]
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory, each):
+    """The same, of a run that builds its model and warm-starts it."""
+    from faults.recorded_runs import prepared_run
+
+    return each(prepared_run, [tmp_path_factory.mktemp("prepared")])[0]
 
 
 @pytest.fixture(scope="session")
@@ -42,7 +42,7 @@ def expected(place, each):
     from faults.tiny_places import imbalances
 
     run = place.new()
-    (ended,) = each(lambda warm, _: place.run(warm, "one", run), [None])
+    (ended,) = each(lambda server, _: place.run(server, "one", run), [None])
     assert ended.status == 0, ended.said
     assert imbalances(run) == []
     return run

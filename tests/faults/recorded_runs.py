@@ -6,19 +6,16 @@ import ast
 import contextlib
 import io
 import logging
-import os
 import random
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from e2e.tiny_runs import LOTS, TOML, build_tiny_model, train_lines, workplace
-from faults import recorder
 from faults.lost_power import after_loss
 from faults.recorder import Op
+from faults.struck import Server
 from verbatim.cli.main import main
 from verbatim.monitors import learning_curve
 from verbatim.monitors.trajectory_log import read_trajectories
@@ -92,58 +89,56 @@ def run_of(place: Path) -> Path:
     return run
 
 
-def record(place: Path, toml: str, *arguments: str) -> list[Op]:
+def record(server: Server, place: Path, toml: str, *arguments: str) -> list[Op]:
     """Run `verbatim rl run.toml` in a process of its own; its trace."""
     place.mkdir(exist_ok=True)
     for name, source in MODULES.items():
         (place / f"{name}.py").write_text(source)
     (place / "run.toml").write_text(toml)
-    trace = place.with_name(f"{place.name}.trace")
-    done = subprocess.run(
-        [sys.executable, recorder.__file__, str(place), str(trace), "rl", "run.toml", *arguments],
-        capture_output=True, text=True, check=False, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    trace, out = place.with_name(f"{place.name}.trace"), place.with_name(f"{place.name}.said")
+    two = "separate_process = true" in toml
+    ended = server.run(["rl", "run.toml", *arguments], place=place, out=out, trace=trace, two=two)
+    assert ended.status == 0, ended.said
     ops: list[Op] = ast.literal_eval(trace.read_text())
     return ops
 
 
-def recorded(place: Path, toml: str) -> Recorded:
+def recorded(server: Server, place: Path, toml: str) -> Recorded:
     """A new run, to its end."""
-    ops = record(place, toml)
+    ops = record(server, place, toml)
     run = run_of(place)
     weights = (run / "final" / "model.safetensors").read_bytes()
     return Recorded(ops=ops, toml=toml, weights=weights, trajectories=sampled(run))
 
 
-def plain_run(place: Path) -> Recorded:
+def plain_run(server: Server, place: Path) -> Recorded:
     """A model that is there, and a checkpoint after each of three batches."""
     model = build_tiny_model(place / "model")
-    return recorded(place / "run", _toml(f'name = "{model}"', "lots.Lots"))
+    return recorded(server, place / "run", _toml(f'name = "{model}"', "lots.Lots"))
 
 
-def prepared_run(place: Path) -> Recorded:
+def prepared_run(server: Server, place: Path) -> Recorded:
     """A model that is built in the run folder and warm-started there; checkpoints at the start and at the end."""
     toml = _toml(MODEL, "shown.Shown").replace("interval = 1", "interval = 100")
-    return recorded(place / "run", toml)
+    return recorded(server, place / "run", toml)
 
 
-def run_of_two_processes(place: Path) -> Recorded:
+def run_of_two_processes(server: Server, place: Path) -> Recorded:
     """As `plain_run`, with the trainer in a process of its own; it is resumed in one process, which is quicker."""
     model = build_tiny_model(place / "model")
     toml = _toml(f'name = "{model}"', "lots.Lots")
     two = toml.replace("separate_process = false", "separate_process = true")
-    return replace(recorded(place / "run", two), toml=toml)
+    return replace(recorded(server, place / "run", two), toml=toml)
 
 
-def resumed_run(place: Path, run: Recorded) -> Recorded:
+def resumed_run(server: Server, place: Path, run: Recorded) -> Recorded:
     """The rest of a run that was killed while it wrote its last checkpoint."""
     killed = run.after(STEPS) - 10
     (place / "run").mkdir()
     after_loss(run.ops[:killed], "all", random.Random(0)).write(place / "run")
     promised = run.promised(killed)
     assert promised == STEPS - 1
-    ops = record(place / "run", run.toml, "--resume")
+    ops = record(server, place / "run", run.toml, "--resume")
     assert what_differs(run_of(place / "run"), run) is None
     return replace(run, ops=ops, promised_before=promised)
 

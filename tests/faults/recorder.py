@@ -1,6 +1,4 @@
-"""Runs `verbatim` and writes down every change of a folder, and every sync, in order:
-
-    python recorder.py FOLDER TRACE rl run.toml ...
+"""Writes down every change of a folder, and every sync, that a command makes (`struck.py` runs it), in order.
 
 Python tells of each system call on a path before it is made (its audit events), whatever library makes it; a sync is
 told of by a wrapper. At each of these moments the folder is looked at, and what has changed since is recorded. So what
@@ -15,7 +13,6 @@ import os
 import socket
 import stat
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -160,10 +157,6 @@ class Recorder:
 # ---- a process that the command starts
 
 
-CHILD = "import sys; sys.path.insert(0, {here!r}); from faults.recorder import tell; tell({address!r}, {root!r})\n"
-"""A `sitecustomize.py`, which Python runs at its start."""
-
-
 def listen(recorder: Recorder, address: str) -> None:
     """Look whenever another process says so, on a thread: a message is the number of what was synced, or 0."""
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -205,24 +198,12 @@ def tell(address: str, root: str) -> None:
     sys.addaudithook(hear)
 
 
-def main(root: Path, trace: Path, arguments: list[str]) -> int:
-    """Run the command inside, and write the trace."""
-    import verbatim.cli.main as command
-
-    os.chdir(root)
-    recorder = Recorder(root)
-    with tempfile.TemporaryDirectory() as folder:
-        address = f"{folder}/socket"
-        child = CHILD.format(here=str(Path(__file__).parents[1]), address=address, root=str(root))
-        Path(folder, "sitecustomize.py").write_text(child)
-        os.environ["PYTHONPATH"] = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
-        listen(recorder, address)
-        return _record(recorder, command.main, arguments, trace)
-
-
-def _record(recorder: Recorder, command: Callable[[list[str]], int], arguments: list[str], trace: Path) -> int:
+def record(root: Path, trace: Path, address: str) -> Callable[[], None]:
+    """From now on, of this process and of those that `tell` at the address; what writes the trace at the end."""
     from verbatim.run.run_log import RunLog
 
+    recorder = Recorder(root)
+    listen(recorder, address)
     os.fsync = recorder.sync
     seal = RunLog._seal
 
@@ -230,13 +211,10 @@ def _record(recorder: Recorder, command: Callable[[list[str]], int], arguments: 
         seal(self, step, *rest)
         recorder.promise(step)
 
+    def finish() -> None:
+        recorder.promise("finished")
+        trace.write_text(repr(recorder.ops))
+
     RunLog._seal = sealing  # type: ignore[method-assign]
     sys.addaudithook(recorder.hear)
-    status = command(arguments)
-    recorder.promise("finished")
-    trace.write_text(repr(recorder.ops))
-    return status
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]).resolve(), Path(sys.argv[2]).resolve(), sys.argv[3:]))
+    return finish

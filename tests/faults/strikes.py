@@ -1,4 +1,5 @@
-"""Kills a process, or makes one of its calls fail, at the n-th event of a kind in one folder. Imported by `warm`.
+"""Kills a process, signals to it, or makes one of its calls fail, at the n-th event of a kind in one folder.
+Installed by `struck`.
 
 Events are what Python code does to files (by audit hooks and by files that report their own writes), what the libraries
 in Rust save, and calls of functions, for memory that runs out. A strike is plain JSON:
@@ -17,7 +18,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -39,21 +39,22 @@ class Strikes:
 
     Args:
         order: The JSON above. `do` is "count" (append each event to the note), "kill", "error" (with `errno`; with
-            `lasts`, from the n-th on), "memory" or "torch" (with `modules`, whose functions are counted).
+            `lasts`, from the n-th on), "memory", "torch" or "signal" (with `modules`, whose functions are counted;
+            the last one with `signal`, a name, which the process sends itself).
     """
 
     def __init__(self, order: dict[str, Any]) -> None:
         self.do, self.at, self.where = order["do"], order.get("at", 0), os.path.realpath(order["where"])
         self.ops = frozenset(order.get("ops") or CHANGES)
         self.errno, self.lasts = order.get("errno", 0), order.get("lasts", False)
-        self.modules = tuple(order.get("modules", ()))
+        self.modules, self.signal = tuple(order.get("modules", ())), order.get("signal", "")
         self.note = os.open(order["note"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self.numbers = itertools.count(1)
         self.done = False
 
     def install(self) -> None:
         """From now on."""
-        if self.do in ("memory", "torch") or self.modules:
+        if self.modules:
             threading.setprofile(self.profile)
             sys.setprofile(self.profile)
             return
@@ -91,7 +92,7 @@ class Strikes:
         torn()
         if self.do == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(60)
+            threading.Event().wait()
         error = OSError(self.errno, os.strerror(self.errno), *([path] if named else []))
         raise fail(error)
 
@@ -205,6 +206,9 @@ class Strikes:
         elif number == self.at:
             self.done = True
             self.write(f"{number} {called} {name}\n")
+            if self.do == "signal":
+                os.kill(os.getpid(), getattr(signal, self.signal))
+                return
             raise MemoryError if self.do == "memory" else RuntimeError(TORCH_FULL)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import shutil
 from collections.abc import Callable
@@ -9,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from campaigns import sized
+from faults.struck import Server
 from faults.test_kills import spread
 from faults.tiny_places import STEPS, Place, differences
-from faults.warm import Warm
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.realtime]
 
 NEWEST, BEFORE = f"step_{STEPS:06d}", f"step_{STEPS - 2:06d}"
 
@@ -53,35 +55,45 @@ def files(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
-def test_any_damage_to_any_file_of_the_newest_checkpoint_is_found(
-    place: Place, expected: Path, each, whole: bool, campaign
-):
+def damaged(
+    place: Place, expected: Path, plant: str | None, server: Server, chosen: tuple[str, str]
+) -> list[str]:
+    """What was wrong with a run that went on, of whose newest checkpoint a file was damaged."""
+    name, damage = chosen
+    run = place.new()
+    shutil.copytree(expected, run)
+    shutil.rmtree(run / "final")
+    path = run / "checkpoints" / NEWEST / name
+    before = path.read_bytes()
+    DAMAGES[damage](path)
+    changed = not path.exists() or path.read_bytes() != before
+    ended = place.run(server, "one", run, strike=None if plant is None else {"plant": plant})
+    if ended.status != 0 or ended.hung:
+        return [f"status {ended.status}: {ended.said[-1000:]}"]
+    used = "is damaged and not used" not in ended.said
+    return ["it was used"] if used and changed else differences(run, expected)
+
+
+@pytest.mark.campaign
+def test_any_damage_to_any_file_of_the_newest_checkpoint_is_found(place: Place, expected: Path, each, campaign):
     newest = expected / "checkpoints" / NEWEST
     every = [(name, damage) for name in files(newest) for damage in DAMAGES if (newest / name).stat().st_size]
     row = campaign("damaged checkpoints")
-
-    def case(warm: Warm, chosen: tuple[str, str]) -> list[str]:
-        name, damage = chosen
-        run = place.new()
-        shutil.copytree(expected, run)
-        shutil.rmtree(run / "final")
-        path = run / "checkpoints" / NEWEST / name
-        before = path.read_bytes()
-        DAMAGES[damage](path)
-        changed = not path.exists() or path.read_bytes() != before
-        ended = place.run(warm, "one", run)
-        if ended.status != 0 or ended.hung:
-            return [f"status {ended.status}: {ended.said[-1000:]}"]
-        used = "is damaged and not used" not in ended.said
-        return ["it was used"] if used and changed else differences(run, expected)
-
-    chosen = every if whole else [every[i - 1] for i in spread(range(1, len(every) + 1), 1)]
+    chosen = [every[i - 1] for i in spread(range(1, len(every) + 1), sized(20, len(every)))]
     wrong = {}
-    for pick, found in zip(chosen, each(case, chosen), strict=True):
+    for pick, found in zip(chosen, each(functools.partial(damaged, place, expected, None), chosen), strict=True):
         row.add(wrong=bool(found))
         if found:
             wrong[pick] = found
+    assert {damage for _, damage in chosen} == set(DAMAGES)
     assert not wrong, "\n".join(f"{name} {damage}: {'; '.join(found)}" for (name, damage), found in wrong.items())
+
+
+def test_a_resume_that_checks_nothing_is_found(place: Place, expected: Path, each):
+    """The campaign can fail."""
+    plant = "import verbatim.checkpoints.store as store; store.find_damage = lambda folder: None"
+    chosen = ("weights/model.safetensors", "flipped")
+    assert each(functools.partial(damaged, place, expected, plant), [chosen]) != [[]]
 
 
 def test_whole_checkpoints_under_each_others_names_are_refused(place: Place, expected: Path, each, campaign):
@@ -92,7 +104,7 @@ def test_whole_checkpoints_under_each_others_names_are_refused(place: Place, exp
     (checkpoints / NEWEST).rename(checkpoints / "aside")
     (checkpoints / BEFORE).rename(checkpoints / NEWEST)
     (checkpoints / "aside").rename(checkpoints / BEFORE)
-    (ended,) = each(lambda warm, _: place.run(warm, "one", run), [None])
+    (ended,) = each(lambda server, _: place.run(server, "one", run), [None])
     campaign("damaged checkpoints").add(wrong=ended.status != 2)
     assert ended.status == 2, ended.said
     assert "error: every checkpoint of this run is damaged" in ended.said

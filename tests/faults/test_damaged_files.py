@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from campaigns import sized
 from e2e.tiny_runs import train_lines, workplace
 from faults.lost_power import after_loss
 from faults.recorded_runs import MODULES, STEPS, Recorded, left_over, run_of, sampled, type_, what_differs
 from verbatim.checkpoints import read_json, write_json
 from verbatim.cli.main import main
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.realtime]
 
 
 @contextlib.contextmanager
@@ -93,10 +94,12 @@ LOGS = ("metrics.jsonl", TRAJECTORIES)
 FILES = ("config.toml", *LOGS, *(f"{NEWEST}/{name}" for name in IN_CHECKPOINT), "weights/v000002/model.safetensors",
          "orchestrator.lock")  # fmt: skip
 NOT_READ = ("weights/v000002/model.safetensors", "orchestrator.lock")
-SHORT: list[tuple[str, Callable[[Path], None]]] = [
+SHORT: list[tuple[str, Callable[[Path], None]]] = list(dict.fromkeys([
     ("config.toml", binary), ("config.toml", remove), ("metrics.jsonl", zeros), (TRAJECTORIES, cut),
     (f"{NEWEST}/manifest.json", deep), (f"{NEWEST}/weights/model.safetensors", flip), ("orchestrator.lock", binary),
-]  # fmt: skip
+    *((name, DAMAGES[3 * number % len(DAMAGES)]) for number, name in enumerate(FILES)),
+]))  # fmt: skip
+"""Every file, and every damage."""
 
 
 def what_went_wrong(name: str, damage: Callable[[Path], None], run: Recorded) -> str | None:
@@ -135,16 +138,27 @@ def set_of(trajectories: list[tuple[int, str, list[int]]]) -> set[str]:
     return set(map(str, trajectories))
 
 
-def test_a_damaged_file_is_told_and_the_run_comes_to_the_same_end(
-    plain: Recorded, tmp_path: Path, whole: bool, campaign
-):
+@pytest.mark.campaign
+def test_a_damaged_file_is_told_and_the_run_comes_to_the_same_end(plain: Recorded, tmp_path: Path, campaign):
     row, wrong = campaign("damaged files of a run"), []
-    for name, damage in [(name, damage) for name in FILES for damage in DAMAGES] if whole else SHORT:
+    for name, damage in sized(SHORT, [(name, damage) for name in FILES for damage in DAMAGES]):
         with killed_after_step_2(plain, tmp_path / f"{name.replace('/', '_')}-{damage.__name__}"):
             fault = what_went_wrong(name, damage, plain)
         row.add(wrong=fault is not None)
         wrong += [f"{name}, {damage.__name__}: {fault}"] if fault else []
     assert wrong == []
+
+
+def test_the_short_part_damages_every_file_and_in_every_way():
+    assert len(SHORT) >= 20
+    assert {name for name, _ in SHORT} == set(FILES) and {damage for _, damage in SHORT} == set(DAMAGES)
+
+
+def test_a_resume_that_checks_nothing_is_found(plain: Recorded, tmp_path: Path, monkeypatch):
+    """The campaign can fail."""
+    monkeypatch.setattr("verbatim.checkpoints.store.find_damage", lambda folder: None)
+    with killed_after_step_2(plain, tmp_path / "place"):
+        assert what_went_wrong(f"{NEWEST}/weights/model.safetensors", flip, plain) is not None
 
 
 def test_a_run_without_a_whole_checkpoint_is_refused_and_says_so(plain: Recorded, tmp_path: Path):

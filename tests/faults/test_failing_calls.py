@@ -14,19 +14,13 @@ from typing import Any
 
 import pytest
 
+from campaigns import sized
 from faults.strikes import CHANGES, FULL_DISK, READS, error_number
+from faults.struck import Ended, Server
 from faults.test_kills import spread
-from faults.tiny_places import STEPS, Place, differences, imbalances
-from faults.warm import Ended, Warm
+from faults.tiny_places import ENGINE, LOOP, STEPS, TRAINER, Place, differences, imbalances
 
-pytestmark = pytest.mark.slow
-
-TRAINER = ("verbatim.trainer", "verbatim.models", "verbatim.losses", "verbatim.packing", "verbatim.transport.weights",
-           "verbatim.transport.trainer_messages")  # fmt: skip
-LOOP = ("verbatim.orchestrator", "verbatim.trajectories", "verbatim.credit", "verbatim.filters", "verbatim.curriculum",
-        "verbatim.checkpoints", "verbatim.transport.remote_trainer", "verbatim.transport.exchange",
-        "verbatim.run.run_log", "verbatim.run.training_run", "verbatim.rollouts.group")  # fmt: skip
-ENGINE = ("verbatim.inference",)
+pytestmark = [pytest.mark.slow, pytest.mark.realtime]
 
 DISK: dict[str, dict[str, Any]] = {
     "ENOSPC": {"ops": FULL_DISK, "lasts": True},
@@ -58,7 +52,7 @@ def what_is_wrong_with_the_end(ended: Ended, run: Path, allowed: tuple[int, ...]
 
 
 def failed(place: Place, expected: Path, kind: str, order: Mapping[str, Any], allowed: tuple[int, ...], told: str,
-           base: Path | None, warm: Warm, at: int) -> list[str]:  # fmt: skip
+           base: Path | None, server: Server, at: int) -> list[str]:  # fmt: skip
     """What was wrong with a run that a fault was put into at the event `at`, and with the run that then went on.
 
     Args:
@@ -68,11 +62,11 @@ def failed(place: Place, expected: Path, kind: str, order: Mapping[str, Any], al
         allowed: Exit statuses.
         told: A pattern that the message must match, where the run stopped.
         base: A run that is gone on with; None = a new one.
-        warm: The server.
+        server: Where it runs.
         at: The number of the event.
     """
     run = place.copy(base)
-    ended = place.run(warm, kind, run, strike={**order, "at": at})
+    ended = place.run(server, kind, run, strike={**order, "at": at})
     found = what_is_wrong_with_the_end(ended, run, allowed)
     message = re.split(r"^(?:stopped|error): ", ended.said, flags=re.MULTILINE)[-1] if ended.status else ""
     if ended.status and not re.search(told, message):
@@ -81,7 +75,7 @@ def failed(place: Place, expected: Path, kind: str, order: Mapping[str, Any], al
         found.append(f"no file is named: {message}")
     went_on = ended.status == 0
     if not went_on:
-        ended = place.run(warm, kind, run)
+        ended = place.run(server, kind, run)
         found += [f"resumed, {wrong}" for wrong in what_is_wrong_with_the_end(ended, run, (0,))]
     if ended.status != 0:
         return found
@@ -101,40 +95,52 @@ def all_wrong(row, each, case, cases) -> list[str]:
     return wrong
 
 
-DISK_CASES = [("one", "orchestrator", 20), ("two", "orchestrator", 12), ("two", "trainer", 16)]
-"""The kind of a run, in which process calls fail, and the number of cases of each error."""
+DISK_CASES = [("one", "orchestrator", 2, 20), ("two", "orchestrator", 1, 12), ("two", "trainer", 1, 16)]
+"""The kind of a run, in which process calls fail, and the number of cases of each error: of the short part, of the
+whole."""
 
 
+@pytest.mark.campaign
 def test_a_call_of_the_system_that_fails_is_one_message_or_costs_only_what_it_was_for(
-    place: Place, expected: Path, each, whole: bool, campaign
+    place: Place, expected: Path, each, campaign
 ):
     wrong = []
     for name, settings in DISK.items():
-        for kind, role, count in DISK_CASES if whole else DISK_CASES[: name in ("ENOSPC", "EIO")]:
+        for kind, role, short, long in DISK_CASES if sized(name != "EACCES", True) else DISK_CASES[:1]:
             events = place.events(each, kind, role, ops=settings["ops"])
             number = error_number(name)
             order = {"role": role, "do": "error", "errno": number, **settings}
             allowed = (0, 1, 2) if name == "EACCES" else (0, 1)
             case = functools.partial(failed, place, expected, kind, order, allowed, os.strerror(number), None)
-            cases = spread(range(1, len(events) + 1), count if whole else 1)
+            cases = spread(range(1, len(events) + 1), sized(short, long))
             wrong += all_wrong(campaign(f"{name} in {kind}, {role}"), each, case, cases)
     assert not wrong, "\n".join(wrong)
 
 
-def test_a_call_that_fails_when_a_run_goes_on(place: Place, expected: Path, each, whole: bool, campaign):
+@pytest.mark.campaign
+def test_a_call_that_fails_when_a_run_goes_on(place: Place, expected: Path, each, campaign):
     """It has one checkpoint, after half of its steps."""
     base = place.copy(expected)
     for gone in (base / "checkpoints" / f"step_{STEPS:06d}", base / "final"):
         shutil.rmtree(gone)
     wrong = []
-    for name, count in (("EMFILE", 12), ("EIO", 16), ("ENOSPC", 8)) if whole else (("EMFILE", 1),):
+    for name, short, long in (("EMFILE", 2, 12), ("EIO", 1, 16), ("ENOSPC", 1, 8)):
         events = place.events(each, "one", "orchestrator", base=base, ops=DISK[name]["ops"])
         order = {"role": "orchestrator", "do": "error", "errno": error_number(name), **DISK[name]}
         allowed = (0, 1, 2) if name == "EIO" else (0, 1)  # its one checkpoint cannot be read
         case = functools.partial(failed, place, expected, "one", order, allowed, os.strerror(error_number(name)), base)
-        cases = spread(range(1, len(events) + 1), count)
+        cases = spread(range(1, len(events) + 1), sized(short, long))
         wrong += all_wrong(campaign(f"{name} in one that goes on"), each, case, cases)
     assert not wrong, "\n".join(wrong)
+
+
+def test_a_message_that_does_not_say_why_is_found(place: Place, expected: Path, each):
+    """The campaign can fail."""
+    plant = "import verbatim.cli.main as main; main.describe = lambda *_: 'it did not work'"
+    events = place.events(each, "one", "orchestrator", ops=DISK["ENOSPC"]["ops"])
+    order = {"role": "orchestrator", "do": "error", "errno": error_number("ENOSPC"), "plant": plant, **DISK["ENOSPC"]}
+    case = functools.partial(failed, place, expected, "one", order, (0, 1), os.strerror(order["errno"]), None)
+    assert any(each(case, [at])[0] for at in spread(range(1, len(events) + 1), 4))
 
 
 def test_the_modules_in_whose_calls_memory_runs_out_are_there():
@@ -142,14 +148,13 @@ def test_the_modules_in_whose_calls_memory_runs_out_are_there():
     assert all(map(importlib.util.find_spec, (*TRAINER, *LOOP, *ENGINE)))
 
 
-def test_memory_that_runs_out_is_one_message_or_costs_an_episode(
-    place: Place, expected: Path, each, whole: bool, campaign
-):
+@pytest.mark.campaign
+def test_memory_that_runs_out_is_one_message_or_costs_an_episode(place: Place, expected: Path, each, campaign):
     wrong = []
-    for name, (do, modules) in MEMORY.items() if whole else list(MEMORY.items())[:1]:
-        for kind, count in (("one", 12), ("two", 10)) if whole else (("one", 1),):
+    for name, (do, modules) in MEMORY.items():
+        for kind, count in sized((("one", 1),), (("one", 12), ("two", 10))):
             role = "trainer" if kind == "two" and modules is TRAINER else "orchestrator"
-            events = place.events(each, kind, role, do=do, modules=modules)
+            events = place.calls(each, kind, role, do, modules)
             order = {"role": role, "do": do, "modules": modules}
             case = functools.partial(failed, place, expected, kind, order, (0, 1), OUT_OF_MEMORY, None)
             cases = spread(range(1, len(events) + 1), count)

@@ -6,15 +6,16 @@ import itertools
 import random
 import stat
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from campaigns import sized
 from faults.lost_power import MODES, after_loss
 from faults.recorded_runs import Recorded, resume, resumed_run, run_of, run_of_two_processes, what_differs
 from faults.recorder import Op
-
-pytestmark = pytest.mark.slow
+from faults.struck import Server
 
 WHOLE = ("nothing", "names", "journal", "random")
 SHORT = ("nothing", "names", "random")
@@ -72,6 +73,8 @@ def test_an_appended_file_keeps_what_was_synced():
 # ---- recorded runs
 
 
+@pytest.mark.slow
+@pytest.mark.realtime
 def test_the_trace_holds_everything_that_the_run_left(plain: Recorded, tmp_path: Path):
     """Nothing that changed the folder escaped the recorder: done again from the trace, it is the same folder."""
     after_loss(plain.ops, "all", random.Random(0)).write(tmp_path)
@@ -97,26 +100,41 @@ def lose_power(
 
 
 @pytest.fixture(scope="module")
-def runs(plain: Recorded, prepared: Recorded, tmp_path_factory) -> dict[str, Recorded]:
+def runs(plain: Recorded, prepared: Recorded, each, tmp_path_factory) -> dict[str, Recorded]:
+    def rest(server: Server, place: Path) -> Recorded:
+        return resumed_run(server, place, plain)
+
     return {
         "a run": plain,
         "a run that builds its model": prepared,
-        "a run of two processes": run_of_two_processes(tmp_path_factory.mktemp("two")),
-        "a resumed run": resumed_run(tmp_path_factory.mktemp("resumed"), plain),
+        "a run of two processes": each(run_of_two_processes, [tmp_path_factory.mktemp("two")])[0],
+        "a resumed run": each(rest, [tmp_path_factory.mktemp("resumed")])[0],
     }
 
 
+@pytest.mark.slow
+@pytest.mark.realtime
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("name", "many"),
     [("a run", 40), ("a run that builds its model", 25), ("a run of two processes", 25), ("a resumed run", 25)],
 )
 def test_a_run_whose_power_goes_out_is_resumed_to_the_same_end(
-    runs: dict[str, Recorded], tmp_path: Path, whole: bool, campaign, name: str, many: int
+    runs: dict[str, Recorded], tmp_path: Path, campaign, name: str, many: int
 ):
     row, wrong = campaign(f"power loss: {name}"), []
-    prefixes = runs[name].moments(many if whole else 2)
-    for state, fault in lose_power(runs[name], prefixes, WHOLE if whole else SHORT, tmp_path):
+    prefixes = runs[name].moments(sized(2, many))
+    for state, fault in lose_power(runs[name], prefixes, sized(SHORT, WHOLE), tmp_path):
         row.add(wrong=fault is not None)
         wrong += [f"{state}: {fault}"] if fault else []
     row.note = f"states of the disk at {len(prefixes)} moments"
     assert wrong == []
+
+
+@pytest.mark.slow
+@pytest.mark.realtime
+def test_a_run_that_syncs_nothing_is_found(plain: Recorded, tmp_path: Path):
+    """The campaign can fail."""
+    began = plain.ops.index(("start",))
+    careless = replace(plain, ops=[op for n, op in enumerate(plain.ops) if n < began or op[0] != "sync"])
+    assert any(fault for _, fault in lose_power(careless, careless.moments(4)[::-1], ["names"], tmp_path))

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ from e2e.tiny_runs import (
     train_lines,
     trajectory_lines,
 )
-from faults.warm import Ended, Warm
+from faults.strikes import CHANGES, READS
+from faults.struck import Ended, Server
+from waiting import HANGS
 
 STEPS, BATCH, GROUP = 4, 4, 2
 TOML = f"""\
@@ -33,7 +35,7 @@ seq_len = 384
 max_async_level = {{level}}
 renderer = {{{{ name = "qwen3" }}}}
 sampling = {{{{ max_tokens = 4 }}}}
-heartbeat_timeout = 20
+heartbeat_timeout = {HANGS:g}
 [trainer]
 separate_process = {{separate}}
 [trainer.optim]
@@ -49,6 +51,15 @@ import_path = "lots.Lots"
 KINDS = {"one": ("false", 0), "two": ("true", 0), "overlapping": ("true", 1)}
 """`separate_process` and `max_async_level` of each kind of run."""
 
+TRAINER = ("verbatim.trainer", "verbatim.models", "verbatim.losses", "verbatim.packing", "verbatim.transport.weights",
+           "verbatim.transport.trainer_messages")  # fmt: skip
+LOOP = ("verbatim.orchestrator", "verbatim.trajectories", "verbatim.credit", "verbatim.filters", "verbatim.curriculum",
+        "verbatim.checkpoints", "verbatim.transport.remote_trainer", "verbatim.transport.exchange",
+        "verbatim.run.run_log", "verbatim.run.training_run", "verbatim.rollouts.group")  # fmt: skip
+ENGINE = ("verbatim.inference",)
+COUNTED = TRAINER + LOOP + ENGINE
+"""Modules whose calls are moments of a run."""
+
 _TIMED = ("time/", "queue/", "loop/", "sampler/")
 _TIMES = ("seconds", "tokens_per_second")
 _AFTER_A_STOP = ("ledger/sampled", "ledger/dropped/cancelled", "weights/canary", "weights/canary_allowed")
@@ -62,15 +73,17 @@ class Place:
 
     folder: Path
     numbers: Iterator[int] = dataclasses.field(default_factory=lambda: itertools.count(1))
+    counted: dict[tuple[Any, ...], list[tuple[str, str]]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def make(cls, folder: Path) -> Place:
-        """With `one.toml`, `two.toml` and `overlapping.toml`."""
+        """With `one.toml`, `two.toml` and `overlapping.toml`; a server reads `run.toml` once."""
         folder.mkdir()
         model = build_tiny_model(folder / "model")
         (folder / "lots.py").write_text(LOTS)
         for kind, (separate, level) in KINDS.items():
             (folder / f"{kind}.toml").write_text(TOML.format(model=model, separate=separate, level=level))
+        (folder / "run.toml").write_text((folder / "one.toml").read_text())
         return cls(folder)
 
     def new(self) -> Path:
@@ -85,31 +98,43 @@ class Place:
         return new
 
     def run(
-        self, warm: Warm, kind: str, run: Path, *, strike: Mapping[str, Any] | None = None, **options: Any
+        self, server: Server, kind: str, run: Path, *, strike: Mapping[str, Any] | None = None, **options: Any
     ) -> Ended:
         """Start the run, or go on with it where there is one."""
         number = next(self.numbers)
         if strike is not None:
             strike = {"where": str(run), "note": str(self.folder / f"note-{number}"), **strike}
         resume = ["--resume"] if (run / "config.toml").exists() else []
-        return warm.run(["rl", f"{kind}.toml", "--run-dir", run, *resume], place=self.folder,
-                        out=self.folder / f"said-{number}", strike=strike, **options)  # fmt: skip
+        return server.run(["rl", f"{kind}.toml", "--run-dir", run, *resume], place=self.folder,
+                          out=self.folder / f"said-{number}", strike=strike, two=kind != "one", **options)  # fmt: skip
 
-    def events(self, each: Any, kind: str, role: str, **strike: Any) -> list[tuple[str, str]]:
-        """`count` by any server."""
-        (found,) = each(lambda warm, _: self.count(warm, kind, role, **strike), [None])
-        return found
-
-    def count(
-        self, warm: Warm, kind: str, role: str, *, base: Path | None = None, **strike: Any
+    def events(
+        self, each: Any, kind: str, role: str, *, base: Path | None = None, ops: Collection[str] = CHANGES
     ) -> list[tuple[str, str]]:
-        """The events of a run that nothing happens to, or of one that goes on from `base`: what, and where."""
-        run, note = self.copy(base), self.folder / f"events-{next(self.numbers)}"
-        do = strike.pop("do", "count")
-        ended = self.run(warm, kind, run, strike={"role": role, "do": do, "note": str(note), **strike})
-        assert ended.status == 0, ended.said
-        found = [line.split(" ", 2) for line in note.read_text().splitlines()]
-        return [(op, path.removeprefix(str(run))) for _, op, path in found]
+        """What happens to the files of a run that nothing happens to, or of one that goes on from `base`: what, and
+        where."""
+        return [event for event in self._count(each, kind, role, base, do="count", ops=CHANGES + READS)
+                if event[0] in ops]  # fmt: skip
+
+    def calls(self, each: Any, kind: str, role: str, do: str, modules: tuple[str, ...]) -> list[tuple[str, str]]:
+        """The calls of functions of these modules, out of `COUNTED`, or of torch's from there: which, and where."""
+        return [call for call in self._count(each, kind, role, None, do=do, modules=COUNTED)
+                if call[1].startswith(modules)]  # fmt: skip
+
+    def _count(self, each: Any, kind: str, role: str, base: Path | None, **strike: Any) -> list[tuple[str, str]]:
+        """Counted once."""
+        key = (kind, role, base, strike["do"])
+
+        def count(server: Server, _: None) -> None:
+            run, note = self.copy(base), self.folder / f"events-{next(self.numbers)}"
+            ended = self.run(server, kind, run, strike={"role": role, "note": str(note), **strike})
+            assert ended.status == 0, ended.said
+            found = [line.split(" ", 2) for line in note.read_text().splitlines()]
+            self.counted[key] = [(op, where.removeprefix(str(run))) for _, op, where in found]
+
+        if key not in self.counted:
+            each(count, [None])
+        return self.counted[key]
 
 
 def deterministic(metrics: Mapping[str, Any]) -> dict[str, Any]:
