@@ -14,12 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from campaigns import sized
+from pairs import all_rows, pairs
 from verbatim import machine_faults
 from verbatim.errors import EngineDead, ModelError, RecordError, SamplerFault
 from verbatim.inference import SampleRequest, SamplingParams
 from verbatim.inference.base import MOST_STOP_IDS, watch_engine
 from verbatim.inference.cut_off import num_tokens_drawn
-from verbatim.inference.embedded import engine_thread, messages
+from verbatim.inference.embedded import engine, engine_thread, messages
+from verbatim.inference.embedded.decoder import Decoder
 from verbatim.inference.embedded.engine import TorchSampler
 from verbatim.inference.embedded.engine_thread import THREAD_ENDED
 from verbatim.inference.embedded.settings import TorchSettings
@@ -166,9 +169,12 @@ async def test_weights_that_were_replaced_by_half_end_the_engine(models, monkeyp
 
 # ---- memory
 
-OUT_OF_MEMORY = [MemoryError("no room"), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
-                 RuntimeError("[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate "
-                              "memory: you tried to allocate 99 bytes")]  # fmt: skip
+OUT_OF_MEMORY = {
+    "numpy": MemoryError("no room"),
+    "cuda": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    "cpu": RuntimeError("[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: you "
+                        "tried to allocate 99 bytes"),
+}  # fmt: skip
 
 
 def fail_once(monkeypatch, owner, name, error, at):
@@ -184,17 +190,21 @@ def fail_once(monkeypatch, owner, name, error, at):
     monkeypatch.setattr(owner, name, failing)
 
 
-@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=["numpy", "cuda", "cpu"])
-@pytest.mark.parametrize("where", ["reserve", "forward", "account", "draw", "append"])
-@pytest.mark.parametrize("at", [0, 9])
-async def test_without_memory_the_longest_sequence_fails_and_the_others_go_on_with_the_same_tokens(
-    models, monkeypatch, error, where, at
-):
-    """Wherever in a pass memory ends: in the first one (the prompts) or in a later one."""
+WHERES = ["reserve", "forward", "account", "draw", "append"]
+PLACES = (["torch", "compiled"], WHERES, list(OUT_OF_MEMORY), [0, 9])
+DRAWN_ALONE = {}
+"""What the requests below draw alone, with each kernel."""
+
+
+async def check_end_of_memory(models, monkeypatch, kernel, where, error, at):
+    """Memory ends at the call number `at` of a part of a pass: the longest of four sequences fails, and the others draw
+    what they draw alone."""
     requests = [request(range(1, 4 + 9 * k), seed=k, max_tokens=20) for k in range(4)]
-    alone = make(models["tied"])
-    expected = [bits(await alone.generate(r)) for r in requests]
-    await alone.close()
+    if kernel not in DRAWN_ALONE:
+        alone = make(models["tied"])
+        DRAWN_ALONE[kernel] = [bits(await alone.generate(r)) for r in requests]
+        await alone.close()
+    expected = DRAWN_ALONE[kernel]
     sampler = make(models["tied"])
     decoder = sampler._decoder
     owner, name = {
@@ -202,17 +212,36 @@ async def test_without_memory_the_longest_sequence_fails_and_the_others_go_on_wi
         "draw": (decoder.forward, "draw"), "append": (decoder.table, "append"),
     }[where]  # fmt: skip
     # `add` reserves too, once for each request, before the first pass does.
-    fail_once(monkeypatch, owner, name, error, at + 4 * (where == "reserve"))
-    ends = await together(sampler, requests)
-    assert [bits(end) for end in ends[:3]] == expected[:3]
-    assert isinstance(ends[3], SamplerFault)
-    assert "memory was not enough for a sequence of" in str(ends[3])
-    assert sampler.failure is None
-    stats = sampler.stats()
-    assert stats.sampled_tokens == 60 + num_tokens_drawn(ends[3])
-    assert (stats.num_running, stats.num_waiting) == (0, 0)
-    assert bits(await sampler.generate(requests[3])) == expected[3]
-    await sampler.close()
+    fail_once(monkeypatch, owner, name, OUT_OF_MEMORY[error], at + 4 * (where == "reserve"))
+    try:
+        ends = await together(sampler, requests)
+        assert isinstance(ends[3], SamplerFault)
+        assert [bits(end) for end in ends[:3]] == expected[:3]
+        assert "memory was not enough for a sequence of" in str(ends[3])
+        assert sampler.failure is None
+        stats = sampler.stats()
+        assert stats.sampled_tokens == 60 + num_tokens_drawn(ends[3])
+        assert (stats.num_running, stats.num_waiting) == (0, 0)
+        assert bits(await sampler.generate(requests[3])) == expected[3]
+    finally:
+        await sampler.close()
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(("kernel", "where", "error", "at"), sized(pairs(*PLACES), all_rows(*PLACES)),
+                         indirect=["kernel"])  # fmt: skip
+async def test_without_memory_the_longest_sequence_fails_and_the_others_go_on_with_the_same_tokens(
+    models, monkeypatch, campaign, kernel, where, error, at
+):
+    """Wherever in a pass memory ends: in the first one (the prompts) or in a later one."""
+    await check_end_of_memory(models, monkeypatch, kernel, where, error, at)
+    campaign("places where memory ends in the sampler").add()
+
+
+async def test_an_engine_that_gives_up_another_sequence_is_found_out(models, monkeypatch, kernel):
+    monkeypatch.setattr(Decoder, "largest", 0)
+    with pytest.raises(AssertionError):
+        await check_end_of_memory(models, monkeypatch, kernel, "forward", "numpy", 9)
 
 
 async def test_the_room_of_the_sequence_that_failed_is_given_back(models, monkeypatch, kernel):
@@ -310,14 +339,14 @@ async def test_many_questions_between_two_steps_do_not_hold_up_completions(model
     await sampler.close()
 
 
-@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=["numpy", "cuda", "cpu"])
+@pytest.mark.parametrize("error", OUT_OF_MEMORY)
 async def test_weights_that_memory_is_not_enough_to_read_fail_their_update_alone(models, monkeypatch, error):
     """The folder is not at fault: it is no `ModelError`, and the next update takes it."""
     sampler = make(models["tied"])
     before = await sampler.generate(request(max_tokens=9))
 
     def fail(*args):
-        raise error
+        raise OUT_OF_MEMORY[error]
 
     with monkeypatch.context() as patched:
         patched.setattr("verbatim.inference.embedded.engine.read_weights", fail)
@@ -339,6 +368,7 @@ async def test_an_engine_that_cannot_even_say_why_it_dies_is_not_waited_for(mode
         raise MemoryError
 
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    monkeypatch.setattr(engine, "_LOOK_EVERY", 0.01)
     monkeypatch.setattr(sampler._engine, "_shut_down", fail)
     monkeypatch.setattr(sampler._engine, "_take", fail)
     calls = [asyncio.create_task(call) for call in (
@@ -376,6 +406,7 @@ async def test_what_an_engine_had_drawn_is_counted_also_where_it_dies_without_a_
         raise MemoryError
 
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    monkeypatch.setattr(engine, "_LOOK_EVERY", 0.01)
     monkeypatch.setattr(sampler._engine, "_shut_down", fail)
     step, drawn = sampler._decoder.step, []
 
@@ -395,6 +426,7 @@ async def test_an_answer_that_memory_was_not_enough_to_deliver_arrives_all_the_s
     sampler, complaints = make(models["tied"]), []
     before = await sampler.generate(request(max_tokens=9))
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context["exception"]))
+    monkeypatch.setattr(engine, "_LOOK_EVERY", 0.01)
     deliver, calls = messages.deliver, iter(range(99))
 
     def full(replies):
@@ -413,6 +445,7 @@ async def test_a_request_that_the_engine_dies_of_while_it_takes_it_is_answered_t
     def full(message: object) -> None:
         raise MemoryError
 
+    monkeypatch.setattr(engine, "_LOOK_EVERY", 0.01)
     sampler = make(models["tied"])
     monkeypatch.setattr(sampler._engine, "_take", full)
     with pytest.raises(SamplerFault, match="the sampler's thread failed: out of memory"):
