@@ -44,12 +44,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     Args:
         charge: Virtual seconds for each second of processor time: 0 or 1.
+        clock: The processor time of this thread, in seconds.
     """
 
-    def __init__(self, charge: float = 0.0) -> None:
+    def __init__(self, charge: float = 0.0, clock: Callable[[], float] = thread_time) -> None:
         self._now = 0.0
         self._rate = self.charge = charge
-        self._counted = thread_time()
+        self._clock = clock
+        self._counted = clock()
         self.code_seconds = 0.0
         """Processor time of the code that runs on the loop, since it was made."""
         self.simulated_seconds = 0.0
@@ -70,14 +72,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def count_code(self) -> None:
         """What ran since the last count was the code."""
-        now = thread_time()
+        now = self._clock()
         seconds, self._counted = now - self._counted, now
         self.code_seconds += seconds
         self._now += self._rate * seconds
 
     def count_simulated(self) -> None:
         """What ran since the last count was simulated."""
-        now = thread_time()
+        now = self._clock()
         self.simulated_seconds += now - self._counted
         self._counted = now
 
@@ -104,7 +106,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             result, error = func(*args), None
         except Exception as raised:  # noqa: BLE001  carried to the caller
             result, error = None, raised
-        self._counted = thread_time()
+        self._counted = self._clock()
         seconds = self._counted - began
         self.thread_seconds += seconds
 
@@ -162,7 +164,7 @@ def running() -> VirtualLoop:
 
 
 @contextmanager
-def virtual_runner(charge: float) -> Iterator[asyncio.Runner]:
-    """A runner of coroutines on virtual time."""
-    with asyncio.Runner(loop_factory=lambda: VirtualLoop(charge)) as runner:
+def virtual_runner(charge: float, clock: Callable[[], float] = thread_time) -> Iterator[asyncio.Runner]:
+    """A runner of coroutines on virtual time; `charge` and `clock` as those of `VirtualLoop`."""
+    with asyncio.Runner(loop_factory=lambda: VirtualLoop(charge, clock)) as runner:
         yield runner

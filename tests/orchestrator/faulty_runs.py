@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from byte_renderer import END, VOCAB_SIZE, call, say
-from orchestrator.loop_runs import Coins, FailingTrainer, FakeTrainer, Notes, make
+from orchestrator.loop_runs import Coins, FailingTrainer, FakeTrainer, Notes, make, until
 from verbatim.environments.base import Episode, Reply
 from verbatim.errors import SamplerFault, VerbatimError
 from verbatim.inference import SamplingParams
@@ -322,7 +322,8 @@ async def faulty_run(seed: int, model: Path | None, folder: Path) -> Tally:
             known = before["counted"]
             await sampler.update_weights(folder, orchestrator.step)
         _count_beside(orchestrator, sampler, known, tally)
-        end = await _run_until(orchestrator, rng.uniform(0.0, 0.4) if attempt == 0 and rng.random() < 0.4 else None)
+        tokens = rng.randint(0, 800 if model is None else 40) if attempt == 0 and rng.random() < 0.4 else None
+        end = await _run_until(orchestrator, sampler, tokens)
         await sampler.close()
         await _end_of(settings["environment"].background)
         counted = known + sampler.num_drawn
@@ -354,11 +355,11 @@ def _count_beside(orchestrator, sampler, known, tally):
     orchestrator.state_dict = with_count
 
 
-async def _run_until(orchestrator, seconds):
-    """How the run ended; after so many seconds it is asked to stop."""
+async def _run_until(orchestrator, sampler, tokens):
+    """How the run ended; when the engine has drawn so many tokens, it is asked to stop."""
     running = asyncio.ensure_future(orchestrator.run())
-    if seconds is not None:
-        await asyncio.wait([running], timeout=seconds)
+    if tokens is not None:
+        await until(lambda: sampler.num_drawn >= tokens or running.done())
         orchestrator.request_stop()
     try:
         return "finished" if await running else "stopped"

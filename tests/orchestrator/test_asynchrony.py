@@ -54,8 +54,7 @@ async def test_the_trainer_has_at_most_k_plus_1_batches_and_nobody_samples_for_a
     for step in range(5):
         expected = list(range(step + 1, min(8, step + level + 1) + 1))
         await until(lambda expected=expected: trainer.held == expected)
-        for _ in range(50):  # however often everybody else gets a turn, nothing more happens
-            await asyncio.sleep(0)
+        await asyncio.sleep(1.0)  # all others have done what they can: nothing more happens
         assert trainer.held == expected
         assert len(sampler.requests) == expected[-1] * BATCH
         assert sampler.num_in_flight == 0
@@ -112,13 +111,14 @@ async def test_queue_time_makes_old_and_what_is_too_old_is_dropped_and_counted(t
 async def test_what_is_too_old_before_a_batch_takes_it_is_dropped_counted_and_logged(tmp_path):
     """Two of the first three groups are held until they are too old for any batch that comes."""
     sampler = Held({0, 1, 2, 3})
-    trainer = FakeTrainer(tmp_path)
+    trainer = GatedTrainer(tmp_path, gates=3)
     orchestrator, notes, _ = make(
         tmp_path, level=1, steps=6, trainer=trainer, sampler=sampler, max_off_policy_steps=1, launch_bound=1
     )
     running = asyncio.ensure_future(orchestrator.run())
     await until(lambda: len(notes.steps) == 3)
     sampler.go_on.set()
+    trainer.let(3)
     assert await running
     old = [g for _, _, groups in notes.steps for g in groups if g.group_id in ("train-0", "train-1")]
     assert len(old) == 2

@@ -1,5 +1,6 @@
 """`benchmarks/cluster.py` on a few servers: nothing is lost, and the throughput is what arithmetic says."""
 
+import asyncio
 import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +22,9 @@ def cluster():
 
 
 def run(cluster, **settings):
-    """The simulation of a setting, after its end."""
+    """The simulation of a setting, after its end. The processor takes no time but what a setting says."""
     setting = cluster.Setting(**{"steps": 3, "warm_up": 2, "group": 4, **settings})
-    with cluster.virtual_runner(0.0 if setting.core == "free" else 1.0) as runner:
+    with cluster.virtual_runner(0.0 if setting.core == "free" else 1.0, clock=lambda: 0.0) as runner:
 
         async def main():
             simulation = cluster.Simulation(setting, cluster.running())
@@ -80,6 +81,25 @@ def test_when_servers_die_and_requests_fail_every_token_is_booked_once(cluster):
     assert ledger.trained > 0
     pending = simulation.dispatcher.num_pending_tokens
     assert ledger.sampled == ledger.trained + sum(ledger.dropped.values()) + pending
+
+
+def test_the_processor_time_of_code_is_charged_and_that_of_what_is_simulated_is_not(cluster):
+    used = [0.0]
+
+    async def work():
+        loop = cluster.running()
+        used[0] += 3.0
+        await asyncio.sleep(0)
+        before = loop.time()
+        with loop.uncharged:
+            used[0] += 5.0
+        await asyncio.sleep(0)
+        return before, loop.time(), loop.code_seconds, loop.simulated_seconds
+
+    for charge, seconds in ((1.0, 3.0), (0.0, 0.0)):
+        used[0] = 0.0
+        with cluster.virtual_runner(charge, clock=lambda: used[0]) as runner:
+            assert runner.run(work()) == (seconds, seconds, 3.0, 5.0)
 
 
 def test_a_charged_processor_takes_time(cluster, regular):

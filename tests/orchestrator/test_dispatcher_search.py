@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 from virtual_runs import on_virtual_time
 
+from campaigns import sized
 from verbatim import Example, Trajectory
 from verbatim.curriculum import ExampleSchedule, PoolRules
 from verbatim.errors import RunStopped
@@ -154,15 +155,47 @@ class RandomRun:
         return self.version
 
 
-@pytest.mark.parametrize("block", range(4))
-def test_every_run_ends_and_every_token_is_booked_once(block, monkeypatch):
-    """In two of three runs the line for places is so short that most groups in flight are only drawn."""
-    whole = 0
-    for seed in range(20 * block, 20 * (block + 1)):
-        monkeypatch.setattr("verbatim.orchestrator.dispatcher.MOST_IN_LINE", (MOST_IN_LINE, 1, 4)[seed % 3])
-        run = RandomRun(seed)
-        whole += on_virtual_time(run.interrupted() if seed % 2 else run.straight()) == run.batches
-        if run.version == run.batches:
-            run.ledger.drop({"unused_at_end": run.dispatcher.discard()})
-            run.ledger.check(pending=0)
-    assert whole >= 6  # the others are used up, or all flat
+def play(seed, monkeypatch):
+    """Whether the run came to its last batch. In two of three runs the line for places is so short that most groups in
+    flight are only drawn."""
+    monkeypatch.setattr("verbatim.orchestrator.dispatcher.MOST_IN_LINE", (MOST_IN_LINE, 1, 4)[seed % 3])
+    run = RandomRun(seed)
+    whole = on_virtual_time(run.interrupted() if seed % 2 else run.straight()) == run.batches
+    if whole:
+        run.ledger.drop({"unused_at_end": run.dispatcher.discard()})
+        run.ledger.check(pending=0)
+    return whole
+
+
+@pytest.mark.campaign
+def test_every_run_ends_and_every_token_is_booked_once(campaign, monkeypatch):
+    row, whole, wrong = campaign("random settings of the dispatcher"), 0, []
+    for seed in range(sized(40, 4000)):
+        try:
+            whole += play(seed, monkeypatch)
+        except AssertionError as error:
+            wrong.append((seed, str(error)))
+        row.add(wrong=bool(wrong) and wrong[-1][0] == seed)
+    assert wrong == []
+    assert whole >= 0.3 * row.cases  # the others are used up, or all flat
+
+
+def _drops_nothing(dispatcher, waiting):
+    """Groups that are too old stay where they are."""
+
+
+def _forgets_what_is_held(dispatcher):
+    return {**state_dict(dispatcher), "held": []}
+
+
+state_dict = Dispatcher.state_dict
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"), [("_drop_stale", _drops_nothing), ("state_dict", _forgets_what_is_held)]
+)
+def test_a_dispatcher_that_does_not_do_its_part_is_found_by_the_first_runs(monkeypatch, name, broken):
+    monkeypatch.setattr(Dispatcher, name, broken)
+    with pytest.raises(AssertionError):
+        for seed in range(20):
+            play(seed, monkeypatch)

@@ -7,12 +7,11 @@ import doctest
 import json
 import logging
 import math
-import time
 from pathlib import Path
 
 import pytest
 
-from orchestrator.loop_runs import FakeTrainer, GatedTrainer, Notes, make, nothing_left_behind, until
+from orchestrator.loop_runs import GROUP, GROUPS, FakeTrainer, GatedTrainer, Notes, make, nothing_left_behind, until
 from orchestrator.test_difficulty_pools import RULES, Uneven
 from verbatim.config.orchestrator import EVAL_METRICS
 from verbatim.orchestrator import eval_progress, loop
@@ -267,25 +266,23 @@ def test_a_checkpoint_of_an_earlier_version_has_no_evaluations(tmp_path: Path, c
 
 
 async def test_no_batch_is_handed_over_while_a_synchronous_run_may_end(tmp_path, monkeypatch):
-    """The evaluation takes longer than the rollouts of the next batch, and what is logged before it too."""
-    values = iter([0.5, 0.25])
+    """The evaluation takes longer than the rollouts of the next batch, and what is logged before it too: a minute, in
+    which all others do what they can."""
+    values, sampled = iter([0.5, 0.25]), []
+    asyncio.get_running_loop().thread_seconds = 1.0
 
     async def evaluate(setup, *, episodes, seed):
-        await asyncio.sleep(0.05)
+        sampled.append(len(sampler.requests))
+        await asyncio.sleep(60.0)
+        assert len(sampler.requests) == sampled[-1] and sampler.num_in_flight == 0
         return evaluation(next(values))
 
     monkeypatch.setattr(loop, "evaluate", evaluate)
     trainer = FakeTrainer(tmp_path)
-    run, notes, _ = make(tmp_path, steps=40, evaluate=True, progress=watched(patience=1), trainer=trainer)
-    tell = notes.on_step
-
-    def slow(*told):
-        time.sleep(0.05)
-        tell(*told)
-
-    notes.on_step = slow
+    run, _, sampler = make(tmp_path, steps=40, evaluate=True, progress=watched(patience=1), trainer=trainer)
     assert await run.run()
     assert (run.step, len(trainer.batches)) == (2, 2)
+    assert sampled == [0, 3 * GROUP * GROUPS]  # those of the third batch had ended
 
 
 async def test_the_metrics_that_a_criterion_may_name_are_those_of_evaluations(tmp_path):

@@ -103,8 +103,7 @@ async def test_a_trainer_that_dies_while_rollouts_are_awaited_ends_the_run_at_on
         await until(lambda: steps_of(notes) == [1, 2] and 2 in notes.saved and sampler.num_in_flight == BATCH)
         trainer.dead.set()
         with pytest.raises(RunStopped, match="the trainer was ended by SIGKILL"):
-            async with asyncio.timeout(120):  # the rollouts would take for ever
-                await running
+            await running  # the rollouts would take for ever
     assert sampler.num_in_flight == 0
     await go_on_and_check(notes, tmp_path, level=level)
 
@@ -135,8 +134,7 @@ async def test_an_engine_that_dies_ends_the_run_at_once_with_its_reason(tmp_path
         await until(lambda: steps_of(notes) == [1, 2] and 2 in notes.saved and sampler.num_in_flight == BATCH)
         sampler.why = "the sampler's thread failed: ZeroDivisionError"
         with pytest.raises(EngineDead, match="thread failed: ZeroDivisionError"):
-            async with asyncio.timeout(120):  # the rollouts would take for ever
-                await running
+            await running  # the rollouts would take for ever
     assert sampler.num_in_flight == 0
     await go_on_and_check(notes, tmp_path, level=level)
 
@@ -201,7 +199,7 @@ class SamplesMeanwhile(HeldInTheMiddle):
     async def prompt_logprobs(self, token_ids, temperature=1.0):
         if self.policy_version == 2:
             self.go_on.set()
-            await asyncio.sleep(0.05)  # long enough to make a batch of them, and to hand it over
+            await asyncio.sleep(1.0)  # all others do what they can: make a batch of them, and hand it over
         return await super().prompt_logprobs(token_ids, temperature)
 
 
@@ -243,8 +241,7 @@ async def test_a_stop_settles_every_batch_that_the_trainer_has(tmp_path, level):
         running = asyncio.ensure_future(orchestrator.run())
         await until(lambda: len(trainer.held) == level + 1)
         orchestrator.request_stop()
-        for _ in range(20):
-            await asyncio.sleep(0)
+        await asyncio.sleep(1.0)  # all others have done what they can
         assert not running.done()
         trainer.let(level + 1)
         assert not await running

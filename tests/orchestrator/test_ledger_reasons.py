@@ -161,17 +161,23 @@ async def test_what_oversampling_leaves_over_is_unused_at_the_end_and_a_longer_r
 @pytest.mark.parametrize("level", [1, 3])
 async def test_what_is_stale_and_what_a_stop_cancels_is_counted_over_a_resume(tmp_path, level):
     """Batches wait in the queue until they are older than allowed; then the run is stopped in flight and goes on."""
-    trainer = GatedTrainer(tmp_path)
-    first, notes, sampler = make(tmp_path, level=level, steps=8, trainer=trainer, max_off_policy_steps=level - 1)
+    trainer, answered = GatedTrainer(tmp_path), (level + 1) * BATCH
+    sampler = ScriptedSampler(
+        script=lambda r: say("x" * (1 + r.seed % 5)), vocab_size=VOCAB_SIZE, context_length=100,
+        trouble=lambda index, request: "hang" if index >= answered + 2 else None,
+    )  # fmt: skip
+    first, notes, _ = make(
+        tmp_path, level=level, steps=8, trainer=trainer, max_off_policy_steps=level - 1, sampler=sampler
+    )
     running = asyncio.ensure_future(first.run())
-    await until(lambda: len(sampler.requests) == (level + 1) * BATCH and not sampler.num_in_flight)
+    await until(lambda: len(sampler.requests) == answered and not sampler.num_in_flight)
     trainer.let(level + 1)
-    await until(lambda: len(notes.steps) == level + 1)
+    await until(lambda: len(notes.steps) == level + 1 and sampler.num_in_flight == BATCH)
     first.request_stop()
-    trainer.let(8)
     assert not await running
     saved = notes.saved[max(notes.saved)]
     assert saved["ledger"]["dropped"]["stale"] > 0
+    assert saved["pending_tokens"] > 0  # of the two that had ended
     second, notes, sampler = make(tmp_path, level=level, steps=8, notes=notes, max_off_policy_steps=level - 1)
     second.load_state_dict(saved)
     await sampler.update_weights(tmp_path, second.step)

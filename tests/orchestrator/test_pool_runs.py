@@ -18,7 +18,7 @@ from rollouts.ray_session import local_ray
 from verbatim.errors import EngineDead
 from verbatim.inference.pool.pool import ReplicaPool
 from verbatim.transport.canary import Probes
-from waiting import until
+from waiting import HANGS, until
 
 __all__ = ["local_ray"]
 
@@ -147,12 +147,14 @@ def trajectories(notes):
 
 
 async def same_trajectories_although_a_replica_dies(tmp_path, elsewhere):
+    """No limit but that of the frozen one's silence can end anything: the other answers at once."""
     local, expected, _ = make(tmp_path, sampler=scripted(), environment=Doublings(), max_length=500)
     assert await local.run()
     replicas, restarts = [HeldOnFirst(i) for i in range(2)], Restarts(**{
         "script": two_turns, "vocab_size": VOCAB_SIZE, "context_length": 500,
     })  # fmt: skip
-    pool = ReplicaPool(replicas, restart=restarts, limits=dataclasses.replace(LIMITS, health=0.5, update=10, check=10))
+    limits = dataclasses.replace(LIMITS, health=0.5, stall=HANGS, update=HANGS, check=HANGS, start=HANGS)
+    pool = ReplicaPool(replicas, restart=restarts, limits=limits)
     orchestrator, notes, _ = make(tmp_path, sampler=pool, environment=Doublings(), max_length=500)
     async with nothing_left_behind(), elsewhere(orchestrator, pool):
         running = asyncio.create_task(orchestrator.run())
@@ -171,6 +173,7 @@ async def same_trajectories_although_a_replica_dies(tmp_path, elsewhere):
 
 
 @pytest.mark.slow
+@pytest.mark.realtime
 async def test_episodes_in_processes_go_on_when_a_replica_is_lost(tmp_path):
     await same_trajectories_although_a_replica_dies(
         tmp_path, lambda orchestrator, pool: in_processes(orchestrator, pool, "rollouts.players.Doublings")
@@ -178,6 +181,8 @@ async def test_episodes_in_processes_go_on_when_a_replica_is_lost(tmp_path):
 
 
 @pytest.mark.extras
+@pytest.mark.slow
+@pytest.mark.realtime
 async def test_episodes_on_ray_actors_go_on_when_a_replica_is_lost(local_ray, tmp_path):
     await same_trajectories_although_a_replica_dies(
         tmp_path, lambda orchestrator, pool: on_actors(orchestrator, pool, "rollouts.players.Doublings")

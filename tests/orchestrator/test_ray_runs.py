@@ -24,9 +24,9 @@ from verbatim.rollouts import EpisodeLimits
 from verbatim.rollouts.backends import RunnerInputs
 from verbatim.rollouts.ray.runner import ray_runner
 from verbatim.rollouts.workers.episodes import RemoteSetup
-from waiting import until
+from waiting import HANGS, until
 
-pytestmark = pytest.mark.extras
+pytestmark = [pytest.mark.extras, pytest.mark.slow, pytest.mark.realtime]
 __all__ = ["local_ray"]
 
 RAY = ["--orchestrator.rollout.backend", "ray", "--orchestrator.rollout.workers", "2"]
@@ -147,7 +147,7 @@ def test_a_ray_that_a_run_started_ends_with_it(model, tmp_path):
     name, _, value = mark.partition("=")
     done = subprocess.run(
         [sys.executable, "-m", "verbatim.cli", "rl", "run.toml", "--run-dir", "out", *RAY], cwd=tmp_path,
-        env={**os.environ, name: value}, capture_output=True, text=True, timeout=240, check=False,
+        env={**os.environ, name: value}, capture_output=True, text=True, timeout=HANGS, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "ray" not in (done.stdout + done.stderr).lower()  # not a word of its own

@@ -13,7 +13,14 @@ from verbatim.trajectories import Ledger, age
 
 
 class JumpingLoop(asyncio.SelectorEventLoop):
-    """Time stands still while anything can run, then jumps to the next timer."""
+    """Time stands still while anything can run, then jumps to the next timer.
+
+    Calls on threads (`asyncio.to_thread`) are made at once on the loop's thread. Their results come at once, or where a
+    test sets `thread_seconds`, so much later: until then everything else goes on.
+    """
+
+    LONGEST = 10_000.0
+    """Virtual seconds after which a test hangs: a run always has a timer left, that of its `LoopLag`."""
 
     class Selector(selectors.DefaultSelector):
         loop = None
@@ -21,16 +28,29 @@ class JumpingLoop(asyncio.SelectorEventLoop):
         def select(self, timeout=None):
             assert timeout is not None, "everybody waits, and no timer is left"
             self.loop.now += timeout
+            assert self.loop.now < self.loop.LONGEST, "what is waited for does not happen"
             return super().select(0)
 
     def __init__(self):
-        self.now = 0.0
+        self.now = self.thread_seconds = 0.0
         selector = self.Selector()
         selector.loop = self
         super().__init__(selector)
 
     def time(self):
         return self.now
+
+    def run_in_executor(self, executor, func, *args):
+        done = self.create_future()
+        try:
+            tell, what = done.set_result, func(*args)
+        except Exception as error:  # noqa: BLE001  (carried to the caller)
+            tell, what = done.set_exception, error
+        if self.thread_seconds:
+            self.call_later(self.thread_seconds, lambda: done.done() or tell(what))
+        else:
+            tell(what)
+        return done
 
 
 def on_virtual_time(coroutine):
@@ -39,8 +59,8 @@ def on_virtual_time(coroutine):
 
 
 def virtual_time(test):
-    """Decorates a test that uses no thread and no file descriptor: its deadlines pass when everybody waits for them,
-    however slow the machine."""
+    """Decorates a test that waits for no thread and no file descriptor: its deadlines pass when everybody waits for
+    them, however slow the machine."""
 
     @functools.wraps(test)
     def run(*args, **kwargs):

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
@@ -23,12 +24,18 @@ class LoopLag:
 
     A second thread watches the first: where the loop stands still for `BLOCKED_AFTER` seconds, the line of code that it
     stands in is logged, once for each time.
+
+    Args:
+        blocked_after: Seconds.
+        clock: Seconds, of any beginning; it is read by both threads.
     """
 
-    def __init__(self, *, blocked_after: float = BLOCKED_AFTER) -> None:
-        self._blocked_after = blocked_after
+    def __init__(
+        self, *, blocked_after: float = BLOCKED_AFTER, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._blocked_after, self._clock = blocked_after, clock
         self._sum, self._count, self._longest = 0.0, 0, 0.0
-        self._ticked = time.monotonic()
+        self._ticked = self._clock()
         self._loop_thread = threading.get_ident()
         self._ended = threading.Event()
         self._task = asyncio.get_running_loop().create_task(self._measure(), name="loop-lag")
@@ -37,7 +44,7 @@ class LoopLag:
 
     def read(self) -> dict[str, float]:
         """The metrics since the last call: `loop/lag_mean` and `loop/lag_max`, seconds of delay; 0 without any."""
-        late_now = max(0.0, time.monotonic() - self._ticked - INTERVAL)
+        late_now = max(0.0, self._clock() - self._ticked - INTERVAL)
         mean = self._sum / self._count if self._count else 0.0
         lag = {"loop/lag_mean": mean, "loop/lag_max": max(self._longest, late_now)}
         self._sum, self._count, self._longest = 0.0, 0, 0.0
@@ -50,9 +57,9 @@ class LoopLag:
 
     async def _measure(self) -> None:
         while True:
-            due = time.monotonic() + INTERVAL
+            due = self._clock() + INTERVAL
             await asyncio.sleep(INTERVAL)
-            self._ticked = time.monotonic()
+            self._ticked = self._clock()
             late = max(0.0, self._ticked - due)
             self._sum += late
             self._count += 1
@@ -61,8 +68,9 @@ class LoopLag:
     def _watch(self) -> None:
         named = -1.0
         while not self._ended.wait(min(1.0, self._blocked_after / 4)):
+            now = self._clock()  # before the tick is read: where this thread stands still in between, nobody is accused
             ticked = self._ticked
-            blocked = time.monotonic() - ticked
+            blocked = now - ticked
             if blocked > self._blocked_after and ticked != named:
                 named = ticked
                 frame = sys._current_frames().get(self._loop_thread)
