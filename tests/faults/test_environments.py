@@ -272,10 +272,10 @@ def test_a_fault_of_the_run_is_found(tmp_path, monkeypatch, fault):
 async def test_played_in_processes_it_costs_its_own_episodes(tmp_path, campaign, monkeypatch, there):
     where, mode = there
     monkeypatch.setattr(worker_pool, "LONGEST_PAUSE", 0.0)
+    monkeypatch.setattr(worker_pool, "MOST_ATTEMPTS", 1)  # another worker would be lost in the same way
     limits, slots = LIMITS, 64
     if mode == "block":  # an episode that is cut off before it blocks ends with the same error
         monkeypatch.setattr(worker_pool, "GRACE", 0.1)
-        monkeypatch.setattr(worker_pool, "MOST_ATTEMPTS", 1)
         limits = EpisodeLimits(timeout=1.0, max_turns=4)
     if mode in ("hang", "swallow"):  # one at a time, as all that a worker plays have its clock
         slots = 1

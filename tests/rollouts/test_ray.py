@@ -25,8 +25,9 @@ from verbatim.models.loading import load_tokenizer
 from verbatim.renderers import create_renderer
 from verbatim.rollouts import APIMultiTurnRollout, MultiTurnRollout
 from verbatim.tools import ToolManager
+from waiting import HANGS
 
-pytestmark = pytest.mark.extras
+pytestmark = [pytest.mark.extras, pytest.mark.realtime]
 __all__ = ["local_ray"]
 
 
@@ -76,31 +77,17 @@ def test_trajectories_can_be_given_and_settings_changed_for_one_call(local_ray):
     same(local_ray.get(actor.run.remote(first)), rollout(first))
 
 
-def test_a_function_makes_the_sampler_inside_of_the_actor(local_ray, model):
+def test_a_function_makes_the_sampler_inside_of_the_actor_and_a_models_template_travels(local_ray, model):
     def sampler():
         from verbatim.inference.embedded.engine import TorchSampler
 
         return TorchSampler(model, config=TorchSettings(deterministic=True), context_length=200)
 
-    template = create_renderer("auto", load_tokenizer(model))
+    template = create_renderer("template", load_tokenizer(model))
     more = {"template": template, "max_trajectory_tokens": 120}
     actor = MultiTurnRollout.remote(**settings(sampler=sampler, **more))
     engine = sampler()
     same(local_ray.get(actor.__call__.remote([ask(3)])), MultiTurnRollout(**settings(sampler=engine, **more))([ask(3)]))
-
-
-@pytest.mark.parametrize("name", ["template", "qwen3"])
-def test_a_models_renderer_travels(local_ray, model, name):
-    template = create_renderer(name, load_tokenizer(model))
-    end = template.stop_token_ids[0]
-
-    def sampler():
-        return ScriptedSampler(script=lambda r: [5, 6, end], vocab_size=512, context_length=300)
-
-    actor = MultiTurnRollout.remote(sampler=sampler, template=template)
-    found = local_ray.get(actor.__call__.remote([ask(3)]))
-    same(found, MultiTurnRollout(sampler=sampler(), template=template)([ask(3)]))
-    assert found[0].turns[0].completion_ids.tolist() == [5, 6, end]
 
 
 async def test_a_served_sampler_is_drawn_from_over_http(local_ray):
@@ -151,7 +138,7 @@ def test_a_call_that_waits_holds_up_no_other(local_ray):
 
     actor = MultiTurnRollout.remote(**settings(sampler=sampler))
     hanging = actor.__call__.remote([{"messages": [{"role": "user", "content": "hang"}]}])
-    (result,) = local_ray.get(actor.__call__.remote([ask(1)]), timeout=60)
+    (result,) = local_ray.get(actor.__call__.remote([ask(1)]), timeout=HANGS)
     assert result["messages"][-1]["content"] == "ok"
     assert local_ray.wait([hanging], timeout=0) == ([], [hanging])
 
@@ -171,7 +158,7 @@ def test_a_rollout_over_a_chat_server_is_an_actor_too(local_ray):
     assert found[0]["messages"][-1]["content"] == "12"
 
 
-def test_the_documentations_snippet_runs(local_ray, model):
+def test_the_documentations_snippet_runs_and_a_familys_renderer_travels(local_ray, model):
     page = (Path(__file__).parents[2] / "docs" / "rollouts.md").read_text(encoding="utf-8")
     (snippet,) = [s for s in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S) if "import ray" in s]
     end = create_renderer("auto", load_tokenizer(model)).stop_token_ids[0]
@@ -180,6 +167,10 @@ def test_the_documentations_snippet_runs(local_ray, model):
         snippet = snippet.replace("http://127.0.0.1:8000", url).replace("path/to/model", str(model))
         names = {"__name__": "__main__"}
         exec(compile(snippet, "docs/rollouts.md", "exec"), names)
+        tools = ToolManager([names["add"]])
+        here = MultiTurnRollout(sampler=names["sampler"], template=names["template"], tool_manager=tools)
+        same(names["results"], here(names["trajectories"]))
+    assert names["template"].name != "template"
     (result,) = names["results"]
     assert result.turns[0].completion_ids.tolist() == [5, 6, end]
     assert (result["turns"], result["stop_reason"], result.error) == (1, "stop", None)
@@ -198,7 +189,7 @@ def served_elsewhere(sampler):
     thread = threading.Thread(target=asyncio.run, args=(serve(),))
     thread.start()
     try:
-        yield address.result(timeout=60)
+        yield address.result(timeout=HANGS)
     finally:
         stop.set()
         thread.join()

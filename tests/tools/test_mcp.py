@@ -306,35 +306,32 @@ def test_a_server_that_is_not_there_is_refused_when_the_source_is_opened(source,
 # ---- over HTTP
 
 
-@pytest.mark.parametrize("mode", ["auto", "legacy"])
-def test_over_http_it_is_the_same_also_after_the_server_was_restarted(mode, monkeypatch):
+def test_over_http_it_is_the_same_also_after_the_server_was_restarted(monkeypatch):
+    """Two clients of one server: "legacy" speaks the protocol with sessions, which a restarted server does not know."""
     from verbatim.tools import mcp_session
 
-    # "legacy" speaks the protocol with sessions that a restarted server does not know.
-    monkeypatch.setattr(mcp_session, "Client", functools.partial(mcp_session.Client, mode=mode))
+    client, managers = mcp_session.Client, []
     with contextlib.ExitStack() as stack:
         port = stack.enter_context(held_port())
         with http_server(port) as url:
-            settings = {"headers": {"Authorization": "Bearer x"}, "connect_timeout": HANGS}
-            source = stack.enter_context(McpTools.http(url, **settings))
-            manager = ToolManager(source.tools)
-            assert run(manager, "add", a=2, b=3) == (None, "5")
-            assert run(manager, "add", a="2", b=3)[0] == "invalid_arguments"
-        assert run(manager, "add", a=2, b=3)[0] == "exception"
+            for mode in ("auto", "legacy"):
+                monkeypatch.setattr(mcp_session, "Client", functools.partial(client, mode=mode))
+                settings = {"headers": {"Authorization": "Bearer x"}, "connect_timeout": HANGS}
+                managers.append(ToolManager(stack.enter_context(McpTools.http(url, **settings)).tools))
+                assert run(managers[-1], "add", a=2, b=3) == (None, "5")
+                assert run(managers[-1], "add", a="2", b=3)[0] == "invalid_arguments"
+        assert [run(manager, "add", a=2, b=3)[0] for manager in managers] == ["exception"] * 2
         with http_server(port):
-            kinds = [run(manager, "add", a=2, b=3)[0] for _ in range(2)]
-            assert kinds[-1] is None
+            for manager, mode in zip(managers, ("auto", "legacy"), strict=True):
+                monkeypatch.setattr(mcp_session, "Client", functools.partial(client, mode=mode))
+                kinds = [run(manager, "add", a=2, b=3)[0] for _ in range(2)]
+                assert kinds[-1] is None
 
 
-@pytest.mark.parametrize(
-    ("times", "expected"),
-    [(1, (None, "5")), (2, ("exception", "Error: add failed: its server refused: Session not found"))],
-)
-def test_a_session_that_the_server_has_forgotten_is_begun_anew_once(times, expected, monkeypatch):
+def test_a_session_that_the_server_has_forgotten_is_begun_again_once(monkeypatch):
     from verbatim.tools import mcp_session
 
-    left = [mcp_session.MCPError(-32600, "Session not found")] * times
-    pids = []
+    left, pids = [], []
 
     class Forgetful(mcp_session.Client):
         async def call_tool(self, name, arguments):
@@ -344,6 +341,9 @@ def test_a_session_that_the_server_has_forgotten_is_begun_anew_once(times, expec
             return await super().call_tool(name, arguments)
 
     monkeypatch.setattr(mcp_session, "Client", Forgetful)
+    refused = ("exception", "Error: add failed: its server refused: Session not found")
     with stdio() as source:
-        assert run(ToolManager(source.tools), "add", a=2, b=3) == expected
-    assert len(set(pids)) == len(pids) == 2
+        for times, expected in ((1, (None, "5")), (2, refused)):
+            left[:], pids[:] = [mcp_session.MCPError(-32600, "Session not found")] * times, []
+            assert run(ToolManager(source.tools), "add", a=2, b=3) == expected
+            assert len(set(pids)) == len(pids) == 2
