@@ -1,0 +1,108 @@
+"""Faults planted in the core are found by the tests that are named beside them.
+
+Each is a mistake that a change of the code may well make; many were made elsewhere. `pytest tests/planted --whole`
+plants all of them. What a list misses is run against the quick suite: if that misses it too, a test is missing.
+"""
+
+import ast
+
+import pytest
+from faults_of_learning import CREDIT, LOSSES, PACKING, STEP
+from faults_of_runs import GATEWAY, RESUME, WEIGHT_SYNC
+from faults_of_tokens import LEDGER, RECORDS, SAMPLES
+from planted_copy import ROOT, Fault, PlantedCopy
+
+from campaigns import sized
+
+AREAS = {
+    "records": RECORDS, "samples": SAMPLES, "ledger": LEDGER, "credit": CREDIT, "losses": LOSSES, "packing": PACKING,
+    "step": STEP, "weight sync": WEIGHT_SYNC, "gateway": GATEWAY, "resume": RESUME,
+}  # fmt: skip
+FAULTS = [fault for faults in AREAS.values() for fault in faults]
+SMALL = [
+    "a logprob that is NaN becomes 0", "the stop token is outside of the mask",
+    "a state forgets the groups that were settled out of order", "the baseline is over rollouts that failed too",
+    "the KL term drives the policy away", "a target is predicted from itself", "the temperature is not applied",
+    "the canary compares a version with itself", "a request continues the first answer that it has, not the last",
+    "a resumed run begins its pass again",
+]  # fmt: skip
+"""One of each area, which plants and finds in a second."""
+QUICK = "not slow and not extras and not vllm and not fake_cuda and not clients"
+
+REWORDED = Fault(
+    name="a comment", file="credit/rloo.py", old="    size = len(inputs.rollouts)\n",
+    new="    size = len(inputs.rollouts)  # of the group\n", harm="None.", tests=("credit/test_baselines.py",),
+)  # fmt: skip
+UNREADABLE = Fault(
+    name="no Python", file="credit/rloo.py", old="    size = len(inputs.rollouts)\n", new="    size = len(\n",
+    harm="Everything stops at once.", tests=("credit/test_baselines.py",),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    copy = PlantedCopy(tmp_path_factory.mktemp("planted"))
+    yield copy
+    copy.close()
+
+
+@pytest.mark.slow
+@pytest.mark.realtime
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", sized(SMALL, [fault.name for fault in FAULTS]))
+def test_a_planted_fault_is_found_by_its_tests(name, copy, campaign, whole):
+    (fault,) = (fault for fault in FAULTS if fault.name == name)
+    clean = copy.clean(fault.tests)
+    assert clean.is_clean, f"without a fault: {clean.failed or clean.broken or 'no test'}\n{clean.said}"
+    outcome = copy.planted(fault)
+    campaign("planted faults").add(wrong=not outcome.found)
+    if not outcome.found:
+        pytest.fail(f"{fault.tests} miss it: {_why(outcome)}. {_by_the_quick_suite(copy, fault) if whole else ''}")
+
+
+def _why(outcome):
+    if not outcome.loaded and not outcome.broken:
+        return "they do not import the file"
+    return f"could not run: {outcome.broken}\n{outcome.said}" if outcome.broken else f"all {outcome.passed} pass"
+
+
+def _by_the_quick_suite(copy, fault):
+    found = copy.planted(fault, ["."], "-m", QUICK, seconds=4 * 3600).failed
+    return f"Of the quick suite it is found by {found[0]}" if found else "The quick suite misses it too: write a test"
+
+
+@pytest.mark.slow
+@pytest.mark.realtime
+def test_a_change_that_changes_nothing_is_missed(copy):
+    outcome = copy.planted(REWORDED)
+    assert outcome.is_clean
+    assert not outcome.found
+
+
+@pytest.mark.slow
+@pytest.mark.realtime
+def test_a_file_that_cannot_be_imported_proves_nothing(copy):
+    outcome = copy.planted(UNREADABLE)
+    assert outcome.broken
+    assert not outcome.found
+    assert copy.planted(REWORDED).is_clean  # the copy is whole again
+
+
+def test_a_fault_whose_old_text_is_gone_is_named():
+    with pytest.raises(AssertionError, match=r"'a comment' is stale: its old text stands 0 times in credit/rloo\.py"):
+        REWORDED.planted("")
+    with pytest.raises(AssertionError, match="stands 2 times"):
+        REWORDED.planted(2 * REWORDED.old)
+
+
+def test_every_fault_can_be_planted_and_its_tests_are_there():
+    for fault in FAULTS:
+        ast.parse(fault.planted((ROOT / "src" / "verbatim" / fault.file).read_text(encoding="utf-8")))
+        missing = [test for test in fault.tests if not (ROOT / "tests" / test.partition("::")[0]).exists()]
+        assert missing == [], fault.name
+
+
+def test_every_area_has_faults_and_every_fault_a_name():
+    assert all(len(faults) >= 3 for faults in AREAS.values())
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 40
+    assert [sum(fault.name in SMALL for fault in faults) for faults in AREAS.values()] == [1] * len(AREAS)
