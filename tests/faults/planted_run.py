@@ -66,15 +66,15 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def write_run(folder: Path, steps: int = STEPS) -> Written:
-    """The run folder, which is made anew."""
+def write_run(folder: Path, steps: int = STEPS, kinds: tuple[str, ...] = tuple(ANSWERS)) -> Written:
+    """The run folder, with environments of these kinds; what is there already is removed."""
     shutil.rmtree(folder, ignore_errors=True)
     write_tokenizer(folder / "model")
-    environments = "".join(f'[[orchestrator.train.env]]\nid = "{name}"\n' for name in ANSWERS.values())
+    environments = "".join(f'[[orchestrator.train.env]]\nid = "{name}"\n' for name in map(ANSWERS.get, kinds))
     config = f'name = "planted"\nmax_steps = {steps}\n[model]\nname = "model"\n{environments}'
     (folder / "config.toml").write_text(config)
     with TemporaryDirectory() as trainer:
-        notes = play(Path(trainer), tuple(ANSWERS), steps, labels=ANSWERS,
+        notes = play(Path(trainer), kinds, steps, labels=ANSWERS,
                      observer=lambda watch: Written(watch, folder))  # fmt: skip
     assert isinstance(notes, Written)
     notes.metrics.close()

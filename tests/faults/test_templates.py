@@ -1,15 +1,19 @@
-"""Hostile chat templates end in a refusal that names them: in bounded time and memory, wherever they are rendered."""
+"""Hostile chat templates end in a refusal that names them: in bounded time and memory, wherever they are rendered.
+
+The program that renders them ends what takes a minute of the processor; most take a tenth of a second, all entry points
+together. How long the slowest one takes is reported.
+"""
 
 import asyncio
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from faults.hostile_templates import BOMBS, PLAIN, SOURCES, byte_tokenizer
+import warm
+from campaigns import sized
+from faults.hostile_templates import BOMBS, PLAIN, SOURCES, byte_tokenizer, run
 from verbatim import Example
 from verbatim.environments.base import Episode, Reply
 from verbatim.inference import SamplingParams
@@ -17,20 +21,18 @@ from verbatim.inference.scripted import ScriptedSampler
 from verbatim.renderers import create_renderer
 from verbatim.rollouts import EpisodeLimits, GroupRun, RolloutSetup
 
-pytestmark = pytest.mark.slow
-
-SECONDS, MEGABYTES = 5.0, 300.0
-"""Of processor time for all entry points together, and of memory."""
+MEGABYTES = 300.0
+"""Of memory, for all entry points together."""
 SHORT = (
     "nested ranges", "endless macro", "doubling by tilde", "doubling lists", "times", "format inner width", "replace",
-    "shared lists written", "shared tuples as a key", "deep list written", "income", "class by format",
+    "shared lists written", "shared tuples as a key", "deep list written", "income", "class by format", "precision",
+    "huge output", "wordwrap", "lipsum", "deep generators", "sums of lists", "frame of a generator", "deep brackets",
 )  # fmt: skip
 PROGRAM = Path(__file__).with_name("hostile_templates.py")
 
 
 def tried(names):
-    done = subprocess.run([sys.executable, str(PROGRAM), *names], capture_output=True, text=True, check=False,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
+    done = warm.run([sys.executable, str(PROGRAM), *names], capture_output=True, text=True, check=False)
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert [row["name"] for row in rows] == list(names), done.stderr[-2000:]
     return rows
@@ -46,17 +48,17 @@ def wrong(row):
     said += [f"{entry} was not tried" for entry in entries - answers.keys()]
     said += [f"{entry} does not name it: {answer[:300]}" for entry, answer in answers.items()
              if entry != "short" and "the-hostile-one" not in answer]  # fmt: skip
-    if row["seconds"] > SECONDS:
-        said.append(f"{row['seconds']:.1f} s")
     if row["megabytes"] > MEGABYTES:
         said.append(f"{row['megabytes']:.0f} MB")
     return said
 
 
-def test_hostile_templates_are_refused_wherever_they_are_rendered(whole, campaign):
-    names = list(BOMBS) if whole else list(SHORT)
+@pytest.mark.slow
+@pytest.mark.realtime
+@pytest.mark.campaign
+def test_hostile_templates_are_refused_wherever_they_are_rendered(campaign):
     found = campaign("hostile templates")
-    rows = tried(names)
+    rows = tried(sized(SHORT, tuple(BOMBS)))
     faults = {}
     for row in rows:
         if said := wrong(row):
@@ -69,9 +71,15 @@ def test_hostile_templates_are_refused_wherever_they_are_rendered(whole, campaig
     assert faults == {}
 
 
-@pytest.mark.parametrize("name", SHORT)
-def test_the_short_part_names_templates_of_the_campaign(name):
-    assert name in BOMBS
+def test_the_short_part_names_templates_of_the_campaign():
+    assert set(SHORT) <= BOMBS.keys() and len(SHORT) >= 20
+
+
+def test_a_harmless_template_is_found(monkeypatch):
+    """The campaign can fail: it is accepted by every entry point."""
+    monkeypatch.setitem(BOMBS, "harmless", "")
+    said = wrong({"name": "harmless", "answers": run("harmless"), "megabytes": MEGABYTES + 1})
+    assert {each.split(":")[0] for each in said} >= {"auto", "late", "server", f"{MEGABYTES + 1:.0f} MB"}
 
 
 class Talk(Episode):
