@@ -1,6 +1,7 @@
 """Tiny models with random weights, saved once per session."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "half_sliding": save(window, 3, root / "half_sliding"),
         "sliding": save(MistralConfig(**_SMALL, sliding_window=24, tie_word_embeddings=True), 4, root / "sliding"),
     }
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`saved(name)` is the folder of a model of the compiled kernel's tests, made once."""
+    from test_compiled_kernel import CONFIGS
+
+    root = tmp_path_factory.mktemp("compiled")
+    return functools.cache(lambda name: save(CONFIGS[name], 0, root / name))
 
 
 @pytest.fixture(scope="session")

@@ -69,9 +69,9 @@ def hidden(compiled, ids, starts=(0,), slots=(0,)):
 
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("name", CONFIGS)
-def test_hidden_states_are_those_of_the_model_also_of_sequences_whose_scores_do_not_fit_at_once(name, tmp_path):
-    decoder = make(save(CONFIGS[name], tmp_path))
-    reference = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+def test_hidden_states_are_those_of_the_model_also_of_sequences_whose_scores_do_not_fit_at_once(name, saved):
+    decoder = make(saved(name))
+    reference = AutoModelForCausalLM.from_pretrained(saved(name), attn_implementation="eager").eval()
     ids = np.random.default_rng(0).integers(0, 97, 1100)
     with torch.inference_mode():
         expected = reference.model(torch.from_numpy(ids)[None]).last_hidden_state[0]
@@ -80,8 +80,8 @@ def test_hidden_states_are_those_of_the_model_also_of_sequences_whose_scores_do_
 
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("name", CONFIGS)
-def test_parts_neighbours_shared_pages_and_threads_change_no_bit(name, tmp_path, monkeypatch):
-    compiled = make(save(CONFIGS[name], tmp_path)).forward
+def test_parts_neighbours_shared_pages_and_threads_change_no_bit(name, saved, monkeypatch):
+    compiled = make(saved(name)).forward
     ids = np.random.default_rng(1).integers(0, 97, 700)
     whole = hidden(compiled, ids)
     for start in (699, 698, 640, 509, 130, 7):  # from pages that slot 0 computed
@@ -148,21 +148,21 @@ def test_a_group_keeps_its_common_tokens_once(models):
 
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("length", [2, 65, 1100])
-def test_a_whole_sequence_is_scored_past_the_cache(name, length, tmp_path):
-    decoder = make(save(CONFIGS[name], tmp_path))
-    reference = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
-    ids = np.random.default_rng(2).integers(0, CONFIGS[name].vocab_size, length)
+def test_a_whole_sequence_is_scored_past_the_cache(name, saved):
+    decoder = make(saved(name))
+    reference = AutoModelForCausalLM.from_pretrained(saved(name), attn_implementation="eager").eval()
     hidden(decoder.forward, np.zeros(1100, dtype=np.int64))  # what slot 0 holds is not read
     used = decoder.cache.used
-    found = decoder.prompt_logprobs(ids, 0.7)
-    with torch.inference_mode():
-        logits = reference(torch.from_numpy(ids)[None]).logits[0, :-1] / 0.7
-    expected = logits.log_softmax(-1).gather(-1, torch.from_numpy(ids[1:, None]))[:, 0].numpy()
-    assert np.isnan(found[0]) and found.dtype == np.float32
-    assert np.abs(found[1:] - expected).max() <= 5e-5
-    assert decoder.cache.used == used
-    assert np.isnan(decoder.prompt_logprobs(ids[:1], 0.7)).tolist() == [True]
+    for length in (2, 65, 1100):
+        ids = np.random.default_rng(2).integers(0, CONFIGS[name].vocab_size, length)
+        found = decoder.prompt_logprobs(ids, 0.7)
+        with torch.inference_mode():
+            logits = reference(torch.from_numpy(ids)[None]).logits[0, :-1] / 0.7
+        expected = logits.log_softmax(-1).gather(-1, torch.from_numpy(ids[1:, None]))[:, 0].numpy()
+        assert np.isnan(found[0]) and found.dtype == np.float32
+        assert np.abs(found[1:] - expected).max() <= 5e-5
+        assert decoder.cache.used == used
+        assert np.isnan(decoder.prompt_logprobs(ids[:1], 0.7)).tolist() == [True]
 
 
 @pytest.mark.usefixtures("built")
@@ -180,20 +180,21 @@ def test_scores_tell_of_the_matrices_that_sample(models):
 
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("position", [0, 17, 530, 1039])
-@pytest.mark.parametrize("payload", [0x7FC00000, 0x7F800001, 0xFFC001FF], ids=hex)
-def test_a_key_that_is_no_number_is_not_hidden_by_the_others(position, payload, tmp_path):
-    decoder = make(save(CONFIGS["qwen3"], tmp_path))
+def test_a_key_that_is_no_number_is_not_hidden_by_the_others(position, saved):
+    decoder = make(saved("qwen3"))
     prompt = np.random.default_rng(3).integers(0, 97, 1040).astype(np.int32)
-    slot = decoder.add(SampleRequest(prompt_ids=prompt, params=SamplingParams(max_tokens=4), seed=0))
-    ended, failed = decoder.step()
-    assert not len(failed)
-    cache = decoder.cache
-    page = int(cache.tables[slot, position // 16])
-    keys = cache._chunks[page // cache.chunk_pages][0, page % cache.chunk_pages].view(-1, 16)  # of layer 0, head 0
-    with torch.inference_mode():
-        keys[3, position % 16] = torch.from_numpy(np.array([payload], dtype=np.uint32).view(np.float32))[0]
-    ended, failed = decoder.step()
-    assert failed.tolist() == [slot] and not len(ended)
+    for payload in (0x7FC00000, 0x7F800001, 0xFFC001FF):
+        slot = decoder.add(SampleRequest(prompt_ids=prompt, params=SamplingParams(max_tokens=4), seed=0))
+        ended, failed = decoder.step()
+        assert not len(failed)
+        cache = decoder.cache
+        page = int(cache.tables[slot, position // 16])
+        keys = cache._chunks[page // cache.chunk_pages][0, page % cache.chunk_pages].view(-1, 16)  # of layer 0, head 0
+        with torch.inference_mode():
+            keys[3, position % 16] = torch.from_numpy(np.array([payload], dtype=np.uint32).view(np.float32))[0]
+        ended, failed = decoder.step()
+        assert failed.tolist() == [slot] and not len(ended), hex(payload)
+        decoder.discard(slot)
 
 
 @pytest.mark.usefixtures("built")
