@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from campaigns import sized
+from pairs import all_rows, pairs
 from verbatim.inference import SampleRequest, SamplingParams
 from verbatim.inference.embedded.decoder import Decoder
 from verbatim.inference.embedded.pass_layout import shared_prefix
@@ -67,9 +69,14 @@ def conversations(decoder, rng, turns=3, sessions=9, system=40):
             histories[i] = np.concatenate([whole, rng.integers(0, VOCAB, rng.integers(1, 20))])
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("name", MODELS)
-def test_logprobs_agree_with_a_whole_forward_pass(models, references, name, deterministic):
+KERNELS = ["torch", "compiled"]
+WAYS = (KERNELS, MODELS, [False, True])
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(("kernel", "name", "deterministic"), sized(pairs(*WAYS), all_rows(*WAYS)), indirect=["kernel"])
+def test_logprobs_agree_with_a_whole_forward_pass(models, references, name, deterministic, campaign):
+    campaign("sampled logprobs against transformers").add()
     decoder = make_decoder(models[name], deterministic=deterministic)
     deltas = []
     for whole, start, logprobs, temperature in conversations(decoder, np.random.default_rng(3)):
@@ -80,6 +87,18 @@ def test_logprobs_agree_with_a_whole_forward_pass(models, references, name, dete
     assert np.median(delta) <= 1e-6
     assert delta.max() <= 5e-5
     assert decoder.counts.prefix_hit_tokens > 500
+
+
+def test_weights_that_are_not_quite_the_models_are_found_out(models, references):
+    """One row of a matrix is larger by a hundredth."""
+    decoder, deltas = make_decoder(models["tied"]), []
+    with torch.inference_mode():
+        decoder.model.backbone.layers[0].self_attn.k_proj.weight[:1].mul_(1.01)
+    decoder.set_version(0)  # the compiled kernel has a copy of its own
+    for whole, start, logprobs, temperature in conversations(decoder, np.random.default_rng(3), turns=1):
+        expected = reference_logprobs(references["tied"], whole, temperature)[start - 1 :]
+        deltas.append(np.abs(logprobs - expected))
+    assert np.concatenate(deltas).max() > 5e-5
 
 
 def test_the_tests_own_distribution_is_peaked_enough_to_show_differences(models, references):
@@ -179,12 +198,13 @@ def test_prompt_tokens_between_two_decode_steps_are_limited(models):
     assert computed == [16, 32, 48, 50]
 
 
-@pytest.mark.parametrize("keep_cache", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.campaign
+@pytest.mark.parametrize(("kernel", "name", "keep_cache"), sized(pairs(*WAYS), all_rows(*WAYS)), indirect=["kernel"])
 def test_logprobs_agree_where_many_sequences_begin_alike(
-    models, references, name, keep_cache, monkeypatch, kernel
+    models, references, name, keep_cache, monkeypatch, kernel, campaign
 ):
     """Their first 128 tokens are read once for all; where caches outlive weights they may differ, and are not."""
+    campaign("sampled logprobs against transformers").add()
     shared = []
     monkeypatch.setattr("verbatim.inference.embedded.pass_layout.shared_prefix",
                         lambda *args: shared.append(shared_prefix(*args)) or shared[-1])  # fmt: skip

@@ -12,6 +12,7 @@ import torch
 
 from verbatim import native
 
+pytestmark = pytest.mark.realtime
 SUM = """
 int omp_get_thread_num(void);
 int add(int a, int b) { return a + b; }
