@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import warm
 from verbatim.cli.init_command import GATEWAY_CHECK, KINDS
 from verbatim.cli.main import main
 
@@ -66,7 +66,7 @@ def test_a_project_is_clean_passes_its_own_test_and_trains(kind: str, tmp_path: 
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
 
     def typed(*command: str, folder: Path) -> str:
-        done = subprocess.run([sys.executable, "-m", *command], cwd=folder, env=environment, capture_output=True,
+        done = warm.run([sys.executable, "-m", *command], cwd=folder, env=environment, capture_output=True,
                               text=True, timeout=300, check=False)  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
@@ -82,8 +82,9 @@ def test_a_project_is_clean_passes_its_own_test_and_trains(kind: str, tmp_path: 
         assert "ended well" in typed("verbatim.cli", "gateway", "check", own, *options, folder=project)
     typed("pytest", "-q", "-p", "no:cacheprovider", folder=project)
     typed("verbatim.cli", "config", "run.toml", folder=project)
-    few = ["--max-steps", "2", "--warm-start.steps", "30", "--orchestrator.batch-size", "16",
-           "--orchestrator.group-size", "4", "--orchestrator.eval.episodes", "4"]  # fmt: skip
+    few = ["--max-steps", "2", "--warm-start.steps", "30", "--warm-start.conversations", "60",
+           "--orchestrator.batch-size", "8", "--orchestrator.group-size", "4",
+           "--orchestrator.eval.episodes", "2"]  # fmt: skip
     typed("verbatim.cli", "rl", "project/run.toml", *few, folder=tmp_path)  # from elsewhere: the file's folder counts
     summary = json.loads((tmp_path / "runs" / "run" / "latest" / "summary.json").read_text())
     assert summary["steps"] == 2
