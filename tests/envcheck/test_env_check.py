@@ -4,36 +4,23 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-import warm
 from envcheck import broken_environments
+from envcheck.forked_replay import warm_replay
 from verbatim.cli.main import main
 from verbatim.envcheck import KINDS, CheckSettings, check_environment
 from verbatim.envcheck.watch import LoopWatch
 from verbatim.environments import ENVIRONMENTS, EXTRAS
 from waiting import HANGS
 
+__all__ = ["warm_replay"]
 pytestmark = pytest.mark.realtime
 QUICK = CheckSettings(num_examples=3, timeout=HANGS)
-
-
-@pytest.fixture
-def warm_replay(monkeypatch: pytest.MonkeyPatch):
-    """The other process is forked from one that has imported everything; sets have an order of their own there too."""
-
-    def run(command: list[str], *, env: Mapping[str, str], **more: Any) -> subprocess.CompletedProcess[str]:
-        return warm.run(command, env={name: v for name, v in env.items() if name != "PYTHONHASHSEED"}, **more)
-
-    forking = SimpleNamespace(run=run, TimeoutExpired=subprocess.TimeoutExpired)
-    monkeypatch.setattr("verbatim.envcheck.replay.subprocess", forking)
 
 
 def kinds(name: str, **settings) -> dict[str, str]:

@@ -14,6 +14,7 @@ import pytest
 
 import verbatim
 from e2e.tiny_runs import TOML, build_tiny_model, train_lines, workplace
+from envcheck.forked_replay import warm_replay
 from environments.brought import HotCold, Lucky, Pixels, Vault, exact, lucky, make_game
 from verbatim import Message, Trajectory
 from verbatim.cli.main import main
@@ -26,7 +27,9 @@ from verbatim.errors import ComponentError, ConfigError, UsageError
 from verbatim.imports import search_beside
 from verbatim.rollouts import EpisodeLimits
 from verbatim.tools.signature import read_signature
+from waiting import HANGS
 
+__all__ = ["warm_replay"]
 SUMS = [{"prompt": f"{n} + 1?", "answer": str(n + 1)} for n in range(3)]
 CODES = [{"prompt": "Open the vault.", "code": n} for n in (4, 7)]
 SETTINGS: dict[str, Any] = {
@@ -43,7 +46,8 @@ def say(text: str) -> Message:
 def play(environment: Any, said: Sequence[Message], *, index: int = 0, split: str = "train") -> Trajectory:
     """One episode in which the model says these messages."""
     example = examples_of(environment, "it", split)[index]
-    stage = Stage(name="it", environment=environment, limits=EpisodeLimits(max_turns=8, timeout=60))
+    limits = EpisodeLimits(max_turns=8, timeout=2 * HANGS, tool_timeout=HANGS)
+    stage = Stage(name="it", environment=environment, limits=limits)
     (played,) = asyncio.run(stage.play("written", [lambda seed: WrittenPlayer(said)], example))
     return played.trajectory
 
@@ -282,6 +286,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
+@pytest.mark.realtime
 def test_each_trains_from_one_line_of_python(model: Path, tmp_path: Path, monkeypatch):
     """All in one mixture: a turn that is cut off is not stepped, so the tiny model learns from the others."""
     monkeypatch.setattr("verbatim.monitors.learning_curve._has_matplotlib", lambda: False)
@@ -292,7 +297,7 @@ def test_each_trains_from_one_line_of_python(model: Path, tmp_path: Path, monkey
         {"id": make_game, "name": "function"}, {"id": GymnasiumStyle(Lucky), "name": "GymnasiumStyle"},
         {"id": lucky, "args": {"data": SUMS}, "name": "reward"}, {"id": SingleTurn(SUMS, lucky), "name": "SingleTurn"},
     ]  # fmt: skip
-    settings = {**SETTINGS, "orchestrator": {**SETTINGS["orchestrator"], "batch_size": 4 * 48}}
+    settings = {**SETTINGS, "orchestrator": {**SETTINGS["orchestrator"], "batch_size": 4 * 28}}
     verbatim.train(model=model, environment=given, max_steps=1, quiet=True, run_dir="run", **settings)
     (line,) = train_lines(tmp_path / "run")
     assert line["metrics"]["rollouts/failed"] == 0
@@ -321,6 +326,7 @@ args = { data = "sums.jsonl", reward = "environments.brought.lucky" }
 """
 
 
+@pytest.mark.realtime
 def test_each_trains_from_one_line_of_toml(model: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setattr("verbatim.monitors.learning_curve._has_matplotlib", lambda: False)
     with workplace(tmp_path, {}) as folder:
@@ -338,13 +344,15 @@ def test_each_trains_from_one_line_of_toml(model: Path, tmp_path: Path, monkeypa
     ("name", "args"),
     [("Vault", {"data": CODES}), ("HotCold", {"num_train": 6, "num_eval": 2}), ("exact", {"data": SUMS})],
 )
-def test_env_check_plays_each(name: str, args: Mapping[str, Any]):
-    report = check_environment(f"environments.brought.{name}", args, CheckSettings(num_examples=2))
+@pytest.mark.realtime
+def test_env_check_plays_each(name: str, args: Mapping[str, Any], warm_replay: None):
+    report = check_environment(f"environments.brought.{name}", args, CheckSettings(num_examples=2, timeout=HANGS))
     assert [finding.kind for finding in report.findings] in ([], ["score_constant"])
     assert report.players["random"].episodes > 0
 
 
-def test_env_check_finds_the_one_in_a_file(tmp_path: Path, capsys):
+@pytest.mark.realtime
+def test_env_check_finds_the_one_in_a_file(tmp_path: Path, capsys, warm_replay: None):
     source = f"import random\n\n\n{inspect.getsource(HotCold)}"
     with workplace(tmp_path, {"my_game": source}):
         main(["env", "check", "my_game.py", "--examples", "2"])

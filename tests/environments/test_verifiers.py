@@ -27,8 +27,9 @@ from verbatim.inference.base import Completion
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import AgentLoop, EpisodeLimits, GroupRun, Recorder, RolloutSetup
 from verbatim.types import StopReason, Turn
+from waiting import HANGS, until
 
-pytestmark = pytest.mark.extras
+pytestmark = [pytest.mark.extras, pytest.mark.realtime]
 # The package `renderers` keeps a lock, which belongs to the event loop that first waits for it.
 in_one_loop = pytest.mark.asyncio(loop_scope="module")
 
@@ -148,12 +149,11 @@ async def test_tools_of_a_real_mcp_server_are_called_and_the_next_prompt_extends
 
 @in_one_loop
 async def test_every_token_has_the_version_of_the_weights_that_drew_it(model, tokenizer):
-    sampler = scripted(tokenizer, lambda prompt: "9" * 12 + "<|im_end|>", seconds_per_token=0.02)
+    sampler = scripted(tokenizer, lambda prompt: "9" * 12 + "<|im_end|>")
 
     async def update() -> None:
-        while not sampler.num_in_flight:  # noqa: ASYNC110 - a sampler sets no event for a count
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(0.1)
+        while sampler.num_drawn < 3:  # noqa: ASYNC110  (a token is drawn with each turn of the loop)
+            await asyncio.sleep(0)
         await sampler.update_weights(Path("w"), 1)
 
     updating = asyncio.create_task(update())
@@ -166,16 +166,17 @@ async def test_every_token_has_the_version_of_the_weights_that_drew_it(model, to
 @in_one_loop
 async def test_what_is_cut_off_is_scored_and_says_so(model, tokenizer):
     endless = scripted(tokenizer, lambda prompt: "1" * 100)
-    (trajectory, _) = await play(make(model), endless, tokenizer)
+    (trajectory,) = await play(make(model), endless, tokenizer, size=1)
     assert (trajectory.error, trajectory.stop_reason, trajectory.truncated) == (None, StopReason.LENGTH, True)
     assert trajectory.reward_parts == {"correct": 0.0, "brief": 0.0}
     looping = scripted(tokenizer, lambda prompt: calls_add(""))
-    environment = make(model, config={"taskset": {"with_tools": True}})
-    (trajectory, _) = await play(environment, looping, tokenizer, max_turns=2)
-    assert (trajectory.error, trajectory.stop_reason, len(trajectory.turns)) == (None, StopReason.MAX_TURNS, 2)
     short = scripted(tokenizer, lambda prompt: calls_add(""), context_length=240)
-    (trajectory, _) = await play(environment, short, tokenizer)
-    assert (trajectory.error, trajectory.stop_reason) == (None, StopReason.LENGTH)
+    environment = make(model, config={"taskset": {"with_tools": True}})
+    (one,), (other,) = await asyncio.gather(  # side by side they share the process of their tools
+        play(environment, looping, tokenizer, size=1, max_turns=2), play(environment, short, tokenizer, size=1)
+    )
+    assert (one.error, one.stop_reason, len(one.turns)) == (None, StopReason.MAX_TURNS, 2)
+    assert (other.error, other.stop_reason) == (None, StopReason.LENGTH)
 
 
 @in_one_loop
@@ -226,7 +227,7 @@ args = {{ taskset = "adds-taskset", tokenizer = "{model}" }}
 def test_a_model_is_trained_on_it(model, tmp_path):
     (tmp_path / "run.toml").write_text(TRAIN.format(model=model))
     command = [sys.executable, "-m", "verbatim.cli", "rl", "run.toml", "--run-dir", "run"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=2 * HANGS)
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-2000:]
     last = assert_ledger_adds_up(tmp_path / "run")
     logged = trajectory_lines(tmp_path / "run")
@@ -247,13 +248,11 @@ async def test_an_episode_that_is_cancelled_leaves_nothing_either(model, tokeniz
     sampler = scripted(tokenizer, adds, trouble=lambda index, request: "hang")
     before = asyncio.all_tasks()
     playing = asyncio.create_task(play(make(model), sampler, tokenizer))
-    while sampler.num_in_flight < 2:  # noqa: ASYNC110 - as above
-        await asyncio.sleep(0.01)
+    await until(lambda: sampler.num_in_flight == 2)
     playing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await playing
-    while sampler.num_in_flight:  # noqa: ASYNC110 - as above
-        await asyncio.sleep(0.01)
+    await until(lambda: not sampler.num_in_flight)
     assert asyncio.all_tasks() == before
 
 
