@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 from mirror_hosts import KEY
 
+from verbatim.transport.mirror import app as app_module
 from verbatim.transport.mirror import link as link_module
+from verbatim.transport.mirror import trainer_side
 from verbatim.transport.mirror.app import MirrorApp
 from verbatim.transport.mirror.protocol import files_of
 from verbatim.transport.mirror.server import Listen, serve_mirror
+from waiting import HANGS
 
 
 @pytest.fixture
@@ -37,5 +40,11 @@ def port(app: MirrorApp):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pauses are short, and limits so long that they end nothing but a test that hangs."""
     monkeypatch.setattr(link_module, "_FIRST_PAUSE", 0.001)
     monkeypatch.setattr(link_module, "_LONGEST_PAUSE", 0.01)
+    for name in ("CONNECT", "STILL_SECONDS", "ATTEMPT_SECONDS"):
+        monkeypatch.setattr(link_module, name, HANGS)
+    for name in ("_UNANSWERED", "_ALIVE_SECONDS", "_FAREWELL"):
+        monkeypatch.setattr(trainer_side, name, HANGS)
+    monkeypatch.setattr(app_module, "_QUIET", HANGS)

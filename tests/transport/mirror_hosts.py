@@ -44,11 +44,6 @@ class Network(abc.ABC):
             writer.transport.abort()
 
 
-async def until(condition: Callable[[], object]) -> None:
-    while not condition():  # noqa: ASYNC110  nothing tells a test when it comes true
-        await asyncio.sleep(0.01)
-
-
 def folder_with(path: Path, **files: bytes) -> Path:
     path.mkdir(parents=True)
     for name, data in files.items():

@@ -14,6 +14,7 @@ from verbatim.transport import exchange as module
 from verbatim.transport.exchange import Exchange
 from verbatim.transport.remote_trainer import RemoteTrainer
 from verbatim.transport.trainer_messages import TrainerMessage, to_json
+from waiting import HANGS, until
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ class TooLate(Exception):
     """An order did not come in time."""
 
 
-def wait_for(exchange, number, seconds=60.0):
+def wait_for(exchange, number, seconds=HANGS):
     until = time.monotonic() + seconds
 
     def look():
@@ -57,17 +58,23 @@ def serve(exchange, count, answer=report):
 
 
 async def test_batches_that_are_handed_over_at_once_arrive_in_the_order_of_the_calls(exchange, monkeypatch):
-    order = exchange.send
+    order, begun, go_on = exchange.send, [], threading.Event()
 
-    def slower_at_first(number, what):
-        time.sleep(0.05 / number)  # whoever waited for nobody would be overtaken here
+    def slow(number, what):
+        begun.append(number)
+        assert go_on.wait(HANGS)
         order(number, what)
 
-    monkeypatch.setattr(exchange, "send", slower_at_first)
+    monkeypatch.setattr(exchange, "send", slow)
     link = RemoteTrainer(exchange, fault=lambda: None)
     thread, seen = serve(exchange, 6)
     samples = [[make_sample(version + 1)] for version in range(1, 7)]
-    reports = await asyncio.gather(*(link.train(samples[v - 1], v, checkpoint=v == 4) for v in range(1, 7)))
+    training = asyncio.gather(*(link.train(samples[v - 1], v, checkpoint=v == 4) for v in range(1, 7)))
+    await until(lambda: begun)
+    await asyncio.to_thread(int)  # threads begin what they are given in its order: nothing else was given to them
+    assert begun == [1]
+    go_on.set()
+    reports = await training
     await asyncio.to_thread(thread.join)
     assert [r.version for r in reports] == [o.version for o in seen] == [1, 2, 3, 4, 5, 6]
     assert [o.samples[0].trajectory_id for o in seen] == ["t-2", "t-3", "t-4", "t-5", "t-6", "t-7"]
@@ -98,13 +105,13 @@ async def test_an_order_that_is_cancelled_while_it_is_written_keeps_its_number(e
 
     def slow(number, what):
         begun.set()
-        assert go_on.wait(60)
+        assert go_on.wait(HANGS)
         order(number, what)
 
     monkeypatch.setattr(exchange, "send", slow)
     link = RemoteTrainer(exchange, fault=lambda: None)
     training = asyncio.create_task(link.train([], 1))
-    await asyncio.to_thread(begun.wait, 60)
+    await asyncio.to_thread(begun.wait, HANGS)
     training.cancel()
     closing = asyncio.create_task(link.close())
     await asyncio.sleep(0)
@@ -154,9 +161,9 @@ async def test_no_other_folder_is_moved_for_a_state(exchange, tmp_path, of_the_r
 async def test_a_trainer_that_is_gone_ends_the_wait_for_its_answer(exchange):
     link = RemoteTrainer(exchange, fault=lambda: "the trainer was ended by SIGKILL")
     with pytest.raises(RunStopped, match="the trainer was ended by SIGKILL"):
-        await asyncio.wait_for(link.train([], 1), 60)
+        await asyncio.wait_for(link.train([], 1), HANGS)
     with pytest.raises(RunStopped, match="SIGKILL"):
-        await asyncio.wait_for(link.watch(), 60)
+        await asyncio.wait_for(link.watch(), HANGS)
 
 
 async def test_the_last_answer_of_a_trainer_that_has_ended_counts(exchange):
@@ -166,7 +173,7 @@ async def test_the_last_answer_of_a_trainer_that_has_ended_counts(exchange):
         exchange.answer(1, report(1))
         return "the trainer ended with status 0"
 
-    found = await asyncio.wait_for(RemoteTrainer(exchange, fault=fault).train([], 1), 60)
+    found = await asyncio.wait_for(RemoteTrainer(exchange, fault=fault).train([], 1), HANGS)
     assert found.version == 1
 
 

@@ -9,6 +9,7 @@ import pytest
 from verbatim.transport import heartbeat as heartbeat_module
 from verbatim.transport.files import publish_json
 from verbatim.transport.heartbeat import Heartbeat, PeerWatch
+from waiting import wait_until
 
 LOOK = 0.25
 
@@ -111,13 +112,6 @@ def test_a_wall_clock_that_jumps_changes_nothing(tmp_path, monkeypatch):
 
 def read_beats(folder):
     return json.loads((folder / "beat.json").read_bytes())["beats"]
-
-
-def wait_until(condition, seconds=60.0):
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.002)
 
 
 def test_the_process_what_it_does_and_that_somebody_wants_it_to_end_are_told(tmp_path, monkeypatch):

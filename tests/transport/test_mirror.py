@@ -17,11 +17,12 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from mirror_hosts import KEY, SESSION, Network, Pump, folder_with, until
+from mirror_hosts import KEY, SESSION, Network, Pump, folder_with
 from transport_samples import make_sample
 
 from private_ca import PrivateCa, make_private_ca
 from verbatim.errors import RunStopped, UsageError
+from verbatim.inference.http import limits
 from verbatim.transport import StepReport, TrainerReady, WeightFolders
 from verbatim.transport.exchange import Exchange
 from verbatim.transport.heartbeat import Heartbeat, read_beat
@@ -36,6 +37,9 @@ from verbatim.transport.mirror.server import Listen, serve_mirror
 from verbatim.transport.mirror.trainer_side import Mirror
 from verbatim.transport.remote_trainer import RemoteTrainer
 from verbatim.transport.trainer_messages import TrainerMessage, to_json
+from waiting import HANGS, until
+
+pytestmark = pytest.mark.realtime
 
 
 class BreakingNetwork(Network):
@@ -334,14 +338,18 @@ async def test_another_version_of_the_protocol_is_refused(port):
         assert (await link.insist("POST", RUN, {"protocol": 1}))["config"] == "x = 1\n"
 
 
-async def test_a_second_trainer_is_refused_while_the_first_one_lives(port, app):
+async def test_a_second_trainer_is_refused_while_the_first_one_lives(port, app, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(app_module, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(app_module, "_QUIET", 5.0)
     async with linked(port) as link:
         await begun(link)
         await begun(link)  # again, as after a lost answer
-        with pytest.raises(Busy, match=r"has a trainer, a test, heard of 0 s ago; end it first") as busy:
+        now[0] += 4
+        with pytest.raises(Busy, match=r"has a trainer, a test, heard of 4 s ago; end it first") as busy:
             await begun(link, "f" * 16)
         assert busy.value.alive
-        app.session.heard -= 60  # silent, but it may have an orchestrator: that has to notice first
+        now[0] += 60  # silent, but it may have an orchestrator: that has to notice first
         app.session.exchange.attach()
         with pytest.raises(Busy) as busy:
             await begun(link, "f" * 16)
@@ -350,7 +358,27 @@ async def test_a_second_trainer_is_refused_while_the_first_one_lives(port, app):
     assert app.session.exchange.folder.name == SESSION
 
 
-async def test_a_begin_that_is_sent_again_does_not_begin_twice(port, app, monkeypatch):
+@pytest.fixture
+def arrived(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The paths of requests, as they arrive."""
+    paths, call = [], MirrorApp.__call__
+
+    async def noted(self, scope, receive, send):
+        paths.append(scope.get("path", ""))
+        await call(self, scope, receive, send)
+
+    monkeypatch.setattr(MirrorApp, "__call__", noted)
+    return paths
+
+
+async def both_wait(link: Link, arrived: list[str], path: str) -> None:
+    """Two requests of this path have arrived, and whatever does not hold them up is over."""
+    await until(lambda: arrived.count(f"/{path.lstrip('/')}") == 2)
+    for _ in range(5):
+        await link.ask("POST", RUN, {"protocol": 1})
+
+
+async def test_a_begin_that_is_sent_again_does_not_begin_twice(arrived, port, app, monkeypatch):
     opened, gate, open_exchange = [], threading.Event(), Exchange.open
 
     def slow(root, session):
@@ -362,8 +390,7 @@ async def test_a_begin_that_is_sent_again_does_not_begin_twice(port, app, monkey
     async with linked(port) as link:
         begins = [asyncio.create_task(begun(link)) for _ in range(2)]
         await until(lambda: opened)
-        for _ in range(5):  # both requests have arrived
-            await link.ask("POST", RUN, {"protocol": 1})
+        await both_wait(link, arrived, f"{SESSIONS}/{SESSION}")
         gate.set()
         await asyncio.gather(*begins)
     assert opened == [SESSION]
@@ -371,7 +398,7 @@ async def test_a_begin_that_is_sent_again_does_not_begin_twice(port, app, monkey
 
 @pytest.mark.parametrize(("route", "name"), [("beat", "trainer.json"), ("answers/1", "000001.json")])
 async def test_a_file_that_is_sent_again_while_a_slow_disk_writes_it_is_published_once(
-    port, app, monkeypatch, route, name
+    arrived, port, app, monkeypatch, route, name
 ):  # fmt: skip
     writing, most, gate = [], [], threading.Event()
     publish = app_module.publish_bytes
@@ -391,8 +418,7 @@ async def test_a_file_that_is_sent_again_while_a_slow_disk_writes_it_is_publishe
         monkeypatch.setattr(app_module, "publish_bytes", slow)
         sent = [asyncio.create_task(link.ask("PUT", f"{SESSIONS}/{SESSION}/{route}", b"{}")) for _ in range(2)]
         await until(lambda: most)
-        for _ in range(5):  # both requests have arrived
-            await link.ask("POST", RUN, {"protocol": 1})
+        await both_wait(link, arrived, f"{SESSIONS}/{SESSION}/{route}")
         gate.set()
         await asyncio.gather(*sent)
     assert set(most) == {1}
@@ -461,13 +487,14 @@ async def test_https_with_an_authority_that_the_environment_names(app, ca, tmp_p
         pass
 
 
-def test_connections_that_never_finish_their_handshake_are_counted(app, ca):
+def test_connections_that_never_finish_their_handshake_are_counted(app, ca, monkeypatch):
+    monkeypatch.setattr(limits, "ServerLimits", functools.partial(limits.ServerLimits, head_seconds=HANGS))
     where = Listen(host="127.0.0.1", port=0, key=KEY, certificate=ca.certificate, private_key=ca.key)
     with serve_mirror(app, where) as it, contextlib.ExitStack() as stack:
         port = int(it.url.rpartition(":")[2])
         for _ in range(64):
             stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-        with socket.create_connection(("127.0.0.1", port), timeout=10) as another:
+        with socket.create_connection(("127.0.0.1", port), timeout=HANGS) as another:
             assert another.recv(12) == b"HTTP/1.1 503"
 
 
@@ -566,7 +593,8 @@ def test_the_key_is_in_no_text_of_the_settings():
     assert KEY not in repr(Listen(host="127.0.0.1", port=0, key=KEY))
 
 
-async def test_a_trainer_that_waits_is_found_by_the_next_orchestrator(here, app, tmp_path):
+async def test_a_trainer_that_waits_is_found_by_the_next_orchestrator(here, app, tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer_side, "_FAREWELL", 0.01)  # the orchestrators have ended before it does
     there = Exchange.open(tmp_path / "there" / "exchange", SESSION)
     folder_with(tmp_path / "there" / "model", m=b"m")
     there.ready(TrainerReady(version=2, weights=str((tmp_path / "there" / "model").resolve()), checkpoint=None))

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from mirror_hosts import KEY, SESSION, Network, Pump, folder_with, until
+from mirror_hosts import KEY, SESSION, Network, Pump, folder_with
 from rich.console import Console
 
 from verbatim.errors import RunStopped
@@ -30,7 +30,9 @@ from verbatim.transport.mirror.protocol import SESSIONS
 from verbatim.transport.mirror.server import Listen, serve_mirror
 from verbatim.transport.mirror.trainer_side import Mirror
 from verbatim.transport.trainer_messages import TrainerMessage
+from waiting import HANGS, until
 
+pytestmark = pytest.mark.realtime
 CHECKPOINT = "checkpoints/step_000002"
 
 
@@ -57,16 +59,18 @@ class Disk:
 
     def __init__(self, publish: Callable[[Path, Any], None], name: str) -> None:
         self._publish, self._name, self.is_full = publish, name, True
+        self.refused = 0
 
     def publish(self, path: Path, value: Any) -> None:
         if self.is_full and path.name == self._name:
+            self.refused += 1
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         self._publish(path, value)
 
 
 @pytest.fixture
 def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer_side, "BEAT_SECONDS", 0.2)
+    monkeypatch.setattr(trainer_side, "BEAT_SECONDS", 0.05)
 
 
 @pytest.fixture
@@ -115,16 +119,17 @@ async def test_an_orchestrator_that_is_killed_ends_its_trainer_which_says_so(app
     assert f"the connection to {url} is broken: ClientConnectorError" in said
 
 
-async def test_an_orchestrator_that_is_frozen_for_a_while_finds_its_trainer(app, port, there):
+async def test_an_orchestrator_that_is_frozen_for_a_while_finds_its_trainer(app, port, there, monkeypatch):
+    monkeypatch.setattr(trainer_side, "_UNANSWERED", 0.2)
     async with FreezingNetwork(port) as network:
         with Heartbeat(there.trainer_beat):
             mirror = Mirror(Link(network.url, KEY), there, CHECKPOINT)
             mirror.__enter__()
             async with attached(app, there) as here:
-                training = asyncio.create_task(asyncio.to_thread(serving, there, mirror, 20.0))
+                training = asyncio.create_task(asyncio.to_thread(serving, there, mirror, HANGS))
                 network.goes_on.clear()
                 await asyncio.to_thread(here.send, 1, TrainerMessage(kind="train", version=3))
-                await asyncio.sleep(1.5)
+                await until(lambda: mirror.trouble.endswith("is broken: no answer"))
                 assert not training.done()
                 network.goes_on.set()
                 assert (await training).version == 3
@@ -151,6 +156,11 @@ async def test_an_orchestrator_that_stays_frozen_is_left_and_hears_why_when_it_g
 # ---- a full disk
 
 
+async def more_are_refused(disk: Disk) -> None:
+    seen = disk.refused
+    await until(lambda: disk.refused >= seen + 3)
+
+
 async def test_a_heartbeat_that_the_orchestrators_host_cannot_write_costs_itself_alone(
     app, port, there, quick_beats, monkeypatch, caplog
 ):  # fmt: skip
@@ -159,7 +169,7 @@ async def test_a_heartbeat_that_the_orchestrators_host_cannot_write_costs_itself
     monkeypatch.setattr(app_module, "publish_bytes", disk.publish)
     with Heartbeat(there.trainer_beat), Mirror(Link(f"http://127.0.0.1:{port}", KEY), there, CHECKPOINT) as mirror:
         await until(lambda: "heartbeats do not pass, and go on: " in caplog.text)
-        await asyncio.sleep(0.7)  # more of them
+        await more_are_refused(disk)
         mirror.look()
         assert f"; the orchestrator's host http://127.0.0.1:{port} cannot write: No space left" in mirror.trouble
         assert caplog.text.count("heartbeats do not pass") == 1
@@ -178,7 +188,7 @@ async def test_a_heartbeat_that_the_trainers_host_cannot_write_costs_itself_alon
         await until(lambda: app.session is not None)
         with Heartbeat(app.session.exchange.orchestrator_beat):
             await until(lambda: "this host cannot write: No space left on device" in caplog.text)
-            await asyncio.sleep(0.7)
+            await more_are_refused(disk)
             mirror.look()
             assert caplog.text.count("heartbeats do not pass") == 1
             disk.is_full = False
@@ -197,7 +207,7 @@ async def test_a_batch_that_finds_a_full_disk_ends_the_trainer_and_both_hosts_sa
         ) as mirror:
             async with attached(app, there) as here:
                 await asyncio.to_thread(here.send, 1, TrainerMessage(kind="train", version=3))
-                await asyncio.to_thread(serving, there, mirror, 60.0)
+                await asyncio.to_thread(serving, there, mirror, HANGS)
         assert str(there.messages) in str(end.value)
         said = await asyncio.to_thread(server.how_trainer_ended)
     assert said.startswith("the trainer, process ")
@@ -232,7 +242,7 @@ async def test_a_trainer_that_is_killed_as_it_prepares_and_started_again_is_the_
     second.ready(TrainerReady(version=2, weights=str(model.resolve()), checkpoint=None))
     with Heartbeat(second.trainer_beat), Mirror(Link(f"http://127.0.0.1:{port}", KEY), second, CHECKPOINT) as mirror:
         await asyncio.to_thread(mirror.wait_until_answered)  # a moment after the first was killed
-        exchange, ready = await asyncio.wait_for(finding, 60)
+        exchange, ready = await asyncio.wait_for(finding, HANGS)
         assert exchange.folder.name == second.folder.name
         assert exchange.is_attached
         assert ready.version == 2

@@ -10,6 +10,7 @@ import pytest
 
 from verbatim.errors import RunStopped
 from verbatim.transport.files import publish_bytes, publish_json, read_published_json
+from waiting import HANGS
 
 
 class Killed(BaseException):
@@ -92,7 +93,7 @@ def test_a_reader_never_sees_a_mixture_of_two_versions(tmp_path):
     writer = threading.Thread(target=publish)
     writer.start()
     try:
-        seen, until = [path.read_bytes()], time.monotonic() + 30
+        seen, until = [path.read_bytes()], time.monotonic() + HANGS
         while len(seen) < 100 or len({data[0] for data in seen}) < 2:  # until the writer was at work
             assert time.monotonic() < until
             seen.append(path.read_bytes())

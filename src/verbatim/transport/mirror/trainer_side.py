@@ -29,6 +29,8 @@ _AGAIN_SECONDS = 1.0
 """Seconds until a trainer asks again whether the one before it is gone."""
 _ALIVE_SECONDS = 8.0
 """Seconds after which a trainer that still gives signs of life is not the one before this one, killed a moment ago."""
+_UNANSWERED = 10 * BEAT_SECONDS
+"""Seconds after which a heartbeat without an answer is given up."""
 _FAREWELL = 5.0
 """Seconds that the orchestrator's host has to hear that this trainer ends."""
 
@@ -149,7 +151,7 @@ class Mirror:
         while True:
             full: str | None = None
             try:
-                async with asyncio.timeout(10 * BEAT_SECONDS):
+                async with asyncio.timeout(_UNANSWERED):
                     await self._exchange_beats()
                 trouble = None
             except (Broken, TimeoutError) as failure:
