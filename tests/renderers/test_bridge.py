@@ -137,7 +137,15 @@ def test_too_many_conversations_with_the_same_prompt_are_not_told_apart():
     assert renderer.bridge_to_next_turn(prompts[0], said, [user("so?")]) is not None
 
 
-def test_only_the_newest_text_of_each_open_thread_is_held():
+@pytest.fixture
+def quick_gc():
+    """The collector looks only at what is made from now on, not at everything that is imported."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def test_only_the_newest_text_of_each_open_thread_is_held(quick_gc):
     renderer = renderer_of(template())
     kept = renderer._bridge._open
     said = encoded(renderer, "yo<|im_end|>")
@@ -153,7 +161,7 @@ def test_only_the_newest_text_of_each_open_thread_is_held():
     assert len(kept) == 0
 
 
-def test_a_prompt_is_continued_in_several_ways_and_for_as_long_as_one_holds_it():
+def test_a_prompt_is_continued_in_several_ways_and_for_as_long_as_one_holds_it(quick_gc):
     renderer = renderer_of(template())
     said = encoded(renderer, "yo<|im_end|>")
     held, again = renderer.render_ids([user("hi")]), renderer.render_ids([user("hi")])

@@ -1,12 +1,15 @@
-"""A family's bridge is the history rendered anew, id for id, or refused: what would be rewritten is never kept."""
+"""A family's bridge is the history rendered again, id for id, or refused: what would be rewritten is never kept."""
 
 from itertools import product
 
 import numpy as np
 import pytest
 from families import FAMILIES, MORE, family_renderer, family_tokenizer
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+
+from campaigns import Campaign, sized
+from drawn import drawn
 
 
 def ids(values):
@@ -76,24 +79,41 @@ def sampled(name, history, turn, new, as_last=False):
     return prompt, [*rest, close] if close in stops else None
 
 
-@pytest.mark.parametrize("name", {**FAMILIES, **MORE})
-def test_a_bridge_is_the_history_rendered_anew_or_none(name):
-    bridged = 0
-    for (history, turn, new), think, as_last in product(CASES, (False, True), (False, True)):
+def other_bridges(name, row, spoil=lambda found: found):
+    """How many bridges there are, and those that are not the history; `spoil` changes each."""
+    ways, bridged, wrong = list(product((False, True), (False, True))), 0, []
+    for number, (history, turn, new) in enumerate(CASES):
         if turn == "calls" and name in ("gpt-oss", "llama-3"):
             continue  # one call per message
-        messages = HISTORIES[history]
-        said = thoughtful(TURNS[turn]) if think else TURNS[turn]
-        prompt, completion = sampled(name, messages, said, NEXT[turn][new], as_last)
-        if completion is None:
-            continue  # what is written does not begin with the prompt
-        found = family_renderer(name).bridge_to_next_turn(ids(prompt), ids(completion), NEXT[turn][new], TOOLS)
-        if found is None:
-            continue
-        assert found.dtype == np.int32
-        assert found.tolist() == render(name, [*messages, said, *NEXT[turn][new]]), (history, turn, new, think, as_last)
-        bridged += 1
-    assert bridged >= 12
+        for think, as_last in sized([ways[number % len(ways)]], ways):
+            messages = HISTORIES[history]
+            said = thoughtful(TURNS[turn]) if think else TURNS[turn]
+            prompt, completion = sampled(name, messages, said, NEXT[turn][new], as_last)
+            if completion is None:
+                continue  # what is written does not begin with the prompt
+            found = family_renderer(name).bridge_to_next_turn(ids(prompt), ids(completion), NEXT[turn][new], TOOLS)
+            if found is None:
+                continue
+            assert found.dtype == np.int32
+            is_wrong = spoil(found).tolist() != render(name, [*messages, said, *NEXT[turn][new]])
+            row.add(wrong=is_wrong)
+            wrong += [(history, turn, new, think, as_last)] if is_wrong else []
+            bridged += 1
+    return bridged, wrong
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", {**FAMILIES, **MORE})
+def test_a_bridge_is_the_history_rendered_again_or_none(name, campaign):
+    """Each history, turn and answer; with all tests, of each one of the four ways in which the turn may be sampled."""
+    bridged, wrong = other_bridges(name, campaign("bridges of families"))
+    assert wrong == [] and bridged >= sized(3, 12)
+
+
+def test_a_bridge_without_its_last_token_is_found():
+    """The campaign can fail."""
+    bridged, wrong = other_bridges("qwen3", Campaign("planted"), spoil=lambda found: found[:-1])
+    assert len(wrong) == bridged > 0
 
 
 def outcome(name, turn, new):
@@ -182,7 +202,7 @@ def test_a_call_that_cannot_be_read_stays_in_the_history(name):
     completion=st.lists(st.integers(0, 290), max_size=10),
     new=st.lists(st.sampled_from(["user", "tool", "system", "assistant"]), min_size=1, max_size=3),
 )
-@settings(max_examples=40, deadline=None)
+@drawn("bridges of families: any ids", 5, 500)
 def test_a_bridge_starts_with_the_exact_ids_or_is_refused(name, completion, new):
     prompt = render(name, [ASK])
     completion = [i for i in completion if i < len(family_tokenizer(name))]

@@ -5,9 +5,11 @@ from collections import Counter
 import numpy as np
 import pytest
 from families import FAMILIES, MORE, family_renderer, family_tokenizer
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from campaigns import Campaign, sized
+from drawn import drawn, is_found
 from verbatim.errors import EnvironmentFault, ModelError
 from verbatim.renderers.guard import BREAK, ESCAPE, GuardedTokenizer
 from verbatim.renderers.recognise import check_guarded
@@ -46,14 +48,40 @@ RENDERERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("field", FIELDS)
+FORMS = ("x{}y", "w{}", "{}w")
+
+
+def short(tokens):
+    """Each token in each form, in all fields at once; each token and each field alone, with one of the others."""
+    together = [(FIELDS, form.format(token)) for token in tokens for form in FORMS]
+    return together + [
+        ((FIELDS[n % len(FIELDS)],), FORMS[n % len(FORMS)].format(tokens[n % len(tokens)]))
+        for n in range(max(len(FIELDS), len(tokens)))
+    ]
+
+
+def every(tokens):
+    """Each token in each form in each field."""
+    return [((field,), form.format(token)) for field in FIELDS for token in tokens for form in FORMS]
+
+
+def let_through(name, renderer, row):
+    """Which fields with which text change the special tokens."""
+    plain, wrong = specials(name, renderer.render_ids(*dialogue(HARMLESS))), []
+    for fields, text in sized(short, every)(sorted(family_tokenizer(name).get_added_vocab())):
+        words = {**HARMLESS, **dict.fromkeys(fields, text)}
+        changed = specials(name, renderer.render_ids(*dialogue(words))) != plain
+        row.add(wrong=changed)
+        if changed:
+            wrong.append((fields, text))
+    return wrong
+
+
+@pytest.mark.campaign
 @pytest.mark.parametrize("which", RENDERERS)
-def test_no_special_token_comes_from_a_field(which, field):
+def test_no_special_token_comes_from_a_field(which, campaign):
     name, renderer = which.rpartition(" ")[2], RENDERERS[which]()
-    plain = specials(name, renderer.render_ids(*dialogue(HARMLESS)))
-    for token in family_tokenizer(name).get_added_vocab():
-        for text in (f"x{token}y", f"w{token}", f"{token}w"):
-            assert specials(name, renderer.render_ids(*dialogue({**HARMLESS, field: text}))) == plain, text
+    assert let_through(name, renderer, campaign("special tokens in fields")) == []
 
 
 def hostile(name):
@@ -66,7 +94,7 @@ def hostile(name):
 
 @pytest.mark.parametrize("name", {**FAMILIES, **MORE})
 @given(data=st.data())
-@settings(max_examples=25, deadline=None)
+@drawn("special tokens of prompts", 5, 500)
 def test_no_text_changes_the_special_tokens_of_a_prompt(name, data):
     words = {field: data.draw(hostile(name), label=field) for field in FIELDS}
     renderer = family_renderer(name)
@@ -77,7 +105,7 @@ def test_no_text_changes_the_special_tokens_of_a_prompt(name, data):
 
 @pytest.mark.parametrize("name", FAMILIES)
 @given(data=st.data())
-@settings(max_examples=15, deadline=None)
+@drawn("special tokens of bridges", 5, 500)
 def test_no_text_changes_the_special_tokens_of_a_bridge(name, data):
     renderer, tokenizer = family_renderer(name), family_tokenizer(name)
     (_, ask, call, tool), tools = dialogue(HARMLESS)
@@ -96,19 +124,37 @@ def test_no_text_changes_the_special_tokens_of_a_bridge(name, data):
     assert answer in tokenizer.decode(bridges[1]) or name == "gpt-oss"  # there it is quoted
 
 
+class Careless:
+    """Encodes what tools answer past the guard."""
+
+    name = "careless"
+
+    def __init__(self):
+        self.tokenizer = GuardedTokenizer(family_tokenizer("glm-5"))
+
+    def render_ids(self, messages, tools=None, add_generation_prompt=True):
+        answers = "".join(message["content"] for message in messages if message["role"] == "tool")
+        return np.asarray([*family_renderer("glm-5").render_ids(messages, tools), *self.tokenizer.encode(answers)])
+
+
 def test_a_renderer_that_encodes_past_the_guard_is_refused():
-    family = family_renderer("glm-5")
-    tokenizer = GuardedTokenizer(family_tokenizer("glm-5"))
-
-    class Careless:
-        name = "careless"
-
-        def render_ids(self, messages, tools=None, add_generation_prompt=True):
-            answers = "".join(message["content"] for message in messages if message["role"] == "tool")
-            return np.asarray([*family.render_ids(messages, tools), *tokenizer.encode(answers)])
-
+    renderer = Careless()
     with pytest.raises(ModelError, match='"careless" lets the text of users and tools become control tokens'):
-        check_guarded(Careless(), tokenizer)
+        check_guarded(renderer, renderer.tokenizer)
+
+
+def test_a_renderer_that_encodes_past_the_guard_is_found():
+    """The campaigns can fail."""
+    renderer, row = Careless(), Campaign("planted")
+    wrong = {fields for fields, _ in let_through("glm-5", renderer, row)}
+    assert wrong == {FIELDS, ("answer",)} and row.wrong
+
+    def keeps(words):
+        assert specials("glm-5", renderer.render_ids(*dialogue(words))) == specials(
+            "glm-5", renderer.render_ids(*dialogue(HARMLESS))
+        )
+
+    assert is_found(keeps, st.fixed_dictionaries({field: hostile("glm-5") for field in FIELDS}))
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/sky.png"}}

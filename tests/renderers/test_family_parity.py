@@ -6,9 +6,10 @@ import jinja2
 import pytest
 from dialogues import ANSWER, ASK, DIALOGUES, SYSTEM, THOUGHT, TOOLS
 from families import FAMILIES, MORE, TEMPLATES, family_renderer, family_tokenizer
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from drawn import drawn, is_found
 from verbatim.errors import EnvironmentFault
 
 
@@ -101,15 +102,32 @@ ROUND = st.builds(lambda ask, calls, answers, said: [
 
 @pytest.mark.parametrize("name", [name for name in WITH_TEMPLATE if name != "deepseek-v3"])
 @given(rounds=st.lists(ROUND, min_size=1, max_size=3), system=st.none() | TEXT, last=TEXT, tools=st.booleans())
-@settings(max_examples=30, deadline=None)
+@drawn("dialogues of families and their templates", 5, 500)
 def test_any_dialogue_has_the_ids_of_the_published_chat_template(name, rounds, system, last, tools):
+    has_the_ids_of_the_template(name, rounds, system, last, tools)
+
+
+def has_the_ids_of_the_template(name, rounds, system, last, tools, change=lambda messages: messages):
+    """Of what is said, as `change` makes it."""
     messages = [message for one in rounds for message in one]
     for dialogue, generation in ((messages, False), ([*messages, {"role": "user", "content": last}], True)):
         given = dialogue if system is None else [{"role": "system", "content": system}, *dialogue]
         theirs = template_ids(name, given, TOOLS if tools else None, generation)
         if theirs is not None:  # gpt-oss: a text before a call beside its analysis
-            ours = family_renderer(name).render_ids(given, TOOLS if tools else None, generation)
+            ours = family_renderer(name).render_ids(change(given), TOOLS if tools else None, generation)
             assert ours.tolist() == theirs
+
+
+def test_white_space_that_is_taken_off_is_found():
+    """The campaign can fail."""
+
+    def stripped(messages):
+        return [{**message, "content": message["content"].strip()} for message in messages]
+
+    def case(rounds, last):
+        has_the_ids_of_the_template("qwen3-vl", rounds, None, last, False, stripped)
+
+    assert is_found(case, st.lists(ROUND, min_size=1, max_size=3), TEXT)
 
 
 @pytest.mark.parametrize("name", DIFFERENT)

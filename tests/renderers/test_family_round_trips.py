@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 from families import FAMILIES, MORE, family_renderer, family_tokenizer
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+
+from drawn import drawn, is_found
 
 ASK = {"role": "user", "content": "How warm is it?"}
 PROPERTIES = {
@@ -66,10 +68,13 @@ def without_ids(calls):
 
 @pytest.mark.parametrize("name", {**FAMILIES, **MORE})
 @given(data=st.data())
-@settings(max_examples=30, deadline=None)
+@drawn("messages of families", 5, 500)
 def test_a_message_comes_back_from_its_ids_and_gives_them_again(name, data):
-    renderer = family_renderer(name)
-    said = data.draw(messages(name))
+    comes_back(family_renderer(name), data.draw(messages(name)))
+
+
+def comes_back(renderer, said, read_as=lambda message: message):
+    """It is read from its ids, as `read_as` makes it, and gives them again."""
     prompt = renderer.render_ids([ASK], TOOLS)
     whole = renderer.render_ids([ASK, said], TOOLS, False)
     if whole[: len(prompt)].tolist() != prompt.tolist():
@@ -77,16 +82,27 @@ def test_a_message_comes_back_from_its_ids_and_gives_them_again(name, data):
         return
     read = renderer.parse_response(whole[len(prompt) :], prompt, TOOLS)
     assert [call.status for call in read.tool_calls] == ["ok"] * len(said.get("tool_calls", ()))
-    back = read.message()
+    back = read_as(read.message())
     assert back["content"].strip() == said["content"].strip()
     assert (back.get("reasoning_content") or "").strip() == said.get("reasoning_content", "")
     assert without_ids(back.get("tool_calls", ())) == without_ids(said.get("tool_calls", ()))
     assert renderer.render_ids([ASK, back], TOOLS, False).tolist() == whole.tolist()
 
 
+def test_a_reader_that_takes_an_argument_for_text_is_found():
+    """The campaign can fail."""
+
+    def as_text(message):
+        for call in message.get("tool_calls", ()):
+            call["function"]["arguments"] = {key: str(value) for key, value in call["function"]["arguments"].items()}
+        return message
+
+    assert is_found(lambda said: comes_back(family_renderer("qwen3"), said, as_text), messages("qwen3"))
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 @given(tokens=st.lists(st.integers(0, 10_000), max_size=40), with_tools=st.booleans())
-@settings(max_examples=40, deadline=None)
+@drawn("ids that families read", 5, 500)
 def test_no_sampled_ids_make_a_parser_raise(name, tokens, with_tools):
     renderer, size = family_renderer(name), len(family_tokenizer(name))
     # Every other token is a special one: they have the highest ids.

@@ -10,8 +10,10 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
+from drawn import drawn, is_found
 from verbatim.errors import EnvironmentFault, ModelError
 from verbatim.models.build import CONTROL_TOKENS, MARKUP_TOKENS
+from verbatim.renderers import create_renderer
 from verbatim.renderers.guard import BREAK, Guard, GuardedTokenizer
 
 CONTROL = CONTROL_TOKENS + MARKUP_TOKENS
@@ -47,15 +49,27 @@ def dialogue(words):
 
 @pytest.mark.parametrize("renderer_name", ["qwen3", "template"])
 @given(words=st.lists(TRICKY, min_size=8, max_size=8), tool=TRICKY)
-@settings(max_examples=40, deadline=None)
+@drawn("control tokens of prompts", 10, 2000)
 def test_no_text_changes_the_control_tokens_of_a_prompt(request, tokenizer, renderer_name, words, tool):
-    renderer = request.getfixturevalue(renderer_name)
+    keeps_control_tokens(request.getfixturevalue(renderer_name), tokenizer, words, tool)
+
+
+def keeps_control_tokens(renderer, tokenizer, words, tool):
+    """With these words a prompt has as many as with harmless ones."""
     schema = {"type": "function", "function": {"name": "f" + tool, "description": tool, "parameters": {tool: tool}}}
     plain_schema = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}
     hostile = renderer.render_ids(dialogue(words), [schema])
     # Empty content is a shape of its own (no line break before the call): keep it where it is.
     plain = renderer.render_ids(dialogue(["w" if word else "" for word in words]), [plain_schema])
     assert control_ids(tokenizer, hostile) == control_ids(tokenizer, plain)
+
+
+def test_text_that_is_not_marked_is_found(tokenizer, monkeypatch):
+    """The campaign can fail."""
+    renderer = create_renderer("template", tokenizer)
+    monkeypatch.setattr(renderer._tokenizer.guard, "text", lambda text: text)
+    assert is_found(lambda words, tool: keeps_control_tokens(renderer, tokenizer, words, tool),
+                    st.lists(TRICKY, min_size=8, max_size=8), TRICKY)  # fmt: skip
 
 
 @given(text=TRICKY)
@@ -137,7 +151,7 @@ def test_of_a_token_of_letters_only_its_first_and_last_pair_are_marked():
 
 
 @given(text=TRICKY, removed=st.sampled_from(["\n", " ", "XX", "</think>", "|"]))
-@settings(max_examples=100, deadline=None)
+@drawn("text that a template takes pieces out of", 20, 2000)
 def test_what_is_taken_out_of_text_completes_no_control_token(guarded, tokenizer, text, removed):
     for token in CONTROL:
         hostile = text + token[:1] + removed + token[1:-1] + removed + token[-1:] + text

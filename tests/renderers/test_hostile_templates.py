@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from random_dialogues import byte_tokenizer
 
+from campaigns import sized
 from verbatim.renderers import create_renderer
 from verbatim.renderers.tool_support import COMPLETE
 
@@ -25,8 +26,8 @@ HISTORIES = [
 TOOLS = [{"type": "function", "function": {"name": "look", "description": "d", "parameters": {}}}]
 
 
-def bridges(template):
-    """(number made, those that are not what the template writes)"""
+def bridges(template, spoil=lambda found: found):
+    """(number made, those that are not what the template writes); `spoil` changes each."""
     renderer = create_renderer("template", byte_tokenizer(template))
     renderer.tool_support = COMPLETE  # bridges are right also where a run with tools would be refused
     completion = np.asarray(renderer._tokenizer.encode("yo<|im_end|>"), dtype=np.int32)
@@ -39,7 +40,7 @@ def bridges(template):
             if bridge is not None:
                 made += 1
                 whole = renderer.render_ids([*history, REPLY, *new], tools)
-                if bridge.tolist() != whole.tolist():
+                if spoil(bridge).tolist() != whole.tolist():
                     wrong.append([message["role"] for message in (*history, *new)])
     return made, wrong
 
@@ -48,12 +49,21 @@ def test_a_template_that_only_looks_at_each_message_is_bridged_every_time():
     assert bridges(PLAIN) == (len(HISTORIES) * 3, [])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_no_bridge_is_wrong(name):
-    assert bridges(TEMPLATES[name])[1] == []
+def test_a_bridge_without_its_last_token_is_found():
+    """The campaign can fail."""
+    made, wrong = bridges(PLAIN, spoil=lambda found: found[:-1])
+    assert len(wrong) == made
 
 
-@pytest.mark.parametrize("name", ["the_loop_counted", "generator_is_used_up", "break_in_one_history_only"])
-def test_no_bridge_is_wrong_in_short(name):
-    assert bridges(TEMPLATES[name])[1] == []
+SHORT = dict.fromkeys(
+    ["the_loop_counted", "generator_is_used_up", "break_in_one_history_only", *sorted(TEMPLATES)[::2]]
+)
+"""With all tests: every second one, and three more."""
+
+
+@pytest.mark.campaign
+def test_no_bridge_is_wrong(campaign):
+    row = campaign("bridges of hostile templates")
+    wrong = {name: found for name in sized(SHORT, TEMPLATES) if (found := bridges(TEMPLATES[name])[1])}
+    row.cases, row.wrong = row.cases + len(sized(SHORT, TEMPLATES)), row.wrong + len(wrong)
+    assert wrong == {}

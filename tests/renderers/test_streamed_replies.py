@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from families import family_renderer, family_tokenizer
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_stable_text import completions
 
+from drawn import drawn, is_found
 from verbatim.inference.base import Completion
 from verbatim.inference.chat.partial import Growing, partial_texts
 from verbatim.inference.chat.protocol import ChatRequest
@@ -33,31 +36,54 @@ def sampled(ids: list[int], ends: tuple[int, ...]) -> Completion:
                       stop_reason=StopReason.LENGTH if stop is None else StopReason.STOP)  # fmt: skip
 
 
-@pytest.mark.slow
+def replies(name: str) -> st.SearchStrategy[dict[str, Any]]:
+    """What is sampled, what is asked for, and after how many tokens something is streamed."""
+    return st.fixed_dictionaries({
+        "ids": completions(name.rpartition(" ")[2]), "stops": st.lists(st.sampled_from(STOPS), max_size=2, unique=True),
+        "parallel": st.booleans(), "choice": st.sampled_from(["auto", "none"]),
+        "cuts": st.lists(st.integers(0, 40), max_size=6),
+    })  # fmt: skip
+
+
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_is_streamed_of_a_completion_begins_its_reply(name):
-    renderer = renderer_of(name)
+@given(data=st.data())
+@drawn("streamed replies", 10, 1000)
+def test_what_is_streamed_of_a_completion_begins_its_reply(name, data):
+    joins(renderer_of(name), **data.draw(replies(name)))
+
+
+def joins(renderer, ids, stops, parallel, choice, cuts, partial=partial_texts) -> None:
+    """`partial` is what is streamed of the tokens so far."""
     prompt = renderer.render_ids([{"role": "user", "content": "hi"}])
+    completion = sampled(ids, renderer.stop_token_ids)
+    request = ChatRequest(protocol="openai_chat", model="", messages=(), stop=tuple(stops), tool_choice=choice,
+                          parallel_tool_calls=parallel)  # fmt: skip
+    reply = read_reply(completion, request, renderer, prompt, call_id=str)
+    assert reply.ids.tolist() == completion.ids.tolist()[: len(reply.ids)]
+    assert len(reply.ids) + reply.num_cut_tokens == len(completion.ids)
+    assert reply.logprobs is not None and len(reply.logprobs) == len(reply.ids)
+    if reply.stop_string is not None:
+        assert StopWatch(stops, renderer.decode)(reply.ids.tolist())
+    growing = Growing()
+    for size in sorted(cuts):
+        growing.ids = completion.ids.tolist()[:size]
+        growing.gained(*partial(completion.ids[:size], request, renderer, prompt))
+    rest = growing.said.rest(reply)  # or it has diverged
+    assert growing.said.reasoning + rest.reasoning == (reply.reasoning_content or "")
+    assert growing.said.content + rest.content == reply.content
 
-    @settings(max_examples=80)
-    @given(completions(name.rpartition(" ")[2]), st.lists(st.sampled_from(STOPS), max_size=2, unique=True),
-           st.booleans(), st.sampled_from(["auto", "none"]), st.lists(st.integers(0, 40), max_size=6))  # fmt: skip
-    def joins(ids, stops, parallel, choice, cuts):
-        completion = sampled(ids, renderer.stop_token_ids)
-        request = ChatRequest(protocol="openai_chat", model="", messages=(), stop=tuple(stops), tool_choice=choice,
-                              parallel_tool_calls=parallel)  # fmt: skip
-        reply = read_reply(completion, request, renderer, prompt, call_id=str)
-        assert reply.ids.tolist() == completion.ids.tolist()[: len(reply.ids)]
-        assert len(reply.ids) + reply.num_cut_tokens == len(completion.ids)
-        assert reply.logprobs is not None and len(reply.logprobs) == len(reply.ids)
-        if reply.stop_string is not None:
-            assert StopWatch(stops, renderer.decode)(reply.ids.tolist())
-        growing = Growing()
-        for size in sorted(cuts):
-            growing.ids = completion.ids.tolist()[:size]
-            growing.gained(*partial_texts(completion.ids[:size], request, renderer, prompt))
-        rest = growing.said.rest(reply)  # or it has diverged
-        assert growing.said.reasoning + rest.reasoning == (reply.reasoning_content or "")
-        assert growing.said.content + rest.content == reply.content
 
-    joins()
+def test_a_stream_that_is_ahead_of_what_is_settled_is_found():
+    """The campaign can fail."""
+    renderer = renderer_of("template qwen3")
+
+    def everything(ids, request, renderer, prompt):
+        return "", renderer.decode(ids)
+
+    def case(drawn):
+        try:
+            joins(renderer, **drawn, partial=everything)
+        except Exception as error:
+            raise AssertionError from error  # it says that it has diverged
+
+    assert is_found(case, replies("template qwen3"))
