@@ -18,7 +18,7 @@ import pytest
 from verbatim.envcheck.program_check import ProgramReport, check_program
 from verbatim.gateway.program.environment import Program
 
-pytestmark = pytest.mark.clients
+pytestmark = [pytest.mark.clients, pytest.mark.realtime]
 CLIENTS = Path(__file__).parent / "clients"
 PAGE = (Path(__file__).parents[2] / "docs" / "gateway_clients.md").read_text(encoding="utf-8")
 

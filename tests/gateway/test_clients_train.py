@@ -12,7 +12,7 @@ from verbatim import build_samples
 from verbatim.cli.main import main
 from verbatim.monitors.trajectory_log import read_trajectories
 
-pytestmark = [pytest.mark.clients, pytest.mark.slow]
+pytestmark = [pytest.mark.clients, pytest.mark.realtime, pytest.mark.slow]
 
 RUN = Path("runs", "run", "latest")
 TOML = """\

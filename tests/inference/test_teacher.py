@@ -17,6 +17,7 @@ from verbatim.errors import ModelError, RunStopped, UsageError
 from verbatim.inference.http import client, protocol
 from verbatim.inference.teacher import LocalTeacher, make_teacher
 
+pytestmark = pytest.mark.realtime
 KEY = "sk-canary-of-the-teacher"
 
 
@@ -69,7 +70,7 @@ def server(monkeypatch):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
     server.seen, server.script = [], []
     server.has_token_endpoint, server.refusal = False, 404
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     yield server
     server.shutdown()

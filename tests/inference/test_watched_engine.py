@@ -13,6 +13,8 @@ from verbatim.errors import SamplerFault
 from verbatim.inference.base import ShowsTokens, generate_watched
 from verbatim.types import StopReason
 
+pytestmark = pytest.mark.realtime
+
 
 @pytest.fixture
 async def sampler(models):

@@ -17,15 +17,19 @@ from verbatim.inference.http.server import serve_sampler
 from verbatim.models.loading import load_tokenizer
 from verbatim.renderers import create_renderer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.realtime]
 
 HELLO: Any = [{"role": "user", "content": "guess a number"}]
-SEEDS = range(6)
+SEEDS = range(4)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("streams") / "tiny")
 
 
 @pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[tuple[str, TorchSampler]]:
-    model = build_tiny_model(tmp_path / "tiny")
+async def server(model: Path) -> AsyncIterator[tuple[str, TorchSampler]]:
     sampler = TorchSampler(model, config=TorchSettings(device="cpu", max_batch_size=8, deterministic=True),
                            context_length=256, num_threads=1)  # fmt: skip
     try:
