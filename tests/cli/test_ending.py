@@ -103,8 +103,9 @@ def test_the_second_signal_ends_the_process_at_once_whatever_the_code_does(wait,
     with started(STUBBORN.format(wait=wait)) as process:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(number)
-        said = [process.stdout.readline() for _ in range(2)]  # by the handler, and by the thread
-        assert sorted(said) == ["handled\n", "told\n"]
+        missing = {"handled\n", "told\n"}  # by the handler, and by the thread, which `re` does not let work
+        while missing - ({"told\n"} if wait.startswith("re.") else set()):
+            missing.remove(process.stdout.readline())
         assert process.poll() is None
         process.send_signal(number)
         _, err = process.communicate(timeout=HANGS)  # by itself it never ends

@@ -29,12 +29,55 @@ from e2e.tiny_runs import (
 )
 from verbatim.checkpoints import find_damage
 from verbatim.cli.main import main
+from waiting import HANGS, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.realtime]
 
 STEPS = 6
 KEY = "0123456789abcdef-key"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "RUN_KEY": KEY, "OTHER_KEY": "fedcba9876543210-key"}
+
+
+HELD = LOTS + '''
+from pathlib import Path
+
+import watched
+
+
+class Held(Lots):
+    """While the file `hold` is there, no episode of the fourth batch begins: the run cannot end before a test has
+    looked."""
+
+    num_started = 0
+
+    async def start(self, example, seed):
+        self.num_started += 1
+        while self.num_started > 24 and Path("hold").exists():
+            await asyncio.sleep(0.01)
+        return await super().start(example, seed)
+'''
+WATCHED = '''
+import sys
+from pathlib import Path
+
+from verbatim.losses import LOSSES
+from verbatim.transport.heartbeat import PeerWatch
+
+loss = LOSSES["default"]
+judge = PeerWatch.fault
+
+
+def fault(self):
+    """While the file `impatient` is there, two seconds without a heartbeat are too many; else it may be a slow one."""
+    if Path("impatient").exists():
+        assert self._heartbeat_timeout in (600, 2)  # as configured, or from here
+        self._heartbeat_timeout = 2
+    return judge(self)
+
+
+if "pytest" not in sys.modules:
+    PeerWatch.fault = fault
+'''
 
 
 class Proxy:
@@ -45,7 +88,7 @@ class Proxy:
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port = self._listening.getsockname()[1]
         self._open: set[socket.socket] = set()
-        self.passed = 0
+        self.num_refused = 0
         self.down = False
         """While it is, every connection breaks."""
         self.cut_every: int | None = None
@@ -71,6 +114,7 @@ class Proxy:
     def _pass_on(self, here: socket.socket) -> None:
         with here, contextlib.suppress(OSError):
             if self.down:
+                self.num_refused += 1
                 return
             with socket.create_connection(("127.0.0.1", self._to)) as there:
                 self._open |= {here, there}
@@ -81,7 +125,6 @@ class Proxy:
                         if not data:
                             return
                         other[ready].sendall(data)
-                        self.passed += len(data)
                         if left is not None:
                             left -= len(data)
                             if left <= 0:
@@ -94,8 +137,10 @@ def place(tmp_path_factory) -> Iterator[Path]:
     root = tmp_path_factory.mktemp("hosts")
     text = TOML.format(model=build_tiny_model(root / "model"))
     text = text.replace("separate_process = false\n", "").replace("max_steps = 2", f"max_steps = {STEPS}")
-    text += 'import_path = "lots.Lots"\n[checkpoint]\ninterval = 2\n'
-    with workplace(root / "place", {"lots": LOTS}) as folder:
+    text += 'import_path = "lots.Held"\n[checkpoint]\ninterval = 2\n'
+    text += '[trainer.loss]\ntype = "custom"\nimport_path = "watched.loss"\n'  # so the trainer imports it too
+    text = text.replace("[orchestrator]", "[orchestrator]\nheartbeat_timeout = 600")
+    with workplace(root / "place", {"lots": HELD, "watched": WATCHED}) as folder:
         (folder / "run.toml").write_text(text.replace("[inference.torch]", "[inference.torch]\ndeterministic = true"))
         yield folder
 
@@ -123,13 +168,21 @@ def process(*arguments: object) -> Iterator[subprocess.Popen[str]]:
         print(f"---- {arguments[0]}\n{log.read_text()}")
 
 
-def wait_until(condition: Callable[[], object], *running: subprocess.Popen[str], seconds: float = 240) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        for each in running:
-            assert each.poll() is None, each.said()
-        assert time.monotonic() < until, "it did not happen in time"
-        time.sleep(0.005)
+@pytest.fixture
+def held(place: Path) -> Iterator[Path]:
+    """No run comes to its end while this file is there."""
+    file = place / "hold"
+    file.touch()
+    yield file
+    for left in (file, place / "impatient"):
+        left.unlink(missing_ok=True)
+
+
+def until(condition: Callable[[], object], *running: subprocess.Popen[str]) -> None:
+    """`wait_until`, while these run."""
+    wait_until(lambda: condition() or any(each.poll() is not None for each in running))
+    for each in running:
+        assert each.poll() is None, each.said()
 
 
 @contextlib.contextmanager
@@ -137,7 +190,7 @@ def orchestrator(run: Path, *more: object) -> Iterator[tuple[subprocess.Popen[st
     """The process on the first host, and the port it listens on."""
     where = ["--run-dir", run, "--listen", "0", "--api-key-env", "RUN_KEY"]
     with process("orchestrator", "run.toml", *where, *more) as it:
-        wait_until(lambda: "--connect http" in it.said(), it)
+        until(lambda: "--connect http" in it.said(), it)
         yield it, int(re.search(r"--connect http://127\.0\.0\.1:(\d+)", it.said())[1])
 
 
@@ -173,32 +226,32 @@ def one_folder(place: Path) -> Path:
 
 
 def test_a_run_over_a_connection_that_breaks_and_a_trainer_that_is_killed_ends_as_in_one_folder(
-    place: Path, one_folder: Path
+    place: Path, one_folder: Path, held: Path
 ):
     here, there, elsewhere = place / "here" / "run", place / "there" / "run", place / "fresh" / "run"
-    with orchestrator(here, "--orchestrator.heartbeat-timeout", 10) as (rollouts, port), contextlib.closing(
-        Proxy(port)
-    ) as network:
-        more = ["--orchestrator.heartbeat-timeout", 10]
+    with orchestrator(here) as (rollouts, port), contextlib.closing(Proxy(port)) as network:
         network.cut_every = 20_001  # a file of weights takes several connections
-        with trainer(there, network.port, *more) as training:
-            wait_until(lambda: steps_of(here) >= 2, rollouts, training)
+        with trainer(there, network.port) as training:
+            until(lambda: steps_of(here) >= 2, rollouts, training)
             network.down = True
             network.cut()
-            time.sleep(2)
+            until(lambda: network.num_refused >= 3, rollouts, training)
             network.down, network.cut_every = False, None
-            wait_until(lambda: steps_of(here) >= 3, rollouts, training)
+            until(lambda: steps_of(here) >= 3, rollouts, training)
             training.kill()
             training.wait()
-        assert rollouts.wait(timeout=120) == 1
-        assert re.search(r"stopped: the trainer \(process \d+\) has given no sign of life for 1\d s", rollouts.said())
+            (place / "impatient").touch()
+        assert rollouts.wait(timeout=HANGS) == 1
+        assert re.search(r"stopped: the trainer \(process \d+\) has given no sign of life for \d+ s", rollouts.said())
+    held.unlink()
+    (place / "impatient").unlink()
     done = max(int(path.name[5:]) for path in (here / "checkpoints").glob("step_*"))
     assert 2 <= done < STEPS
 
     # The run goes on with a trainer on a host that never heard of it, which fetches the checkpoint.
     with orchestrator(here, "--resume") as (rollouts, port), trainer(elsewhere, port) as training:
-        assert rollouts.wait(timeout=240) == 0, rollouts.said()
-        assert training.wait(timeout=60) == 0, training.said()
+        assert rollouts.wait(timeout=HANGS) == 0, rollouts.said()
+        assert training.wait(timeout=HANGS) == 0, training.said()
         assert f"fetching checkpoints/step_{done:06d}" in training.said()
     assert_same_run(here, one_folder)
     assert not (there / "metrics.jsonl").exists()
@@ -206,24 +259,26 @@ def test_a_run_over_a_connection_that_breaks_and_a_trainer_that_is_killed_ends_a
 
 
 def test_a_trainer_whose_orchestrator_is_killed_ends_and_both_go_on_from_the_checkpoint(
-    place: Path, one_folder: Path
+    place: Path, one_folder: Path, held: Path
 ):
     here, there = place / "killed" / "run", place / "left" / "run"
-    more = ["--orchestrator.heartbeat-timeout", 5]
-    with orchestrator(here, *more) as (rollouts, port), trainer(there, port, *more) as training:
-        wait_until(lambda: (here / "checkpoints" / "step_000002").exists() and steps_of(here) >= 3, rollouts, training)
+    with orchestrator(here) as (rollouts, port), trainer(there, port) as training:
+        until(lambda: (here / "checkpoints" / "step_000002").exists() and steps_of(here) >= 3, rollouts, training)
         rollouts.kill()
         rollouts.wait()
-        assert training.wait(timeout=120) == 1
+        (place / "impatient").touch()
+        assert training.wait(timeout=HANGS) == 1
         said = " ".join(training.said().split())
         assert re.search(r"stopped: the orchestrator \(process \d+\) has given no sign of life for \d+ s; the last was",
                          said)  # fmt: skip
         assert f"the connection to http://127.0.0.1:{port} is broken" in said
         assert "Traceback" not in said
+    held.unlink()
+    (place / "impatient").unlink()
 
     with orchestrator(here, "--resume") as (rollouts, port), trainer(there, port) as training:
-        assert rollouts.wait(timeout=240) == 0, rollouts.said()
-        assert training.wait(timeout=60) == 0, training.said()
+        assert rollouts.wait(timeout=HANGS) == 0, rollouts.said()
+        assert training.wait(timeout=HANGS) == 0, training.said()
     assert_same_run(here, one_folder)
 
 
@@ -250,7 +305,7 @@ def test_two_hosts_that_do_not_fit_together_are_told_what_to_type(place: Path, m
         assert "it is another run. Give this trainer another folder: --run-dir FOLDER" in text
         assert rollouts.poll() is None
         rollouts.send_signal(signal.SIGINT)
-        assert rollouts.wait(timeout=60) == 130
+        assert rollouts.wait(timeout=HANGS) == 130
 
 
 @pytest.mark.parametrize(("command", "options", "said"), [
