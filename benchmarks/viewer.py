@@ -32,9 +32,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "viewer"))
 
-from chromium import Chromium, find_chromium
+from chromium import Chromium, Page, find_chromium
 
 from big_run import ENVIRONMENTS, write_run
 
@@ -128,19 +129,19 @@ _LAST_MARK = """(name => {
 _PAINT = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime"
 
 
-def next_mark(browser: Chromium, name: str, act: Callable[[], Any]) -> float:
+def next_mark(browser: Page, name: str, act: Callable[[], Any]) -> float:
     """Milliseconds from an act to what it paints."""
     before = browser.evaluate(f"{_LAST_MARK}('{name}').count")
     act()
-    browser.wait(f"{_LAST_MARK}('{name}').count > {before}", seconds=60)
+    browser.wait(f"{_LAST_MARK}('{name}').count > {before}")
     return float(browser.evaluate(f"{_LAST_MARK}('{name}').asked"))
 
 
-def opened(browser: Chromium, url: str) -> dict[str, float]:
+def opened(browser: Page, url: str) -> dict[str, float]:
     """Milliseconds from the navigation to the first paint and to the drawn curves."""
     browser.open("about:blank")
     browser.open(url)
-    browser.wait(f"{_LAST_MARK}('overview').count", seconds=60)
+    browser.wait(f"{_LAST_MARK}('overview').count")
     found = {"first_paint": browser.evaluate(_PAINT), "overview": browser.evaluate(f"{_LAST_MARK}('overview').at")}
     return {name: round(value) for name, value in found.items()}
 
@@ -149,11 +150,11 @@ def milliseconds(values: Sequence[float]) -> list[int]:
     return [round(statistics.median(values)), round(max(values))]
 
 
-def go_to(browser: Chromium, link: str) -> Callable[[], Any]:
+def go_to(browser: Page, link: str) -> Callable[[], Any]:
     return lambda: browser.evaluate(f"location.hash = {json.dumps(link)}")
 
 
-def look(browser: Chromium, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def look(browser: Page, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Milliseconds of what a reader does."""
     table = [next_mark(browser, "table", go_to(browser, f"#/trajectories/0?{urllib.parse.urlencode(each)}"))
              for each in ({}, *FILTERS)]  # fmt: skip
@@ -171,7 +172,7 @@ def measure_export(folder: Path, out: Path) -> dict[str, Any]:
     subprocess.run([*command, "--trajectories", str(EXPORTED)], check=True, stdout=subprocess.DEVNULL)
     found: dict[str, Any] = {"seconds": round(time.perf_counter() - began, 1), "megabytes": out.stat().st_size / 1e6}
     if find_chromium():
-        with Chromium() as browser:
+        with Chromium() as chromium, chromium.page() as browser:
             times = [opened(browser, out.as_uri()) for _ in range(3)]
             found |= {name: milliseconds([each[name] for each in times]) for name in times[0]}
             found |= look(browser, _rows_of(out))
@@ -203,14 +204,14 @@ def main() -> None:
         try:
             cold = None
             if find_chromium():
-                with Chromium() as browser:
+                with Chromium() as chromium, chromium.page() as browser:
                     cold = opened(browser, server.url)
             found["seconds_to_address"] = round(server.seconds_to_address, 2)
             found["seconds_to_index"] = round(server.wait_for_index(), 2)
             found["trajectories"] = server.get("runs")[0]["num_trajectories"]
             found["server"] = ask_server(server)
             if cold is not None:
-                with Chromium() as browser:
+                with Chromium() as chromium, chromium.page() as browser:
                     times = [opened(browser, server.url) for _ in range(5)]
                     found["browser"] = {name: milliseconds([each[name] for each in times]) for name in cold}
                     found["browser"]["cold"] = cold

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 OUT = ROOT / "docs" / "figures"
 _SETTLE = 2000
 """Milliseconds for what is drawn after the first things: the siblings of a group."""
+sys.path.insert(0, str(ROOT / "tests"))
 sys.path.insert(0, str(ROOT / "tests" / "viewer"))
 
 from chromium import Chromium  # noqa: E402  it stands with the tests that use it most
@@ -36,7 +37,7 @@ def main() -> None:
         url = server.stdout.readline().split()[0]
         views = find_views(url)
         for scheme in ("light", "dark"):
-            with Chromium() as browser:
+            with Chromium() as chromium, chromium.page() as browser:
                 browser.prefer(scheme)
                 for name, (link, drawn) in views.items():
                     browser.open(f"{url}/{link}")

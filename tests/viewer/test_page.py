@@ -7,18 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chromium import NAMES, Chromium, find_chromium
+from chromium import Page
 from page_runs import HOSTILE, encoder, episode, fate, make_page_run, step_metrics
-from serving_page import serving_page
+from serving_page import serving_page, serving_to
 from viewer_runs import make_run
 
 from verbatim.fates.files import FateFolder
 from verbatim.monitors.metrics_log import MetricsLog
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(find_chromium() is None, reason=f"no browser: none of {', '.join(NAMES)} is installed"),
-]
+pytestmark = pytest.mark.realtime
 
 
 @pytest.fixture(scope="module")
@@ -32,167 +29,166 @@ def url(run: Path) -> Iterator[str]:
         yield address
 
 
-@pytest.fixture
-def browser() -> Iterator[Chromium]:
-    with Chromium() as browser:
-        yield browser
-        assert browser.problems == []
-
-
 ROW = "[data-testid=row] .trajectory_id"
 
 
-def press_button(browser: Chromium, selector: str, begins: str) -> None:
+def press_button(page: Page, selector: str, begins: str) -> None:
     """Press the button with a text that begins so, once it is there."""
     button = f"[...document.querySelectorAll('{selector}')].find(b => b.textContent.startsWith({json.dumps(begins)}))"
-    browser.wait(button)
-    browser.evaluate(f"{button}.click()")
+    page.wait(button)
+    page.evaluate(f"{button}.click()")
 
 
-def choose(browser: Chromium, selector: str, value: str) -> None:
+def choose(page: Page, selector: str, value: str) -> None:
     """Choose a value of a select element, once it is there."""
-    browser.wait(f"document.querySelector('{selector}')")
-    browser.evaluate(f"(() => {{ const s = document.querySelector('{selector}'); s.value = '{value}'; "
+    page.wait(f"document.querySelector('{selector}')")
+    page.evaluate(f"(() => {{ const s = document.querySelector('{selector}'); s.value = '{value}'; "
                      "s.dispatchEvent(new Event('change', {bubbles: true})); })()")  # fmt: skip
 
 
-def text_of(browser: Chromium, selector: str) -> str:
-    return browser.evaluate(f"document.querySelector({json.dumps(selector)})?.textContent ?? ''")
+def text_of(page: Page, selector: str) -> str:
+    return page.evaluate(f"document.querySelector({json.dumps(selector)})?.textContent ?? ''")
 
 
-def rows(browser: Chromium) -> list[str]:
+def rows(page: Page) -> list[str]:
     """The ids in the table, as far as they are drawn."""
-    return browser.evaluate(f"[...document.querySelectorAll('{ROW}')].map(e => e.textContent)")
+    return page.evaluate(f"[...document.querySelectorAll('{ROW}')].map(e => e.textContent)")
 
 
-def wait_rows(browser: Chromium, count: int) -> None:
-    browser.wait(f"document.querySelector('.found')?.textContent.startsWith('{count} of')")
-    browser.wait(f"document.querySelectorAll('[data-testid=row] .trajectory_id').length >= Math.min({count}, 10)")
+def wait_rows(page: Page, count: int) -> None:
+    """Until the table has so many, and the first of them are drawn."""
+    page.wait(f"document.querySelector('.found')?.textContent.startsWith('{count} of')")
+    page.wait(f"document.querySelectorAll('[data-testid=row] .trajectory_id').length >= Math.min({count}, 10)")
 
 
-def test_the_overview_draws_curves_shares_and_the_time_of_each_side(browser: Chromium, url: str):
-    browser.open(url)
-    browser.wait("document.querySelector('.u-over')")
-    titles = browser.evaluate("[...document.querySelectorAll('.chart h3')].map(e => e.textContent)")
+def test_the_overview_draws_curves_shares_and_the_time_of_each_side(page: Page, url: str):
+    page.open(url)
+    page.wait("document.querySelector('.u-over')")
+    page.expect("performance.getEntriesByName('verbatim:overview').length", 1)
+    titles = page.evaluate("[...document.querySelectorAll('.chart h3')].map(e => e.textContent)")
     assert {"Reward", "Success", "Length", "Turns", "Mismatch KL", "Gradient norm", "Staleness", "Sampled tokens",
             "Sampler's time", "Trainer's time", "Evaluation"} <= set(titles)  # fmt: skip
     card = "[...document.querySelectorAll('.chart')].find(e => e.textContent.startsWith('Sampled tokens'))"
-    legend = browser.evaluate(f"{card}.querySelector('.legend').innerText")
+    shares = f"({card}.querySelector('.legend')?.innerText ?? '').split('\\n').filter(line => line.includes('%'))"
     # 600 tokens in all: 420 trained, 120 dropped by the filter, 60 pending.
-    assert [line for line in legend.split("\n") if "%" in line] == ["70.0% · 420", "20.0% · 120", "10.0% · 60"]
-    assert browser.evaluate("performance.getEntriesByName('verbatim:overview').length") == 1
-    assert {request.split("/")[2] for request in browser.requests if request.startswith("http")} == {url.split("/")[2]}
+    page.expect(shares, ["70.0% · 420", "20.0% · 120", "10.0% · 60"])
+    assert page.evaluate("performance.getEntriesByName('verbatim:overview').length") == 1
+    assert {request.split("/")[2] for request in page.requests if request.startswith("http")} == {url.split("/")[2]}
 
 
-def test_the_arrow_keys_walk_along_a_curve(browser: Chromium, url: str):
-    browser.open(url)
-    browser.wait("document.querySelector('.u-over')")
-    browser.evaluate("document.querySelector('.plot').focus()")
-    browser.press("ArrowRight", "ArrowRight", "ArrowRight")
-    browser.wait("document.querySelector('.chart .at').textContent === 'step 3'")
-    assert text_of(browser, ".chart .legend output") == "0.3"
+def test_the_arrow_keys_walk_along_a_curve(page: Page, url: str):
+    page.open(url)
+    page.wait("document.querySelector('.u-over')")
+    page.evaluate("document.querySelector('.plot').focus()")
+    page.press("ArrowRight", "ArrowRight", "ArrowRight")
+    page.wait("document.querySelector('.chart .at').textContent === 'step 3'")
+    assert text_of(page, ".chart .legend output") == "0.3"
 
 
-def test_the_table_is_filtered_searched_sorted_and_walked_with_keys(browser: Chromium, url: str):
-    browser.open(f"{url}/#/trajectories/0")
-    wait_rows(browser, 30 + len(HOSTILE))
-    choose(browser, "[data-testid=filter-env]", "maze")
-    wait_rows(browser, 6)
-    assert rows(browser) == ["m6", "m5", "m4", "m3", "m2", "m1"]
-    assert "env=maze" in browser.evaluate("location.hash")
-    browser.press("Escape")
-    wait_rows(browser, 30 + len(HOSTILE))
-    browser.press("/")
-    browser.type("answer of 4-")
-    wait_rows(browser, 4)
-    assert sorted(rows(browser)) == ["t4-0", "t4-1", "t4-2", "t4-3"]
-    press_button(browser, ".head button", "reward")
-    browser.wait(f"document.querySelector('{ROW}')?.textContent === 't4-3'")
-    assert rows(browser) == ["t4-3", "t4-2", "t4-1", "t4-0"]
-    for title in browser.evaluate("[...document.querySelectorAll('.head button')].map(b => b.textContent)")[:-1]:
-        press_button(browser, ".head button", title.split(" ")[0])
-        wait_rows(browser, 4)
-    press_button(browser, ".head button", "flags")
-    browser.wait("document.querySelector('.head .flags').getAttribute('aria-sort') === 'ascending'")
-    press_button(browser, ".head button", "reward")
-    browser.wait(f"document.querySelector('{ROW}')?.textContent === 't4-3'")
-    browser.evaluate("document.querySelector('[role=grid]').focus()")
-    browser.press("ArrowDown", "ArrowDown", "Enter")
-    browser.wait("document.querySelector('.trajectory .crumbs b')?.textContent === 't4-1'")
-    browser.press("Escape")
-    wait_rows(browser, 4)
-    assert text_of(browser, ".row.active .trajectory_id") == "t4-1", "the place is kept"
+def test_the_table_is_filtered_searched_sorted_and_walked_with_keys(page: Page, url: str):
+    page.open(f"{url}/#/trajectories/0")
+    wait_rows(page, 30 + len(HOSTILE))
+    choose(page, "[data-testid=filter-env]", "maze")
+    wait_rows(page, 6)
+    assert rows(page) == ["m6", "m5", "m4", "m3", "m2", "m1"]
+    assert "env=maze" in page.evaluate("location.hash")
+    page.press("Escape")
+    wait_rows(page, 30 + len(HOSTILE))
+    page.press("/")
+    page.type("answer of 4-")
+    wait_rows(page, 4)
+    assert sorted(rows(page)) == ["t4-0", "t4-1", "t4-2", "t4-3"]
+    press_button(page, ".head button", "reward")
+    page.wait(f"document.querySelector('{ROW}')?.textContent === 't4-3'")
+    assert rows(page) == ["t4-3", "t4-2", "t4-1", "t4-0"]
+    drawn = "performance.getEntriesByName('verbatim:table').length"
+    for title in page.evaluate("[...document.querySelectorAll('.head button')].map(b => b.textContent)")[:-1]:
+        before = page.evaluate(drawn)
+        press_button(page, ".head button", title.split(" ")[0])
+        page.wait(f"{drawn} > {before}")
+        wait_rows(page, 4)
+    press_button(page, ".head button", "flags")
+    page.wait("document.querySelector('.head .flags').getAttribute('aria-sort') === 'ascending'")
+    press_button(page, ".head button", "reward")
+    page.wait(f"document.querySelector('{ROW}')?.textContent === 't4-3'")
+    page.evaluate("document.querySelector('[role=grid]').focus()")
+    page.press("ArrowDown", "ArrowDown", "Enter")
+    page.wait("document.querySelector('.trajectory .crumbs b')?.textContent === 't4-1'")
+    page.press("Escape")
+    wait_rows(page, 4)
+    assert text_of(page, ".row.active .trajectory_id") == "t4-1", "the place is kept"
 
 
-def test_a_link_brings_back_filters_and_order(browser: Chromium, url: str):
-    browser.open(f"{url}/#/trajectories/0?step=2..3&reward=0.5..&sort=reward&env=game")
-    wait_rows(browser, 4)
-    assert rows(browser) == ["t3-2", "t2-2", "t3-3", "t2-3"]
+def test_a_link_brings_back_filters_and_order(page: Page, url: str):
+    page.open(f"{url}/#/trajectories/0?step=2..3&reward=0.5..&sort=reward&env=game")
+    wait_rows(page, 4)
+    assert rows(page) == ["t3-2", "t2-2", "t3-3", "t2-3"]
 
 
-def test_tokens_say_their_values_to_the_keyboard_and_the_link_names_them(browser: Chromium, url: str, run: Path):
-    browser.open(f"{url}/#/trajectory/0/t5-2")
-    browser.wait("document.querySelector('[data-testid=token]')")
-    browser.evaluate("document.querySelector('.tokens').focus()")
-    browser.press("ArrowRight", "ArrowRight")
+def test_tokens_say_their_values_to_the_keyboard_and_the_link_names_them(page: Page, url: str, run: Path):
+    page.open(f"{url}/#/trajectory/0/t5-2")
+    page.wait("document.querySelector('[data-testid=token]')")
+    page.evaluate("document.querySelector('.tokens').focus()")
+    page.press("ArrowRight", "ArrowRight")
     # The focus chooses the first sampled token, the keys the third: the "e" of "guess", of logprob -0.03.
-    browser.wait("document.querySelector('.inspector')?.textContent.includes('sampled token 2')")
+    page.wait("document.querySelector('.inspector')?.textContent.includes('sampled token 2')")
     (expected,) = encoder(run / "model")("e")
-    assert text_of(browser, ".inspector h2 b") == str(expected)
-    said = text_of(browser, ".inspector dl")
+    assert text_of(page, ".inspector h2 b") == str(expected)
+    said = text_of(page, ".inspector dl")
     assert "sampled token 2" in said and "−0.03" in said and "+0.1" in said and "+0.125" in said and "−0.5" in said
-    place = browser.evaluate("new URLSearchParams(location.hash.split('?')[1]).get('token')")
-    browser.open("about:blank")
-    browser.open(f"{url}/#/trajectory/0/t5-2?token={place}")
-    browser.wait("document.querySelector('.inspector h2 b')")
-    assert text_of(browser, ".inspector h2 b") == str(expected)
+    place = page.evaluate("new URLSearchParams(location.hash.split('?')[1]).get('token')")
+    page.open("about:blank")
+    page.open(f"{url}/#/trajectory/0/t5-2?token={place}")
+    page.wait("document.querySelector('.inspector h2 b')")
+    assert text_of(page, ".inspector h2 b") == str(expected)
 
 
 @pytest.mark.parametrize(("key", "classes"), [
     ("1", {"f0"}), ("2", {"s0", "s1", "s2"}), ("3", {"p4"}), ("4", {"p3"}), ("5", {"s1", "s7"}), ("7", {"n4"}),
 ])  # fmt: skip
-def test_a_key_colours_the_sampled_tokens(browser: Chromium, url: str, key: str, classes: set[str]):
-    browser.open(f"{url}/#/trajectory/0/t5-2")
-    browser.wait("document.querySelector('[data-testid=token]')")
-    browser.press(key)
+def test_a_key_colours_the_sampled_tokens(page: Page, url: str, key: str, classes: set[str]):
+    page.open(f"{url}/#/trajectory/0/t5-2")
+    page.wait("document.querySelector('[data-testid=token]')")
+    page.press(key)
     radio = f".segments [role=radio]:nth-of-type({key})"
-    browser.wait(f"document.querySelector('{radio}').getAttribute('aria-checked') === 'true'")
-    found = browser.evaluate("[...document.querySelectorAll('[data-testid=token]')].map(e => e.classList[1])")
+    page.wait(f"document.querySelector('{radio}').getAttribute('aria-checked') === 'true'")
+    found = page.evaluate("[...document.querySelectorAll('[data-testid=token]')].map(e => e.classList[1])")
     assert set(found) == classes
 
 
-def test_a_group_stands_side_by_side_with_its_prefix_tree(browser: Chromium, url: str):
-    browser.open(f"{url}/#/trajectories/0?env=game&step=6..6")
-    wait_rows(browser, 4)
-    browser.evaluate("document.querySelector('[role=grid]').focus()")
-    browser.press("g")
-    browser.wait("document.querySelectorAll('.column .message').length >= 12")
-    assert browser.evaluate("document.querySelectorAll('.column').length") == 4
+def test_a_group_stands_side_by_side_with_its_prefix_tree(page: Page, url: str):
+    page.open(f"{url}/#/trajectories/0?env=game&step=6..6")
+    wait_rows(page, 4)
+    page.evaluate("document.querySelector('[role=grid]').focus()")
+    page.press("g")
+    page.expect("document.querySelectorAll('.column .message').length", 12)
+    assert page.evaluate("document.querySelectorAll('.column').length") == 4
     # The four share everything up to the last character of their answers.
-    assert browser.evaluate("document.querySelectorAll('.tree .node').length") == 5
-    assert browser.evaluate("document.querySelector('.column.best header b').textContent") == "3"
+    assert page.evaluate("document.querySelectorAll('.tree .node').length") == 5
+    assert page.evaluate("document.querySelector('.column.best header b').textContent") == "3"
 
 
-def test_hostile_texts_are_shown_as_they_are_and_do_nothing(browser: Chromium, url: str):
-    browser.open(f"{url}/#/trajectories/0?env=hostile&sort=sample_index")
-    wait_rows(browser, len(HOSTILE))
-    table = browser.evaluate("[...document.querySelectorAll('.row .example_id')].slice(1).map(e => e.textContent)")
+def test_hostile_texts_are_shown_as_they_are_and_do_nothing(page: Page, url: str):
+    page.open(f"{url}/#/trajectories/0?env=hostile&sort=sample_index")
+    wait_rows(page, len(HOSTILE))
+    table = page.evaluate("[...document.querySelectorAll('.row .example_id')].slice(1).map(e => e.textContent)")
     assert table == [visible(stored(text)) for text in HOSTILE.values()]
     for index, (kind, text) in enumerate(HOSTILE.items()):
-        browser.evaluate(f"location.hash = '#/trajectory/0/hostile-{index}?color=logprob'")
-        browser.wait(f"document.querySelector('.crumbs b')?.textContent === 'hostile-{index}' "
+        page.evaluate(f"location.hash = '#/trajectory/0/hostile-{index}?color=logprob'")
+        page.wait(f"document.querySelector('.crumbs b')?.textContent === 'hostile-{index}' "
                      "&& document.querySelector('[data-testid=token]')")  # fmt: skip
-        shown = browser.evaluate("[...document.querySelectorAll('.message.assistant .prose')].at(-1).textContent")
+        shown = page.evaluate("[...document.querySelectorAll('.message.assistant .prose')].at(-1).textContent")
         assert shown == visible(text), kind
-        assert browser.evaluate("document.querySelectorAll('main script, main img, main svg, main iframe, main style, "
+        assert page.evaluate("document.querySelectorAll('main script, main img, main svg, main iframe, main style, "
                                 "main link, main base, main meta').length") == 0, kind  # fmt: skip
-        tokens = browser.evaluate("[...document.querySelectorAll('.tokens')].at(-1).textContent")
+        tokens = page.evaluate("[...document.querySelectorAll('.tokens')].at(-1).textContent")
         if text.isascii() and text.isprintable():
             assert tokens.replace("·", " ") == f"{text}<|end|>", kind
-    assert browser.evaluate("window.hacked") is None
-    assert not [request for request in browser.requests if "example.invalid" in request]
-    browser.evaluate("location.hash = '#/overview/0'")
-    browser.wait("document.querySelector('.u-over')")
+    page.evaluate("location.hash = '#/overview/0'")
+    page.wait("document.querySelector('.u-over')")
+    page.settle()
+    assert page.evaluate("window.hacked") is None
+    assert not [request for request in page.requests if "example.invalid" in request]
 
 
 def stored(text: str) -> str:
@@ -212,82 +208,83 @@ def visible(text: str) -> str:
     return "".join(signs.get(character, character) for character in text)
 
 
-def test_a_turn_of_300_000_tokens_and_a_text_of_10_mb_are_read_in_parts(browser: Chromium, tmp_path: Path):
+def test_a_turn_of_300_000_tokens_and_a_text_of_10_mb_are_read_in_parts(page: Page, tmp_path: Path):
     folder = make_page_run(tmp_path / "long", steps=1)
     encode = encoder(folder / "model")
     long = "0123456789" * 30_000
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "x" * 10_000_000 + "the end"}]
     each = fate(episode(encode, "long", said=long, group_id="long", messages=messages))
     FateFolder(folder / "trajectories").write(2, [each])
-    with serving_page(folder) as address:
-        browser.open(f"{address}/#/trajectory/0/long")
-        browser.wait("document.querySelector('.tokens.window [data-testid=token]')")
-        assert browser.evaluate("document.querySelectorAll('[data-testid=token]').length") < 4_000
-        browser.evaluate("document.querySelector('.tokens.window').focus()")
-        browser.press("End")
-        browser.wait("document.querySelector('.inspector')?.textContent.includes('sampled token 300000')")
-        assert "control token" in text_of(browser, ".inspector")
-        press_button(browser, ".more button", "Show all")
+    with serving_to(page, folder) as address:
+        page.open(f"{address}/#/trajectory/0/long")
+        page.wait("document.querySelector('.tokens.window [data-testid=token]')")
+        assert page.evaluate("document.querySelectorAll('[data-testid=token]').length") < 4_000
+        page.evaluate("document.querySelector('.tokens.window').focus()")
+        page.press("End")
+        page.wait("document.querySelector('.inspector')?.textContent.includes('sampled token 300000')")
+        assert "control token" in text_of(page, ".inspector")
+        press_button(page, ".more button", "Show all")
         box = "document.querySelector('.message .window')"
-        browser.wait(f"{box}?.getAttribute('aria-label').includes('10,000,007')")
-        browser.wait(f"({box}.scrollTop = 1e9) && {box}.textContent.endsWith('the end')")
-        assert browser.evaluate(f"{box}.textContent.length") < 200_000
+        page.wait(f"{box}?.getAttribute('aria-label').includes('10,000,007')")
+        page.wait(f"({box}.scrollTop = 1e9) && {box}.textContent.endsWith('the end')")
+        assert page.evaluate(f"{box}.textContent.length") < 200_000
 
 
-def test_new_steps_appear_and_the_place_in_the_table_is_kept(browser: Chromium, tmp_path: Path):
+def test_new_steps_appear_and_the_place_in_the_table_is_kept(page: Page, tmp_path: Path):
     folder = make_page_run(tmp_path / "live", steps=12)
-    with serving_page(folder) as address:
-        browser.open(f"{address}/#/overview/0")
-        browser.wait("document.querySelector('.runs td')?.textContent.startsWith('12')")
-        browser.evaluate("location.hash = '#/trajectories/0'")
-        wait_rows(browser, 60)
-        browser.evaluate("document.querySelector('[role=grid]').scrollTop = 600")
-        browser.wait(f"[...document.querySelectorAll('{ROW}')].some(e => e.textContent === 't8-1')")
+    with serving_to(page, folder) as address:
+        page.open(f"{address}/#/overview/0")
+        page.wait("document.querySelector('.runs td')?.textContent.startsWith('12')")
+        page.evaluate("location.hash = '#/trajectories/0'")
+        wait_rows(page, 60)
+        page.evaluate("document.querySelector('[role=grid]').scrollTop = 600")
+        page.wait(f"[...document.querySelectorAll('{ROW}')].some(e => e.textContent === 't8-1')")
         log = MetricsLog(folder / "metrics.jsonl", now=lambda: 0.0)
         log.on_step(13, step_metrics(13))
         log.close()
         encode = encoder(folder / "model")
         FateFolder(folder / "trajectories").write(13, [fate(episode(encode, "new", group_id="new"))])
-        browser.wait("document.querySelector('.found').textContent.includes('There are new')")
-        assert browser.evaluate("document.querySelector('[role=grid]').scrollTop") == 600
-        assert "new" not in rows(browser)
-        press_button(browser, ".found button", "There are new")
-        wait_rows(browser, 61)
-        browser.evaluate("document.querySelector('[role=grid]').scrollTop = 0")
-        browser.wait(f"document.querySelector('{ROW}')?.textContent === 'new'")
-        browser.press("o")
-        browser.wait("document.querySelector('.runs td')?.textContent.startsWith('13')")
+        page.wait("document.querySelector('.found').textContent.includes('There are new')")
+        assert page.evaluate("document.querySelector('[role=grid]').scrollTop") == 600
+        assert "new" not in rows(page)
+        press_button(page, ".found button", "There are new")
+        wait_rows(page, 61)
+        page.evaluate("document.querySelector('[role=grid]').scrollTop = 0")
+        page.wait(f"document.querySelector('{ROW}')?.textContent === 'new'")
+        page.press("o")
+        page.wait("document.querySelector('.runs td')?.textContent.startsWith('13')")
 
 
-def test_what_is_missing_is_said(browser: Chromium, tmp_path: Path):
-    with serving_page(make_run(tmp_path / "begun")) as address:
-        browser.open(address)
-        browser.wait("document.body.textContent.includes('No step is finished yet')")
-        browser.evaluate("location.hash = '#/trajectories/0'")
-        browser.wait("document.body.textContent.includes('No trajectories')")
-        browser.evaluate("location.hash = '#/trajectory/0/nothing'")
-        browser.wait("document.body.textContent.includes('could not be read')")
-    browser.problems.clear()  # the console tells of the answer 404
+def test_what_is_missing_is_said(page: Page, tmp_path: Path):
+    with serving_to(page, make_run(tmp_path / "begun")) as address:
+        page.open(address)
+        page.wait("document.body.textContent.includes('No step is finished yet')")
+        page.evaluate("location.hash = '#/trajectories/0'")
+        page.wait("document.body.textContent.includes('No trajectories')")
+        page.evaluate("location.hash = '#/trajectory/0/nothing'")
+        page.wait("document.body.textContent.includes('could not be read')")
+        (said,) = page.wait_for_problem()
+    assert "404" in said
 
 
-def test_several_runs_are_laid_over_each_other(browser: Chromium, run: Path, tmp_path: Path):
+def test_several_runs_are_laid_over_each_other(page: Page, run: Path, tmp_path: Path):
     other = make_page_run(tmp_path / "other", steps=3, name="tries")
-    with serving_page(run, other) as address:
-        browser.open(address)
-        browser.wait("document.querySelector('.u-over')")
-        assert browser.evaluate("[...document.querySelectorAll('.runs th bdi')].map(e => e.textContent)") == [
-            "tries (tries)", "tries (other)"]  # fmt: skip
-        labels = "[...document.querySelectorAll('.chart')][0].querySelectorAll('.legend .label').length"
-        assert browser.evaluate(labels) == 2
-        browser.click(".runs tbody tr:nth-child(2) input")
-        browser.wait(f"{labels} === 1")
-        assert "hide=1" in browser.evaluate("location.hash")
+    with serving_to(page, run, other) as address:
+        page.open(address)
+        page.wait("document.querySelector('.u-over')")
+        names = "[...document.querySelectorAll('.runs th bdi')].map(e => e.textContent)"
+        page.expect(names, ["tries (tries)", "tries (other)"])
+        labels = "document.querySelectorAll('.chart')[0]?.querySelectorAll('.legend .label').length"
+        page.expect(labels, 2)
+        page.click(".runs tbody tr:nth-child(2) input")
+        page.expect(labels, 1)
+        assert "hide=1" in page.evaluate("location.hash")
 
 
-def test_every_colour_can_be_read_in_light_and_in_dark(browser: Chromium, url: str):
+def test_every_colour_can_be_read_in_light_and_in_dark(page: Page, url: str):
     """Text on each colour has a contrast of at least 4.5 to 1 (WCAG 2.1, 1.4.3)."""
-    browser.open(f"{url}/#/trajectory/0/t5-2")
-    browser.wait("document.querySelector('.tokens')")
+    page.open(f"{url}/#/trajectory/0/t5-2")
+    page.wait("document.querySelector('.tokens')")
     names = ["ctx", "miss", "zero", "fm", *[f"f{i}" for i in range(7)], *[f"s{i}" for i in range(8)],
              *[f"{side}{i}" for side in "np" for i in range(1, 5)]]  # fmt: skip
     script = """names => names.map(name => {
@@ -298,9 +295,9 @@ def test_every_colour_can_be_read_in_light_and_in_dark(browser: Chromium, url: s
         token.remove();
         return found; })"""
     for theme in ("light", "dark"):
-        browser.evaluate(f"document.documentElement.dataset.theme = '{theme}'")
-        for name, (text, own, page) in zip(names, browser.evaluate(f"({script})({json.dumps(names)})"), strict=True):
-            background = page if own.startswith("rgba") and own.endswith(", 0)") else own
+        page.evaluate(f"document.documentElement.dataset.theme = '{theme}'")
+        for name, (text, own, behind) in zip(names, page.evaluate(f"({script})({json.dumps(names)})"), strict=True):
+            background = behind if own.startswith("rgba") and own.endswith(", 0)") else own
             assert contrast(text, background) >= 4.5, (theme, name, text, background)
 
 
@@ -316,38 +313,38 @@ def contrast(first: str, second: str) -> float:
     return (light + 0.05) / (dark + 0.05)
 
 
-def test_light_and_dark_follow_the_system_or_the_switch(browser: Chromium, url: str):
+def test_light_and_dark_follow_the_system_or_the_switch(page: Page, url: str):
     background = "getComputedStyle(document.body).backgroundColor"
-    browser.prefer("dark")
-    browser.open(url)
-    browser.wait("document.querySelector('.u-over')")
-    dark = browser.evaluate(background)
-    browser.prefer("light")
-    browser.wait(f"{background} !== '{dark}'")
-    light = browser.evaluate(background)
-    choose(browser, ".theme select", "dark")
-    browser.wait(f"{background} === '{dark}'")
-    browser.open(f"{url}/?again")
-    browser.wait(f"{background} === '{dark}'")
+    page.prefer("dark")
+    page.open(url)
+    page.wait("document.querySelector('.u-over')")
+    dark = page.evaluate(background)
+    page.prefer("light")
+    page.wait(f"{background} !== '{dark}'")
+    light = page.evaluate(background)
+    choose(page, ".theme select", "dark")
+    page.wait(f"{background} === '{dark}'")
+    page.open(f"{url}/?again")
+    page.wait(f"{background} === '{dark}'")
     assert dark != light
 
 
-def test_an_exported_file_opens_from_disk_and_answers_filters_itself(browser: Chromium, run: Path, tmp_path: Path):
+def test_an_exported_file_opens_from_disk_and_answers_filters_itself(page: Page, run: Path, tmp_path: Path):
     from verbatim.cli.main import main
 
     file = tmp_path / "run.html"
     assert main(["view", str(run), "--export", str(file), "--no-open"]) == 0
-    browser.open(file.as_uri())
-    browser.wait("document.querySelector('.u-over')")
-    browser.press("t")
-    wait_rows(browser, 30 + len(HOSTILE))
-    browser.press("/")
-    browser.type("answer of 4-")
-    wait_rows(browser, 4)
-    browser.press("Escape", "ArrowDown", "Enter")
-    browser.wait("document.querySelector('.crumbs b')?.textContent.startsWith('t4-')")
-    browser.wait("document.querySelector('[data-testid=token]')")
-    browser.press("g")
-    browser.wait("document.querySelectorAll('.tree .node').length === 5")
-    assert {request.split(":")[0] for request in browser.requests} <= {"file", "data", "blob"}
-    assert browser.evaluate("window.hacked") is None
+    page.open(file.as_uri())
+    page.wait("document.querySelector('.u-over')")
+    page.press("t")
+    wait_rows(page, 30 + len(HOSTILE))
+    page.press("/")
+    page.type("answer of 4-")
+    wait_rows(page, 4)
+    page.press("Escape", "ArrowDown", "Enter")
+    page.wait("document.querySelector('.crumbs b')?.textContent.startsWith('t4-')")
+    page.wait("document.querySelector('[data-testid=token]')")
+    page.press("g")
+    page.wait("document.querySelectorAll('.tree .node').length === 5")
+    assert {request.split(":")[0] for request in page.requests} <= {"file", "data", "blob"}
+    assert page.evaluate("window.hacked") is None

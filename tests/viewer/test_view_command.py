@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -16,17 +15,20 @@ import pytest
 from viewer_runs import make_run, trained, trajectory
 
 from verbatim.cli.main import main
+from verbatim.fates.files import FateFolder
 from verbatim.imports import child_environment
+from verbatim.monitors.metrics_log import MetricsLog
+from waiting import HANGS, wait_until
 
 COMMAND = [sys.executable, "-m", "verbatim.cli", "view", "--no-open"]
 
 
 def get(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=30) as answer:
+    with urllib.request.urlopen(url, timeout=HANGS) as answer:
         return json.load(answer)
 
 
-@pytest.mark.slow
+@pytest.mark.realtime
 def test_a_run_is_followed_until_ctrl_c(tmp_path: Path):
     run = make_run(tmp_path / "run", {1: [trained(trajectory("first"))]}, metrics=[(1, {"loss": 1.0})])
     process = subprocess.Popen([*COMMAND, str(run), "--port", "0"], stdout=subprocess.PIPE, text=True,
@@ -37,27 +39,28 @@ def test_a_run_is_followed_until_ctrl_c(tmp_path: Path):
         assert line.endswith("(Ctrl-C ends it)\n")
         url = line.split()[0]
         assert url.startswith("http://127.0.0.1:")
-        with urllib.request.urlopen(url, timeout=30) as answer:
+        with urllib.request.urlopen(url, timeout=HANGS) as answer:
             assert b"viewer.js" in answer.read()
 
-        def wait_for(count: int) -> dict[str, Any]:
-            end = time.monotonic() + 60
-            while (found := get(f"{url}/api/runs")[0])["num_trajectories"] < count:
-                assert time.monotonic() < end, found
-                time.sleep(0.1)
-            return dict(found)
+        def is_known(step: int) -> bool:
+            found = get(f"{url}/api/runs")[0]
+            return (found["num_trajectories"], found["step"]) == (step, step)
 
-        assert wait_for(1)["step"] == 1
-        make_run(run, {2: [trained(trajectory("second"))]}, metrics=[(2, {"loss": 0.5})])
-        assert wait_for(2)["step"] == 2
+        wait_until(lambda: is_known(1))
+        FateFolder(run / "trajectories").write(2, [trained(trajectory("second"))])
+        metrics = MetricsLog(run / "metrics.jsonl", now=lambda: 0.0)
+        metrics.on_step(2, {"loss": 0.5})
+        metrics.close()
+        wait_until(lambda: is_known(2))
         assert get(f"{url}/api/runs/0/trajectories/second")["step"] == 2
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0
+        assert process.wait(HANGS) == 0
     finally:
         process.kill()
         process.wait()
 
 
+@pytest.mark.realtime
 def test_a_port_that_is_taken_is_refused_where_it_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = make_run(tmp_path / "run")
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import re
-import time
-import urllib.request
 from pathlib import Path
 
 import aiohttp
@@ -18,6 +17,9 @@ from viewer_runs import make_run, serving, trained, trajectory
 from verbatim.checkpoints.origin import Origin, write_origin
 from verbatim.trajectories import Fate
 from verbatim.types import Trajectory, Turn, TurnTiming
+from waiting import HANGS
+
+pytestmark = pytest.mark.realtime
 
 LONG = Turn(prompt_ids=[1, 2, 3, 4, 5, 6], completion_ids=[7], logprobs=[-1.0], advantage=0.75)
 BROKEN = Turn(prompt_ids=[1, 2, 9], completion_ids=[8, 8], logprobs=[-2.0, -1.0])
@@ -40,10 +42,10 @@ NOT_A_NUMBER = Fate.of_dropped(trajectory("nan", reward=float("nan"), group_id="
 EMPTY = Fate.of_dropped(Trajectory(example_id="none", trajectory_id="empty", group_id="k"), "stale", ["repetition"])
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(
-        tmp_path / "run", {1: [THREE_FATE, WON], 2: [LOST, UNSCORED], 12: [NOT_A_NUMBER, EMPTY]},
+        tmp_path_factory.mktemp("api") / "run", {1: [THREE_FATE, WON], 2: [LOST, UNSCORED], 12: [NOT_A_NUMBER, EMPTY]},
         evals=[(0, trajectory("eval-0-0", reward=0.25)), (5, trajectory("eval-0-0", reward=0.75))],
     )  # fmt: skip
 
@@ -145,52 +147,50 @@ async def test_a_row_says_what_was_written(folder: Path):
     assert (won["key"], three["key"]) == ("~1.1", "~1.0") and won["group_key"] == three["group_key"]
 
 
-@pytest.mark.parametrize(
-    ("query", "names"),
-    [
-        ({}, ["nan", "empty", "eval-0-0", "lost", "bad", "three", "won", "eval-0-0"]),
-        ({"kind": "eval"}, ["eval-0-0", "eval-0-0"]),
-        ({"env": "maze"}, ["lost", "bad"]),
-        ({"env": ["maze", "(none)"], "kind": "train"}, ["lost", "bad"]),
-        ({"step": "2-12"}, ["nan", "empty", "eval-0-0", "lost", "bad"]),
-        ({"reward": "-1--0.5"}, ["lost"]),
-        ({"reward": "0.5-", "kind": "train"}, ["three", "won"]),
-        ({"stop_reason": "length"}, ["lost"]),
-        ({"stop_reason": "(none)"}, ["empty"]),
-        ({"reason": ["error", "stale"]}, ["nan", "empty", "bad"]),
-        ({"reason": "(none)", "kind": "train"}, ["lost", "three", "won"]),
-        ({"flag": "gibberish"}, ["three"]),
-        ({"flag": ["repetition", "gibberish"]}, ["empty", "three"]),
-        ({"breaks": "1"}, ["three"]),
-        ({"errors": "1"}, ["bad"]),
-        ({"group": "h"}, ["lost", "bad"]),
-        ({"text": "KEYERROR"}, ["bad"]),
-        ({"text": "of wo"}, ["won"]),
-        ({"env": "maze", "errors": "1"}, ["bad"]),
-        ({"env": "nowhere"}, []),
-        ({"env": "", "text": "", "kind": "eval", "sort": "step"}, ["eval-0-0", "eval-0-0"]),
-    ],
-)  # fmt: skip
-async def test_filters(folder: Path, query: dict, names: list[str]):
-    async with serving(folder) as client:
-        assert await client.names(**query) == names
+FILTERED = [
+    ({}, ["nan", "empty", "eval-0-0", "lost", "bad", "three", "won", "eval-0-0"]),
+    ({"kind": "eval"}, ["eval-0-0", "eval-0-0"]),
+    ({"env": "maze"}, ["lost", "bad"]),
+    ({"env": ["maze", "(none)"], "kind": "train"}, ["lost", "bad"]),
+    ({"step": "2-12"}, ["nan", "empty", "eval-0-0", "lost", "bad"]),
+    ({"reward": "-1--0.5"}, ["lost"]),
+    ({"reward": "0.5-", "kind": "train"}, ["three", "won"]),
+    ({"stop_reason": "length"}, ["lost"]),
+    ({"stop_reason": "(none)"}, ["empty"]),
+    ({"reason": ["error", "stale"]}, ["nan", "empty", "bad"]),
+    ({"reason": "(none)", "kind": "train"}, ["lost", "three", "won"]),
+    ({"flag": "gibberish"}, ["three"]),
+    ({"flag": ["repetition", "gibberish"]}, ["empty", "three"]),
+    ({"breaks": "1"}, ["three"]),
+    ({"errors": "1"}, ["bad"]),
+    ({"group": "h"}, ["lost", "bad"]),
+    ({"text": "KEYERROR"}, ["bad"]),
+    ({"text": "of wo"}, ["won"]),
+    ({"env": "maze", "errors": "1"}, ["bad"]),
+    ({"env": "nowhere"}, []),
+    ({"env": "", "text": "", "kind": "eval", "sort": "step"}, ["eval-0-0", "eval-0-0"]),
+]  # fmt: skip
+SORTED = [
+    ("-reward", ["won", "three", "lost", "nan", "empty", "bad"]),
+    ("reward", ["lost", "three", "won", "nan", "empty", "bad"]),
+    ("step", ["three", "won", "lost", "bad", "nan", "empty"]),
+    ("trajectory_id", ["bad", "empty", "lost", "nan", "three", "won"]),
+    ("-num_turns", ["three", "nan", "lost", "bad", "won", "empty"]),
+    ("-env", ["lost", "bad", "nan", "three", "won", "empty"]),
+    ("error", ["bad", "nan", "empty", "lost", "three", "won"]),
+]
 
 
-@pytest.mark.parametrize(
-    ("sort", "names"),
-    [
-        ("-reward", ["won", "three", "lost", "nan", "empty", "bad"]),
-        ("reward", ["lost", "three", "won", "nan", "empty", "bad"]),
-        ("step", ["three", "won", "lost", "bad", "nan", "empty"]),
-        ("trajectory_id", ["bad", "empty", "lost", "nan", "three", "won"]),
-        ("-num_turns", ["three", "nan", "lost", "bad", "won", "empty"]),
-        ("-env", ["lost", "bad", "nan", "three", "won", "empty"]),
-        ("error", ["bad", "nan", "empty", "lost", "three", "won"]),
-    ],
-)
-async def test_sorting_puts_what_is_missing_last(folder: Path, sort: str, names: list[str]):
+async def test_filters(folder: Path):
     async with serving(folder) as client:
-        assert await client.names(sort=sort, kind="train") == names
+        for query, names in FILTERED:
+            assert await client.names(**query) == names, query
+
+
+async def test_sorting_puts_what_is_missing_last(folder: Path):
+    async with serving(folder) as client:
+        for sort, names in SORTED:
+            assert await client.names(sort=sort, kind="train") == names, sort
 
 
 async def test_pages_follow_each_other(folder: Path):
@@ -333,11 +333,10 @@ async def test_messages_are_searched_while_pages_ask_again(tmp_path: Path):
     )  # fmt: skip
 
     async def ask(text: str) -> list[str]:
-        for _ in range(200):
-            found = await client.get("trajectories", text=text, sort="trajectory_id")
-            if not found["pending"]:
-                return [row["trajectory_id"] for row in found["rows"]]
-        raise AssertionError("the search does not end")
+        async with asyncio.timeout(HANGS):
+            while (found := await client.get("trajectories", text=text, sort="trajectory_id"))["pending"]:
+                pass
+        return [row["trajectory_id"] for row in found["rows"]]
 
     async with serving(folder) as client:
         assert await ask("needle") == ["a", "e", "needle-in-its-id", "v"]
@@ -358,35 +357,32 @@ HOSTILE_KEYS = [
 """Names that look like keys, and are none of this run's."""
 
 
-@pytest.mark.parametrize(
-    ("path", "status", "error"),
-    [
-        ("trajectories?colour=red", 400, "there is no filter 'colour'; there are breaks, env, errors, flag, group, "),
-        ("trajectories?step=abc", 400, "step = 'abc'; expected a number or a range, such as 7, 3-9, 3- or -1--0.5"),
-        ("trajectories?sort=tokens", 400, "sort = 'tokens'; expected one of kind, step, trajectory_id"),
-        ("trajectories?limit=100000", 400, "offset = 0, limit = 100000; expected an offset from 0"),
-        ("trajectories?limit=many", 400, "limit: expected an integer"),
-        ("trajectories/nobody", 404, "no trajectory 'nobody' here"),
-        ("trajectories/~1.99", 404, "no trajectory '~1.99' here"),
-        ("trajectories/~e5", 404, "no trajectory '~e5' here"),
-        ("trajectories/~v1.0", 404, "no trajectory '~v1.0' here"),
-        *((f"trajectories/{key}", 404, f"no trajectory '{key[:90]}") for key in HOSTILE_KEYS),
-        *((f"groups/{key}", 404, f"no group '{key[:90]}") for key in HOSTILE_KEYS),
-        ("groups/nobody", 404, "no group 'nobody' here"),
-    ],
-)
-async def test_what_cannot_be_answered_is_said_in_a_sentence(folder: Path, path: str, status: int, error: str):
+REFUSED = [
+    ("trajectories?colour=red", 400, "there is no filter 'colour'; there are breaks, env, errors, flag, group, "),
+    ("trajectories?step=abc", 400, "step = 'abc'; expected a number or a range, such as 7, 3-9, 3- or -1--0.5"),
+    ("trajectories?sort=tokens", 400, "sort = 'tokens'; expected one of kind, step, trajectory_id"),
+    ("trajectories?limit=100000", 400, "offset = 0, limit = 100000; expected an offset from 0"),
+    ("trajectories?limit=many", 400, "limit: expected an integer"),
+    ("trajectories/nobody", 404, "no trajectory 'nobody' here"),
+    ("trajectories/~1.99", 404, "no trajectory '~1.99' here"),
+    ("trajectories/~e5", 404, "no trajectory '~e5' here"),
+    ("trajectories/~v1.0", 404, "no trajectory '~v1.0' here"),
+    *((f"trajectories/{key}", 404, f"no trajectory '{key[:90]}") for key in HOSTILE_KEYS),
+    *((f"groups/{key}", 404, f"no group '{key[:90]}") for key in HOSTILE_KEYS),
+    ("groups/nobody", 404, "no group 'nobody' here"),
+]
+
+
+async def test_what_cannot_be_answered_is_said_in_a_sentence(folder: Path):
     async with serving(folder) as client:
-        assert error in (await client.get(path, status=status))["error"]
+        for path, status, error in REFUSED:
+            assert error in (await client.get(path, status=status))["error"], path
 
 
 def test_the_script_of_the_documentation_reads_the_api(folder: Path, capsys: pytest.CaptureFixture[str]):
     page = (Path(__file__).parents[2] / "docs" / "viewer.md").read_text(encoding="utf-8")
     (script,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     with serving_page(folder) as url:
-        end = time.monotonic() + 60
-        while json.load(urllib.request.urlopen(f"{url}/api/runs"))[0]["indexed"] < 1 and time.monotonic() < end:
-            time.sleep(0.05)
         exec(compile(script.replace("http://127.0.0.1:8642", url), "viewer.md", "exec"), {})
     assert capsys.readouterr().out == "bad environment: KeyError 'x'\n"
 

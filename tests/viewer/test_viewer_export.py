@@ -71,11 +71,12 @@ class Blocks(HTMLParser):
         }
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     fates = [trained(trajectory(f"t{i}", reward=i / 4, group_id=f"g{i // 2}")) for i in range(6)]
     hostile = trajectory("h</script><script>alert(1)</script>", messages=({"content": "</script><!--<script>"},))
-    return make_run(tmp_path / "run", {1: fates, 2: [trained(hostile)]}, metrics=[(1, {"loss": 0.5})])
+    steps = {1: fates, 2: [trained(hostile)]}
+    return make_run(tmp_path_factory.mktemp("export") / "run", steps, metrics=[(1, {"loss": 0.5})])
 
 
 def test_the_file_holds_the_answers_of_the_api(folder: Path, tmp_path: Path):

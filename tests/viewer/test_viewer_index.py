@@ -107,6 +107,7 @@ def test_torn_and_foreign_files_are_named_and_the_rest_is_shown(tmp_path: Path):
     assert names(run) == ["t1", "t2", "t3"] and run.about()["problems"] == []
 
 
+@pytest.mark.realtime
 async def test_a_row_whose_file_breaks_later_is_an_error_message(tmp_path: Path):
     folder = make_run(tmp_path, {1: [trained(trajectory("t1"))]})
     async with serving(folder) as client:
