@@ -6,58 +6,42 @@ Run by `make test-vllm`; VERBATIM_VLLM_PYTHON names the Python of an environment
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
 
+from inference.vllm.real_servers import TOLERANCE, Served, end_all_requests, served, until_drawn
 from inference.vllm.test_vllm_adapters import RANK, AdaptedModel, request
+from inference.vllm.tiny_model import CONTEXT
 from verbatim.errors import SamplerFault
-from verbatim.inference.vllm.process import free_port, make_process
 from verbatim.inference.vllm.replica import VllmReplica
-from verbatim.inference.vllm.settings import VllmSettings
 from verbatim.orchestrator.weight_sync import WeightSync
 from verbatim.transport import StepReport
 
-pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:peft")]
-PYTHON = os.environ.get("VERBATIM_VLLM_PYTHON", ".venv-vllm/bin/python")
-TOLERANCE = 5e-5
-
-
-@dataclass
-class Served:
-    """A real server, and the trainer of its adapters."""
-
-    url: str
-    trainer: AdaptedModel
-
-    def replica(self) -> VllmReplica:
-        return VllmReplica(self.url, name="replica 0", model="policy", context_length=512, policy_version=0,
-                           vocab_size=self.trainer.vocab_size, adapter_rank=RANK)  # fmt: skip
+pytestmark = [
+    pytest.mark.vllm, pytest.mark.realtime, pytest.mark.xdist_group("adapters"),
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:peft"),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served[AdaptedModel]]:
     folder = tmp_path_factory.mktemp("adapters")
     trainer = AdaptedModel(folder / "weights")  # alpha / r = 0.5: vLLM multiplies it into B
-    settings = VllmSettings(python=PYTHON, args=("--enforce-eager", "--block-size", "32"),
-                            env={"VLLM_CPU_KVCACHE_SPACE": "1"})  # fmt: skip
-    process = make_process(settings, 0, model=trainer.published, port=free_port(), context_length=512, logs=folder,
-                           num_threads=1, adapter_rank=RANK)  # fmt: skip
-    with asyncio.Runner() as runner:
-        runner.run(process.start(900.0))
-        try:
-            yield Served(process.url, trainer)
-        finally:
-            runner.run(process.stop())
+    with served(folder, trainer, args=("--block-size", "32"), settings={"weight_transfer": "files"},
+                adapter_rank=RANK) as found:  # fmt: skip
+        yield found
 
 
-async def test_every_version_is_the_trainers_and_proves_it(served: Served):
-    replica, trainer = served.replica(), served.trainer
+def replica_of(adapted: Served[AdaptedModel]) -> VllmReplica:
+    return adapted.replica(adapter_rank=RANK)
+
+
+async def test_every_version_is_the_trainers_and_proves_it(adapted: Served[AdaptedModel]):
+    replica, trainer = replica_of(adapted), adapted.trainer
     try:
         await replica.check_server()
         await replica.prove_path(trainer.published)
@@ -82,9 +66,9 @@ async def test_every_version_is_the_trainers_and_proves_it(served: Served):
         await replica.close()
 
 
-async def test_the_canary_may_ask_while_others_sample(served: Served):
+async def test_the_canary_may_ask_while_others_sample(adapted: Served[AdaptedModel]):
     """Prompt logprobs beside other requests in one step: with the output head wrapped for adapters, vLLM 0.32 ends."""
-    replica, trainer = served.replica(), served.trainer
+    replica, trainer = replica_of(adapted), adapted.trainer
     try:
         await replica.update_weights(trainer.adapter_step(), 6)
         sampling = [asyncio.ensure_future(replica.generate(request(20 + i, max_tokens=60))) for i in range(8)]
@@ -98,25 +82,25 @@ async def test_the_canary_may_ask_while_others_sample(served: Served):
         await replica.close()
 
 
-async def test_requests_in_flight_end_with_their_adapter(served: Served):
-    replica, trainer = served.replica(), served.trainer
+async def test_requests_in_flight_end_with_their_adapter(adapted: Served[AdaptedModel]):
+    replica, trainer = replica_of(adapted), adapted.trainer
     try:
         first = trainer.adapter_step()
         kept = {name: value.detach().clone() for name, value in trainer.adapted.named_parameters()}
         path = trainer.adapter_step()
         await replica.update_weights(first, 11)
-        asked = request(24, max_tokens=480)
+        asked = request(24, max_tokens=CONTEXT - 200)
         running = asyncio.ensure_future(replica.generate(asked))
-        while (await replica.load_metrics()).running == 0:  # noqa: ASYNC110 - a server sets no event
-            await asyncio.sleep(0.01)
+        await until_drawn(replica, 5)
         await replica.update_weights(path, 12)
         assert not running.done()
         newer = await replica.generate(request(25, max_tokens=5))
         assert newer.policy_versions.tolist() == [12] * 5
         whole = np.concatenate([request(25).prompt_ids, newer.ids])
         assert np.abs(newer.logprobs - trainer.adapted_logprobs(whole)[24:]).max() <= TOLERANCE
+        await end_all_requests(adapted.url)
         found = await running
-        assert found.policy_versions.tolist() == [11] * 480
+        assert found.policy_versions.tolist() == [11] * len(found.ids) != []
         trainer.adapted.load_state_dict(kept, strict=False)
         whole = np.concatenate([asked.prompt_ids, found.ids])
         assert np.abs(found.logprobs - trainer.adapted_logprobs(whole)[len(asked.prompt_ids) - 1 :]).max() <= TOLERANCE
@@ -124,8 +108,8 @@ async def test_requests_in_flight_end_with_their_adapter(served: Served):
         await replica.close()
 
 
-async def test_another_adapter_than_the_published_one_is_named(served: Served, tmp_path: Path):
-    replica, trainer = served.replica(), served.trainer
+async def test_another_adapter_than_the_published_one_is_named(adapted: Served[AdaptedModel], tmp_path: Path):
+    replica, trainer = replica_of(adapted), adapted.trainer
     try:
         other, path = trainer.adapter_step(), trainer.adapter_step(1e-6)
         with (

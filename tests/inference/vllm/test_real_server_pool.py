@@ -1,6 +1,7 @@
-"""Two real vLLM servers behind one sampler.
+"""Two real vLLM servers behind one sampler, one of them with two workers.
 
-The largest |delta logprob| between sampler and trainer over 20 updates, and planted faults on one server of two.
+The largest |delta logprob| between sampler and trainer over 20 updates, and planted faults on one server of two. What
+the pool does about each fault is tested over doubles; `test_real_server` compares what doubles and real servers say.
 """
 
 from __future__ import annotations
@@ -9,35 +10,30 @@ import asyncio
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from inference.vllm.test_real_server import FAULTY, PYTHON
+from campaigns import Campaign, sized
+from inference.vllm.real_servers import SIZES, TOLERANCE, Served
+from inference.vllm.test_real_server import SAID
 from inference.vllm.test_server_pool import PLANTED, Trained
 from inference.vllm.tiny_model import TinyModel
 from verbatim.inference import SampleRequest, SamplingParams
 from verbatim.inference.pool.pool import ReplicaPool
-from verbatim.inference.vllm.command import PLUGIN
-from verbatim.inference.vllm.process import free_port, make_process
-from verbatim.inference.vllm.replica import VllmReplica
-from verbatim.inference.vllm.settings import VllmSettings
+from waiting import until
 
-pytestmark = pytest.mark.vllm
-TOLERANCE = 5e-5
-SIZES = (1e-3, 1e-6)
+pytestmark = [pytest.mark.vllm, pytest.mark.realtime, pytest.mark.xdist_group("plain servers")]
 CHOSEN = ("stale head", "stale layer", "swapped q and k", "version not advanced", "update skipped", "one number",
           "stale v", "rows moved", "stale prefix")  # fmt: skip
 
 
 def said_of(fault: str, version: int) -> str:
     """What is said of a replica that has this fault at this version; `PLANTED` has it at version 2."""
-    if fault == "stale v":  # the kernel is built anew from all three, one of them old; the double has a kernel for each
-        return r"other values: model\.layers\.0\.self_attn\.v_proj"
-    said = PLANTED[fault].replace("version '1', expected 2", f"version '{version - 1}', expected {version}")
+    said = SAID.get(fault, PLANTED[fault])
+    said = said.replace("version '1', expected 2", f"version '{version - 1}', expected {version}")
     return said.replace("version 2", f"version {version}")
 
 
@@ -45,20 +41,16 @@ def said_of(fault: str, version: int) -> str:
 class Two:
     """Two real servers, and the trainer of their model."""
 
-    urls: list[str]
+    servers: list[Served[TinyModel]]
     trained: Trained
-    faults: list[Path]
 
     async def pool(self) -> ReplicaPool:
         """A pool of both, healed, with the trainer's newest weights."""
-        for fault in self.faults:
-            fault.write_text("")
+        for server in self.servers:
+            server.plant("")
         path = self.trained.trainer.publish(f"healed{self.trained.version}-{os.urandom(3).hex()}")
-        replicas = [
-            VllmReplica(url, name=f"replica {n}", model="policy", context_length=512,
-                        vocab_size=self.trained.trainer.vocab_size, policy_version=self.trained.version)
-            for n, url in enumerate(self.urls)
-        ]  # fmt: skip
+        replicas = [server.replica(name=f"replica {n}", policy_version=self.trained.version)
+                    for n, server in enumerate(self.servers)]  # fmt: skip
         for replica in replicas:
             await replica.prove_path(path)
         pool = ReplicaPool(replicas, weights=path)
@@ -66,35 +58,9 @@ class Two:
         return pool
 
 
-@pytest.fixture(scope="module", params=["tied", "untied"])
-def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
-    folder = tmp_path_factory.mktemp(request.param)
-    trainer = TinyModel(folder / "weights", tied=request.param == "tied")
-    faults = [folder / f"fault{n}" for n in range(2)]
-    processes = []
-    for n, fault in enumerate(faults):
-        fault.write_text("")
-        settings = VllmSettings(
-            python=PYTHON,
-            args=("--enforce-eager", "--weight-transfer-config", '{"backend": "verbatim_faulty"}', "--middleware",
-                  "verbatim_faulty.FaultyRoutes"),
-            env={"PYTHONPATH": f"{PLUGIN}:{FAULTY}", "VERBATIM_TEST_FAULT": str(fault), "VLLM_CPU_KVCACHE_SPACE": "1"},
-        )  # fmt: skip
-        processes.append(make_process(settings, n, model=trainer.published, port=free_port(), context_length=512,
-                                      logs=folder, num_threads=1))  # fmt: skip
-
-    async def start() -> None:
-        await asyncio.gather(*(process.start(900.0) for process in processes))
-
-    async def stop() -> None:
-        await asyncio.gather(*(process.stop() for process in processes))
-
-    with asyncio.Runner() as runner:
-        try:
-            runner.run(start())
-            yield Two([process.url for process in processes], Trained(trainer), faults)
-        finally:
-            runner.run(stop())
+@pytest.fixture(scope="module")
+def two(tied_server: Served[TinyModel], halves_server: Served[TinyModel]) -> Two:
+    return Two([tied_server, halves_server], Trained(tied_server.trainer))
 
 
 async def test_logprobs_are_the_trainers_over_twenty_updates_of_two_replicas_that_sample(two: Two):
@@ -121,8 +87,7 @@ async def test_logprobs_are_the_trainers_over_twenty_updates_of_two_replicas_tha
         remember()
         await pool.update_replicas(*update)
         seen = len(found)
-        while len(found) < seen + 4:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda seen=seen: len(found) >= seen + 4)
     going_on = False
     await asyncio.gather(*sampling)
     metrics = pool.metrics()
@@ -142,14 +107,18 @@ async def test_logprobs_are_the_trainers_over_twenty_updates_of_two_replicas_tha
     assert largest <= TOLERANCE
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("fault", CHOSEN)
+@pytest.mark.parametrize(
+    ("fault", "size"),
+    sized([("update skipped", 1e-3), ("one number", 1e-6), ("stale prefix", 1e-6)],
+          [(fault, size) for fault in CHOSEN for size in SIZES]),
+)  # fmt: skip
 async def test_a_planted_fault_on_one_of_two_is_named_and_the_other_goes_on(
-    two: Two, fault: str, size: float, caplog: pytest.LogCaptureFixture
+    two: Two, fault: str, size: float, caplog: pytest.LogCaptureFixture, campaign: Callable[[str], Campaign]
 ):
+    campaign("faults planted into one of two real vLLM servers").add()
     pool, trained = await two.pool(), two.trained
     await pool.update_replicas(*trained.step(size))
-    two.faults[1].write_text(fault)
+    two.servers[1].plant(fault)
     with caplog.at_level(logging.WARNING):
         await pool.update_replicas(*trained.step(size))
     said = [record.getMessage() for record in caplog.records if record.name.endswith(".roster")]

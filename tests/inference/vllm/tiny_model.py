@@ -15,14 +15,17 @@ from verbatim.models.build import build_tokenizer, random_model
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import save_model
 
+CONTEXT = 16384
+"""Tokens: a request of nearly all of them goes on for as long as a test looks at it."""
 SIZES = BuildConfig(
-    hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=2, intermediate_size=96, vocab_size=320, context_length=512
-)
+    hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=2, intermediate_size=96, vocab_size=320,
+    context_length=CONTEXT,
+)  # fmt: skip
 
 
 def tiny_tokenizer() -> Any:
     """The tokenizer of the tiny models."""
-    return build_tokenizer(["hello world 123\n", "a longer text\n"] * 20, vocab_size=320, context_length=512)
+    return build_tokenizer(["hello world 123\n", "a longer text\n"] * 20, vocab_size=320, context_length=CONTEXT)
 
 
 class TinyModel:
@@ -44,6 +47,7 @@ class TinyModel:
 
     def _begin(self, folder: Path, model: Any) -> None:
         self.model = model.eval()
+        self._first = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         self._folder = folder
         self.vocab_size = int(model.config.vocab_size)
         self.published = self.publish("v0")
@@ -62,6 +66,11 @@ class TinyModel:
             for parameter in self.model.parameters():
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * size)
         return self.publish(name)
+
+    def go_back(self) -> Path:
+        """The first weights again."""
+        self.model.load_state_dict(self._first)
+        return self.published
 
     def logprobs(self, ids: np.ndarray) -> np.ndarray:
         """The trainer's logprobs of all ids but the first: float32 [L - 1]."""
@@ -85,7 +94,7 @@ class MoeModel(TinyModel):
         config = Qwen3MoeConfig(
             vocab_size=len(self._tokenizer), hidden_size=64, intermediate_size=96, moe_intermediate_size=40,
             num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=32, num_experts=4,
-            num_experts_per_tok=2, norm_topk_prob=True, max_position_embeddings=512, tie_word_embeddings=False,
+            num_experts_per_tok=2, norm_topk_prob=True, max_position_embeddings=CONTEXT, tie_word_embeddings=False,
             initializer_range=0.125,
         )  # fmt: skip
         torch.manual_seed(0)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 
 def register() -> None:
-    """Add the faulty engine to vLLM's table."""
+    """Put the faulty engine in the place of the one that takes folders and broadcasts."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    if "verbatim_faulty" not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine("verbatim_faulty", "verbatim_faulty_engine", "FaultyEngine")
+    WeightTransferEngineFactory._registry.pop("verbatim_broadcast", None)
+    WeightTransferEngineFactory.register_engine("verbatim_broadcast", "verbatim_faulty_engine", "FaultyEngine")
 
 
 def planted() -> str:
