@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from byte_renderer import VOCAB_SIZE, ByteRenderer, call
-from campaigns import Campaign
+from campaigns import Campaign, sized
 from faults.hostile_requests import CHATS, Case, body_cases, field_cases
 from verbatim.errors import VerbatimError
 from verbatim.inference.base import Completion
@@ -61,10 +61,9 @@ def unnamed(cases: list[Case], answer: Callable[[bytes, ChatProtocol], str | Non
 @pytest.mark.campaign
 @pytest.mark.parametrize("path", CHATS)
 def test_every_wrong_value_is_refused_by_name_or_answered(path, campaign):
-    """All cases: a thousand take a second."""
     cases = [case for case in [*field_cases(), *body_cases()] if case.path == path and case.method == "POST"]
     assert len(cases) > 900
-    assert unnamed(cases, outcome, campaign("hostile chat requests")) == []
+    assert unnamed(cases[:: sized(5, 1)], outcome, campaign("hostile chat requests")) == []
 
 
 def test_a_refusal_that_names_no_field_is_found():
