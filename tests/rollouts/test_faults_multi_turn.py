@@ -108,7 +108,10 @@ def ids_of(trajectory):
     return [(t.prompt_ids.tolist(), t.completion_ids.tolist(), t.logprobs.tolist()) for t in trajectory.turns]
 
 
-@pytest.fixture(scope="module", params=[scripted, embedded], ids=lambda make: make.__name__)
+REAL = pytest.param(embedded, marks=pytest.mark.realtime)
+
+
+@pytest.fixture(scope="module", params=[scripted, REAL], ids=lambda make: make.__name__)
 def played(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     faults = draw_faults(3)

@@ -250,7 +250,6 @@ async def test_processor_time_is_limited(start: Start):
 
 
 @pytest.mark.parametrize("endless", ["yes", "cat /dev/zero", "while :; do echo y; done", "yes >&2"])
-@pytest.mark.slow
 async def test_endless_output_is_stopped_and_cut(start: Start, endless: str):
     sandbox = await start(output_bytes=100)
     stopped = await sandbox.run(endless)
