@@ -140,7 +140,7 @@ class PlantedCopy:
         finally:
             timer.cancel()
         shutil.rmtree(temporary, ignore_errors=True)
-        said = out.read_text(errors="replace")[-3000:]
+        said = out.read_text(errors="replace")[-1500:]
         if not result.exists():
             return Outcome(passed=0, broken=(f"ended with {status}",), loaded=False, cpu=0.0, said=said)
         found = json.loads(result.read_text())
