@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.errors import HypothesisException
 from hypothesis.strategies import SearchStrategy, tuples
 
 from campaigns import Campaign, sized
@@ -35,16 +36,19 @@ def drawn(name: str, small: int, whole: int) -> Callable[[Callable[..., object]]
     """
 
     def decorate(test: Callable[..., object]) -> Callable[..., None]:
-        @functools.wraps(test)
-        def tried(*args: Any, campaign: Callable[[str], Campaign], **kwargs: Any) -> None:
-            with counted(campaign(name)):
-                test(*args, **kwargs)
-
         given_to_it = inspect.signature(test)
-        fixture = inspect.Parameter("campaign", inspect.Parameter.KEYWORD_ONLY)
-        tried.__signature__ = given_to_it.replace(  # type: ignore[attr-defined]
-            parameters=[*given_to_it.parameters.values(), fixture]
-        )
+        fixture = inspect.Parameter("campaign", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        # First, because `given` fills the parameters from the last one on.
+        signature = given_to_it.replace(parameters=[fixture, *given_to_it.parameters.values()])
+
+        @functools.wraps(test)
+        def tried(*args: Any, **kwargs: Any) -> None:
+            values = signature.bind(*args, **kwargs).arguments
+            campaign: Callable[[str], Campaign] = values.pop("campaign")
+            with counted(campaign(name)):
+                test(**values)
+
+        tried.__signature__ = signature  # type: ignore[attr-defined]
         limits = settings(max_examples=sized(small, whole), print_blob=True, suppress_health_check=CHECKS)
         return pytest.mark.campaign(limits(tried))
 
@@ -53,10 +57,12 @@ def drawn(name: str, small: int, whole: int) -> Callable[[Callable[..., object]]
 
 @contextlib.contextmanager
 def counted(row: Campaign) -> Iterator[None]:
-    """One more case, wrong where this raises."""
+    """One more case, wrong where this raises; none where hypothesis gives up what it draws."""
     try:
         yield
-    except BaseException:
+    except HypothesisException:
+        raise
+    except Exception:
         row.add(wrong=True)
         raise
     row.add()

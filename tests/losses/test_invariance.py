@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from campaigns import sized
+from drawn import counted
 from properties import reference
 from properties.episodes import random_batch
 from trainer.trainer_helpers import gradients, largest_difference, num_trained, write_model
@@ -68,17 +70,40 @@ def one_turn_at_a_time(folder, batch, loss):
     return oracle, total
 
 
-@pytest.mark.parametrize("seed", LIMITS)
+@pytest.mark.campaign
 @pytest.mark.parametrize("name", LOSSES)
-def test_strategy_packing_and_micro_batches_leave_the_gradient_alone(model, name, seed):
-    batch, loss = random_batch(Random(seed)), LOSSES[name]
+def test_strategy_packing_and_micro_batches_leave_the_gradient_alone(model, name, campaign):
+    """With each batch all layouts; with all tests two, so that each loss, and each batch, has every layout."""
+    row, first = campaign("losses by layouts"), list(LOSSES).index(name)
+    for number, seed in enumerate(LIMITS):
+        two = [LAYOUTS[(2 * (first + number) + more) % len(LAYOUTS)] for more in range(2)]
+        with counted(row):
+            check(model, LOSSES[name], seed, sized(two, LAYOUTS))
+
+
+def test_samples_that_leave_a_token_out_are_found(model):
+    """The campaign can fail."""
+
+    def without_one(sample):
+        mask = sample.loss_mask.copy()
+        mask[np.flatnonzero(mask)[-1]] = False
+        return replace(sample, loss_mask=mask, chunk_ids=np.where(mask, sample.chunk_ids, -1))
+
+    for name in LOSSES:
+        with pytest.raises(AssertionError):
+            check(model, LOSSES[name], 18, LAYOUTS[:1], without_one)
+
+
+def check(model, loss, seed, layouts, spoil=lambda sample: sample):
+    """The gradient and the loss of these layouts are those of one turn at a time; `spoil` changes each sample."""
+    batch = random_batch(Random(seed))
     oracle, expected_loss = one_turn_at_a_time(model, batch, loss)
     denominator = units(loss, samples_of(batch, "branching", loss))
     expected = reference.gradient_of(oracle, expected_loss / denominator)
     assert any(gradient.norm() > 0 for gradient in expected.values())
-    for strategy, packing in LAYOUTS:
-        samples = samples_of(batch, strategy, loss)
-        assert units(loss, samples) == denominator
+    for strategy, packing in layouts:
+        samples = [spoil(sample) for sample in samples_of(batch, strategy, loss)]
+        assert spoil(samples[0]) is not samples[0] or units(loss, samples) == denominator
         found, total, _ = gradients(model, samples, loss=loss, packing=packing, micro_batch_tokens=LIMITS[seed],
                                     denominator=denominator)  # fmt: skip
         assert largest_difference(found, expected) < 1e-12, (strategy, packing)

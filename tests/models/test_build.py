@@ -1,11 +1,12 @@
 """A model made on the spot: reproducible, loadable, with a tokenizer that loses nothing and wastes little."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from drawn import drawn
 from verbatim.config.schema import BuildConfig
 from verbatim.environments.guess_number import GuessNumber
 from verbatim.environments.resolve import corpus
@@ -60,13 +61,13 @@ def test_the_same_seed_gives_the_same_model_and_another_seed_another(folder, tmp
 
 
 @given(text=TEXT)
-@settings(max_examples=200, deadline=None)
+@drawn("ids of the built tokenizer", 50, 10000)
 def test_any_text_comes_back_from_its_ids(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 @given(before=TEXT, after=TEXT)
-@settings(max_examples=100, deadline=None)
+@drawn("cuts of the built tokenizer", 50, 10000)
 def test_a_cut_at_a_lines_end_changes_no_id(tokenizer, before, after):
     whole = tokenizer.encode(f"{before}\n{after}")
     assert whole == tokenizer.encode(before) + tokenizer.encode("\n") + tokenizer.encode(after)

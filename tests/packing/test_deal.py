@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drawn import drawn
 from packing.test_tree import sample
-from properties.episodes import examples
 from verbatim.packing import pack_rows, pack_tree
 from verbatim.packing.cost import CostModel, model_cost
 from verbatim.packing.deal import Piece, deal, idle_share, lock_step_time
@@ -68,8 +68,8 @@ def test_fewer_pieces_than_ranks_leave_ranks_without_work():
     assert deal([], num_ranks=2, most_tokens=1).costs == ((), ())
 
 
-@examples(300)
 @given(pieces=pieces, num_ranks=st.integers(1, 6), most_tokens=st.integers(1, 120))
+@drawn("pieces of ranks", 50, 5000)
 def test_each_piece_once_within_the_bounds_blocks_on_one_rank_and_the_same_again(pieces, num_ranks, most_tokens):
     dealt = deal(pieces, num_ranks=num_ranks, most_tokens=most_tokens)
     assert deal(pieces, num_ranks=num_ranks, most_tokens=most_tokens) == dealt
@@ -89,8 +89,8 @@ def test_each_piece_once_within_the_bounds_blocks_on_one_rank_and_the_same_again
         assert costs == pytest.approx([sum(pieces[i].cost for i in numbers) for numbers in mine])
 
 
-@examples(100)
 @given(costs=st.lists(st.floats(0.5, 1e4), min_size=1, max_size=60), num_ranks=st.integers(1, 8))
+@drawn("balance of ranks", 50, 5000)
 def test_with_room_for_everything_no_rank_has_more_than_a_share_and_one_piece(costs, num_ranks):
     """Largest first to the least loaded: 4/3 of the best at most, and a share plus one piece in any case."""
     time = deal(of_cost(*costs), num_ranks=num_ranks, most_tokens=1000).time

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drawn import drawn
 from packing.test_tree import sample
-from properties.episodes import batches, examples, limits
+from properties.episodes import batches, limits
 from verbatim import build_samples
 from verbatim.packing import find_packer, unique_tokens
 from verbatim.packing.cost import CostModel
@@ -62,11 +63,11 @@ def samples_of(trajectories):
     return [each for trajectory in trajectories for each in build_samples(trajectory, strategy="branching")]
 
 
-@examples(60)
 @given(
     batch=batches(), limit=limits, keep_whole=st.booleans(), packing=st.sampled_from(PACKINGS),
     num_ranks=st.integers(1, 9),
 )  # fmt: skip
+@drawn("targets of ranks", 30, 2000)
 def test_every_trained_token_once_in_its_context_and_trajectories_whole(batch, limit, keep_whole, packing, num_ranks):
     samples = samples_of(batch)
     terms = {"num_ranks": num_ranks, "micro_batch_tokens": limit, "keep_whole": keep_whole, "cost": COST}
@@ -102,8 +103,8 @@ def test_every_trained_token_once_in_its_context_and_trajectories_whole(batch, l
         assert costs == pytest.approx([f * COST.micro_batch(m) for f, m in zip(factors, mine, strict=True)])
 
 
-@examples(60)
 @given(batch=batches(), limit=limits, keep_whole=st.booleans(), packing=st.sampled_from(PACKINGS))
+@drawn("one rank", 20, 2000)
 def test_one_rank_has_the_packers_own_micro_batches(batch, limit, keep_whole, packing):
     samples = samples_of(batch)
     terms = {"micro_batch_tokens": limit, "keep_whole": keep_whole}

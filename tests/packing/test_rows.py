@@ -2,9 +2,10 @@ from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from drawn import drawn, is_found
 from verbatim import Trajectory, Turn, build_samples
 from verbatim.errors import UsageError
 from verbatim.packing import PACKERS, pack_rows
@@ -144,8 +145,8 @@ def expected_contents(samples):
     )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
 @given(samples=batches_of_samples(), budget=st.integers(1, 30), keep_whole=st.booleans(), data=st.data())
+@drawn("targets of rows", 50, 5000)
 def test_every_trained_token_is_a_target_once_in_its_context(samples, budget, keep_whole, data):
     batches = pack_rows(samples, micro_batch_tokens=budget, keep_whole=keep_whole)
     assert contents(batches) == expected_contents(samples)
@@ -153,8 +154,18 @@ def test_every_trained_token_is_a_target_once_in_its_context(samples, budget, ke
     assert contents(pack_rows(shuffled, micro_batch_tokens=budget, keep_whole=keep_whole)) == contents(batches)
 
 
-@settings(max_examples=150, deadline=None)
+def test_a_sample_that_is_left_out_is_found():
+    """The campaign can fail."""
+
+    def case(samples):
+        batches = pack_rows(samples[:-1], micro_batch_tokens=9, keep_whole=False) if len(samples) > 1 else []
+        assert contents(batches) == expected_contents(samples)
+
+    assert is_found(case, batches_of_samples())
+
+
 @given(samples=batches_of_samples(), budget=st.integers(1, 30), keep_whole=st.booleans())
+@drawn("budgets of rows", 50, 5000)
 def test_no_micro_batch_exceeds_its_tokens_and_no_row_is_cut(samples, budget, keep_whole):
     batches = pack_rows(samples, micro_batch_tokens=budget, keep_whole=keep_whole)
     trained = [s for s in samples if s.num_trained_tokens]
@@ -162,8 +173,8 @@ def test_no_micro_batch_exceeds_its_tokens_and_no_row_is_cut(samples, budget, ke
     assert all(batch.num_tokens <= budget or len(batch.row_lengths) == 1 for batch in batches)
 
 
-@settings(max_examples=150, deadline=None)
 @given(samples=batches_of_samples(), budget=st.integers(1, 30))
+@drawn("offsets of rows", 50, 5000)
 def test_offsets_are_places_in_the_trajectory_as_given(samples, budget):
     laid = {}
     for sample in samples:
@@ -180,8 +191,8 @@ def test_offsets_are_places_in_the_trajectory_as_given(samples, budget):
     assert {k: sorted(v) for k, v in seen.items()} == {k: np.flatnonzero(m).tolist() for k, m in masks.items()}
 
 
-@settings(max_examples=150, deadline=None)
 @given(samples=batches_of_samples(), budget=st.integers(1, 60))
+@drawn("trajectories of rows", 50, 5000)
 def test_whole_means_one_micro_batch_where_the_budget_allows(samples, budget):
     tokens = {}
     for sample in samples:

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from drawn import drawn, is_found
 from trainer.trainer_helpers import make_sample
 from verbatim.packing import PACKERS, pack_tree, unique_tokens
 from verbatim.packing.cost import CostModel
@@ -120,8 +121,8 @@ def cheapest(lengths, shared, may_cut, budget):
     return min(costs)
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.data())
+@drawn("cuts of trees", 50, 5000)
 def test_no_other_cuts_repeat_less(data):
     """A piece above the budget is one that may not be cut."""
     count = data.draw(st.integers(1, 8))
@@ -140,14 +141,32 @@ def path_of(batch, u):
     return tuple(batch.input_ids[ancestors].tolist())
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=12), min_size=1, max_size=14),
     st.integers(3, 40), st.booleans(), st.integers(1, 4),
 )  # fmt: skip
+@drawn("targets of trees", 50, 5000)
 def test_every_target_is_predicted_from_exactly_its_context(texts, budget, keep_whole, per_trajectory):
+    check_contexts(texts, budget, keep_whole, per_trajectory)
+
+
+def test_a_target_that_moves_to_the_token_before_is_found():
+    """The campaign can fail."""
+
+    def moved(*args, **options):
+        for batch in pack_tree(*args, **options):
+            sources = np.maximum(np.asarray(batch.targets.source_positions) - 1, 0)
+            yield replace(batch, targets=replace(batch.targets, source_positions=sources))
+
+    def case(texts):
+        check_contexts(texts, 40, False, 1, moved)
+
+    assert is_found(case, st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=12), min_size=1, max_size=14))
+
+
+def check_contexts(texts, budget, keep_whole, per_trajectory, pack=pack_tree):
     samples = [sample(text, list(range(1, len(text))), f"t{i // per_trajectory}") for i, text in enumerate(texts)]
-    batches = pack_tree(samples, micro_batch_tokens=budget, keep_whole=keep_whole)
+    batches = pack(samples, micro_batch_tokens=budget, keep_whole=keep_whole)
     found, computed = [], set()
     for batch in batches:
         paths = [path_of(batch, u) for u in range(batch.num_tokens)]
@@ -171,11 +190,11 @@ def test_every_target_is_predicted_from_exactly_its_context(texts, budget, keep_
     assert sorted(found) == sorted(wanted)
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=8), min_size=1, max_size=14),
     st.integers(3, 40), st.integers(1, 4),
 )  # fmt: skip
+@drawn("trajectories of trees", 50, 5000)
 def test_a_trajectory_that_fits_is_in_one_micro_batch(texts, budget, per_trajectory):
     samples = [sample(text, [len(text) - 1], f"t{i // per_trajectory}") for i, text in enumerate(texts)]
     batches = pack_tree(samples, micro_batch_tokens=budget, keep_whole=True)
@@ -212,8 +231,8 @@ def test_trajectories_of_different_experts_stay_apart_within_the_budget():
     assert unique_tokens(samples) == 15
 
 
-@settings(deadline=None, max_examples=150)
 @given(st.integers(0, 10**6), st.booleans(), st.integers(1, 3))
+@drawn("trees of experts", 50, 5000)
 def test_no_micro_batch_of_recorded_experts_exceeds_the_budget(seed, keep_whole, num_ranks):
     """Unless it is one sample that does."""
     rng = np.random.default_rng(seed)

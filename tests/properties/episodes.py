@@ -1,15 +1,11 @@
 """Random batches whose agents do to their history whatever agents do: extend it, strip it, compact it, start again."""
 
-import contextlib
 import math
-from collections.abc import Iterator
 from random import Random
 
 import numpy as np
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from campaigns import Campaign, sized
 from trainer.trainer_helpers import VOCAB
 from verbatim import Trajectory, Turn
 
@@ -29,29 +25,6 @@ Blocks = list[tuple[bool, tuple[int, ...]]]
 
 limits = st.one_of(st.integers(1, 120), st.just(10_000))
 """Tokens of a micro-batch: from one to everything."""
-
-
-def examples(count: int) -> settings:
-    """This many random batches for each model, or 1000 of a whole campaign. They are the same in every run, but with
-    `--hypothesis-profile=searching`."""
-    return settings(
-        max_examples=sized(count, 1000), print_blob=True,
-        suppress_health_check=[
-            HealthCheck.too_slow, HealthCheck.data_too_large,
-            HealthCheck.function_scoped_fixture,  # that of the campaign, which only counts
-        ],
-    )  # fmt: skip
-
-
-@contextlib.contextmanager
-def counted(row: Campaign) -> Iterator[None]:
-    """One more case, wrong where this raises."""
-    try:
-        yield
-    except BaseException:
-        row.add(wrong=True)
-        raise
-    row.add()
 
 
 def batches() -> st.SearchStrategy[list[Trajectory]]:

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drawn import drawn
 from properties import reference
-from properties.episodes import batches, counted, examples, limits, random_batch
+from properties.episodes import batches, limits, random_batch
 from properties.grid import LAYOUTS, LEVELS, levels, samples_of
 from trainer.trainer_helpers import gradients, largest_difference, num_trained
 from verbatim.losses import LOSSES
@@ -32,36 +33,30 @@ def check(model, turns, formula, samples_by, tolerance, **settings):
         assert loss == pytest.approx(expected_loss.item(), rel=tolerance, abs=tolerance), (strategy, packing)
 
 
-@examples(10)
 @given(batch=batches(), level=levels, limit=limits, chunk=st.sampled_from([1, 5, 1000]))
-@pytest.mark.campaign
-def test_the_gradient_is_that_of_one_turn_at_a_time(model, campaign, batch, level, limit, chunk):
-    with counted(campaign("one gradient: float64")):
-        loss, formula = LEVELS[level]
-        turns = reference.trained_turns(reference.model_in(model), batch)
-        options = {"loss": loss, "micro_batch_tokens": limit, "chunk": chunk}
-        check(model, turns, formula, partial(samples_of, batch), 1e-12, **options)
+@drawn("one gradient: float64", 10, 1000)
+def test_the_gradient_is_that_of_one_turn_at_a_time(model, batch, level, limit, chunk):
+    loss, formula = LEVELS[level]
+    turns = reference.trained_turns(reference.model_in(model), batch)
+    options = {"loss": loss, "micro_batch_tokens": limit, "chunk": chunk}
+    check(model, turns, formula, partial(samples_of, batch), 1e-12, **options)
 
 
-@examples(5)
 @given(batch=batches(), level=levels, limit=limits)
-@pytest.mark.campaign
-def test_in_float32_it_is_the_same_but_for_rounding(model, campaign, batch, level, limit):
-    with counted(campaign("one gradient: float32")):
-        loss, formula = LEVELS[level]
-        turns = reference.trained_turns(reference.model_in(model), batch)
-        options = {"loss": loss, "micro_batch_tokens": limit, "dtype": "float32"}
-        check(model, turns, formula, partial(samples_of, batch), 1e-5, **options)
+@drawn("one gradient: float32", 5, 1000)
+def test_in_float32_it_is_the_same_but_for_rounding(model, batch, level, limit):
+    loss, formula = LEVELS[level]
+    turns = reference.trained_turns(reference.model_in(model), batch)
+    options = {"loss": loss, "micro_batch_tokens": limit, "dtype": "float32"}
+    check(model, turns, formula, partial(samples_of, batch), 1e-5, **options)
 
 
-@examples(5)
 @given(batch=batches(), limit=limits)
-@pytest.mark.campaign
-def test_supervised_training_reads_every_completion_with_or_without_logprobs(model, campaign, batch, limit):
-    with counted(campaign("one gradient: supervised")):
-        turns = reference.trained_turns(reference.model_in(model), batch, needs_logprobs=False)
-        samples = partial(samples_of, batch, needs_logprobs=False)
-        check(model, turns, reference.supervised_formula, samples, 1e-12, loss=LOSSES["sft"], micro_batch_tokens=limit)
+@drawn("one gradient: supervised", 5, 1000)
+def test_supervised_training_reads_every_completion_with_or_without_logprobs(model, batch, limit):
+    turns = reference.trained_turns(reference.model_in(model), batch, needs_logprobs=False)
+    samples = partial(samples_of, batch, needs_logprobs=False)
+    check(model, turns, reference.supervised_formula, samples, 1e-12, loss=LOSSES["sft"], micro_batch_tokens=limit)
 
 
 def test_an_advantage_of_another_token_is_found(model):

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from campaigns import sized
+from drawn import drawn
 from properties import reference
-from properties.episodes import batches, counted, examples, limits, random_batch
+from properties.episodes import batches, limits, random_batch
 from properties.grid import LEVELS, levels, samples_of, some_layouts
 from verbatim import build_samples
 from verbatim.config.schema import OptimConfig, TrainerConfig
@@ -31,10 +32,9 @@ def make_trainer(folder, loss, packing, limit, **config):
     return Trainer(folder, config, loss=loss, total_optimizer_steps=TOTAL, dtype="float64")
 
 
-@examples(5)
 @given(batch=batches(), limit=limits, level=levels, layouts=some_layouts, recomputed=st.booleans())
-@pytest.mark.campaign
-def test_the_loss_and_the_gradients_norm_are_divided_alike(model, campaign, batch, limit, level, layouts, recomputed):
+@drawn("optimizer steps: norms", 5, 1000)
+def test_the_loss_and_the_gradients_norm_are_divided_alike(model, batch, limit, level, layouts, recomputed):
     loss, formula = LEVELS[level]
     oracle = reference.model_in(model)
     turns = reference.trained_turns(oracle, batch)
@@ -42,23 +42,21 @@ def test_the_loss_and_the_gradients_norm_are_divided_alike(model, campaign, batc
     denominator = sum(len(turn.pi) for turn in turns) if by_tokens else len({turn.trajectory_id for turn in turns})
     expected = formula(turns) / denominator
     norm = torch.nn.utils.get_total_norm(reference.gradient_of(oracle, expected).values()).item()
-    with counted(campaign("optimizer steps: norms")):
-        for strategy, packing in layouts:
-            trainer = make_trainer(model, loss, packing, limit, gradient_checkpointing=recomputed)
-            metrics = trainer.train_batch(samples_of(batch, strategy))
-            assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-12, abs=1e-12)
-            assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-12)
-            assert metrics["trained_tokens"] == sum(len(turn.pi) for turn in turns)
+    for strategy, packing in layouts:
+        trainer = make_trainer(model, loss, packing, limit, gradient_checkpointing=recomputed)
+        metrics = trainer.train_batch(samples_of(batch, strategy))
+        assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-12, abs=1e-12)
+        assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-12)
+        assert metrics["trained_tokens"] == sum(len(turn.pi) for turn in turns)
 
 
-@examples(5)
 @given(
     run=st.lists(batches(), min_size=2, max_size=3), limit=limits, level=levels,
     steps=st.integers(1, 4), pair=st.sampled_from(PAIRS),
 )  # fmt: skip
-@pytest.mark.campaign
+@drawn("optimizer steps: numbers and rates", 5, 1000)
 def test_optimizer_steps_and_learning_rates_do_not_depend_on_the_number_of_samples(
-    model, campaign, run, limit, level, steps, pair
+    model, run, limit, level, steps, pair
 ):
     """As many steps as configured, or as there are trajectories with a trained token."""
     loss, _ = LEVELS[level]
@@ -69,22 +67,19 @@ def test_optimizer_steps_and_learning_rates_do_not_depend_on_the_number_of_sampl
         taken.append([(m["num_optimizer_steps"], m["lr"], trainer.num_optimizer_steps) for m in metrics])
         weights.append(torch.cat([p.detach().ravel() for p in trainer.model.parameters()]))
     trajectories = [len({s.trajectory_id for s in samples_of(batch, "branching")}) for batch in run]
-    with counted(campaign("optimizer steps: numbers and rates")):
-        assert [count for count, _, _ in taken[0]] == [min(steps, count) for count in trajectories]
-        assert all(other == taken[0] for other in taken)
-        for other in weights:
-            torch.testing.assert_close(other, weights[0], rtol=0, atol=1e-9)
+    assert [count for count, _, _ in taken[0]] == [min(steps, count) for count in trajectories]
+    assert all(other == taken[0] for other in taken)
+    for other in weights:
+        torch.testing.assert_close(other, weights[0], rtol=0, atol=1e-9)
 
 
-@examples(5)
 @given(batch=batches(), limit=limits, layouts=some_layouts)
-@pytest.mark.campaign
-def test_the_trainers_logprobs_are_those_of_each_turn_by_itself(model, campaign, batch, limit, layouts):
-    with counted(campaign("optimizer steps: logprobs")):
-        for strategy, packing in layouts:
-            trainer = make_trainer(model, LEVELS["token"][0], packing, limit)
-            for trajectory in batch:
-                is_right(trainer, model, trajectory, build_samples(trajectory, strategy))
+@drawn("optimizer steps: logprobs", 5, 1000)
+def test_the_trainers_logprobs_are_those_of_each_turn_by_itself(model, batch, limit, layouts):
+    for strategy, packing in layouts:
+        trainer = make_trainer(model, LEVELS["token"][0], packing, limit)
+        for trajectory in batch:
+            is_right(trainer, model, trajectory, build_samples(trajectory, strategy))
 
 
 def is_right(trainer, model, trajectory, samples):

@@ -1,13 +1,15 @@
 """Interleaving: every sampled token once, in the context it was sampled in, or counted."""
 
 import doctest
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import verbatim.trajectories.samples
+from drawn import drawn, is_found
 from verbatim import Trajectory, Turn, build_samples
 from verbatim.trajectories import build
 from verbatim.trajectories.extension import OpenSamples
@@ -189,11 +191,24 @@ def episodes(draw):
     return turns
 
 
-@settings(max_examples=200, deadline=None)
 @given(episodes(), st.one_of(st.none(), st.integers(1, 12)))
+@drawn("tokens of trajectories", 60, 10000)
 def test_every_sampled_token_is_trained_once_in_its_own_context_or_counted(turns, max_length):
-    whole = trajectory(*turns)
-    built = build(whole, max_length=max_length)
+    check_tokens(turns, build(trajectory(*turns), max_length=max_length), max_length)
+
+
+def test_a_drop_that_is_not_counted_is_found():
+    """The campaign can fail."""
+
+    def case(turns):
+        built = build(trajectory(*turns), max_length=4)
+        check_tokens(turns, SimpleNamespace(samples=built.samples, dropped={}), 4)
+
+    assert is_found(case, episodes(), cases=40)
+
+
+def check_tokens(turns, built, max_length):
+    """Each sampled token is trained once in its context, or counted."""
     seen = []
     for sample in built.samples:
         assert max_length is None or len(sample) <= max_length

@@ -3,9 +3,10 @@
 import doctest
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from drawn import drawn
 from verbatim.records import spans as module
 from verbatim.records.spans import OUTSIDE, Span, expanded, of_trained, trained_places
 
@@ -27,8 +28,8 @@ def samples(draw):
     return spans, end + draw(st.integers(0, 2))
 
 
-@settings(max_examples=200, deadline=None)
 @given(samples())
+@drawn("arrays of spans", 50, 5000)
 def test_arrays_of_spans_hold_token_by_token_what_the_spans_say(made):
     spans, length = made
     of_token = {place: span for span in spans for place in range(span.start, span.end)}
