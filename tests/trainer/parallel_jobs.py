@@ -2,7 +2,6 @@
 
 import gc
 import os
-import time
 import weakref
 from dataclasses import replace
 from datetime import timedelta
@@ -19,8 +18,9 @@ from verbatim.config.schema import OptimConfig, TrainerConfig
 from verbatim.errors import RunStopped, SamplerFault, UsageError
 from verbatim.losses import LOSSES, Loss
 from verbatim.trainer.optimizer_state import local
-from verbatim.trainer.parallel import publish
+from verbatim.trainer.parallel import failures, publish
 from verbatim.trainer.trainer import Trainer
+from waiting import HANGS, wait_until
 
 ZERO = 1e-12
 """Gradients below this share of the largest one are rounding errors of 0."""
@@ -300,7 +300,7 @@ class GlooReceivers:
     """Stands for NCCL: broadcasts to one other process, and counts the bytes that are gathered at one time."""
 
     def __init__(self, store):
-        self.group = dist.ProcessGroupGloo(dist.FileStore(store, 2), 0, 2, timedelta(seconds=240))
+        self.group = dist.ProcessGroupGloo(dist.FileStore(store, 2), 0, 2, timedelta(seconds=HANGS))
         self.names, self.alive, self.most = [], [], 0
 
     def send(self, name, tensor):
@@ -422,18 +422,28 @@ def bad_losses(ranks, model, sequence=1):
     return said
 
 
+def shorten_deadline(ranks, seconds):
+    """This rank waits no longer for the others from here on."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+    ranks.deadline = ranks.failures._deadline = seconds
+
+
 def hang(ranks, folder):
-    """What rank 0 hears where rank 1 does not come to what all do together."""
+    """What rank 0 hears where rank 1 does not come to what all do together, by a deadline that is short from the moment
+    on when it hangs."""
     folder = Path(folder)
     if not ranks.leads:
         ranks.next_order()
-        while not (folder / "told").exists():
-            time.sleep(0.05)
+        (folder / "hangs").touch()
+        wait_until((folder / "told").exists)
         return None
     told = []
     for _ in range(2):
         try:
-            with ranks.lead("meet"):
+            with mock.patch.object(failures, "GRACE", 0.2), ranks.lead("meet"):
+                wait_until((folder / "hangs").exists)
+                shorten_deadline(ranks, 1)
                 ranks.most(1)
         except RunStopped as error:
             told.append(str(error))

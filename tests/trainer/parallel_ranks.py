@@ -7,7 +7,6 @@ import contextlib
 import importlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -15,8 +14,11 @@ import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 
-SECONDS = 240.0
-"""For one job: a busy machine takes its time."""
+import warm
+from waiting import HANGS
+
+SECONDS = 3 * HANGS
+"""After which a job, or a rank that waits for another one, is given up."""
 
 
 @dataclass
@@ -33,14 +35,13 @@ class Crew:
         paths = os.pathsep.join([str(here), *filter(None, sys.path)])
         for rank in range(self.size):
             with (self.folder / f"log-{rank}").open("ab") as log:
-                self.processes.append(subprocess.Popen(
+                self.processes.append(warm.Popen(
                     [sys.executable, str(here / "parallel_ranks.py"), str(self.folder), str(rank)], stdout=log,
-                    stderr=log, env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1",
-                                     "GLOO_SOCKET_IFNAME": "lo"},
+                    stderr=log, env={**os.environ, "PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo"},
                 ))  # fmt: skip
         return self
 
-    def run(self, function, *arguments, size=None, deadline=SECONDS, seconds=SECONDS):
+    def run(self, function, *arguments, size=None, deadline=2 * SECONDS, seconds=SECONDS):
         """The JSON value that the function returned on rank 0 of the first `size` processes."""
         self.jobs += 1
         job = {"module": function.__module__, "name": function.__name__, "arguments": arguments,

@@ -78,12 +78,13 @@ def test_layers_are_compiled_once_whatever_the_number_of_tokens(sliding_qwen):
     assert torch._dynamo.utils.counters["stats"].get("unique_graphs", 0) == 0
 
 
+@pytest.mark.realtime
 def test_two_processes_compile_their_layers(qwen):
     with crew(2) as two:
         (found,) = two.run(jobs.compare, [{
             "model": str(qwen), "batches": [["usual", 0]], "micro_batch_tokens": 40, "compile": True,
             "gradient_checkpointing": True,
-        }], seconds=900)  # fmt: skip
+        }])  # fmt: skip
     assert max(found["gradient"]) < 1e-10
 
 

@@ -1,7 +1,7 @@
 """A thread of each rank looks for failures of the others, because the rank itself may wait for them."""
 
 import threading
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -9,6 +9,9 @@ import torch.distributed as dist
 from verbatim.errors import ComponentError, RunStopped, UsageError
 from verbatim.trainer.parallel import failures
 from verbatim.trainer.parallel.failures import Failure, Failures, kind_of
+from waiting import HANGS, wait_until
+
+pytestmark = pytest.mark.realtime
 
 
 @pytest.fixture(autouse=True)
@@ -21,17 +24,37 @@ def store(tmp_path):
     return dist.FileStore(str(tmp_path / "store"), 3)
 
 
-def heard(mine, act, seconds=0.3, **how):
-    """What the watch of a rank ended it for, while that waited for so many seconds at most."""
-    ends, called = [], threading.Event()
+class Looks:
+    """What the watching thread saw, one look after the other."""
 
-    def end(failure, _):
-        ends.append(failure)
-        called.set()
+    def __init__(self):
+        self.seen, self.look = [], Failures._of_another
 
-    with mine.watched(end, **how):
+    def __call__(self, mine):
+        found = self.look(mine)
+        self.seen.append(found)
+        return found
+
+
+@pytest.fixture
+def looks(monkeypatch):
+    found = Looks()
+    monkeypatch.setattr(Failures, "_of_another", lambda mine: found(mine))
+    return found
+
+
+def heard(mine, act, until, **how):
+    """What the watch of a rank ended it for, while that waited until this holds."""
+    ends, before = [], set(threading.enumerate())
+    with mine.watched(lambda failure, _: ends.append(failure), **how):
+        (watch,) = set(threading.enumerate()) - before
         act()
-        called.wait(seconds)
+        wait_until(lambda: until(ends))
+    watch.join(HANGS)
+    return ends
+
+
+def has_ended(ends):
     return ends
 
 
@@ -41,25 +64,36 @@ def test_a_rank_ends_for_the_first_failure_of_another(store):
         Failures(store, 1, 3).tell(UsageError("a bad record"))
         Failures(store, 2, 3).tell(RunStopped("too late"))
 
-    (found,) = heard(Failures(store, 0, 3), fail, seconds=60)
+    (found,) = heard(Failures(store, 0, 3), fail, has_ended)
     assert found == Failure(rank=1, said="a bad record", kind="usage")
 
 
-def test_a_rank_does_not_end_for_a_failure_of_its_own_nor_for_those_who_only_lost_the_others(store):
+def test_a_rank_does_not_end_for_a_failure_of_its_own_nor_for_those_who_only_lost_the_others(store, looks):
     mine = Failures(store, 0, 3)
-    assert heard(mine, lambda: Failures(store, 1, 3).tell(RuntimeError("gloo: timed out"))) == []
-    assert heard(mine, lambda: mine.tell(RunStopped("no memory"))) == []
+    for fail in (
+        lambda: Failures(store, 1, 3).tell(RuntimeError("gloo: timed out")), lambda: mine.tell(RunStopped("no memory"))
+    ):  # fmt: skip
+
+        def act(fail=fail):
+            fail()
+            looks.seen.clear()
+
+        assert heard(mine, act, lambda ends: len(looks.seen) >= 3) == []
+        assert set(looks.seen) == {None}
 
 
-def test_a_rank_that_hears_of_it_by_itself_is_not_ended(store):
+def test_a_rank_that_hears_of_it_by_itself_is_not_ended(store, looks):
     """Rank 0 has a while to come out of what it does, and to say it where people read it."""
-    assert heard(Failures(store, 0, 3), lambda: Failures(store, 1, 3).tell(RunStopped("x")), patience=5) == []
+    told = Failures(store, 1, 3)
+    assert heard(
+        Failures(store, 0, 3), lambda: told.tell(RunStopped("x")), lambda ends: any(looks.seen), patience=HANGS
+    ) == []  # fmt: skip
 
 
 def test_a_process_that_has_ended_is_a_failure(store):
     ended = {}
     mine = Failures(store, 0, 3, ended=lambda: ended)
-    (found,) = heard(mine, lambda: ended.update({2: "was ended by SIGKILL"}), seconds=60)
+    (found,) = heard(mine, lambda: ended.update({2: "was ended by SIGKILL"}), has_ended)
     assert found == Failure(rank=2, said="it was ended by SIGKILL", kind="run")
 
 
@@ -69,14 +103,19 @@ def test_a_store_that_is_gone_ends_a_rank():
 
     served = [make(True, 0)]
     mine = Failures(make(False, served[0].port), 1, 2)
-    assert heard(mine, served.clear, seconds=60) == [None]
+    assert heard(mine, served.clear, has_ended) == [None]
 
 
-def test_ranks_that_do_not_come_are_named_when_the_deadline_has_passed(store):
-    began = time.monotonic()
-    with pytest.raises(RunStopped, match=r"^rank 0 of the trainer, rank 2 of the trainer did not start within 0\.2 s"):
-        Failures(store, 1, 3, deadline=0.2).introduce()
-    assert 0.2 <= time.monotonic() - began < 60
+def test_ranks_that_do_not_come_are_named_when_the_deadline_has_passed(store, monkeypatch):
+    now = [0.0]
+
+    def sleep(seconds):
+        now[0] += seconds
+
+    monkeypatch.setattr(failures, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    with pytest.raises(RunStopped, match=r"^rank 0 of the trainer, rank 2 of the trainer did not start within 200 s"):
+        Failures(store, 1, 3, deadline=200).introduce()
+    assert 200 < now[0] < 200.1
 
 
 @pytest.mark.parametrize("error, kind", [

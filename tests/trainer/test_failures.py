@@ -11,102 +11,52 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import parallel_jobs as jobs
 import pytest
 from trainer_helpers import make_batch
 
+import warm
 from verbatim.config import make_config
 from verbatim.errors import ModelError, RunStopped, UsageError
+from verbatim.run import trainer_ranks
 from verbatim.run.make_trainer import make_trainer
 from verbatim.run.trainer_ranks import open_ranks
 from verbatim.trainer import trainer as trainer_module
 from verbatim.trainer.logprobs import TargetLogprobs
+from verbatim.trainer.parallel import failures
+from waiting import HANGS, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.realtime]
 
-DEADLINE = 400
+DEADLINE = 2 * HANGS
 """Seconds: whoever is found to wait for it has failed."""
-SOON = 150
-"""Seconds for a start and an end on a busy machine."""
 NAMED = rf"rank {{}} of the trainer \(process \d+ on {re.escape(socket.gethostname())}\)"
-
-FAULTY = '''
-"""Python imports this at its start: rank 1 gets the fault that fault.json names, as soon as fault.json is there."""
-import json
-import os
-from pathlib import Path
-
-def fault():
-    return json.loads(Path("fault.json").read_text()) if Path("fault.json").exists() else {}
-
-if os.environ.get("RANK") == fault().get("rank", "1") and "VERBATIM_FAULTS" in os.environ:
-    import errno
-    import signal
-    import time
-
-    from verbatim.errors import ModelError, UsageError
-    from verbatim.trainer import optimizer_state, trainer
-    from verbatim.trainer.logprobs import TargetLogprobs
-
-    hidden, save_file, load_model = TargetLogprobs.hidden, optimizer_state.save_file, trainer.load_model
-
-    def pass_(*arguments, **rest):
-        match fault().get("pass"):
-            case "usage":
-                raise UsageError("a bad record")
-            case "system":
-                raise OSError(errno.EIO, "Input/output error", "/dev/shm/x")
-            case "bug":
-                raise KeyError("no such layer")
-            case "hang":
-                time.sleep(600)
-            case "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-        return hidden(*arguments, **rest)
-
-    def full(tensors, path, **rest):
-        if fault().get("disk"):
-            Path(path).write_bytes(b"half")
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        return save_file(tensors, path, **rest)
-
-    def refusing(*arguments, **rest):
-        if fault().get("load"):
-            raise ModelError("no such file on this host: config.json")
-        return load_model(*arguments, **rest)
-
-    def bad(*arguments, **rest):
-        raise UsageError("a bad sample")
-
-    TargetLogprobs.hidden, optimizer_state.save_file, trainer.load_model = pass_, full, refusing
-    if fault().get("between"):
-        trainer.check_samples = bad
-    if fault().get("start"):
-        os._exit(3)
-    if fault().get("config"):
-        import verbatim.config
-
-        def unreadable(*arguments, **rest):
-            raise ModelError("another version of verbatim")
-
-        verbatim.config.make_config = unreadable
-'''
+FAULTY = Path(__file__).with_name("faulty_rank.py")
 
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A folder to run in, where `fault.json` is what happens to rank 1."""
+    """A folder to run in, where `fault.json` is what happens to rank 1. Ranks have as long as they need to say what is
+    wrong with them."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("VERBATIM_FAULTS", "1")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(failures, "GRACE", HANGS)
+    monkeypatch.setattr(failures, "_LEAVE_SECONDS", HANGS)
+    monkeypatch.setattr(trainer_ranks, "_PATIENCE", HANGS)
+    monkeypatch.setattr(trainer_ranks, "subprocess", SimpleNamespace(
+        Popen=start_faulty, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired,
+    ))  # fmt: skip
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    (tmp_path / "faulty").mkdir()
-    (tmp_path / "faulty" / "sitecustomize.py").write_text(FAULTY)
-    monkeypatch.syspath_prepend(tmp_path / "faulty")
     return tmp_path
+
+
+def start_faulty(command, **options):
+    """`python -m MODULE ARGUMENTS`, with the fault that there is."""
+    assert command[1] == "-m"
+    return warm.Popen([sys.executable, str(FAULTY), *command[2:]], **options)
 
 
 def plant(**fault):
@@ -114,27 +64,30 @@ def plant(**fault):
     Path("fault.tmp").rename("fault.json")
 
 
-def config_of(model, deadline=DEADLINE):
+def config_of(model):
     return make_config({
         "model": {"name": str(model)}, "max_steps": 9,
         "orchestrator": {"train": {"env": [{"id": "guess_number"}]}, "seq_len": 64},
-        "trainer": {"device": "cpu", "packing": "rows", "parallel": {"processes": 2, "deadline": deadline}},
+        "trainer": {"device": "cpu", "packing": "rows", "parallel": {"processes": 2, "deadline": DEADLINE}},
     })  # fmt: skip
 
 
 @contextlib.contextmanager
-def two(model, deadline=DEADLINE):
+def two(model):
     """The trainer of rank 0, with rank 1 in a process of its own, as a run has them."""
-    config = config_of(model, deadline)
+    config = config_of(model)
     with open_ranks(config, Path("logs")) as ranks:
-        yield make_trainer(config, "run", model, ranks=ranks)
+        trainer = make_trainer(config, "run", model, ranks=ranks)
+        trainer.ranks_for_tests = ranks
+        yield trainer
 
 
 @contextlib.contextmanager
 def soon():
+    """Long before the deadline."""
     began = time.monotonic()
     yield
-    assert time.monotonic() - began < SOON
+    assert time.monotonic() - began < HANGS
 
 
 def log():
@@ -182,9 +135,7 @@ def test_an_error_in_the_pass_of_rank_0_ends_the_other_at_once(place, qwen, monk
         with pytest.raises(UsageError, match=r"^a bad record$"):
             trainer.train_batch(make_batch(1))
         monkeypatch.setattr(TargetLogprobs, "hidden", hidden)
-        with soon():
-            while "processes end" not in log():
-                time.sleep(0.1)
+        wait_until(lambda: "processes end" in log())
         with pytest.raises(RunStopped, match="the trainer's processes have ended: a bad record"):
             trainer.train_batch(make_batch(1))
         raise UsageError("a bad record")
@@ -220,11 +171,21 @@ def test_a_killed_rank_is_named_at_once(place, qwen):
         trainer.train_batch(make_batch(1))
 
 
-def test_a_rank_that_hangs_is_named_when_the_deadline_has_passed(place, qwen):
-    said = NAMED.format(1) + r" kept the other processes waiting for 4 s \(trainer\.parallel\.deadline\)"
-    with pytest.raises(RunStopped, match=said), soon(), two(qwen, deadline=4) as trainer:
+def test_a_rank_that_hangs_is_named_when_the_deadline_has_passed(place, qwen, monkeypatch):
+    """Which is long until it hangs, and short from then on."""
+    hidden = TargetLogprobs.hidden
+
+    def with_a_short_deadline(*arguments, **rest):
+        wait_until(Path("hangs").exists)
+        jobs.shorten_deadline(trainer.ranks_for_tests, 1)
+        return hidden(*arguments, **rest)
+
+    said = NAMED.format(1) + r" kept the other processes waiting for 1 s \(trainer\.parallel\.deadline\)"
+    with pytest.raises(RunStopped, match=said), soon(), two(qwen) as trainer:
         trainer.train_batch(make_batch(0))
         plant(**{"pass": "hang"})
+        monkeypatch.setattr(failures, "GRACE", 0.2)
+        monkeypatch.setattr(TargetLogprobs, "hidden", with_a_short_deadline)
         trainer.train_batch(make_batch(1))
 
 
@@ -248,7 +209,7 @@ max_turns = 3
 [trainer]
 device = "cpu"
 [trainer.parallel]
-deadline = 400
+deadline = {deadline}
 """
 
 
@@ -262,26 +223,35 @@ deadline = 400
 ])  # fmt: skip
 def test_processes_of_a_launcher_end_at_once_with_the_same_status(place, fault, status, said):
     """Rank 0 holds the store, as with Slurm's srun; nothing kills the others."""
-    Path("guess.toml").write_text(GUESS)
+    Path("guess.toml").write_text(GUESS.format(deadline=DEADLINE))
     plant(**fault)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "WORLD_SIZE": "2",
-                 "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # fmt: skip
+                 "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}  # fmt: skip
     with soon():
         started = [
-            subprocess.Popen([sys.executable, "-m", "verbatim.cli", "sft", "guess.toml"], text=True,
-                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                             env={**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            start_faulty([sys.executable, "-m", "verbatim.cli", "sft", "guess.toml"], text=True,
+                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                         env={**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)})
             for rank in range(2)
         ]  # fmt: skip
         try:
-            outputs = [process.communicate(timeout=SOON)[0] for process in started]
+            outputs = [process.communicate(timeout=HANGS)[0] for process in started]
         finally:
             for process in started:
                 process.kill()
     assert [process.returncode for process in started] == [status, status], outputs
     assert re.search(said, " ".join(outputs[0].split())), outputs[0]
+
+
+def free_port():
+    """Below those that the system gives to others, so that it is still free when rank 0 listens there."""
+    port = 20_000 + os.getpid() % 12_000
+    while True:
+        try:
+            with socket.create_server(("127.0.0.1", port)):
+                return port
+        except OSError:
+            port += 1
 
 
 def _raises(error):

@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import threading
-import time
 from datetime import timedelta
 
 import parallel_jobs as jobs
@@ -21,8 +20,9 @@ from verbatim.errors import CheckpointError
 from verbatim.losses import LOSSES
 from verbatim.models.loading import load_model
 from verbatim.trainer.parallel.publish import published_layout
+from waiting import HANGS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.realtime]
 
 TIMES = ("seconds", "tokens_per_second")
 
@@ -95,7 +95,7 @@ def test_experts_are_shared_out_by_tokens_too(two, tmp_path):
 def test_four_processes_in_two_groups_have_the_gradient_and_the_metrics_of_one(qwen, sliding_qwen):
     with crew(4) as four:
         _, recomputed, trees, _, chunks, *_ = cases(qwen, sliding_qwen)
-        for found in four.run(jobs.compare, [{**one, **SHARED} for one in (recomputed, trees, chunks)], seconds=900):
+        for found in four.run(jobs.compare, [{**one, **SHARED} for one in (recomputed, trees, chunks)]):
             assert_as_one(found)
 
 
@@ -112,7 +112,7 @@ def test_adapters_and_their_base_as_reference_are_those_of_one_process(two, qwen
 
     copied = shutil.copytree(qwen, tmp_path / "copied")
     batches = [["usual", 0], ["usual", 1], ["shared", 2]]  # A has a gradient from the second on, because B begins at 0
-    for found in two.run(jobs.compare, [
+    *own, another = two.run(jobs.compare, [
         adapted(qwen, batches, micro_batch_tokens=40),
         adapted(sliding_qwen, [["shared", 0], ["shared", 1]], packing="tree", micro_batch_tokens=30,
                 loss=near("gspo"), gradient_checkpointing=True),
@@ -120,10 +120,12 @@ def test_adapters_and_their_base_as_reference_are_those_of_one_process(two, qwen
         adapted(qwen, [["one", 5], ["one", 6]], lora={"r": 1, "alpha": 2, "target_modules": ["q_proj", "down_proj"]}),
         adapted(qwen, batches[:2], frozen={"reference": str(copied)}),  # a model of its own, sharded
         case(qwen, batches[:2], frozen={"reference": str(sliding_qwen)}, loss=near("default"), micro_batch_tokens=20),
-    ]):  # fmt: skip
+    ])  # fmt: skip
+    for found in (*own, another):
         assert_as_one(found)
-        assert found["metrics"][0]["ref_kl"] == found["alone"][0]["ref_kl"]
         assert found["metrics"][-1]["ref_kl"] > 1e-6
+    assert all(found["metrics"][0]["ref_kl"] == found["alone"][0]["ref_kl"] == 0 for found in own)
+    assert another["metrics"][0]["ref_kl"] > 1e-6
 
 
 @pytest.mark.parametrize("loss", sorted(LOSSES))
@@ -312,7 +314,7 @@ def test_every_tensor_is_sent_as_it_is_published_bit_for_bit_and_one_at_a_time(
     received = {}
 
     def receive():
-        group = dist.ProcessGroupGloo(dist.FileStore(str(tmp_path / "store"), 2), 1, 2, timedelta(seconds=240))
+        group = dist.ProcessGroupGloo(dist.FileStore(str(tmp_path / "store"), 2), 1, 2, timedelta(seconds=HANGS))
         for name, (dtype, shape) in layout.items():
             received[name] = torch.full(shape, torch.nan, dtype=dtype)
             group.broadcast([received[name]]).wait()
@@ -320,7 +322,7 @@ def test_every_tensor_is_sent_as_it_is_published_bit_for_bit_and_one_at_a_time(
     receiver = threading.Thread(target=receive)
     receiver.start()
     names, most = two.run(jobs.send, str(model), str(tmp_path / "store"), str(tmp_path / "out"))
-    receiver.join(timeout=240)
+    receiver.join(timeout=HANGS)
     assert names == list(layout)
     saved, before = (
         {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
@@ -333,10 +335,8 @@ def test_every_tensor_is_sent_as_it_is_published_bit_for_bit_and_one_at_a_time(
 
 
 def test_receivers_that_fail_are_agreed_on_by_all_ranks_which_train_on(two, qwen, tmp_path):
-    """Long before the deadline of 120 s: the other rank gathers to the end, and hears of it."""
-    began = time.monotonic()
-    gone, nccl, memory = two.run(jobs.send_in_vain, str(qwen), str(tmp_path / "out"), deadline=120)
-    assert time.monotonic() - began < 60
+    """Without waiting for the deadline: the other rank gathers to the end, and hears of it."""
+    gone, nccl, memory = two.run(jobs.send_in_vain, str(qwen), str(tmp_path / "out"))
     first, *_ = published_layout(load_model(qwen))
     assert gone == ["replica 1 is gone", 3]
     assert nccl == [f"{first} could not be sent: NCCL error: remote process exited", 0]
@@ -354,8 +354,8 @@ def test_a_loss_that_fails_on_one_rank_stops_all_of_them_in_step(two, qwen, sequ
 
 
 def test_a_rank_that_keeps_the_others_waiting_is_named(two, tmp_path):
-    first, again, leader = two.run(jobs.hang, str(tmp_path), deadline=3)
-    assert re.fullmatch(r"rank 1 of the trainer \(process \d+ on \S+\) kept the other processes waiting for 3 s "
+    first, again, leader = two.run(jobs.hang, str(tmp_path))
+    assert re.fullmatch(r"rank 1 of the trainer \(process \d+ on \S+\) kept the other processes waiting for 1 s "
                         r"\(trainer\.parallel\.deadline\), or is gone", first)  # fmt: skip
     assert str(leader) not in first and again == f"the trainer's processes have ended: {first}"
 

@@ -16,6 +16,8 @@ from verbatim.transport.remote_trainer import RemoteTrainer
 from verbatim.transport.trainer_messages import TrainerMessage, to_json
 from waiting import HANGS, until
 
+pytestmark = pytest.mark.realtime
+
 
 @pytest.fixture
 def exchange(tmp_path):

@@ -97,6 +97,7 @@ def test_a_process_that_stood_still_itself_accuses_nobody_of_it(peer):
     assert "no sign of life" in peer.look_for(2)  # but from now on it listens
 
 
+@pytest.mark.realtime
 def test_a_wall_clock_that_jumps_changes_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(heartbeat_module, "BEAT_SECONDS", 0.005)
     year, wall = 365 * 86_400, time.time
@@ -114,6 +115,7 @@ def read_beats(folder):
     return json.loads((folder / "beat.json").read_bytes())["beats"]
 
 
+@pytest.mark.realtime
 def test_the_process_what_it_does_and_that_somebody_wants_it_to_end_are_told(tmp_path, monkeypatch):
     monkeypatch.setattr(heartbeat_module, "BEAT_SECONDS", 0.005)
     now = [0.0]
@@ -133,6 +135,7 @@ def test_the_process_what_it_does_and_that_somebody_wants_it_to_end_are_told(tmp
                             "that it is training on batch 12"  # fmt: skip
 
 
+@pytest.mark.realtime
 def test_a_heart_beats_on_where_its_folder_is_gone(tmp_path, monkeypatch):
     monkeypatch.setattr(heartbeat_module, "BEAT_SECONDS", 0.005)
     beats = []
@@ -144,6 +147,7 @@ def test_a_heart_beats_on_where_its_folder_is_gone(tmp_path, monkeypatch):
         wait_until((tmp_path / "run" / "beat.json").exists)
 
 
+@pytest.mark.realtime
 @pytest.mark.parametrize("at", [1, 2])
 def test_a_heart_beats_on_after_a_beat_that_there_was_no_memory_for(tmp_path, monkeypatch, at):
     """The first beat on the thread, or what is called after it."""

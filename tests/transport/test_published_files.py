@@ -80,6 +80,7 @@ def test_a_process_killed_between_writing_and_naming_changes_nothing_for_readers
     assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
 
 
+@pytest.mark.realtime
 def test_a_reader_never_sees_a_mixture_of_two_versions(tmp_path):
     size, path, ended = 1 << 18, tmp_path / "weights", threading.Event()
     publish_bytes(path, bytes(size))
