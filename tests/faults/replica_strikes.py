@@ -75,7 +75,7 @@ class Talks:
 '''
 
 RUN = f"""\
-max_steps = {STEPS}
+max_steps = {{steps}}
 [model]
 name = "{{model}}"
 [orchestrator]
@@ -92,11 +92,12 @@ keep_last = {STEPS + 1}
 [inference]
 backend = "vllm"
 [inference.vllm]
-python = "{PYTHON}"
+python = "{{python}}"
 replicas = 2
 update_timeout = 60
-stall_timeout = 45
-args = ["--enforce-eager", "--block-size", "32"]
+health_timeout = 30
+stall_timeout = 20
+args = ["--enforce-eager", "--block-size", "32", "--num-gpu-blocks-override", "512"]
 env = {{{{ VLLM_CPU_KVCACHE_SPACE = "1", OMP_NUM_THREADS = "1", VLLM_CPU_OMP_THREADS_BIND = "nobind" }}}}
 {FILTERS}[[orchestrator.train.env]]
 import_path = "talks.Talks"
@@ -162,14 +163,16 @@ class ReplicaRun:
     Args:
         folder: Where it is made.
         model: Its weights.
+        python: That of an environment with vLLM.
+        steps: How many it has.
     """
 
-    def __init__(self, folder: Path, model: Path) -> None:
-        self._place, self._model = folder, model
+    def __init__(self, folder: Path, model: Path, *, python: Path = PYTHON, steps: int = STEPS) -> None:
+        self._place, self._model, self._steps = folder, model, steps
         self.folder = folder / "mine"
         folder.mkdir(parents=True)
         (folder / "talks.py").write_text(TALKS)
-        (folder / "run.toml").write_text(RUN.format(model=model))
+        (folder / "run.toml").write_text(RUN.format(model=model, python=python, steps=steps))
         self._out = folder / "said"
         self.seconds = 0.0
 
@@ -193,7 +196,7 @@ class ReplicaRun:
                 self.seconds = time.monotonic() - began
         if status != 0:
             return [f"status {status}: {self.said()[-3000:]}"]
-        return self._wrong()
+        return self.wrong()
 
     def said(self) -> str:
         """What it printed and logged."""
@@ -274,10 +277,14 @@ class ReplicaRun:
         return ""
 
     def processes(self) -> Iterator[tuple[int, bytes]]:
-        """Id and command of every process of this run that is left."""
+        """Id and command of every process of this run that is left: what it starts has its environment, and what the
+        tests' warm processes fork for it, its folder."""
+        mark = f"{MARK}={self._place}".encode()
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
-                if entry.name.isdigit() and f"{MARK}={self._place}".encode() in (entry / "environ").read_bytes():
+                if entry.name.isdigit() and (
+                    mark in (entry / "environ").read_bytes() or os.readlink(entry / "cwd") == str(self._place)
+                ):
                     yield int(entry.name), (entry / "cmdline").read_bytes()
 
     # ---- its end
@@ -286,13 +293,14 @@ class ReplicaRun:
         """Those of the last step."""
         return train_lines(self.folder)[-1]["metrics"]
 
-    def _wrong(self) -> list[str]:
+    def wrong(self) -> list[str]:
+        """What is wrong with what it has left."""
         found = [f"process {pid} is left: {command!r}" for pid, command in self.processes()]
         steps = [line["step"] for line in train_lines(self.folder)]
-        if steps != list(range(1, STEPS + 1)):
+        if steps != list(range(1, self._steps + 1)):
             found.append(f"steps {steps}")
         groups = Counter(t["group_id"] for t in trajectory_lines(self.folder))
-        if groups != {f"train-{n}": GROUP for n in range(STEPS * BATCH // GROUP)}:
+        if groups != {f"train-{n}": GROUP for n in range(self._steps * BATCH // GROUP)}:
             found.append(f"groups {dict(groups)}")
         found += self._unbalanced()
         found += [f"{path} was left" for path in self.folder.rglob("*")
