@@ -6,6 +6,7 @@ import pytest
 
 from verbatim import cores
 from verbatim.cores import FIRST_PASS, CoreShare
+from waiting import HANGS
 
 
 class Clock:
@@ -96,15 +97,17 @@ def _compute(path, begun, end):
     share.compute(False)
 
 
+@pytest.mark.realtime
 def test_it_is_seen_from_another_process(tmp_path, clock):
     context = multiprocessing.get_context("spawn")
     sampler, begun, end = CoreShare(tmp_path / "cores", "sampler", 2), context.Event(), context.Event()
     process = context.Process(target=_compute, args=(tmp_path / "cores", begun, end))
     process.start()
-    assert begun.wait(60)
+    assert begun.wait(HANGS)
     assert sampler.threads_for_pass() == 1
     end.set()
-    process.join(60)
+    process.join(HANGS)
+    assert process.exitcode == 0
     clock.now = 1e12  # far after the other process's clock
     assert CoreShare(tmp_path / "cores", "sampler", 2).threads_for_pass() == 2
 

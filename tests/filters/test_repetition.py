@@ -1,7 +1,7 @@
 """`repetition`: numbers worked out by hand."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verbatim import Trajectory, Turn
@@ -67,6 +67,7 @@ LONG = st.lists(st.sampled_from([0, 1, 2**21, 2**31 - 1]), min_size=100, max_siz
     completions=st.lists(LONG, min_size=4, max_size=5),
     ngram=st.integers(1, 9), threshold=st.sampled_from([0.0, 0.2, 0.4, 0.6, 1.0]),
 )  # fmt: skip
+@settings(max_examples=30)
 def test_a_long_trajectory_is_counted_exactly(completions, ngram, threshold):
     """The quick look at the first ids of each n-gram never decides what an exact count would not."""
     grams = [{tuple(ids[at : at + ngram]) for at in range(len(ids) - ngram + 1)} for ids in completions]

@@ -19,6 +19,7 @@ def test_loss_is_the_negative_log_likelihood_of_the_trained_tokens():
     assert not LOSSES["sft"].needs_inference_logprobs
 
 
+@pytest.mark.realtime
 def test_importing_losses_imports_no_torch():
     code = "import sys, verbatim.losses, verbatim.packing; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawn import drawn
+from drawn import drawn, is_found
 from packing.test_tree import sample
 from verbatim.packing import pack_rows, pack_tree
 from verbatim.packing.cost import CostModel, model_cost
@@ -71,6 +71,19 @@ def test_fewer_pieces_than_ranks_leave_ranks_without_work():
 @given(pieces=pieces, num_ranks=st.integers(1, 6), most_tokens=st.integers(1, 120))
 @drawn("pieces of ranks", 50, 5000)
 def test_each_piece_once_within_the_bounds_blocks_on_one_rank_and_the_same_again(pieces, num_ranks, most_tokens):
+    check_deal(pieces, num_ranks, most_tokens)
+
+
+def test_a_bound_that_is_not_kept_is_found():
+    """The campaign can fail."""
+
+    def generous(pieces, *, num_ranks, most_tokens):
+        return deal(pieces, num_ranks=num_ranks, most_tokens=2 * most_tokens)
+
+    assert is_found(lambda pieces: check_deal(pieces, 2, 40, generous), pieces)
+
+
+def check_deal(pieces, num_ranks, most_tokens, deal=deal):
     dealt = deal(pieces, num_ranks=num_ranks, most_tokens=most_tokens)
     assert deal(pieces, num_ranks=num_ranks, most_tokens=most_tokens) == dealt
     placed = [i for mine in dealt.pieces for together in mine for i in together]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawn import drawn
+from drawn import drawn, is_found
 from packing.test_tree import sample
 from properties.episodes import batches, limits
 from verbatim import build_samples
@@ -59,6 +59,11 @@ def targets(micro_batch):
     return found
 
 
+def targets_of(ranks):
+    """All ranks' targets together."""
+    return sum((targets(micro_batch) for mine in ranks for micro_batch in mine), Counter())
+
+
 def samples_of(trajectories):
     return [each for trajectory in trajectories for each in build_samples(trajectory, strategy="branching")]
 
@@ -73,7 +78,7 @@ def test_every_trained_token_once_in_its_context_and_trajectories_whole(batch, l
     terms = {"num_ranks": num_ranks, "micro_batch_tokens": limit, "keep_whole": keep_whole, "cost": COST}
     dealt = deal_samples(samples, packing, **terms)
     ranks = [dealt.lay(rank) for rank in range(num_ranks)]
-    assert sum((targets(m) for mine in ranks for m in mine), Counter()) == trained(samples)
+    assert targets_of(ranks) == trained(samples)
 
     again = deal_samples(samples, packing, **terms)
     assert all(equal(one, other) for rank, mine in enumerate(ranks)
@@ -140,3 +145,14 @@ def test_repeated_tokens_are_counted_over_all_ranks():
     packed = [m for rank in (0, 1) for m in dealt.lay(rank)]
     assert [m.num_tokens for m in packed] == [11, 11]
     assert [m.num_repeated_tokens for m in packed] == [0, 7]
+
+
+def test_a_rank_that_trains_what_another_one_trains_is_found():
+    """The campaign can fail."""
+
+    def case(batch):
+        samples = samples_of(batch)
+        dealt = deal_samples(samples, "rows", num_ranks=2, micro_batch_tokens=40, keep_whole=False, cost=COST)
+        assert targets_of([dealt.lay(0), dealt.lay(0)]) == trained(samples)
+
+    assert is_found(case, batches())

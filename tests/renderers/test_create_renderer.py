@@ -135,6 +135,7 @@ def test_probes_cover_what_templates_do_differently():
     assert any(sum(m["role"] == "user" for m in messages) > 1 for _, messages, _ in PROBES)
 
 
+@pytest.mark.realtime
 def test_importing_renderers_loads_no_heavy_library():
     code = "import sys, verbatim.renderers; print(sorted({'torch', 'transformers', 'renderers'} & set(sys.modules)))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
