@@ -19,6 +19,7 @@ from verbatim.cli.main import main
 from verbatim.inference.vllm.process import free_port
 from verbatim.trajectory_json import trajectory_from_json
 
+pytestmark = pytest.mark.realtime
 KEY = "sk-of-the-double"
 RUN = """
 [model]
