@@ -1,6 +1,5 @@
 """A model that cannot be had is refused at once and in one message: no folder, no hub, no such id, no device."""
 
-import contextlib
 import http.server
 import json
 import logging
@@ -22,17 +21,37 @@ from verbatim.models import source
 from verbatim.models.build import build_model
 from verbatim.models.loading import load_model, load_tokenizer, resolve_device
 from verbatim.models.source import find_source
+from waiting import HANGS
 
 COMMIT = "c" * 40
 
 
+TIMEOUTS = source._TIMEOUTS
+
+
 @pytest.fixture(autouse=True)
-def empty_cache(tmp_path, monkeypatch):
+def slept(tmp_path, monkeypatch):
+    """The seconds that were waited: none pass. The cache is empty, and the hub may take its time."""
+    seconds = []
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("verbatim.models.source.time.sleep", lambda seconds: None)
+    monkeypatch.setattr(time, "sleep", seconds.append)
+    monkeypatch.setattr(source, "_TIMEOUTS", (HANGS, 2 * HANGS))
     source._on_hub.cache_clear()
-    yield
+    yield seconds
     source._on_hub.cache_clear()
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The timeouts of the questions to the hub."""
+    timeouts, ask = [], huggingface_hub.get_hf_file_metadata
+
+    def asking(url, timeout):
+        timeouts.append(timeout)
+        return ask(url, timeout=timeout)
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", asking)
+    return timeouts
 
 
 @pytest.fixture
@@ -83,13 +102,6 @@ def point_at(monkeypatch, port):
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
 
 
-@contextlib.contextmanager
-def at_most(seconds):
-    begun = time.monotonic()
-    yield
-    assert time.monotonic() - begun < seconds
-
-
 @pytest.fixture
 def no_hub(monkeypatch):
     """An address that takes no connections."""
@@ -98,16 +110,19 @@ def no_hub(monkeypatch):
     point_at(monkeypatch, port)
 
 
+@pytest.mark.realtime
 @pytest.mark.parametrize("load", [find_source, load_tokenizer, load_model])
-def test_a_hub_that_cannot_be_reached_is_one_message_at_once(load, no_hub, caplog):
-    with at_most(5), pytest.raises(ModelError) as refused:
+def test_a_hub_that_cannot_be_reached_is_one_message_after_two_tries(load, no_hub, asked, slept, caplog):
+    with pytest.raises(ModelError) as refused:
         load("org/model")
+    assert (asked, slept) == ([HANGS, 2 * HANGS], [1])
     assert "there is no folder 'org/model' here, so it was taken for a hub id" in str(refused.value)
     assert "it is not in the cache" in str(refused.value)
     assert "cannot be reached" in str(refused.value)
     assert caplog.records == []
 
 
+@pytest.mark.realtime
 def test_offline_the_hub_is_not_asked(hub, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ModelError, match=r"HF_HUB_OFFLINE is set, so http://127\.0\.0\.1"):
@@ -115,6 +130,7 @@ def test_offline_the_hub_is_not_asked(hub, monkeypatch):
     assert hub.seen == []
 
 
+@pytest.mark.realtime
 @pytest.mark.parametrize(("status", "code", "message"), [
     (404, "RepoNotFound", "has no such model for us; check the id"),
     (403, "GatedRepo", "only to those who were let in"),
@@ -127,12 +143,14 @@ def test_what_the_hub_refuses_is_said(status, code, message, hub):
     assert hub.seen == [("HEAD", "/org/model/resolve/main/config.json")]
 
 
+@pytest.mark.realtime
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_a_hub_that_is_busy_is_left_to_transformers_which_waits(status, hub):
     hub.answer = (status, {})
     assert find_source("org/model") == "org/model"
 
 
+@pytest.mark.realtime
 def test_a_first_try_that_is_lost_is_made_again(hub, monkeypatch):
     hub.answer = (200, {"X-Repo-Commit": COMMIT, "ETag": '"x"'})
     asked = huggingface_hub.get_hf_file_metadata
@@ -146,9 +164,11 @@ def test_a_first_try_that_is_lost_is_made_again(hub, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", loses_the_first)
     assert find_source("org/model") == "org/model"
-    assert tries == [5.0, 10.0]
+    assert tries == [HANGS, 2 * HANGS]
+    assert TIMEOUTS == (5.0, 10.0), "of what was patched here"
 
 
+@pytest.mark.realtime
 def test_a_model_is_loaded_from_the_hub_and_without_it_from_the_cache(hub, tmp_path, monkeypatch, caplog):
     build_model(tmp_path / "published", BuildConfig(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1),
                 ["some text to learn a vocabulary from " * 5], seed=0)  # fmt: skip
@@ -166,15 +186,17 @@ def test_a_model_is_loaded_from_the_hub_and_without_it_from_the_cache(hub, tmp_p
     assert said.startswith("model 'org/model' is taken from the cache, as http://127.0.0.1:1 cannot be reached")
 
 
+@pytest.mark.realtime
 @pytest.mark.parametrize(("name", "message"), [
     ("./nowhere", "there is no model folder './nowhere'"),
     ("/nowhere/at/all", "there is no model folder"),
     ("a b", "taken for a hub id, which it cannot be"),
 ])  # fmt: skip
-def test_a_name_that_can_be_no_model_is_refused_without_asking(name, message, no_hub, caplog):
+def test_a_name_that_can_be_no_model_is_refused_without_asking(name, message, no_hub, asked, slept, caplog):
     caplog.set_level(logging.ERROR)
-    with at_most(1), pytest.raises(ModelError, match=message):
+    with pytest.raises(ModelError, match=message):
         find_source(name)
+    assert asked == slept == []
 
 
 def test_a_folder_without_a_configuration_is_refused(tmp_path):
