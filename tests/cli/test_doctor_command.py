@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import warm
 from doctor.corpus import ASK, END, NEXT, Case, assistant, cases, render, tokenizer, turn
 from verbatim import Trajectory, native
 from verbatim.cli.main import main
@@ -59,6 +60,7 @@ def _fresh_libraries(monkeypatch: pytest.MonkeyPatch):
     native.build.cache_clear()
 
 
+@pytest.mark.realtime
 @pytest.mark.skipif(native.find_compiler() is None, reason="this machine has no C compiler")
 @pytest.mark.usefixtures("_fresh_libraries")
 def test_a_machine_with_a_compiler_answers_0_and_names_what_is_compiled(capsys):
@@ -84,6 +86,7 @@ def test_a_machine_without_a_compiler_answers_1_and_says_what_to_install(tmp_pat
     assert "kernel.c   missing: no C compiler was found (cc, gcc, clang, or what CC names). PyTorch computes" in out
 
 
+@pytest.mark.realtime
 @pytest.mark.skipif(native.find_compiler() is None, reason="this machine has no C compiler")
 @pytest.mark.usefixtures("_fresh_libraries")
 def test_a_kernel_that_computes_something_else_answers_1(monkeypatch, capsys):
@@ -348,6 +351,7 @@ def test_the_same_break_is_found_in_a_log_of_vllm(tmp_path: Path, model: Path, c
     assert "the <think> block of turn 0 is not in turn 1's prompt" in out
 
 
+@pytest.mark.realtime
 def test_neither_torch_nor_transformers_is_imported_without_a_tokenizer(tmp_path: Path):
     log = write(tmp_path / "log.jsonl", WHOLE, Trajectory(example_id="x", turns=[
         turn(render(ASK), f"W{END}"), turn(render(ASK, assistant("C"), NEXT), f"W{END}")]))  # fmt: skip
@@ -355,9 +359,8 @@ def test_neither_torch_nor_transformers_is_imported_without_a_tokenizer(tmp_path
         "import sys; from verbatim.cli.main import main; status = main(['doctor', sys.argv[1]]); "
         "print([m for m in ('torch', 'transformers', 'jinja2') if m in sys.modules], file=sys.stderr); sys.exit(status)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(log)], capture_output=True, text=True, timeout=60, check=False
-    )
+    with warm.cold("it tells what is imported"):
+        done = subprocess.run([sys.executable, "-c", script, str(log)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (1, "[]\n")
 
 

@@ -18,6 +18,9 @@ from verbatim.checkpoints import CheckpointStore
 from verbatim.cli.main import main
 from verbatim.evaluation.intervals import mean_interval, paired_share, share_interval
 from verbatim.monitors.trajectory_log import read_trajectories
+from waiting import HANGS
+
+pytestmark = pytest.mark.realtime
 
 MODULE = '''
 from verbatim import Example
@@ -207,7 +210,7 @@ def test_ctrl_c_ends_it_and_says_how_to_go_on(place: Path, capsys):
         if len(server.requests) != 6:
             return None
         os.kill(os.getpid(), signal.SIGINT)
-        return Raw(seconds=0.5, drop=True)
+        return Raw(seconds=HANGS, drop=True)
 
     with chat_server(solve, interrupts) as server:
         evaluate(server, *options, status=130)
@@ -221,7 +224,7 @@ def test_without_a_file_an_interrupted_evaluation_says_what_would_have_kept_it(p
     def interrupts(body: dict[str, Any], tries: int) -> Raw:
         if len(server.requests) == 1:
             os.kill(os.getpid(), signal.SIGINT)
-        return Raw(seconds=0.5, drop=True)
+        return Raw(seconds=HANGS, drop=True)
 
     with chat_server(solve, interrupts) as server:
         evaluate(server, "--concurrency", "1", status=130)

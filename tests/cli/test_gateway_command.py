@@ -21,6 +21,7 @@ def check(capsys: pytest.CaptureFixture[str], *options: str, command: str = COMM
     return status, json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.realtime
 def test_a_program_that_only_goes_on_is_one_sample(capsys):
     status, report = check(capsys, "--example", '{"texts": ["a", "b", "c"]}')
     assert (status, report["clean"], report["error"]) == (0, True, None)
@@ -29,6 +30,7 @@ def test_a_program_that_only_goes_on_is_one_sample(capsys):
     assert report["reward"] == len("This is the scripted model; it has read 999 tokens.")  # of a length with 3 digits
 
 
+@pytest.mark.realtime
 def test_reasoning_that_does_not_come_back_is_told(capsys):
     status, report = check(capsys, "--example", '{"texts": ["a", "b"]}', "--reasoning")
     assert (status, report["num_samples"], report["branches"]) == (0, 1, [])  # this program sends it back
@@ -37,6 +39,7 @@ def test_reasoning_that_does_not_come_back_is_told(capsys):
     assert [b["reason"] for b in report["branches"]] == ["reasoning_stripped"]
 
 
+@pytest.mark.realtime
 def test_the_models_answers_can_be_given(capsys, tmp_path: Path):
     answers = tmp_path / "answers.jsonl"
     answers.write_text('{"role": "assistant", "content": "12345"}\n')
@@ -44,11 +47,13 @@ def test_the_models_answers_can_be_given(capsys, tmp_path: Path):
     assert (status, report["reward"]) == (0, 5.0)
 
 
+@pytest.mark.realtime
 def test_a_program_that_reads_lines(capsys):
     status, report = check(capsys, "--example", '{"texts": ["a"]}', "--lines", command=f"{COMMAND} --lines")
     assert (status, report["num_turns"]) == (0, 1)
 
 
+@pytest.mark.realtime
 def test_what_goes_wrong_is_told_to_people(capsys):
     assert main(["gateway", "check", COMMAND, "--example", '{"texts": ["a"], "how": "late"}']) == 1
     out = capsys.readouterr().out
@@ -63,6 +68,7 @@ def test_the_example_of_a_docstring_holds():
     assert doctest.testmod(gateway_command) == (0, 1)
 
 
+@pytest.mark.realtime
 def test_a_programs_last_words_are_shown_as_it_wrote_them(capsys, tmp_path: Path):
     (tmp_path / "agent.py").write_text("import sys\nsys.exit('no model\\nno reward')\n")
     assert main(["gateway", "check", shlex.join(["/usr/bin/python3", str(tmp_path / "agent.py")])]) == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import errno
 import json
 import os
@@ -32,6 +31,7 @@ from verbatim.inference.vllm.process import is_taken
 from verbatim.inference.vllm.settings import VllmSettings
 from verbatim.plain_console import PlainConsole
 from verbatim.run.tables import component_tables
+from waiting import HANGS
 
 RUN = """
 [model]
@@ -43,6 +43,14 @@ id = "guess_number"
 [inference]
 backend = "{backend}"
 """
+
+
+def free_ports(count: int) -> int:
+    """The first of as many free ports in a row, below those that a system gives to programs that ask for any."""
+    first = 20_000 + os.getpid() % 1000 * 10
+    while any(is_taken("127.0.0.1", port) for port in range(first, first + count)):
+        first += count
+    return first
 
 
 @pytest.fixture
@@ -77,21 +85,17 @@ def test_what_cannot_be_served_is_refused(file, tmp_path, capsys, arguments, rea
     assert (tmp_path / "taken" / "thesis.txt").read_text() == "mine"
 
 
+@pytest.mark.realtime
 def test_a_port_that_is_taken_is_refused_before_a_vllm_is_started(file, monkeypatch, capsys):
     monkeypatch.setattr(VllmSettings, "check", lambda settings: None)
-    with contextlib.ExitStack() as stack:
-        while True:
-            taken = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-            port = taken.getsockname()[1]
-            if not is_taken("127.0.0.1", port - 1):
-                break
+    port = free_ports(2) + 1
+    with socket.create_server(("127.0.0.1", port)):
         arguments = ["--inference.backend", "vllm", "--inference.vllm.replicas", "2", "--port", str(port - 1)]
         assert main(["inference", str(file), *arguments]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert f"another process listens on port {port}; 2 servers need the ports {port - 1} to {port}, give" in said
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("host", "here"), [("0.0.0.0", "127.0.0.1"), ("::", "[::]")])
 def test_a_server_on_all_addresses_is_told_by_one_that_other_hosts_reach(file, monkeypatch, capsys, host, here):
     monkeypatch.setattr(server, "own_address", lambda: "10.0.0.7")
@@ -107,6 +111,7 @@ def test_a_server_on_all_addresses_is_told_by_one_that_other_hosts_reach(file, m
     }}}  # fmt: skip
 
 
+@pytest.mark.realtime
 def test_this_machines_own_address_is_one():
     assert server.own_address() == socket.gethostname() or ip_address(server.own_address())
     assert server.as_others_reach("http://127.0.0.1:8000", "127.0.0.1") == "http://127.0.0.1:8000"
@@ -147,6 +152,7 @@ async def test_a_server_that_cannot_be_started_again_is_told_plainly_and_tried_a
     ]
 
 
+@pytest.mark.realtime
 def test_a_step_of_the_installation_that_fails_is_told(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(install, "VERSION", "0.0.0.never")
     monkeypatch.setenv("PIP_INDEX_URL", f"file://{tmp_path}/no-index")
@@ -174,12 +180,10 @@ def test_the_steps_of_an_installation(tmp_path, monkeypatch):
         assert ran[-1] == [str(python), "-c", "import vllm.entrypoints.openai.api_server"]
 
 
-@pytest.mark.slow
+@pytest.mark.realtime
 def test_a_torch_backend_is_served_until_it_is_told_to_end(file, tmp_path):
     build_tiny_model(tmp_path / "model")
-    with socket.socket() as found:  # a free one
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    port = free_ports(1)
     command = [sys.executable, "-m", "verbatim.cli", "inference", str(file), "--port", str(port), "--api-key-env", "K"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path,
                           env={**os.environ, "K": "a-long-secret"}) as child:  # fmt: skip
@@ -187,9 +191,9 @@ def test_a_torch_backend_is_served_until_it_is_told_to_end(file, tmp_path):
         url = child.stdout.readline().strip()
         assert url == f"http://127.0.0.1:{port}"
         asked = urllib.request.Request(f"{url}/verbatim/v1/sampler", headers={"Authorization": "Bearer a-long-secret"})
-        with urllib.request.urlopen(asked, timeout=60) as answer:
+        with urllib.request.urlopen(asked, timeout=HANGS) as answer:
             assert json.load(answer)["context_length"] == 64
         with pytest.raises(urllib.error.HTTPError, match="401"):
-            urllib.request.urlopen(f"{url}/verbatim/v1/sampler", timeout=60)
+            urllib.request.urlopen(f"{url}/verbatim/v1/sampler", timeout=HANGS)
         child.send_signal(signal.SIGINT)
-        assert child.wait(60) == 0
+        assert child.wait(HANGS) == 0

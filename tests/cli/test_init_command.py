@@ -60,6 +60,7 @@ def test_a_kind_that_does_not_exist_is_refused(tmp_path: Path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.realtime
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_project_is_clean_passes_its_own_test_and_trains(kind: str, tmp_path: Path):
     """As a user would, with commands in an empty folder."""
@@ -67,7 +68,7 @@ def test_a_project_is_clean_passes_its_own_test_and_trains(kind: str, tmp_path: 
 
     def typed(*command: str, folder: Path) -> str:
         done = warm.run([sys.executable, "-m", *command], cwd=folder, env=environment, capture_output=True,
-                              text=True, timeout=300, check=False)  # fmt: skip
+                              text=True)  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,9 @@ from rollouts.chat_server import ChatServer, Raw, chat_server
 from verbatim.cli import rollout_engines, rollout_work
 from verbatim.cli.main import main, parse
 from verbatim.monitors import read_trajectories
+from waiting import HANGS, wait_until
+
+pytestmark = pytest.mark.realtime
 
 TOOLS = '''
 def add(a: int, b: int) -> int:
@@ -150,19 +152,22 @@ def test_a_kill_loses_no_task_and_repeats_none(place: Path):
     write_tasks(*(f"{n} 1 1" for n in range(60)))
     wanted, killed = 0, threading.Event()
 
+    def lines() -> list[bytes]:
+        """Whole ones."""
+        return Path("out.jsonl").read_bytes().split(b"\n")[:-1] if Path("out.jsonl").exists() else []
+
     def hang(body: dict[str, Any], tries: int) -> None:
         """Once as many as wanted are done, nothing more is answered until the kill."""
-        if wanted and Path("out.jsonl").exists() and Path("out.jsonl").read_bytes().count(b"\n") >= wanted:
-            killed.wait(300)
+        if wanted and len(lines()) >= wanted:
+            killed.wait(HANGS)
 
     with chat_server(fault=hang) as server:
-        command = [sys.executable, "-c", "import sys; from verbatim.cli.main import main; sys.exit(main())"]
+        command = [sys.executable, "-m", "verbatim.cli"]
         for wanted in (5, 25):
             killed.clear()
             process = subprocess.Popen([*command, *arguments(server, "--concurrency", "8")], stderr=subprocess.DEVNULL)
-            while not (Path("out.jsonl").exists() and Path("out.jsonl").read_bytes().count(b"\n") >= wanted):
-                assert process.poll() is None
-                time.sleep(0.01)
+            wait_until(lambda: process.poll() is not None or len(lines()) >= wanted)  # noqa: B023  used at once
+            assert process.poll() is None
             process.send_signal(signal.SIGKILL)
             process.wait()
             killed.set()
@@ -179,7 +184,7 @@ def test_ctrl_c_keeps_what_is_done(place: Path):
     def fault(body: dict[str, Any], tries: int) -> Raw | None:
         if len(body["messages"]) > 1 and not tries:
             os.kill(os.getpid(), signal.SIGINT)
-            return Raw(seconds=10.0, drop=True)
+            return Raw(seconds=HANGS, drop=True)
         return None
 
     with chat_server(fault=fault) as server:

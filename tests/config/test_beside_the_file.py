@@ -36,22 +36,25 @@ def said(folder: Path, *command: str) -> str:
     """What `verbatim` complains of, typed in a folder."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run([sys.executable, "-m", "verbatim.cli", *command], cwd=folder, env=environment,
-                          capture_output=True, text=True, timeout=60, check=False)  # fmt: skip
+                          capture_output=True, text=True, check=False)  # fmt: skip
     assert done.returncode == 2, done.stderr
     return done.stderr
 
 
+@pytest.mark.realtime
 def test_an_environment_beside_the_file_is_found_from_elsewhere(project: Path):
     (project / "beside_me.py").write_text(ENVIRONMENT.format(place="the project"))
     assert "made in the project" in said(project.parent, "config", "project/run.toml")
 
 
+@pytest.mark.realtime
 def test_the_current_folder_comes_first(project: Path):
     (project / "beside_me.py").write_text(ENVIRONMENT.format(place="the project"))
     (project.parent / "beside_me.py").write_text(ENVIRONMENT.format(place="the current folder"))
     assert "made in the current folder" in said(project.parent, "config", "project/run.toml")
 
 
+@pytest.mark.realtime
 def test_where_it_is_in_neither_both_are_named(project: Path):
     told = said(project.parent, "config", "project/run.toml")
     assert "there is no module 'beside_me'; looked in the current directory," in told

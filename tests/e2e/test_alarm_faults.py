@@ -15,9 +15,12 @@ from verbatim.monitors import Alarm, read_alarms
 pytestmark = pytest.mark.slow
 
 PLANTED = '''
+import asyncio
 import dataclasses
 import time
+from pathlib import Path
 
+from lots import Lot, Lots
 from verbatim.inference.embedded.engine import TorchSampler
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.losses import LOSSES
@@ -35,8 +38,76 @@ class Wrong(TorchSampler):
         return dataclasses.replace(completion, logprobs=completion.logprobs * 1.2)
 
 
+class Pace:
+    """Lets one side wait for three times as long as the other one has worked since, however fast the machine is."""
+
+    def __init__(self):
+        self.released = None
+
+    def seconds(self):
+        return 0.1 if self.released is None else 3 * (time.monotonic() - self.released)
+
+    def release(self):
+        self.released = time.monotonic()
+
+
+def num_trained():
+    metrics = Path("mine/metrics.jsonl")
+    return metrics.read_text().count('"kind": "train"') if metrics.exists() else 0
+
+
+class SlowEpisodes(Lots):
+    """The episodes of a batch begin when the batch before is trained, and the trainer has waited."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_started, self.pace, self.released = 0, Pace(), [asyncio.Event() for _ in range(9)]
+
+    async def start(self, example, seed):
+        batch, first = divmod(self.num_started, 16)
+        self.num_started += 1
+        if first:
+            await self.released[batch].wait()
+            return Lot(seed)
+        while num_trained() < batch:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(self.pace.seconds())
+        self.pace.release()
+        self.released[batch].set()
+        return Lot(seed)
+
+
+class Counted(Lots):
+    """Each episode that is scored makes the file `scored` longer."""
+
+    async def start(self, example, seed):
+        episode = await super().start(example, seed)
+        score = episode.score
+
+        async def counted(trajectory):
+            with open("scored", "a") as file:
+                file.write(".")
+            return await score(trajectory)
+
+        episode.score = counted
+        return episode
+
+
+num_losses, pace = 0, Pace()
+
+
 def slow_loss(inputs):
-    time.sleep(0.05)
+    """At the first trajectory of a batch the trainer lets the sampler play the next one, and then wait."""
+    global num_losses
+    if not Path("scored").exists():  # it is only tried, before the run
+        return LOSSES["default"].function(inputs)
+    batch, first = divmod(num_losses, 16)
+    num_losses += 1
+    if not first:
+        while len(Path("scored").read_text()) < 16 * min(batch + 2, 7):
+            time.sleep(0.005)
+        time.sleep(pace.seconds())
+        pace.release()
     return LOSSES["default"].function(inputs)
 '''
 
@@ -46,14 +117,17 @@ def model(tmp_path_factory) -> Path:
     return build_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def alarms(folder: Path, model: Path, tables: str, replaced: Mapping[str, str], status: int = 0) -> list[Alarm]:
+def alarms(
+    folder: Path, model: Path, tables: str, replaced: Mapping[str, str], status: int = 0,
+    environment: str = "lots.Lots",
+) -> list[Alarm]:  # fmt: skip
     """Those of `verbatim rl` on the tiny run, with keys replaced and these tables behind its environment."""
     with workplace(folder, {"lots": LOTS, "planted": PLANTED}):
         text = TOML.format(model=model)
         for key, value in {"batch_size": "16", **replaced}.items():
             (line,) = [line for line in text.splitlines() if line.startswith(f"{key} = ")]
             text = text.replace(line, f"{key} = {value}")
-        Path("run.toml").write_text(text + 'import_path = "lots.Lots"\n' + tables)
+        Path("run.toml").write_text(text + f'import_path = "{environment}"\n' + tables)
         assert main(["rl", "run.toml", "--run-dir", "mine"]) == status
     return read_alarms(folder / "mine" / "alarms.jsonl")
 
@@ -77,14 +151,17 @@ def test_a_sampler_whose_logprobs_are_of_another_distribution_is_named(tmp_path:
     assert alarm.cause.startswith("sampler and trainer compute the same tokens differently: it was so at the first")
 
 
+@pytest.mark.realtime
 @pytest.mark.parametrize(
-    ("name", "tables"),
-    [("trainer_idle", 'args = { delay = 1.0 }\n'), ("sampler_idle", '[trainer.loss]\ntype = "planted.slow_loss"\n')],
-)
-def test_a_side_that_waits_is_named(tmp_path: Path, model: Path, name: str, tables: str):
-    """Episodes of 1 s, and a loss that takes 0.05 s for each of 16 rollouts; steps are short, so 0.05 s count."""
-    tables += f"[monitor.alarms.{name}]\nseconds = 0.05\nshare = 0.4\n"
-    found = alarms(tmp_path, model, tables, {"max_steps": "10", "max_async_level": "1", "separate_process": "true"})
+    ("name", "environment", "tables"),
+    [("trainer_idle", "planted.SlowEpisodes", ""),
+     ("sampler_idle", "planted.Counted", '[trainer.loss]\ntype = "planted.slow_loss"\n')],
+)  # fmt: skip
+def test_a_side_that_waits_is_named(tmp_path: Path, model: Path, name: str, environment: str, tables: str):
+    """It waits three quarters of each step; steps are short, so 0.05 s count."""
+    tables += f"[monitor.alarms.{name}]\nseconds = 0.05\nshare = 0.4\nsteps = 5\n"
+    found = alarms(tmp_path, model, tables, {"max_steps": "7", "max_async_level": "1", "separate_process": "true"},
+                   environment=environment)  # fmt: skip
     assert [alarm.name for alarm in found if alarm.state == "raised"] == [name]
 
 
