@@ -31,8 +31,8 @@ pytestmark = [
 def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served[AdaptedModel]]:
     folder = tmp_path_factory.mktemp("adapters")
     trainer = AdaptedModel(folder / "weights")  # alpha / r = 0.5: vLLM multiplies it into B
-    with served(folder, trainer, args=("--block-size", "32"), settings={"weight_transfer": "files"},
-                adapter_rank=RANK) as found:  # fmt: skip
+    with served(folder, trainer, args=("--block-size", "32", "--num-gpu-blocks-override", "1024"),
+                settings={"weight_transfer": "files"}, adapter_rank=RANK) as found:  # fmt: skip
         yield found
 
 

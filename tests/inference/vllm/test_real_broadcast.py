@@ -32,7 +32,7 @@ async def test_tensors_of_the_trainer_reach_every_worker(
     await pool.check_replicas(trained.canary())
     ids, largest = trained.trainer.ids(160), 0.0
     for number in range(10):
-        await pool.update_replicas(*trained.step(SIZES[number % 2]))
+        await pool.update_replicas(*trained.step(SIZES[number % 2], f"sent{number}"))
         expected = trained.trainer.logprobs(ids)
         for member in pool._members:
             found = await member.replica.prompt_logprobs(ids)
