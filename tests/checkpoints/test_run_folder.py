@@ -140,6 +140,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.realtime
 def test_a_folder_in_use_names_the_process_and_a_killed_one_holds_nothing(tmp_path: Path, root: Path):
     config = config_of(tmp_path)
     folder = RunFolder.create(config, name="guess", now=NOON, root=root)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
 import logging
 import os
 import shutil
-import subprocess
+import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -190,42 +190,53 @@ def test_a_checkpoint_that_was_moved_aside_when_the_process_died_comes_back(tmp_
     assert checkpoint.step == 2
 
 
-WRITE_FOR_EVER = """
-import sys
-from pathlib import Path
-from verbatim.checkpoints import CheckpointStore
-store = CheckpointStore(Path(sys.argv[1]), keep_last=2)
-step = 0
-while True:
-    step += 1
-    with store.writing(step) as folder:
-        for i in range(4):
-            (folder / f"{i}.bin").write_bytes(bytes([step % 256]) * 200_000)
-    print(step, flush=True)
-"""
+def write_until_killed(folder: Path, at: int, says: int) -> None:
+    """Writes checkpoints 1 to 5, and says which are written; is killed at the operation of this number on a file or a
+    folder, from checkpoint 4 on. To be called in a process of its own."""
+    step = num_operations = 0
+
+    def count(event: str, arguments: object) -> None:
+        nonlocal num_operations
+        if step >= 4 and event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"):
+            num_operations += 1
+            if num_operations == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+    store = CheckpointStore(folder, keep_last=2)
+    for step in range(1, 6):
+        with store.writing(step) as writing:
+            for i in range(4):
+                (writing / f"{i}.bin").write_bytes(bytes([step]) * 20_000)
+        os.write(says, bytes([step]))
 
 
+@pytest.mark.realtime
 def test_a_process_killed_at_any_moment_leaves_only_whole_checkpoints(tmp_path: Path):
-    for delay in (0.0, 0.003, 0.011):
-        writer = subprocess.Popen(
-            [sys.executable, "-c", WRITE_FOR_EVER, str(tmp_path)], stdout=subprocess.PIPE, text=True
-        )
-        assert writer.stdout is not None
-        for _ in range(3):
-            writer.stdout.readline()
-        time.sleep(delay)
-        writer.kill()
-        last = max([3, *(int(line) for line in writer.stdout.read().split())])
-        writer.wait()
-        store = CheckpointStore(tmp_path)
+    """Before each operation on a file or a folder in the time of two checkpoints, of which the second removes one."""
+    for at in itertools.count(1):
+        (folder := tmp_path / str(at)).mkdir()
+        heard, says = os.pipe()
+        writer = os.fork()
+        if writer == 0:
+            try:
+                write_until_killed(folder, at, says)
+            finally:
+                os._exit(0)
+        os.close(says)
+        with open(heard, "rb") as said:
+            last = max(said.read())
+        _, status = os.waitpid(writer, 0)
+        if status == 0:
+            break
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        store = CheckpointStore(folder)
         checkpoint = store.latest()
         assert checkpoint is not None
         assert checkpoint.step in (last, last + 1)
         assert all(module.find_damage(store.folder / f"step_{step:06d}") is None for step in store.steps())
-        for step in store.steps():
-            for file in (store.folder / f"step_{step:06d}").iterdir():
-                file.unlink()
-            (store.folder / f"step_{step:06d}").rmdir()
+        shutil.rmtree(folder)
+    assert last == 5 and at > 20
 
 
 @pytest.mark.parametrize("reads", ["read_text", "open"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import time
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ from monitors.fates import fate
 from verbatim.errors import UsageError
 from verbatim.monitors import Alarm, AlarmLog, RunInfo
 from verbatim.monitors.mlflow import RUN_ID, Mlflow, MlflowMonitor
+from waiting import HANGS
 
-pytestmark = [pytest.mark.extras, pytest.mark.slow]
+pytestmark = [pytest.mark.extras, pytest.mark.slow, pytest.mark.realtime]
 
 CONFIG = {"max_steps": 9, "model": {"name": "m"}, "name": None, "orchestrator": {"train": {"env": [{"id": "game"}]}}}
 
@@ -145,12 +146,20 @@ def test_a_run_that_was_deleted_there_is_opened_anew(uri: str, tmp_path: Path, c
 def test_a_server_that_is_not_there_slows_nothing_and_tells_no_password(tmp_path: Path, caplog, monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-    began = time.thread_time()
+    told, threads, open_record = threading.Event(), set(), MlflowMonitor._open
+
+    def held(monitor: MlflowMonitor) -> Any:
+        threads.add(threading.get_ident())
+        assert told.wait(HANGS)
+        return open_record(monitor)
+
+    monkeypatch.setattr(MlflowMonitor, "_open", held)
     monitor = opened("http://me:hunter2secret@127.0.0.1:9", tmp_path)  # nothing listens there
     for step in range(5):
         monitor.on_step(step, {"loss": 1.0})
-    assert time.thread_time() - began < 1  # the package is imported on another thread
+    told.set()  # until here nothing has been opened, nor the package imported
     monitor.close()
+    assert threads and threading.get_ident() not in threads
     assert "MLflow: the record could not be opened, and the run goes on without it: " in caplog.text
     assert "hunter2secret" not in caplog.text
 

@@ -18,6 +18,7 @@ from monitors.fates import fate
 from verbatim.errors import UsageError
 from verbatim.monitors import Alarm, RunInfo, wandb
 from verbatim.monitors.wandb import Wandb, WandbMonitor
+from waiting import HANGS
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 
@@ -172,7 +173,7 @@ def test_a_service_that_answers_before_its_monitor_is_made_is_the_same_warning(
 
     def start_and_wait(thread: threading.Thread) -> None:
         start(thread)
-        assert opened.wait(60)
+        assert opened.wait(HANGS)
 
     opened = threading.Event()
     fake_wandb.on_init = refuse_online

@@ -1,7 +1,6 @@
 """The thread that writes fates: what goes wrong on it is raised, and what else waits is written all the same."""
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,6 +10,7 @@ from verbatim.fates.files import FateFolder
 from verbatim.fates.retention import EVERYTHING
 from verbatim.run.fate_log import FateLog
 from verbatim.trajectories import Fate
+from waiting import HANGS, wait_until
 
 
 def test_a_bug_in_the_writing_of_a_step_is_raised_and_the_next_step_is_written_before_the_log_is_closed(
@@ -34,11 +34,12 @@ def test_a_bug_in_the_writing_of_a_step_is_raised_and_the_next_step_is_written_b
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("trajectories-writer")]
 
 
+@pytest.mark.realtime
 def test_two_may_wait_at_once_and_both_wait_until_it_is_written(tmp_path, monkeypatch):
     write, may_write = FateFolder.write, threading.Event()
 
     def slow(self, step, fates):
-        may_write.wait(60)
+        assert may_write.wait(HANGS)
         write(self, step, fates)
 
     monkeypatch.setattr(FateFolder, "write", slow)
@@ -47,8 +48,7 @@ def test_two_may_wait_at_once_and_both_wait_until_it_is_written(tmp_path, monkey
     log.write(1, [fate])
     with ThreadPoolExecutor(2) as others:
         marks = [others.submit(log.marks) for _ in range(2)]
-        time.sleep(0.05)
-        assert not any(mark.done() for mark in marks)
+        wait_until(lambda: len(log._waiting[0]._condition._waiters) == 2)
         may_write.set()
         assert [list(mark.result()) for mark in marks] == [["1"], ["1"]]
     log.close()

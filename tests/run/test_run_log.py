@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,6 +25,7 @@ from verbatim.monitors import Alarm, read_alarms
 from verbatim.monitors.jsonl import measure, read_jsonl
 from verbatim.monitors.trajectory_log import TrajectoryLog, read_evaluated, read_trajectories
 from verbatim.orchestrator.evaluate import Evaluation
+from verbatim.run import run_log
 from verbatim.run.run_log import RunLog
 from verbatim.run.summary import summary_of
 from verbatim.trajectories import Fate
@@ -346,10 +348,13 @@ class EverySecondStep:
         self.num_seen = state["num_seen"]
 
 
-def watched(folder: RunFolder, first_step: int, detector: object, heard: Heard) -> RunLog:
+def watched(
+    folder: RunFolder, first_step: int, detector: object, heard: Heard, started: float | None = None
+) -> RunLog:
     return RunLog(
         folder, title="x", max_steps=9, first_step=first_step, trajectories=None, monitors=[heard], detector=detector,
-        store=CheckpointStore(folder.checkpoints), environments={}, earlier_seconds=5.0, started=time.monotonic(),
+        store=CheckpointStore(folder.checkpoints), environments={}, earlier_seconds=5.0,
+        started=time.monotonic() if started is None else started,
     )  # fmt: skip
 
 
@@ -373,15 +378,16 @@ def test_monitors_hear_of_a_step_its_trajectories_its_alarms_and_the_end_in_this
     ]
 
 
-def test_the_last_summary_has_the_last_metrics_the_evaluations_and_the_ledger(folder: RunFolder):
-    heard = Heard()
-    log = watched(folder, 0, None, heard)
+def test_the_last_summary_has_the_last_metrics_the_evaluations_and_the_ledger(folder: RunFolder, monkeypatch):
+    heard, began = Heard(), 1000.0
+    monkeypatch.setattr(run_log, "time", SimpleNamespace(monotonic=lambda: began + 7.0))
+    log = watched(folder, 0, None, heard, started=began)
     evaluate(log, 0)
     for step in (1, 2):
         log.on_step(step, {"loss": step / 2, "ledger/sampled": 10 * step, "ledger/trained": 8 * step}, [])
     log.close("failed")
     summary = heard.summary
-    assert 5.0 <= summary.pop("seconds") < 60
+    assert summary.pop("seconds") == 12.0  # 5 of earlier processes
     results = summary.pop("results")
     assert (results["steps"], results["success_before_rl"], results["trained_tokens"]) == (2, 1.0, 16)
     assert summary == {

@@ -8,6 +8,7 @@ import pytest
 from orchestrator.loop_runs import nothing_left_behind
 from verbatim.rollouts.main_loop import run_main
 from verbatim.run.trainer_process import while_telling
+from waiting import HANGS
 
 
 class Told:
@@ -29,7 +30,7 @@ async def test_progress_is_told_while_the_work_goes_on_and_the_trainer_may_ask_f
     told = Told()
 
     async def work():
-        await asyncio.wait_for(told.asked_to_stop.wait(), 60)
+        await asyncio.wait_for(told.asked_to_stop.wait(), HANGS)
         return True
 
     async with nothing_left_behind():
@@ -42,7 +43,7 @@ async def test_progress_that_cannot_be_told_ends_the_run_with_the_reason():
 
     async def work():
         try:
-            await asyncio.sleep(600)
+            await asyncio.Event().wait()
         finally:
             ended.append(True)
 
