@@ -122,9 +122,11 @@ $(CUDA_INSTALLED): constraints.txt | install
 	$(CUDA)/bin/python -c 'import torch; assert torch.version.cuda, torch.__version__'
 	@touch $@
 
-# One after the other: each test has servers of its own, which take all cores.
+# Two at a time, each with the tests of some servers (their xdist_group): to start one keeps one core busy, and each takes
+# a gibibyte of memory. The other files have nothing for it, and take long to collect.
 test-vllm: install $(VLLM_INSTALLED)
-	VLLM_CPU_KVCACHE_SPACE=1 VERBATIM_VLLM_PYTHON=$(abspath $(VLLM))/bin/python $(BIN)/pytest -m vllm
+	VLLM_CPU_KVCACHE_SPACE=1 VERBATIM_VLLM_PYTHON=$(abspath $(VLLM))/bin/python $(BIN)/pytest -n 2 --dist loadgroup \
+	  -m vllm $$(grep -rl --include='test_*.py' 'mark\.vllm' tests)
 
 vllm: $(VLLM_INSTALLED)
 
