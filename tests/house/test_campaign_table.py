@@ -1,0 +1,44 @@
+"""CONTRIBUTING.md names every campaign beside the paths whose change asks for it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import verbatim
+
+ROOT = Path(__file__).parents[2]
+ROW = re.compile(r"^\| (`.+`) \| (`tests/.+) \|$", re.MULTILINE)
+
+
+def rows() -> list[tuple[list[str], list[str]]]:
+    """The paths below src/verbatim, and those below tests, of each row."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    return [(re.findall(r"`([^`]+)`", source), re.findall(r"tests/[\w/.]+", tests)) for source, tests in ROW.findall(text)]
+
+
+def campaigns() -> list[Path]:
+    """The files with campaigns of their own."""
+    marks = re.compile(r"@pytest\.mark\.campaign\b|pytestmark = .*mark\.campaign|@drawn\(")
+    return [path for path in (ROOT / "tests").rglob("test_*.py") if marks.search(path.read_text(encoding="utf-8"))]
+
+
+def test_every_path_of_the_table_exists():
+    source = Path(verbatim.__file__).parent
+    found = rows()
+    assert len(found) > 10
+    assert [path for paths, _ in found for path in paths if not (source / path).exists()] == []
+    assert [path for _, paths in found for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_every_campaign_is_in_the_table():
+    named = [ROOT / path for _, paths in rows() for path in paths]
+    listed = [path for path in campaigns() if any(path.is_relative_to(name) for name in named)]
+    assert len(listed) > 30
+    assert sorted(set(campaigns()) - set(listed)) == []
+
+
+def test_every_path_of_the_table_has_a_campaign():
+    files = campaigns()
+    named = [path for _, paths in rows() for path in paths]
+    assert [path for path in named if not any(file.is_relative_to(ROOT / path) for file in files)] == []
