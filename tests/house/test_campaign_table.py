@@ -14,7 +14,8 @@ ROW = re.compile(r"^\| (`.+`) \| (`tests/.+) \|$", re.MULTILINE)
 def rows() -> list[tuple[list[str], list[str]]]:
     """The paths below src/verbatim, and those below tests, of each row."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    return [(re.findall(r"`([^`]+)`", source), re.findall(r"tests/[\w/.]+", tests)) for source, tests in ROW.findall(text)]
+    found = ROW.findall(text)
+    return [(re.findall(r"`([^`]+)`", source), re.findall(r"tests/[\w/.]+", tests)) for source, tests in found]
 
 
 def campaigns() -> list[Path]:
