@@ -7,6 +7,7 @@ import torch
 
 from verbatim.trainer.parallel import sequence
 from verbatim.trainer.parallel.sequence import SequenceGroup
+from waiting import HANGS
 
 
 class Meeting:
@@ -14,7 +15,7 @@ class Meeting:
 
     def __init__(self, size):
         self.size = size
-        self.barrier = threading.Barrier(size, timeout=60)
+        self.barrier = threading.Barrier(size, timeout=HANGS)
         self.given = [None] * size
         self.exchanges = []
         """Bytes that rank 0 sends to others, for each exchange."""

@@ -7,6 +7,8 @@ from dense_attention import KINDS, attention_call
 from test_attention_tree import forest
 from torch.nn.attention.flex_attention import create_mask
 
+from campaigns import sized
+from pairs import all_rows, pairs
 from verbatim.trainer.attention import flex
 from verbatim.trainer.attention.flex import FlexPlan, visible_blocks
 from verbatim.trainer.attention.forest import forest_plan
@@ -37,10 +39,15 @@ def seen(depths, ends, window):
     return found if window is None else found & (depths[:, None] - depths[None] < window)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("window", [None, 1, 3, 100])
-@pytest.mark.parametrize(("seed", "value_size"), [(0, 8), (1, 8), (2, 4)])
-def test_attention_is_that_of_the_exact_plan(seed, value_size, window, block, kind):
+CASES = ([(0, 8), (1, 8), (2, 4)], [None, 1, 3, 100], [4, 32], list(KINDS))
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    ("forest_of", "window", "block", "kind"), sized(pairs(*CASES), all_rows(*CASES)), indirect=["block"]
+)
+def test_attention_is_that_of_the_exact_plan(forest_of, window, block, kind):
+    seed, value_size = forest_of
     torch.manual_seed(seed)
     depths, ends = padded(seed, block)
     qkv = [torch.randn(1, heads, len(ends), size, dtype=torch.float64)
@@ -48,6 +55,15 @@ def test_attention_is_that_of_the_exact_plan(seed, value_size, window, block, ki
     call = attention_call(kind, window)
     found, expected = (plan(depths, ends, "cpu").attend(0, *qkv, call) for plan in (FlexPlan, TreePlan))
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_window_that_is_one_token_too_wide_is_found(block):
+    depths, ends = padded(0, block)
+    qkv = [torch.randn(1, heads, len(ends), 8, dtype=torch.float64) for heads in (4, 2, 2)]
+    found = FlexPlan(depths, ends, "cpu").attend(0, *qkv, attention_call("plain", 4))
+    expected = TreePlan(depths, ends, "cpu").attend(0, *qkv, attention_call("plain", 3))
+    with pytest.raises(AssertionError, match="not close"):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])

@@ -2,6 +2,8 @@ import pytest
 import torch
 from dense_attention import KINDS, attention_call, dense
 
+from campaigns import sized
+from pairs import all_rows, pairs
 from verbatim.trainer.attention.rows import RowsPlan
 
 
@@ -15,16 +17,30 @@ def seen_in(row_lengths, window):
     return seen
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("window", [None, 1, 3, 4, 100])
-@pytest.mark.parametrize("row_lengths", [[1], [5], [3, 9, 10, 1, 10, 2], [4, 4, 4], [11, 10, 2], [2, 2, 4]])
+CASES = (
+    [[1], [5], [3, 9, 10, 1, 10, 2], [4, 4, 4], [11, 10, 2], [2, 2, 4]], [None, 1, 3, 4, 100], list(KINDS)
+)  # fmt: skip
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(("row_lengths", "window", "kind"), sized(pairs(*CASES), all_rows(*CASES)))
 def test_rows_attend_as_by_one_dense_mask_forward_and_backward(row_lengths, window, kind):
+    attend_as_dense(row_lengths, window, kind)
+
+
+def test_a_window_of_one_token_more_than_the_mask_has_is_found():
+    with pytest.raises(AssertionError, match="not close"):
+        attend_as_dense([11, 10, 2], 3, "plain", planned=4)
+
+
+def attend_as_dense(row_lengths, window, kind, *, planned=None):
+    """`planned` is another window than that of the dense mask."""
     torch.manual_seed(0)
     tokens = sum(row_lengths)
     qkv = [torch.randn(1, heads, tokens, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
     outside = torch.randn(1, tokens, 4, 8, dtype=torch.float64)
 
-    call = attention_call(kind, window)
+    call = attention_call(kind, planned or window)
     asked = qkv if call.sinks_H is None else [*qkv, call.sinks_H]
 
     out = RowsPlan(row_lengths).attend(0, *qkv, call)

@@ -8,6 +8,8 @@ import torch
 from dense_attention import KINDS, attention_call, dense
 from trainer_helpers import make_sample
 
+from campaigns import sized
+from pairs import all_rows, pairs
 from verbatim.packing import pack_tree
 from verbatim.trainer.attention import tree
 from verbatim.trainer.attention.tree import TreePlan
@@ -32,11 +34,22 @@ def seen_in(starts, ends, depths, window):
     return seen
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("block", [1, 7, 128])
-@pytest.mark.parametrize("window", [None, 1, 3, 100])
-@pytest.mark.parametrize(("seed", "value_size"), [(0, 8), (1, 8), (2, 3), (3, 12)])
-def test_a_tree_attends_as_by_one_dense_mask_forward_and_backward(seed, value_size, window, block, kind, monkeypatch):
+CASES = ([(0, 8), (1, 8), (2, 3), (3, 12)], [None, 1, 3, 100], [1, 7, 128], list(KINDS))
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(("forest_of", "window", "block", "kind"), sized(pairs(*CASES), all_rows(*CASES)))
+def test_a_tree_attends_as_by_one_dense_mask_forward_and_backward(forest_of, window, block, kind, monkeypatch):
+    attends_as_dense(*forest_of, window, block, kind, monkeypatch)
+
+
+def test_a_window_of_one_token_more_than_the_mask_has_is_found(monkeypatch):
+    with pytest.raises(AssertionError, match="not close"):
+        attends_as_dense(0, 8, 3, 7, "plain", monkeypatch, planned=4)
+
+
+def attends_as_dense(seed, value_size, window, block, kind, monkeypatch, *, planned=None):
+    """`planned` is another window than that of the dense mask."""
     monkeypatch.setattr(tree, "BLOCK", block)
     monkeypatch.setattr(tree, "KEY_MULTIPLE", 4)
     torch.manual_seed(seed)
@@ -47,7 +60,7 @@ def test_a_tree_attends_as_by_one_dense_mask_forward_and_backward(seed, value_si
            for heads, size in ((4, 8), (2, 8), (2, value_size))]  # fmt: skip
     outside = torch.randn(1, tokens, 4, value_size, dtype=torch.float64)
     plan = TreePlan(batch.position_ids, batch.ends)
-    call = attention_call(kind, window)
+    call = attention_call(kind, planned or window)
     asked = qkv if call.sinks_H is None else [*qkv, call.sinks_H]
     out = plan.attend(0, *qkv, call)
     expected = dense(*qkv, seen_in(batch.starts, batch.ends, batch.position_ids, window), call)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from sequence_threads import on_ranks
+from sequence_threads import FakeDist, on_ranks
 from test_offload import LAYERS
 from torch.autograd.graph import saved_tensors_hooks
 from trainer_helpers import (
@@ -20,6 +20,8 @@ from trainer_helpers import (
     write_llama,
 )
 
+from campaigns import sized
+from pairs import all_rows, pairs
 from verbatim.config.schema import ParallelConfig, TrainerConfig
 from verbatim.errors import ModelError, UsageError
 from verbatim.losses import LOSSES
@@ -50,14 +52,18 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize(
-    ("size", "heads", "kv_heads"), [(2, 4, 2), (2, 4, 1), (4, 4, 2), (3, 6, 2), (3, 3, 3)],
-    ids=["each rank a key head", "one key head for both", "four ranks", "key heads cut by ranks", "no groups"],
-)  # fmt: skip
-@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
-def test_slices_of_tokens_attend_as_the_whole(monkeypatch, name, size, heads, kv_heads, sinks):
-    plan, settings = CALLS[name]
+SHAPES = {
+    "each rank a key head": (2, 4, 2), "one key head for both": (2, 4, 1), "four ranks": (4, 4, 2),
+    "key heads cut by ranks": (3, 6, 2), "no groups": (3, 3, 3),
+}  # fmt: skip
+"""Ranks, query heads, key/value heads."""
+SLICES = (list(CALLS), list(SHAPES), ["", "sinks"])
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(("name", "shape", "sinks"), sized(pairs(*SLICES), all_rows(*SLICES)))
+def test_slices_of_tokens_attend_as_the_whole(monkeypatch, name, shape, sinks):
+    (plan, settings), (size, heads, kv_heads) = CALLS[name], SHAPES[shape]
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, n, TOKENS, d, dtype=torch.float64) for n, d in
                          ((heads, 4), (kv_heads, 4), (kv_heads, 6)))  # fmt: skip
@@ -134,10 +140,12 @@ def as_ranks(monkeypatch, lm, micro_batches, loss, size):
     return grads, sum(t for _, t, _ in found), sum(s.num_trained for _, _, s in found), metrics.result(), meeting
 
 
-@pytest.mark.parametrize("loss", ["default", "ipa", "gspo", "sft"])
-@pytest.mark.parametrize("packing", ["rows", "tree"])
-@pytest.mark.parametrize("budget", [10_000, 30], ids=["together", "cut"])
-@pytest.mark.parametrize("size", [2, 4])
+STEPS = (["default", "ipa", "gspo", "sft"], ["rows", "tree"], [10_000, 30], [2, 4])
+"""The second budget cuts samples over micro-batches."""
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(("loss", "packing", "budget", "size"), sized(pairs(*STEPS), all_rows(*STEPS)))
 def test_ranks_that_share_micro_batches_have_the_gradient_of_one(monkeypatch, qwen, loss, packing, budget, size):
     samples = make_batch() if packing == "rows" else shared_prefixes()
     packed = PACKERS[packing](samples, micro_batch_tokens=budget, keep_whole=LOSSES[loss].level != "token")
@@ -149,6 +157,17 @@ def test_ranks_that_share_micro_batches_have_the_gradient_of_one(monkeypatch, qw
     assert together == pytest.approx(total, rel=1e-12)
     assert num == alone.num_trained == num_trained(samples)
     assert metrics == pytest.approx(alone.metrics.result(), rel=1e-12)
+
+
+def test_sums_over_ranks_that_are_left_out_are_found(monkeypatch, qwen):
+    """gspo weighs each trajectory as a whole, of which each rank has a part."""
+    packed = PACKERS["rows"](make_batch(), micro_batch_tokens=10_000, keep_whole=True)
+    lm = loaded(qwen, "float64")
+    expected, *_ = one_step(lm, packed, LOSSES["gspo"], None)
+    lm.model.zero_grad(set_to_none=True)
+    monkeypatch.setattr(FakeDist, "all_reduce", staticmethod(lambda values, group: None))
+    found, *_ = as_ranks(monkeypatch, lm, packed, LOSSES["gspo"], 2)
+    assert largest_difference(found, expected) > 1e-3
 
 
 def test_a_rank_without_a_target_takes_part(monkeypatch, qwen):
