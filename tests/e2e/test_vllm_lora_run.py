@@ -1,4 +1,4 @@
-"""A run with low-rank adapters through a real vLLM server, resumed once: `make test-vllm`."""
+"""A run with low-rank adapters through a real vLLM server, killed and resumed: `make test-vllm`."""
 
 from __future__ import annotations
 
@@ -6,29 +6,44 @@ from pathlib import Path
 
 import pytest
 
-from e2e.test_vllm_runs import RUN, model
+from e2e.test_vllm_runs import RUN, model, servers, start, train_steps
 from e2e.tiny_runs import LOTS, assert_ledger_adds_up, train_lines, trajectory_lines, workplace
-from verbatim.cli.main import main
+from inference.vllm.real_servers import ONE_PROCESS
+from waiting import HANGS, wait_until
 
-pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore::FutureWarning")]
+pytestmark = [pytest.mark.vllm, pytest.mark.realtime, pytest.mark.filterwarnings("ignore::FutureWarning")]
 __all__ = ["model"]
+((FLAG, OFF),) = ONE_PROCESS.items()
+LORA = (
+    RUN.replace("[trainer.optim]", "[trainer.lora]\nr = 8\nalpha = 4\n[trainer.optim]")
+    .replace("lr = 1e-3", "lr = 1e-2")
+    .replace("interval = 5", "interval = 1")
+    .replace("env = {{ ", f'env = {{{{ {FLAG} = "{OFF}", ')
+)
 
 
-def test_a_run_with_adapters_is_sampled_by_vllm_and_resumed(tmp_path: Path, model: Path):
+def test_a_run_with_adapters_is_sampled_by_vllm_leaves_no_server_when_it_is_killed_and_is_resumed(
+    tmp_path: Path, model: Path
+):
     with workplace(tmp_path, {"lots": LOTS}) as place:
-        lora = "[trainer.lora]\nr = 8\nalpha = 4\n[trainer.optim]"
-        text = RUN.replace("[trainer.optim]", lora).replace("lr = 1e-3", "lr = 1e-2")
-        (place / "run.toml").write_text(text.format(model=model, steps=3, replicas=1))
-        assert main(["rl", "run.toml", "--run-dir", "mine"]) == 0
-        assert main(["rl", "run.toml", "--run-dir", "mine", "--resume", "--max-steps", "5"]) == 0
-        run = place / "mine"
-        steps = train_lines(run)
-        assert [line["step"] for line in steps] == [1, 2, 3, 4, 5]
+        with start(place, model, steps=1000, replicas=1, text=LORA) as run:
+            wait_until(lambda: len(train_steps(place)) >= 3 or run.poll() is not None)
+            assert servers(place)
+            run.kill()
+        wait_until(lambda: servers(place) == [])
+        done = len(train_steps(place))
+        saved = max(int(path.name[5:]) for path in (place / "mine" / "checkpoints").glob("step_*"))
+        assert saved in (done - 1, done)
+        with start(place, model, "--resume", "--max-steps", str(done + 2), steps=1000, replicas=1, text=LORA) as run:
+            assert run.wait(2 * HANGS) == 0
+        steps = train_lines(place / "mine")
+        assert [line["step"] for line in steps] == list(range(1, done + 3))
         assert all(line["metrics"]["grad_norm"] > 0 for line in steps)
-        for at in (0, 3):  # what version 0, and version 3 after the resumption, sampled and trained themselves
+        for at in (0, saved):  # sampled by the weights that are trained: the first ones, and those of the checkpoint
             assert steps[at]["metrics"]["mismatch_kl"] < 1e-8
-        turns = [turn for t in trajectory_lines(run) for turn in t["turns"]]
+        turns = [turn for t in trajectory_lines(place / "mine") for turn in t["turns"]]
         assert all(len(set(turn["policy_versions"])) == 1 for turn in turns)
-        assert {turn["policy_versions"][0] for turn in turns} >= {0, 1, 3}
-        assert_ledger_adds_up(run)
-        assert (run / "final" / "adapter_model.safetensors").is_file()
+        assert {turn["policy_versions"][0] for turn in turns} >= {0, saved}
+        assert_ledger_adds_up(place / "mine")
+        assert (place / "mine" / "final" / "adapter_model.safetensors").is_file()
+        assert servers(place) == []

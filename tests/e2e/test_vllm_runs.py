@@ -1,14 +1,17 @@
-"""Runs that sample through real vLLM servers: `make test-vllm`."""
+"""Runs that sample through real vLLM servers: `make test-vllm`.
+
+Runs whose servers are killed and frozen: `faults/test_replicas`; a run that is killed: `test_vllm_lora_run`.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +20,14 @@ import pytest
 import torch
 
 from e2e.tiny_runs import LOTS, workplace
+from inference.vllm.real_servers import LONGEST_START, ONE_PROCESS, SMALL_CACHE
 from verbatim.config.schema import BuildConfig
+from verbatim.inference.vllm.process import free_port, make_process
+from verbatim.inference.vllm.settings import VllmSettings
 from verbatim.monitors.trajectory_log import read_trajectories
+from waiting import HANGS
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.realtime]
 
 PYTHON = Path(os.environ.get("VERBATIM_VLLM_PYTHON", ".venv-vllm/bin/python")).absolute()
 MARK = "VERBATIM_TEST_OF_VLLM"
@@ -43,7 +50,7 @@ backend = "vllm"
 [inference.vllm]
 python = "{PYTHON}"
 replicas = {{replicas}}
-args = ["--enforce-eager", "--block-size", "32"]
+args = ["--enforce-eager", "--block-size", "32", "--num-gpu-blocks-override", "512"]
 env = {{{{ VLLM_CPU_KVCACHE_SPACE = "1", OMP_NUM_THREADS = "1", VLLM_CPU_OMP_THREADS_BIND = "nobind" }}}}
 [[orchestrator.filters]]
 type = "zero_advantage"
@@ -73,15 +80,19 @@ def place(tmp_path: Path):
         yield tmp_path
 
 
-def start(place: Path, model: Path, *, steps: int, replicas: int) -> subprocess.Popen[bytes]:
-    return command(place, model, "rl", "run.toml", "--run-dir", "mine", steps=steps, replicas=replicas)
+def start(
+    place: Path, model: Path, *arguments: str, steps: int, replicas: int, text: str = RUN
+) -> subprocess.Popen[bytes]:
+    """`verbatim rl`; see `command`."""
+    more = ("rl", "run.toml", "--run-dir", "mine", *arguments)
+    return command(place, model, *more, steps=steps, replicas=replicas, text=text)
 
 
 def command(
-    place: Path, model: Path, *arguments: str, steps: int = 1, replicas: int = 1, **options: Any
+    place: Path, model: Path, *arguments: str, steps: int = 1, replicas: int = 1, text: str = RUN, **options: Any
 ) -> subprocess.Popen[bytes]:
     """`verbatim` with these arguments, beside a run's file."""
-    (place / "run.toml").write_text(RUN.format(model=model, steps=steps, replicas=replicas))
+    (place / "run.toml").write_text(text.format(model=model, steps=steps, replicas=replicas))
     return subprocess.Popen(
         [sys.executable, "-m", "verbatim.cli", *arguments], cwd=place, **options,
         env={**os.environ, MARK: str(place), "PYTHONPATH": os.pathsep.join([str(place), *sys.path])},
@@ -114,7 +125,7 @@ def servers(place: Path) -> list[int]:
 
 def test_twenty_batches_are_sampled_by_vllm_and_trained(place, model):
     with start(place, model, steps=20, replicas=1) as run:
-        assert run.wait(600) == 0
+        assert run.wait(2 * HANGS) == 0
     steps = train_steps(place)
     assert [line["step"] for line in steps] == list(range(1, 21))
     for line in steps:
@@ -135,52 +146,33 @@ def test_twenty_batches_are_sampled_by_vllm_and_trained(place, model):
     assert {0, 10, 18} <= versions and max(versions) <= 19
 
 
-@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
-def test_a_replica_that_dies_is_started_again_while_the_other_goes_on(place, model, blow):
-    with start(place, model, steps=30, replicas=2) as run:
+@pytest.fixture(scope="module")
+def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server of this model that the commands find."""
+    settings = VllmSettings(python=str(PYTHON), args=SMALL_CACHE, env={"VLLM_CPU_KVCACHE_SPACE": "1", **ONE_PROCESS})
+    server = make_process(settings, 0, model=model, port=free_port(), context_length=384, num_threads=1,
+                          logs=tmp_path_factory.mktemp("found"))  # fmt: skip
+    with asyncio.Runner() as runner:
+        runner.run(server.start(LONGEST_START))
         try:
-            end = time.monotonic() + 400
-            while len(train_steps(place)) < 3:
-                assert run.poll() is None and time.monotonic() < end
-                time.sleep(0.2)
-            target = next(pid for pid in servers(place) if b"-m\0vllm." in Path(f"/proc/{pid}/cmdline").read_bytes()
-                          and b"keeper" not in Path(f"/proc/{pid}/cmdline").read_bytes())  # fmt: skip
-            os.kill(target, blow)
-            assert run.wait(600) == 0
+            yield server.url
         finally:
-            run.kill()
-    steps = train_steps(place)
-    assert [line["step"] for line in steps] == list(range(1, 31))
-    assert min(line["metrics"]["replicas/serving"] for line in steps) == 1
-    assert_every_token_is_in_the_ledger(place)
-    assert servers(place) == []
+            runner.run(server.stop())
 
 
-def test_a_killed_run_leaves_no_server_behind(place, model):
-    with start(place, model, steps=1000, replicas=1) as run:
-        end = time.monotonic() + 400
-        while len(train_steps(place)) < 2:
-            assert run.poll() is None and time.monotonic() < end
-            time.sleep(0.2)
-        assert servers(place)
-        run.kill()
-    end = time.monotonic() + 60
-    while servers(place) and time.monotonic() < end:
-        time.sleep(0.2)
-    assert servers(place) == []
-
-
-def test_an_evaluation_samples_through_vllm_and_its_logprobs_are_the_models(place, model):
+@pytest.mark.xdist_group("a server of runs")
+def test_an_evaluation_samples_through_vllm_and_its_logprobs_are_the_models(place, model, url):
     from verbatim.inference.embedded.whole_sequence import sequence_logprobs
     from verbatim.models.head import CausalLM
     from verbatim.models.loading import load_model
     from verbatim.trajectory_json import trajectory_from_json
 
-    arguments = ("eval", "run.toml", "--out", "said.jsonl", "--json", "--orchestrator.eval", "{ episodes = 10 }")
+    arguments = ("eval", "run.toml", "--out", "said.jsonl", "--json", "--orchestrator.eval", "{ episodes = 10 }",
+                 "--inference.vllm.urls", f'["{url}"]')  # fmt: skip
     with command(place, model, *arguments, stdout=subprocess.PIPE) as evaluation:
         assert evaluation.stdout is not None
         printed = evaluation.stdout.read().decode()
-        assert evaluation.wait(600) == 0
+        assert evaluation.wait(2 * HANGS) == 0
     said = json.loads(printed[printed.index("{") :])["models"][0]["environments"]["lots.Lots"]
     lines = (place / "said.jsonl").read_text().splitlines()
     sampled = [trajectory_from_json(json.loads(line)["trajectory"]) for line in lines]
@@ -194,29 +186,17 @@ def test_an_evaluation_samples_through_vllm_and_its_logprobs_are_the_models(plac
         with torch.inference_mode():
             expected = sequence_logprobs(head, ids, 1.0).numpy()[len(turn.prompt_ids) :]
         assert np.abs(turn.logprobs - expected).max() <= 5e-5
-    assert servers(place) == []
 
 
-def test_a_student_follows_a_teacher_behind_vllm(place, model):
+@pytest.mark.xdist_group("a server of runs")
+def test_a_student_follows_a_teacher_behind_vllm(place, model, url):
     """The teacher has the student's own first weights: over vLLM too their logprobs of the first batch are the same."""
-    import asyncio
-
-    from verbatim.inference.vllm.process import free_port, make_process
-    from verbatim.inference.vllm.settings import VllmSettings
-
-    settings = VllmSettings(python=str(PYTHON), args=("--enforce-eager",), env={"VLLM_CPU_KVCACHE_SPACE": "1"})
-    process = make_process(settings, 0, model=model, port=free_port(), context_length=384, logs=place, num_threads=1)
-    with asyncio.Runner() as runner:
-        runner.run(process.start(600.0))
-        try:
-            teacher = f'{{ model = "policy", base_url = "{process.url}/v1" }}'
-            options = ("--inference.backend", "torch", "--orchestrator.training-mode", "opd",
-                       "--orchestrator.seq-len", "383",  # vLLM scores what leaves room for one token more
-                       "--orchestrator.teacher", teacher, "--run-dir", "mine")  # fmt: skip
-            with command(place, model, "rl", "run.toml", *options, steps=4) as run:
-                assert run.wait(600) == 0
-        finally:
-            runner.run(process.stop())
+    teacher = f'{{ model = "policy", base_url = "{url}/v1" }}'
+    options = ("--inference.backend", "torch", "--orchestrator.training-mode", "opd",
+               "--orchestrator.seq-len", "383",  # vLLM scores what leaves room for one token more
+               "--orchestrator.teacher", teacher, "--run-dir", "mine")  # fmt: skip
+    with command(place, model, "rl", "run.toml", *options, steps=4) as run:
+        assert run.wait(2 * HANGS) == 0
     kl = [line["metrics"]["teacher_kl"] for line in train_steps(place)]
     assert len(kl) == 4
     assert abs(kl[0]) < 1e-5

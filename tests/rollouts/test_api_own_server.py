@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from itertools import pairwise
@@ -21,14 +20,16 @@ import numpy as np
 import pytest
 
 from e2e.tiny_runs import SIZES as TINY
+from inference.vllm.real_servers import LONGEST_START, ONE_PROCESS, SMALL_CACHE
 from verbatim import Trajectory, build_samples
 from verbatim.inference import SamplingParams
 from verbatim.inference.http.sampler import HttpSampler
 from verbatim.inference.openai import OpenAI
 from verbatim.rollouts import APIMultiTurnRollout, MultiTurnRollout, trajectory_from_messages
 from verbatim.tools import ToolManager
+from waiting import HANGS, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.realtime]
 
 SIZES = TINY.model_copy(update={"hidden_size": 64})
 """Heads of 32, the smallest that vLLM has for CPUs."""
@@ -80,9 +81,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.contextmanager
-def process(*command: str) -> Iterator[subprocess.Popen[str]]:
+def process(*command: str, **env: str) -> Iterator[subprocess.Popen[str]]:
     """A process of ours that has ended when the block does."""
-    started = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+    started = subprocess.Popen(list(command), stdout=subprocess.PIPE, text=True, env=env)
     try:
         yield started
     finally:
@@ -211,7 +213,7 @@ def test_a_server_that_dies_in_the_middle_fails_trajectories_and_loses_none(mode
             calls.append((a, b))
             if len(calls) == 3:
                 started.kill()
-                started.wait(timeout=60)
+                started.wait(timeout=HANGS)
             return a + b
 
         results = over(url, tool_manager=ToolManager([add]), concurrency=2)(CONVERSATIONS)
@@ -225,9 +227,9 @@ def test_a_server_that_dies_in_the_middle_fails_trajectories_and_loses_none(mode
 def test_ctrl_c_ends_the_server_cleanly(model: Path):
     with verbatim_serve(model) as (started, url):
         started.send_signal(signal.SIGINT)
-        assert started.wait(timeout=60) == 0
+        assert started.wait(timeout=HANGS) == 0
         with pytest.raises(OSError, match="refused"):
-            urllib.request.urlopen(f"{url}/health", timeout=60)
+            urllib.request.urlopen(f"{url}/health", timeout=HANGS)
 
 
 # ---- vLLM's own server
@@ -244,15 +246,11 @@ def vllm_url(model: Path) -> Iterator[str]:
     with process(python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
                  "--served-model-name", "adds", "--port", str(port), "--host", "127.0.0.1", "--dtype", "float32",
                  "--max-model-len", "384", "--max-num-batched-tokens", "64", "--max-num-seqs", "16",
-                 "--enforce-eager", "--enable-scale-out",
-                 "--logprobs-mode", "processed_logprobs",
-                 "--enable-auto-tool-choice", "--tool-call-parser", "hermes") as started:  # fmt: skip
+                 *SMALL_CACHE, "--enable-scale-out", "--logprobs-mode", "processed_logprobs",
+                 "--enable-auto-tool-choice", "--tool-call-parser", "hermes", **ONE_PROCESS) as started:  # fmt: skip
         url = f"http://127.0.0.1:{port}"
-        deadline = time.monotonic() + 300
-        while not _is_up(url):
-            assert started.poll() is None, "vLLM's server ended"
-            assert time.monotonic() < deadline, "vLLM's server does not come up"
-            time.sleep(1)
+        wait_until(lambda: started.poll() is not None or _is_up(url), LONGEST_START)
+        assert started.poll() is None, "vLLM's server ended"
         yield url
 
 
