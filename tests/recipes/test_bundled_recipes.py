@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,20 @@ def play(recipe: str, **settings: str) -> Path:
     return Path("run")
 
 
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`played("calculator")` is the folder of two steps of that recipe, which are made once."""
+    found: dict[str, Path] = {}
+
+    def of(recipe: str) -> Path:
+        if recipe not in found:
+            with contextlib.chdir(tmp_path_factory.mktemp(recipe)):
+                found[recipe] = play(recipe, **SMALL, **BUILT).resolve()
+        return found[recipe]
+
+    return of
+
+
 def check(run: Path, trajectories: list[dict[str, Any]]) -> None:
     steps = [line["metrics"] for line in train_lines(run)]
     assert len(steps) == 2
@@ -54,8 +69,8 @@ def check(run: Path, trajectories: list[dict[str, Any]]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["calculator", "delegate", "alphabet_sort"])
-def test_a_recipe_of_an_environment_takes_its_steps(recipe: str, place: Path):
-    run = play(recipe, **SMALL, **BUILT)
+def test_a_recipe_of_an_environment_takes_its_steps(recipe: str, played: Callable[[str], Path]):
+    run = played(recipe)
     trajectories = trajectory_lines(run)
     assert {t["env"] for t in trajectories} == {recipe}
     check(run, trajectories)
@@ -73,6 +88,7 @@ def test_the_distillation_recipe_takes_its_steps(place: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.realtime
 def test_the_recipe_of_imitation_takes_its_steps(place: Path):
     """The teacher always guesses 8, so the policy learns to: what is trained is what the teacher said."""
     build_tiny_model(place / "student")
@@ -87,10 +103,13 @@ def test_the_recipe_of_imitation_takes_its_steps(place: Path):
 
 @pytest.mark.slow
 @pytest.mark.extras
-def test_a_runs_trajectories_are_read_by_the_lines_of_their_page(place: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_runs_trajectories_are_read_by_the_lines_of_their_page(
+    played: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+):
     page = (Path(__file__).parents[2] / "docs" / "trajectories.md").read_text(encoding="utf-8")
     (snippet,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    run = play("alphabet_sort", **SMALL, **BUILT)
+    run = played("alphabet_sort")
+    capsys.readouterr()
     exec(snippet.replace("runs/guess_number/latest", str(run)), {})
     by_step = [line.split() for line in capsys.readouterr().out.splitlines() if line[:1].isdigit()]
     assert [step for step, _ in by_step] == ["1", "2"]
