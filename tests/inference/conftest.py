@@ -25,6 +25,12 @@ def save(config: PreTrainedConfig, seed: int, folder: Path) -> Path:
     return folder
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """The kernel is compiled before the first test: no test of an engine starts a compiler."""
+    if not session.config.option.collectonly:
+        load_kernel()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
     """Tiny matrix products are slower on several threads, and much slower beside other processes."""

@@ -27,6 +27,7 @@ from verbatim.models.attention import WholeSequencePlan
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model, load_weights
 
+pytestmark = pytest.mark.realtime
 BUILDS = {"as_it_is": None, "without_options": ()}
 if platform.machine() in ("x86_64", "AMD64"):
     BUILDS |= {"avx512_alone": ("-march=skylake-avx512",), "avx2": ("-march=haswell",)}
