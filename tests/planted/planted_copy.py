@@ -87,6 +87,8 @@ class PlantedCopy:
         self.package = place / "src" / "verbatim"
         shutil.copytree(root / "src" / "verbatim", self.package)  # with its bytecode
         self._clean: dict[tuple[str, ...], Outcome] = {}
+        self._running: int | None = None
+        """The process that runs tests now."""
         path = os.pathsep.join(filter(None, [str(self.package.parent), os.environ.get("PYTHONPATH", "")]))
         env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
         self._server = subprocess.Popen(
@@ -117,7 +119,9 @@ class PlantedCopy:
             os.utime(path, ns=(written, written))
 
     def close(self) -> None:
-        """End the server."""
+        """End the server, and what still runs where the campaign was interrupted."""
+        if self._running is not None:
+            _kill_group(self._running)
         assert self._server.stdin is not None
         self._server.stdin.close()
         self._server.wait()
@@ -133,12 +137,14 @@ class PlantedCopy:
         assert self._server.stdin is not None
         self._server.stdin.write(json.dumps(request) + "\n")
         self._server.stdin.flush()
-        timer = threading.Timer(seconds, _kill_group, [self._answer()])
+        self._running = self._answer()
+        timer = threading.Timer(seconds, _kill_group, [self._running])
         timer.start()
         try:
             status = self._answer()
         finally:
             timer.cancel()
+        self._running = None
         shutil.rmtree(temporary, ignore_errors=True)
         said = out.read_text(errors="replace")[-1500:]
         if not result.exists():
