@@ -22,6 +22,7 @@ from trainer_helpers import (
 from transformers import AutoModelForCausalLM, DeepseekV2Config, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
+from inference.step_gate import StepGate
 from verbatim import Trajectory, Turn, build_samples
 from verbatim.config.schema import OptimConfig, TrainerConfig
 from verbatim.errors import ModelError, UsageError
@@ -38,6 +39,7 @@ from verbatim.trainer.router_replay import check_experts
 from verbatim.trainer.trainer import Trainer
 from verbatim.trajectory_json import plain, trajectory_from_json, trajectory_to_json
 from verbatim.transport.trainer_messages import TrainerMessage, message_to_bytes, read_message
+from waiting import until
 
 LAYERS, EACH = 3, 2
 ROUTED = (0, 2)
@@ -218,16 +220,18 @@ def write_changed(folder):
     return folder / "changed"
 
 
-async def test_another_session_takes_no_records_of_weights_before_its_own(model, tmp_path):
+@pytest.mark.realtime
+async def test_another_session_takes_no_records_of_weights_before_its_own(model, tmp_path, monkeypatch):
     """What is in flight keeps the records with which it was sampled; its keys are those of the new weights."""
     changed = write_changed(tmp_path)
     opening = [5, 6, 7, *range(10, 40)]
     sampler = make_sampler(model)
+    gate = StepGate(sampler, monkeypatch, 5)
     try:
         asked = asyncio.create_task(sampler.generate(request(opening, max_tokens=60, session="a")))
-        while sampler.stats().sampled_tokens < 5:  # noqa: ASYNC110 - the engine's thread sets no event for a count
-            await asyncio.sleep(0.001)
+        await until(lambda: sampler.stats().sampled_tokens == 5)
         await sampler.update_weights(changed, 1)
+        gate.open()
         before = sampler.stats().prefix_hit_tokens
         other = await sampler.generate(request([*opening, 50], session="b", max_tokens=3))
         assert sampler.stats().prefix_hit_tokens == before
@@ -240,19 +244,21 @@ async def test_another_session_takes_no_records_of_weights_before_its_own(model,
         assert sets_of(completion.routed_experts)[0] == chosen_by(changed, [*opening, last, *completion.ids])[0]
 
 
-async def test_after_new_weights_the_experts_with_which_a_token_was_sampled_stay(model, tmp_path):
+@pytest.mark.realtime
+async def test_after_new_weights_the_experts_with_which_a_token_was_sampled_stay(model, tmp_path, monkeypatch):
     write_changed(tmp_path)
     sampler = make_sampler(model)
+    gate = StepGate(sampler, monkeypatch, 5)
     try:
         asked = asyncio.create_task(sampler.generate(request([5, 6, 7], max_tokens=80)))
-        while sampler.stats().sampled_tokens < 5:  # noqa: ASYNC110 - the engine's thread sets no event for a count
-            await asyncio.sleep(0.001)
+        await until(lambda: sampler.stats().sampled_tokens == 5)
         await sampler.update_weights(tmp_path / "changed", 1)
+        gate.open()
         completion = await asked
     finally:
         await sampler.close()
     versions = completion.policy_versions
-    assert 0 < (versions == 0).sum() < 80
+    assert (versions == 0).sum() == 6  # it takes one more step before it takes the weights
     before, after = (chosen_by(folder, [5, 6, 7, *completion.ids]) for folder in (model, tmp_path / "changed"))
     found = sets_of(completion.routed_experts)
     old = 2 + int((versions == 0).sum())  # the inputs of the tokens of version 0

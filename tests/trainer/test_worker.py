@@ -3,7 +3,7 @@
 import asyncio
 import errno
 import json
-import time
+import threading
 
 import numpy as np
 import pytest
@@ -25,6 +25,7 @@ from verbatim.transport import WeightFolders
 from verbatim.transport.canary import NUM_PROBES, probe_sequences
 from verbatim.transport.exchange import Exchange
 from verbatim.transport.trainer_messages import TrainerMessage
+from waiting import HANGS, until
 
 
 class Worker:
@@ -227,16 +228,23 @@ def test_a_trainer_that_serves_answers_every_order_and_tells_whose_fault_it_was(
     assert told == ["training on batch 0", "training on batch 1", "training on batch 1", "writing its state"]
 
 
-async def test_a_trainer_on_a_thread_trains_in_order_and_leaves_the_event_loop_free(made):
+@pytest.mark.realtime
+async def test_a_trainer_on_a_thread_trains_in_order_and_leaves_the_event_loop_free(made, monkeypatch):
+    """It does not end before the event loop has turned."""
+    began, turned, train = threading.Event(), threading.Event(), made.trainer.train_batch
+
+    def held(*arguments):
+        began.set()
+        assert turned.wait(HANGS)
+        return train(*arguments)
+
+    monkeypatch.setattr(made.trainer, "train_batch", held)
     link = LocalTrainer(made.worker, num_threads=1)
     training = asyncio.gather(*(link.train(make_batch(v), v) for v in (1, 2, 3)))
-    turns = 0
-    while not training.done():
-        await asyncio.sleep(0.001)
-        turns += 1
-    await link.close()
+    await until(began.is_set)
+    turned.set()
     assert [report.version for report in await training] == [1, 2, 3]
-    assert turns > 3
+    await link.close()
 
 
 def test_memory_that_runs_out_after_the_batch_stops_the_run_by_name(made, monkeypatch):
@@ -276,10 +284,12 @@ def test_cores_that_the_sampler_leaves_free_are_taken(made, tmp_path, monkeypatc
     assert sampler.threads_for_pass() == 2
 
 
-def test_a_batch_that_fails_gives_the_cores_back(made, tmp_path):
+def test_a_batch_that_fails_gives_the_cores_back(made, tmp_path, monkeypatch):
+    clock = [1000.0]
+    monkeypatch.setattr("verbatim.cores.time.monotonic", lambda: clock[0])
     mine, sampler = (CoreShare(tmp_path / "cores", side, 2) for side in ("trainer", "sampler"))
     made.worker.share(mine)
     with pytest.raises(RunStopped):
         made.train(1, samples=poisoned(0))
-    time.sleep(FIRST_PASS)
+    clock[0] += 2 * FIRST_PASS
     assert sampler.threads_for_pass() == 2
