@@ -3,20 +3,24 @@ sleeps."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from e2e.tiny_runs import FILTERS, LOTS, build_tiny_model, workplace
 from inference.vllm.double_server import fake_python
-from waiting import HANGS, wait_until
+from waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.realtime]
+LONGEST = 3600
+"""Seconds until a run counts as hung."""
 
 RUN = f"""
 max_steps = 4
@@ -57,17 +61,24 @@ def place(tmp_path: Path):
         yield folder
 
 
-def start(place: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
+@contextlib.contextmanager
+def start(place: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A run, which does not outlive a test that fails."""
+    with subprocess.Popen(
         [sys.executable, "-m", "verbatim.cli", "rl", *arguments], cwd=place,
         env={**os.environ, "DOUBLE_SLEEPS": "1", "PYTHONPATH": os.pathsep.join([str(place), *sys.path])},
-    )  # fmt: skip
+    ) as run:  # fmt: skip
+        try:
+            yield run
+        finally:
+            run.kill()
 
 
 def steps(place: Path) -> list[dict]:
+    """Steps of a run that may go on: its last line may be half written."""
     path = place / "mine" / "metrics.jsonl"
-    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [line for line in found if line["kind"] == "train"]
+    whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
+    return [line for line in map(json.loads, whole.splitlines()) if line["kind"] == "train"]
 
 
 def log(place: Path) -> str:
@@ -95,14 +106,14 @@ UPDATE = [
 
 def test_sampler_and_trainer_take_turns_until_the_end_also_in_a_run_that_was_killed_and_goes_on(place):
     with start(place, "run.toml", "--run-dir", "mine", "--max-steps", "1000") as run:
-        wait_until(lambda: len(steps(place)) >= 3 or run.poll() is not None)
+        wait_until(lambda: len(steps(place)) >= 3 or run.poll() is not None, LONGEST)
         run.send_signal(signal.SIGKILL)
     done, first = len(steps(place)), log(place)
     (place / "mine" / "config.toml").write_text(
         (place / "mine" / "config.toml").read_text().replace("max_steps = 1000", f"max_steps = {done + 2}")
     )
     with start(place, "mine/config.toml", "--resume", "mine") as run:
-        assert run.wait(2 * HANGS) == 0
+        assert run.wait(LONGEST) == 0
     found = steps(place)
     assert [line["step"] for line in found] == list(range(1, done + 3)) and done >= 3
     for line in found:

@@ -25,12 +25,13 @@ from verbatim.config.schema import BuildConfig
 from verbatim.inference.vllm.process import free_port, make_process
 from verbatim.inference.vllm.settings import VllmSettings
 from verbatim.monitors.trajectory_log import read_trajectories
-from waiting import HANGS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.realtime]
 
 PYTHON = Path(os.environ.get("VERBATIM_VLLM_PYTHON", ".venv-vllm/bin/python")).absolute()
 MARK = "VERBATIM_TEST_OF_VLLM"
+LONGEST = 3600
+"""Seconds until a run counts as hung."""
 RUN = f"""
 max_steps = {{steps}}
 [model]
@@ -82,27 +83,33 @@ def place(tmp_path: Path):
 
 def start(
     place: Path, model: Path, *arguments: str, steps: int, replicas: int, text: str = RUN
-) -> subprocess.Popen[bytes]:
+) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
     """`verbatim rl`; see `command`."""
     more = ("rl", "run.toml", "--run-dir", "mine", *arguments)
     return command(place, model, *more, steps=steps, replicas=replicas, text=text)
 
 
+@contextlib.contextmanager
 def command(
     place: Path, model: Path, *arguments: str, steps: int = 1, replicas: int = 1, text: str = RUN, **options: Any
-) -> subprocess.Popen[bytes]:
-    """`verbatim` with these arguments, beside a run's file."""
+) -> Iterator[subprocess.Popen[bytes]]:
+    """`verbatim` with these arguments, beside a run's file; it does not outlive a test that fails."""
     (place / "run.toml").write_text(text.format(model=model, steps=steps, replicas=replicas))
-    return subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-m", "verbatim.cli", *arguments], cwd=place, **options,
         env={**os.environ, MARK: str(place), "PYTHONPATH": os.pathsep.join([str(place), *sys.path])},
-    )  # fmt: skip
+    ) as run:  # fmt: skip
+        try:
+            yield run
+        finally:
+            run.kill()
 
 
 def train_steps(place: Path) -> list[dict]:
+    """Steps of a run that may go on: its last line may be half written."""
     path = place / "mine" / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [line for line in lines if line["kind"] == "train"]
+    whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
+    return [line for line in map(json.loads, whole.splitlines()) if line["kind"] == "train"]
 
 
 def assert_every_token_is_in_the_ledger(place: Path) -> None:
@@ -125,7 +132,7 @@ def servers(place: Path) -> list[int]:
 
 def test_twenty_batches_are_sampled_by_vllm_and_trained(place, model):
     with start(place, model, steps=20, replicas=1) as run:
-        assert run.wait(2 * HANGS) == 0
+        assert run.wait(LONGEST) == 0
     steps = train_steps(place)
     assert [line["step"] for line in steps] == list(range(1, 21))
     for line in steps:
@@ -172,7 +179,7 @@ def test_an_evaluation_samples_through_vllm_and_its_logprobs_are_the_models(plac
     with command(place, model, *arguments, stdout=subprocess.PIPE) as evaluation:
         assert evaluation.stdout is not None
         printed = evaluation.stdout.read().decode()
-        assert evaluation.wait(2 * HANGS) == 0
+        assert evaluation.wait(LONGEST) == 0
     said = json.loads(printed[printed.index("{") :])["models"][0]["environments"]["lots.Lots"]
     lines = (place / "said.jsonl").read_text().splitlines()
     sampled = [trajectory_from_json(json.loads(line)["trajectory"]) for line in lines]
@@ -196,7 +203,7 @@ def test_a_student_follows_a_teacher_behind_vllm(place, model, url):
                "--orchestrator.seq-len", "383",  # vLLM scores what leaves room for one token more
                "--orchestrator.teacher", teacher, "--run-dir", "mine")  # fmt: skip
     with command(place, model, "rl", "run.toml", *options, steps=4) as run:
-        assert run.wait(2 * HANGS) == 0
+        assert run.wait(LONGEST) == 0
     kl = [line["metrics"]["teacher_kl"] for line in train_steps(place)]
     assert len(kl) == 4
     assert abs(kl[0]) < 1e-5
