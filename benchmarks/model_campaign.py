@@ -42,14 +42,13 @@ def campaign(only: list[str], part: tuple[int, int] = (1, 1)) -> int:
         only: Words; none = all.
         part: (2, 3) = the second of three parts, every third of them.
     """
-    quiet()
     torch.set_num_threads(1)
     counts: Counter[str] = Counter()
     for architecture in architectures()[part[0] - 1 :: part[1]]:
         if only and not any(word in str(architecture) for word in only):
             continue
         began = time.perf_counter()
-        with tempfile.TemporaryDirectory() as folder:
+        with quiet(), tempfile.TemporaryDirectory() as folder:
             verdict = judge(architecture, Path(folder) / "model")
         counts[f"trainer {verdict.trainer}"] += 1
         counts[f"sampler {verdict.sampler}"] += 1

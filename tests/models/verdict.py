@@ -1,8 +1,9 @@
 """Is a model accepted and right, or refused by name? Our trainer, sampler and files against plain `transformers`."""
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -321,7 +322,15 @@ def _judge_saved(verdict: Verdict, trainer: Trainer, folder: Path, samples: list
     verdict.hold("saved logprobs", difference(found, expected), FLOAT32)
 
 
-def quiet() -> None:
-    """Refusals are returned, so what the library logs of them need not be."""
-    for name in ("verbatim", "transformers"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Refusals are returned, so what the library logs of them need not be shown meanwhile."""
+    loggers = [logging.getLogger(name) for name in ("verbatim", "transformers")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
