@@ -65,6 +65,7 @@ def test_a_kind_that_does_not_exist_is_refused(tmp_path: Path, capsys):
 def test_a_project_is_clean_passes_its_own_test_and_trains(kind: str, tmp_path: Path):
     """As a user would, with commands in an empty folder."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTEST_ADDOPTS", None)  # options of these tests, which the project's pytest does not know
 
     def typed(*command: str, folder: Path) -> str:
         done = warm.run([sys.executable, "-m", *command], cwd=folder, env=environment, capture_output=True,
