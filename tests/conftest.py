@@ -18,6 +18,7 @@ from hypothesis import settings
 import warm
 from campaigns import Campaign, CampaignTable, set_whole
 from durations import DurationsTable
+from realtime import RealtimeCheck
 from token_identity import watched
 
 settings.register_profile("searching", deadline=None)
@@ -29,6 +30,7 @@ settings.load_profile("repeatable")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--whole", action="store_true", help="campaigns as a whole, not their small part")
     parser.addoption("--where-time-goes", action="store_true", help="a table of seconds at the end")
+    parser.addoption("--check-realtime", action="store_true", help="refuse tests that lack the marker realtime")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -39,7 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(CampaignTable())
     if config.getoption("--where-time-goes"):
         config.pluginmanager.register(DurationsTable())
-    # config.pluginmanager.register(RealtimeCheck())
+    if config.getoption("--where-time-goes") or config.getoption("--check-realtime"):
+        config.pluginmanager.register(RealtimeCheck(refuse=config.getoption("--check-realtime")))
 
 
 @pytest.fixture(scope="session")

@@ -243,6 +243,7 @@ def batch_script(name: str) -> Snippet:
     return found
 
 
+@pytest.mark.realtime
 def test_the_script_for_one_node_begins_a_run_and_goes_on(tmp_path: Path):
     script = batch_script("one_node.sbatch")
     (tmp_path / "first").mkdir()
@@ -256,6 +257,7 @@ def test_the_script_for_one_node_begins_a_run_and_goes_on(tmp_path: Path):
     ]
 
 
+@pytest.mark.realtime
 def test_the_script_for_three_nodes_gives_each_its_role(tmp_path: Path):
     calls = run_bash(
         batch_script("three_nodes.sbatch"), tmp_path,
