@@ -133,9 +133,9 @@ def test_logprobs_are_those_of_the_weights_of_their_version(models, references, 
         assert np.abs(logprobs - expected)[new].max() <= 5e-5
 
 
-def test_pages_are_shared_again(models, kernel):
-    if kernel != "compiled":
-        pytest.skip("PyTorch's cache has no pages")
+@pytest.mark.parametrize("kernel", ["compiled"], indirect=True)
+def test_pages_are_shared_again(models):
+    """PyTorch's cache has no pages."""
     decoder = decoder_of(models)
     slots = started(decoder)
     before = decoder.cache.used
