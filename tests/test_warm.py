@@ -51,7 +51,7 @@ def alike(args, **options):
 def test_a_process_finds_what_a_new_one_finds(tmp_path: Path, session: bool):
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": "here:/there", "ONLY": "this"}
     (tmp_path / "tells.py").write_text(TELLS)
-    for args in (["-c", TELLS, "a", "--b"], ["tells.py", "a"], [str(tmp_path / "tells.py")]):
+    for args in (["-c", TELLS, "a", "--b"], ["-u", "tells.py", "a"], [str(tmp_path / "tells.py")]):
         cold, forked = both(args, cwd=tmp_path, env=environment, start_new_session=session, stdin=subprocess.DEVNULL)
         assert json.loads(forked.stdout) == json.loads(cold.stdout)
         assert json.loads(forked.stdout)["parent"] == os.getpid()
@@ -177,6 +177,19 @@ def test_asyncio_starts_commands_as_subprocess_does():
 def test_what_python_must_know_at_its_start_is_refused(args, options):
     with pytest.raises(ValueError, match="start it by subprocess"):
         warm.Popen(args, **options)
+
+
+def test_a_process_that_os_fork_made_starts_new_ones():
+    warm.run([sys.executable, "-c", "pass"], check=True)  # there is a server
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            status = subprocess.run([sys.executable, "-m", "verbatim.cli", "--version"], capture_output=True,
+                                    check=False).returncode  # fmt: skip
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_other_programs_are_started_as_usual():

@@ -31,7 +31,7 @@ PROGRAM = Path(__file__).with_name("warm_server.py")
 COMMANDS = ("verbatim.cli", "verbatim.run.trainer_rank")
 """What is forked wherever a test, or a command, starts it."""
 
-_READ_AT_START = ("PYTHON", "LC_", "LANG", "LD_", "OMP_", "MKL_", "HF_", "TRANSFORMERS_", "TORCH_", "MALLOC_")
+_READ_AT_START = ("PYTHON", "LC_", "LANG", "LD_", "OMP_", "MKL_", "HF_", "TRANSFORMERS_", "MALLOC_")
 """The beginnings of variables that Python or a library reads once: the server has read them already."""
 _READ_LATER = ("PYTHONPATH", "PYTHONUNBUFFERED")
 
@@ -49,7 +49,7 @@ at_start: dict[str, str] = {}
 
 
 class Popen(_NewProcess):  # type: ignore[type-arg]
-    """As `subprocess.Popen`, of `[sys.executable, "-m" | "-c" | FILE, ...]`.
+    """As `subprocess.Popen`, of `[sys.executable, "-m" | "-c" | FILE, ...]`, perhaps with "-u" before.
 
     Raises:
         ValueError: it cannot be forked: another program, or an option or a variable that Python reads at its start.
@@ -95,7 +95,8 @@ class CommandPopen(Popen):
         _NewProcess._execute_child(self, *given)  # type: ignore[attr-defined]
 
     def _fork(self, args: list[str], options: Mapping[str, Any]) -> None:
-        if args[1] == "-m" and args[2] in COMMANDS:
+        what, name = [*script(args), ""][:2]
+        if what == "-m" and name in COMMANDS:
             super()._fork(args, options)
         else:
             _NewProcess._execute_child(**options)  # type: ignore[attr-defined]
@@ -144,11 +145,19 @@ def cold(reason: str) -> Iterator[None]:
         subprocess.Popen = forking  # type: ignore[misc]
 
 
+def script(args: Sequence[str]) -> Sequence[str]:
+    """What is run: `["-m", "verbatim.cli", "rl", ...]`."""
+    return args[2:] if args[1:2] == ["-u"] else args[1:]
+
+
 def _problem(args: Any, options: Mapping[str, Any]) -> str | None:
     """Why this cannot be forked."""
-    if not _LINUX or not isinstance(args, list) or len(args) < 2 or args[0] != sys.executable:
+    if server is not None and not server.is_ours():
+        return "this process was made by os.fork"
+    if not _LINUX or not isinstance(args, list) or args[0] != sys.executable or not script(args):
         return f"{args} is not this Python with a script"
-    if args[1].startswith("-") and (args[1] not in ("-m", "-c") or len(args) == 2):
+    what, *words = script(args)
+    if what.startswith("-") and (what not in ("-m", "-c") or not words):
         return f"{args[:2]}: only -m, -c and files are run"
     needs = {"executable": None, "preexec_fn": None, "shell": False, "close_fds": True, "gid": None, "gids": None,
              "uid": None, "umask": -1}  # fmt: skip
@@ -157,8 +166,8 @@ def _problem(args: Any, options: Mapping[str, Any]) -> str | None:
     cwd, env = options["cwd"], os.environ if options["env"] is None else options["env"]
     if not os.path.isdir(cwd or "."):
         return f"there is no folder {cwd}"
-    if not args[1].startswith("-") and not os.path.isfile(os.path.join(cwd or ".", args[1])):
-        return f"there is no file {args[1]}"
+    if not what.startswith("-") and not os.path.isfile(os.path.join(cwd or ".", what)):
+        return f"there is no file {what}"
     if any(Path(folder, "sitecustomize.py").exists() for folder in env.get("PYTHONPATH", "").split(os.pathsep)):
         return "sitecustomize.py is run at Python's start"
     known = at_start or os.environ
@@ -175,9 +184,12 @@ class Server:
         self._socket, self._process = connection, process
         self._owner, self._lock = os.getpid(), threading.Lock()
 
+    def is_ours(self) -> bool:
+        """Whether it forks for this process."""
+        return os.getpid() == self._owner
+
     def fork(self, request: Mapping[str, Any], fds: Sequence[int]) -> int:
         """The process id; `fds` become those of `request["fds"]`."""
-        assert os.getpid() == self._owner, "a process that os.fork made has no server"
         text = json.dumps(request).encode()
         unheard = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - {signal.SIGSEGV})
         try:

@@ -160,8 +160,9 @@ def become(request: Mapping[str, Any]) -> None:
     if os.environ.keys().isdisjoint({"LC_ALL", "LC_CTYPE", "LANG"}):
         os.environ["LC_CTYPE"] = "C.UTF-8"  # as Python does (PEP 538)
     time.tzset()
+    unbuffered = request["args"][1] == "-u" or bool(os.environ.get("PYTHONUNBUFFERED"))
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        stream = _open_stream(name, mode)
+        stream = _open_stream(name, mode, unbuffered and mode == "w")
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     sys.modules["numpy"].random.seed()
@@ -182,11 +183,10 @@ def _take_over(received: Sequence[int], wanted: Sequence[int]) -> None:
                 os.close(fd)
 
 
-def _open_stream(name: str, mode: str) -> Any:
+def _open_stream(name: str, mode: str, unbuffered: bool) -> Any:
     """As Python opens it at its start."""
     before = getattr(sys, name)
     fd = ("stdin", "stdout", "stderr").index(name)
-    unbuffered = mode == "w" and bool(os.environ.get("PYTHONUNBUFFERED"))
     buffer: Any = open(fd, f"{mode}b", buffering=0 if unbuffered else -1, closefd=False)  # noqa: SIM115
     getattr(buffer, "raw", buffer).name = f"<{name}>"
     stream = io.TextIOWrapper(
@@ -243,20 +243,21 @@ def _run(args: Sequence[str]) -> None:
     sys.modules["__main__"] = main
     given = os.environ.get("PYTHONPATH", "")
     sys.path[:0] = [os.path.abspath(each) for each in given.split(os.pathsep)] if given else []
-    match args[1]:
+    what, *words = warm.script(args)
+    match what:
         case "-m":
             sys.path.insert(0, os.getcwd())
-            sys.argv = ["-m", *args[3:]]
-            sys.modules.pop(args[2], None)
-            runpy._run_module_as_main(args[2])  # type: ignore[attr-defined]
+            sys.argv = ["-m", *words[1:]]
+            sys.modules.pop(words[0], None)
+            runpy._run_module_as_main(words[0])  # type: ignore[attr-defined]
             return
         case "-c":
             sys.path.insert(0, "")
-            sys.argv = ["-c", *args[3:]]
-            code = compile(args[2], "<string>", "exec")
+            sys.argv = ["-c", *words[1:]]
+            code = compile(words[0], "<string>", "exec")
         case file:
             sys.path.insert(0, os.path.dirname(os.path.realpath(file)))
-            sys.argv = list(args[1:])
+            sys.argv = [what, *words]
             main.__file__ = os.path.abspath(file)
             code = compile(Path(file).read_bytes(), main.__file__, "exec")
     exec(code, main.__dict__)
