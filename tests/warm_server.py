@@ -21,6 +21,7 @@ import pkgutil
 import runpy
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -167,9 +168,7 @@ def become(request: Mapping[str, Any]) -> None:
     sys.modules["numpy"].random.seed()
     importlib.invalidate_caches()
     warm.server = _serve_this_process()
-    for module in list(sys.modules.values()):  # also where it was imported by its name
-        if module is not warm and getattr(module, "__dict__", {}).get("Popen") is warm.NewProcess:
-            module.Popen = warm.CommandPopen  # type: ignore[attr-defined]
+    subprocess.Popen = warm.CommandPopen  # type: ignore[misc]
     _run(request["args"])
 
 
