@@ -6,9 +6,9 @@ Each worker of pytest has one server, started when it is first needed. While tes
 `warm.Popen` and `warm.run` ask it for `python -c` and `python FILE` too, which pays for scripts that import torch.
 
 A forked process is a child of the one that asked, and is as a new one in its arguments, folder, environment, streams,
-group or session, signals, random numbers and exit status; what it starts itself is forked in the same way. Not so:
-modules are imported already, and not taken apart at the end; /proc/PID/environ is the server's. A test that must see a
-new process starts it in `with cold("the reason"):`.
+group or session, signals, limits, random numbers and exit status; what it starts itself is forked in the same way. Not
+so: modules are imported already, and not taken apart at the end; /proc/PID/environ is the server's. A test that must
+see a new process starts it in `with cold("the reason"):`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import ctypes
 import inspect
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -40,6 +41,7 @@ HANDLERS: dict[int, Any] = {
 }  # fmt: skip
 """Those of a new process. Others are never changed by who starts commands."""
 
+_LIMITS = (resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_CORE)
 _LINUX = sys.platform == "linux"  # elsewhere a process cannot be given to another parent
 _PR_SET_CHILD_SUBREAPER = 36
 _NewProcess = subprocess.Popen
@@ -79,7 +81,7 @@ class Popen(_NewProcess):  # type: ignore[type-arg]
             "parent": os.getpid(), "session": options["start_new_session"],
             "group": {-1: os.getpgrp()}.get(options["process_group"], options["process_group"]),
             "ignored": [number for number in HANDLERS if signal.getsignal(number) is signal.SIG_IGN],
-            "cores": sorted(os.sched_getaffinity(0)),
+            "cores": sorted(os.sched_getaffinity(0)), "limits": [[each, resource.getrlimit(each)] for each in _LIMITS],
         }  # fmt: skip
         fds = [own if fd == -1 else fd for own, fd in enumerate(streams)] + passed
         self.pid = _running().fork(request, fds)

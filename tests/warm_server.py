@@ -18,6 +18,7 @@ import io
 import json
 import os
 import pkgutil
+import resource
 import runpy
 import signal
 import socket
@@ -154,6 +155,8 @@ def become(request: Mapping[str, Any]) -> None:
     for number, usual in warm.HANDLERS.items():
         signal.signal(number, signal.SIG_IGN if number in request["ignored"] else usual)
     os.sched_setaffinity(0, request["cores"])
+    for each, limits in request["limits"]:
+        resource.setrlimit(each, limits)
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
