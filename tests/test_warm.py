@@ -184,6 +184,17 @@ def test_asyncio_starts_commands_as_subprocess_does():
     assert asyncio.run(version()) == (b"verbatim 0.1.0\n", 0)
 
 
+def test_another_verbatim_is_not_taken_for_this_one(tmp_path: Path):
+    (tmp_path / "verbatim" / "cli").mkdir(parents=True)
+    (tmp_path / "verbatim" / "__init__.py").touch()
+    (tmp_path / "verbatim" / "cli" / "__init__.py").touch()
+    (tmp_path / "verbatim" / "cli" / "__main__.py").write_text("print('another')")
+    for options in ({"cwd": tmp_path}, {"env": {**os.environ, "PYTHONPATH": str(tmp_path)}}):
+        done = subprocess.run([sys.executable, "-m", "verbatim.cli"], capture_output=True, text=True, check=True,
+                              **options)  # fmt: skip
+        assert done.stdout == "another\n"
+
+
 @pytest.mark.parametrize(("args", "options"), [
     (["/bin/true"], {}), ([sys.executable, "-I", "-c", "1"], {}), ([sys.executable, "-c", "1"], {"umask": 0o77}),
     ([sys.executable, "-c", "1"], {"env": {"PYTHONHASHSEED": "3"}}), ([sys.executable, "none.py"], {}),

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import inspect
 import json
 import os
@@ -170,8 +171,12 @@ def _problem(args: Any, options: Mapping[str, Any]) -> str | None:
         return f"there is no folder {cwd}"
     if not what.startswith("-") and not os.path.isfile(os.path.join(cwd or ".", what)):
         return f"there is no file {what}"
-    if any(Path(folder, "sitecustomize.py").exists() for folder in env.get("PYTHONPATH", "").split(os.pathsep)):
-        return "sitecustomize.py is run at Python's start"
+    for folder in (cwd or ".", *env.get("PYTHONPATH", "").split(os.pathsep)):
+        if Path(folder, "sitecustomize.py").exists():
+            return "sitecustomize.py is run at Python's start"
+        other = Path(folder, "verbatim", "__init__.py")
+        if other.exists() and not other.samefile(str(importlib.util.find_spec("verbatim").origin)):  # type: ignore[union-attr]
+            return f"{other} is another Verbatim"
     known = at_start or os.environ
     for name, value in env.items():
         if name.startswith(_READ_AT_START) and name not in _READ_LATER and known.get(name) != value:
@@ -227,13 +232,12 @@ def _running() -> Server:
     global server
     with _starting:
         if server is None:
-            env = {name: value for name, value in os.environ.items() if name not in _READ_LATER}
-            at_start.update(env)
+            at_start.update(os.environ)
             ours, theirs = socket.socketpair()
             with theirs:
                 # A group of its own: Ctrl-C in the terminal is not for it. In this session: so are its children.
                 process = _NewProcess(
-                    [sys.executable, str(PROGRAM), str(theirs.fileno()), "-" * 4000], env=env, process_group=0,
+                    [sys.executable, str(PROGRAM), str(theirs.fileno()), "-" * 4000], process_group=0,
                     pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL,
                 )  # fmt: skip
             server = Server(ours, process)

@@ -48,6 +48,8 @@ def main() -> NoReturn:
     warm.at_start.update(os.environ)
     sys.path.pop(0)
     import_everything()
+    given = os.environ.get("PYTHONPATH", "")
+    del sys.path[: len(given.split(os.pathsep)) if given else 0]  # each process has its own
     request = serve(connection)
     while True:
         try:
