@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from waiting import wait_until
 pytestmark = pytest.mark.realtime
 
 TELLS = """
-import json, os, signal, sys, threading
+import json, os, resource, signal, sys, threading
 told = {
     "argv": sys.argv, "orig_argv": sys.orig_argv, "path": sys.path, "cwd": os.getcwd(), "parent": os.getppid(),
     "environment": dict(os.environ), "group": os.getpgrp() == os.getpid(), "session": os.getsid(0) == os.getpid(),
@@ -27,6 +28,7 @@ told = {
     "cmdline": open("/proc/self/cmdline").read().rstrip("\\0"),
     "streams": [(s.name, s.encoding, s.errors, s.line_buffering, s.fileno(), s.isatty()) for s in
                 (sys.stdin, sys.stdout, sys.stderr)],
+    "limits": [resource.getrlimit(each) for each in range(10)], "cores": sorted(os.sched_getaffinity(0)),
     "open": sorted(fd for fd in range(100) if os.path.exists(f"/proc/self/fd/{fd}")),
     "main": sorted(name for name in __import__("__main__").__dict__ if name != "__cached__"),
 }
@@ -47,6 +49,18 @@ def alike(args, **options):
     return forked
 
 
+@pytest.fixture
+def narrow():
+    """A process of few open files and one core."""
+    limits, cores = resource.getrlimit(resource.RLIMIT_NOFILE), os.sched_getaffinity(0)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (500, limits[1]))
+    os.sched_setaffinity(0, {min(cores)})
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    os.sched_setaffinity(0, cores)
+
+
+@pytest.mark.usefixtures("narrow")
 @pytest.mark.parametrize("session", [False, True])
 def test_a_process_finds_what_a_new_one_finds(tmp_path: Path, session: bool):
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": "here:/there", "ONLY": "this"}
@@ -168,6 +182,17 @@ def test_asyncio_starts_commands_as_subprocess_does():
         return out, process.returncode
 
     assert asyncio.run(version()) == (b"verbatim 0.1.0\n", 0)
+
+
+def test_another_verbatim_is_not_taken_for_this_one(tmp_path: Path):
+    (tmp_path / "verbatim" / "cli").mkdir(parents=True)
+    (tmp_path / "verbatim" / "__init__.py").touch()
+    (tmp_path / "verbatim" / "cli" / "__init__.py").touch()
+    (tmp_path / "verbatim" / "cli" / "__main__.py").write_text("print('another')")
+    for options in ({"cwd": tmp_path}, {"env": {**os.environ, "PYTHONPATH": str(tmp_path)}}):
+        done = subprocess.run([sys.executable, "-m", "verbatim.cli"], capture_output=True, text=True, check=True,
+                              **options)  # fmt: skip
+        assert done.stdout == "another\n"
 
 
 @pytest.mark.parametrize(("args", "options"), [

@@ -6,18 +6,20 @@ Each worker of pytest has one server, started when it is first needed. While tes
 `warm.Popen` and `warm.run` ask it for `python -c` and `python FILE` too, which pays for scripts that import torch.
 
 A forked process is a child of the one that asked, and is as a new one in its arguments, folder, environment, streams,
-group or session, signals, random numbers and exit status; what it starts itself is forked in the same way. Not so:
-modules are imported already, and not taken apart at the end; /proc/PID/environ is the server's. A test that must see a
-new process starts it in `with cold("the reason"):`.
+group or session, signals, limits, random numbers and exit status; what it starts itself is forked in the same way. Not
+so: modules are imported already, and not taken apart at the end; /proc/PID/environ is the server's. A test that must
+see a new process starts it in `with cold("the reason"):`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import inspect
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -40,6 +42,7 @@ HANDLERS: dict[int, Any] = {
 }  # fmt: skip
 """Those of a new process. Others are never changed by who starts commands."""
 
+_LIMITS = (resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_CORE)
 _LINUX = sys.platform == "linux"  # elsewhere a process cannot be given to another parent
 _PR_SET_CHILD_SUBREAPER = 36
 _NewProcess = subprocess.Popen
@@ -79,7 +82,7 @@ class Popen(_NewProcess):  # type: ignore[type-arg]
             "parent": os.getpid(), "session": options["start_new_session"],
             "group": {-1: os.getpgrp()}.get(options["process_group"], options["process_group"]),
             "ignored": [number for number in HANDLERS if signal.getsignal(number) is signal.SIG_IGN],
-            "cores": sorted(os.sched_getaffinity(0)),
+            "cores": sorted(os.sched_getaffinity(0)), "limits": [[each, resource.getrlimit(each)] for each in _LIMITS],
         }  # fmt: skip
         fds = [own if fd == -1 else fd for own, fd in enumerate(streams)] + passed
         self.pid = _running().fork(request, fds)
@@ -168,8 +171,12 @@ def _problem(args: Any, options: Mapping[str, Any]) -> str | None:
         return f"there is no folder {cwd}"
     if not what.startswith("-") and not os.path.isfile(os.path.join(cwd or ".", what)):
         return f"there is no file {what}"
-    if any(Path(folder, "sitecustomize.py").exists() for folder in env.get("PYTHONPATH", "").split(os.pathsep)):
-        return "sitecustomize.py is run at Python's start"
+    for folder in (cwd or ".", *env.get("PYTHONPATH", "").split(os.pathsep)):
+        if Path(folder, "sitecustomize.py").exists():
+            return "sitecustomize.py is run at Python's start"
+        other = Path(folder, "verbatim", "__init__.py")
+        if other.exists() and not other.samefile(str(importlib.util.find_spec("verbatim").origin)):  # type: ignore[union-attr]
+            return f"{other} is another Verbatim"
     known = at_start or os.environ
     for name, value in env.items():
         if name.startswith(_READ_AT_START) and name not in _READ_LATER and known.get(name) != value:
@@ -225,13 +232,12 @@ def _running() -> Server:
     global server
     with _starting:
         if server is None:
-            env = {name: value for name, value in os.environ.items() if name not in _READ_LATER}
-            at_start.update(env)
+            at_start.update(os.environ)
             ours, theirs = socket.socketpair()
             with theirs:
                 # A group of its own: Ctrl-C in the terminal is not for it. In this session: so are its children.
                 process = _NewProcess(
-                    [sys.executable, str(PROGRAM), str(theirs.fileno()), "-" * 4000], env=env, process_group=0,
+                    [sys.executable, str(PROGRAM), str(theirs.fileno()), "-" * 4000], process_group=0,
                     pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL,
                 )  # fmt: skip
             server = Server(ours, process)

@@ -18,6 +18,7 @@ import io
 import json
 import os
 import pkgutil
+import resource
 import runpy
 import signal
 import socket
@@ -47,6 +48,8 @@ def main() -> NoReturn:
     warm.at_start.update(os.environ)
     sys.path.pop(0)
     import_everything()
+    given = os.environ.get("PYTHONPATH", "")
+    del sys.path[: len(given.split(os.pathsep)) if given else 0]  # each process has its own
     request = serve(connection)
     while True:
         try:
@@ -154,6 +157,8 @@ def become(request: Mapping[str, Any]) -> None:
     for number, usual in warm.HANDLERS.items():
         signal.signal(number, signal.SIG_IGN if number in request["ignored"] else usual)
     os.sched_setaffinity(0, request["cores"])
+    for each, limits in request["limits"]:
+        resource.setrlimit(each, limits)
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])

@@ -122,6 +122,7 @@ def test_a_reward_and_a_teacher_are_followed_together(place):
     assert all("teacher_kl" in line["metrics"] for line in train_lines(place / "both"))
 
 
+@pytest.mark.realtime
 def test_a_student_imitates_what_a_teacher_behind_a_server_says(place):
     """The server's model adds numbers with a tool; every reward is 1, so that nothing but its texts can teach."""
     with chat_server() as server:
@@ -160,6 +161,7 @@ def test_a_loss_of_ones_own_distils_without_a_reward(place):
     assert_everything_was_trained(place / "own_unscored")
 
 
+@pytest.mark.realtime
 def test_imitation_needs_no_reward(place):
     with chat_server() as server:
         teacher = f'{{ model = "adder", base_url = "{server.url}" }}'

@@ -17,12 +17,36 @@ from pathlib import Path
 import pyte
 import pytest
 
+import warm
 from e2e.tiny_runs import LOTS, TOML, build_tiny_model, train_lines, workplace
 from verbatim.cli.main import main
+from waiting import HANGS
 
 pytestmark = pytest.mark.slow
 
-NOISY = LOTS.replace("return self.reward", "print('NOISE', flush=True); return self.reward")
+NOISY = LOTS.replace("return self.reward", "print('NOISE', flush=True); return self.reward") + '''
+from pathlib import Path
+
+
+class Held(Lots):
+    """No episode begins before the first file is there, and only those of two evaluations and batches before the
+    second one is: a bar stays until a test has seen it, and the run does not end."""
+
+    num_started = 0
+
+    async def start(self, example, seed):
+        self.num_started += 1
+        file = Path("begin" if self.num_started <= 26 else "go_on")
+        while not file.exists():
+            await asyncio.sleep(0.01)
+        return await super().start(example, seed)
+'''
+IN_A_TERMINAL = """
+import os
+os.close(os.open(os.ttyname(0), os.O_RDWR))  # it becomes that of this session: Ctrl-C comes from there
+from verbatim.cli.main import program
+program()
+"""
 EVALUATED = """
 [orchestrator.eval]
 episodes = 5
@@ -86,12 +110,13 @@ class Terminal:
     """A command in a terminal of 80 columns and 40 rows."""
 
     def __init__(self, *command: str, folder: Path) -> None:
-        self.process, self._descriptor = pty.fork()
-        if self.process == 0:
-            os.chdir(folder)
-            os.environ |= {"TERM": "xterm-256color"}
-            os.execv(sys.executable, [sys.executable, "-m", "verbatim.cli", *command])
+        self._descriptor, theirs = pty.openpty()
         fcntl.ioctl(self._descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
+        self._process = warm.Popen(
+            [sys.executable, "-c", IN_A_TERMINAL, *command], cwd=folder, stdin=theirs, stdout=theirs, stderr=theirs,
+            start_new_session=True, env={**os.environ, "TERM": "xterm-256color"},
+        )  # fmt: skip
+        os.close(theirs)
         self.screen = pyte.Screen(80, 40)
         self._stream = pyte.ByteStream(self.screen)
         self.seen: list[list[str]] = []
@@ -107,8 +132,8 @@ class Terminal:
 
     def _read(self) -> bool:
         """Show what the command printed next; False: it ended."""
-        ready, _, _ = select.select([self._descriptor], [], [], 240)
-        assert ready, ("nothing was printed for four minutes", self.lines)
+        ready, _, _ = select.select([self._descriptor], [], [], HANGS)
+        assert ready, ("nothing was printed", self.lines)
         try:
             printed = os.read(self._descriptor, 1 << 16)
         except OSError:
@@ -133,11 +158,10 @@ class Terminal:
         while self._read():
             pass
         os.close(self._descriptor)
-        _, status = os.waitpid(self.process, 0)
-        return os.waitstatus_to_exitcode(status)
+        return self._process.wait(HANGS)
 
 
-SLOW = ("--orchestrator.train.env.0.args", "{ delay = 0.3 }")
+HELD = ("--orchestrator.train.env.0.import-path", "lots.Held")
 
 
 def is_clean(terminal: Terminal) -> bool:
@@ -145,19 +169,24 @@ def is_clean(terminal: Terminal) -> bool:
     return not terminal.screen.cursor.hidden and terminal.screen.cursor.x == 0 and not terminal.has("━━━━━━━━")
 
 
+@pytest.mark.realtime
 def test_a_run_on_a_terminal_has_bars_and_ctrl_c_leaves_it_clean(place: Path):
-    terminal = Terminal("rl", "run.toml", "--run-dir", "run", "--max-steps", "50", *SLOW, folder=place)
+    terminal = Terminal("rl", "run.toml", "--run-dir", "run", "--max-steps", "50", *HELD, folder=place)
+    terminal.until(lambda: terminal.has("evaluating lots.Held"))
+    (place / "begin").touch()
     terminal.until(lambda: terminal.steps >= 2)  # a screen may pass over one
     terminal.press_ctrl_c()
     assert terminal.end() == 130
     assert is_clean(terminal) and terminal.has("not finished; to go on:")
     bars = {re.split("[━╸╺]", line)[0].strip() for lines in terminal.seen for line in lines if "━━━" in line}
-    assert {"training", "evaluating lots.Lots"} <= bars
+    assert {"training", "evaluating lots.Held"} <= bars
     assert any(line.startswith("waits ") for lines in terminal.seen for line in lines)
 
 
+@pytest.mark.realtime
 def test_a_second_ctrl_c_shows_the_cursor_again(place: Path):
-    terminal = Terminal("rl", "run.toml", "--run-dir", "run", "--max-steps", "50", *SLOW, folder=place)
+    terminal = Terminal("rl", "run.toml", "--run-dir", "run", "--max-steps", "50", *HELD, folder=place)
+    (place / "begin").touch()
     terminal.until(lambda: terminal.steps >= 1)
     assert terminal.screen.cursor.hidden
     terminal.press_ctrl_c()
