@@ -45,13 +45,13 @@ HANDLERS: dict[int, Any] = {
 _LIMITS = (resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_CORE)
 _LINUX = sys.platform == "linux"  # elsewhere a process cannot be given to another parent
 _PR_SET_CHILD_SUBREAPER = 36
-_NewProcess = subprocess.Popen
+NewProcess = subprocess.Popen
 server: Server | None = None
 at_start: dict[str, str] = {}
 """The environment of the server."""
 
 
-class Popen(_NewProcess):  # type: ignore[type-arg]
+class Popen(NewProcess):  # type: ignore[type-arg]
     """As `subprocess.Popen`, of `[sys.executable, "-m" | "-c" | FILE, ...]`, perhaps with "-u" before.
 
     Raises:
@@ -59,7 +59,7 @@ class Popen(_NewProcess):  # type: ignore[type-arg]
     """
 
     def _execute_child(self, args: Any, *given: Any) -> None:
-        options = inspect.signature(_NewProcess._execute_child).bind(self, args, *given).arguments  # type: ignore[attr-defined]
+        options = inspect.signature(NewProcess._execute_child).bind(self, args, *given).arguments  # type: ignore[attr-defined]
         if isinstance(args, Sequence) and not isinstance(args, str | bytes):
             args = [os.fsdecode(each) for each in args]
         problem = _problem(args, options)
@@ -95,14 +95,14 @@ class CommandPopen(Popen):
     """Forks `COMMANDS` where it can; all else is a new process."""
 
     def _cannot(self, problem: str, *given: Any) -> None:
-        _NewProcess._execute_child(self, *given)  # type: ignore[attr-defined]
+        NewProcess._execute_child(self, *given)  # type: ignore[attr-defined]
 
     def _fork(self, args: list[str], options: Mapping[str, Any]) -> None:
         what, name = [*script(args), ""][:2]
         if what == "-m" and name in COMMANDS:
             super()._fork(args, options)
         else:
-            _NewProcess._execute_child(**options)  # type: ignore[attr-defined]
+            NewProcess._execute_child(**options)  # type: ignore[attr-defined]
 
 
 def run(args: Sequence[str | Path], *, input: Any = None, capture_output: bool = False, timeout: float | None = None,
@@ -132,7 +132,7 @@ def commands() -> Iterator[None]:
     try:
         yield
     finally:
-        subprocess.Popen = _NewProcess  # type: ignore[misc]
+        subprocess.Popen = NewProcess  # type: ignore[misc]
         if server is not None:
             server.close()
             server = None
@@ -141,7 +141,7 @@ def commands() -> Iterator[None]:
 @contextlib.contextmanager
 def cold(reason: str) -> Iterator[None]:
     """All processes are new ones meanwhile, because of this; at most ten tests may ask for it."""
-    forking, subprocess.Popen = subprocess.Popen, _NewProcess  # type: ignore[misc]
+    forking, subprocess.Popen = subprocess.Popen, NewProcess  # type: ignore[misc]
     try:
         yield
     finally:
@@ -236,7 +236,7 @@ def _running() -> Server:
             ours, theirs = socket.socketpair()
             with theirs:
                 # A group of its own: Ctrl-C in the terminal is not for it. In this session: so are its children.
-                process = _NewProcess(
+                process = NewProcess(
                     [sys.executable, str(PROGRAM), str(theirs.fileno()), "-" * 4000], process_group=0,
                     pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL,
                 )  # fmt: skip

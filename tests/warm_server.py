@@ -22,7 +22,6 @@ import resource
 import runpy
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -173,7 +172,9 @@ def become(request: Mapping[str, Any]) -> None:
     sys.modules["numpy"].random.seed()
     importlib.invalidate_caches()
     warm.server = _serve_this_process()
-    subprocess.Popen = warm.CommandPopen  # type: ignore[misc]
+    for module in list(sys.modules.values()):  # also where it was imported by its name
+        if module is not warm and getattr(module, "__dict__", {}).get("Popen") is warm.NewProcess:
+            module.Popen = warm.CommandPopen  # type: ignore[attr-defined]
     _run(request["args"])
 
 

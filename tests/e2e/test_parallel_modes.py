@@ -21,7 +21,7 @@ from e2e.tiny_runs import (
     workplace,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
+pytestmark = [pytest.mark.slow, pytest.mark.realtime, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 STEPS = 4
 COMMON = """

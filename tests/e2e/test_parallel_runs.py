@@ -6,19 +6,19 @@ import contextlib
 import io
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import warm
 from e2e.tiny_runs import LOTS, TOML, assert_ledger_adds_up, build_tiny_model, train_lines, workplace
 from verbatim.cli.main import main
 from verbatim.config import load_config
 from verbatim.errors import ConfigError
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.realtime]
 
 FATAL = '''
 import json
@@ -154,10 +154,10 @@ def test_a_launcher_starts_the_processes_of_a_supervised_run_too(place, sequence
     """`torchrun ... verbatim sft`: rank 0 has the run's folder, the others follow."""
     name = f"sft-{sequence}"
     (place / f"{name}.toml").write_text(GUESS.replace("parallel = { processes = 2 }\n", ""))
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
          "-m", "verbatim.cli", "sft", f"{name}.toml", "--trainer.parallel.sequence", str(sequence)],
-        capture_output=True, text=True, timeout=900, check=False,
+        capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "GLOO_SOCKET_IFNAME": "lo"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from waiting import HANGS
@@ -53,7 +53,7 @@ class Outcome:
 
     passed: int
     failed: tuple[str, ...] = ()
-    """Tests that ran and failed; the first of them ends the run."""
+    """Tests that ran and failed; the first of them ends the run, where it is not to go on to the end."""
     broken: tuple[str, ...] = ()
     """What could not be collected or set up, or how the process ended that ran no test to its end."""
     loaded: bool
@@ -101,19 +101,30 @@ class PlantedCopy:
         """The outcome of these tests without a fault; a list is run once."""
         key = tuple(tests)
         if key not in self._clean:
-            self._clean[key] = self._run(None, tests, (), HANGS)
+            self._clean[key] = self._run(None, tests)
         return self._clean[key]
 
-    def planted(
-        self, fault: Fault, tests: Sequence[str] | None = None, *options: str, seconds: float = HANGS
-    ) -> Outcome:
-        """The outcome of the fault's tests, or of others, with the fault in place; the copy is whole again then."""
+    def planted(self, fault: Fault) -> Outcome:
+        """The outcome of the fault's tests with the fault in place."""
+        with self._holding(fault):
+            return self._run(fault.file, fault.tests)
+
+    def found_by(self, fault: Fault, expression: str, seconds: float) -> list[str]:
+        """All tests with these markers that fail with the fault in place, and pass without it."""
+        with self._holding(fault):
+            outcome = self._run(fault.file, ["."], "-m", expression, seconds=seconds, to_the_end=True)
+        assert outcome.passed, outcome.said
+        return [test for test in outcome.failed if self.clean([test.removeprefix("tests/")]).is_clean]
+
+    @contextlib.contextmanager
+    def _holding(self, fault: Fault) -> Iterator[None]:
+        """The copy has the fault within, and is whole again afterwards."""
         path = self.package / fault.file
         text, written = path.read_text(encoding="utf-8"), path.stat().st_mtime_ns
         path.write_text(fault.planted(text), encoding="utf-8")
         os.utime(path, ns=(written, written + 10**9))  # never taken for the file that the bytecode was made of
         try:
-            return self._run(fault.file, fault.tests if tests is None else tests, options, seconds)
+            yield
         finally:
             path.write_text(text, encoding="utf-8")
             os.utime(path, ns=(written, written))
@@ -126,13 +137,15 @@ class PlantedCopy:
         self._server.stdin.close()
         self._server.wait()
 
-    def _run(self, file: str | None, tests: Sequence[str], options: Sequence[str], seconds: float) -> Outcome:
+    def _run(
+        self, file: str | None, tests: Sequence[str], *options: str, seconds: float = HANGS, to_the_end: bool = False
+    ) -> Outcome:
         self._count += 1
         out, result, temporary = (self._place / f"{self._count:03d}.{kind}" for kind in ("out", "json", "tmp"))
         request = {
             "arguments": [*(str(self._root / "tests" / test) for test in tests), *options], "root": str(self._root),
             "package": str(self.package), "file": file, "out": str(out), "result": str(result),
-            "temporary": str(temporary),
+            "temporary": str(temporary), "to_the_end": to_the_end,
         }  # fmt: skip
         assert self._server.stdin is not None
         self._server.stdin.write(json.dumps(request) + "\n")

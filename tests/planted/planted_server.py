@@ -53,10 +53,10 @@ def become(request: dict[str, Any]) -> None:
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     import pytest
 
-    seen, root = Seen(), request["root"]
+    seen, root = Seen(to_the_end=request["to_the_end"]), request["root"]
     pytest.main(
         [*request["arguments"], f"--rootdir={root}", "-c", f"{root}/pyproject.toml", "-p", "no:cacheprovider",
-         "-p", "no:xdist", f"--basetemp={request['temporary']}"],
+         f"--basetemp={request['temporary']}"],
         plugins=[seen],
     )  # fmt: skip
     result = {"passed": seen.passed, "failed": seen.failed, "broken": seen.broken, "cpu": sum(os.times()[:4]),
@@ -74,13 +74,15 @@ def _loaded(package: Path, file: str | None) -> bool:
 
 
 class Seen:
-    """A plugin of pytest that notes what it reports, and ends the run with the first failed test."""
+    """A plugin of pytest that notes what it reports, and ends the run with the first failed test unless it is to go on
+    to the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, to_the_end: bool) -> None:
         self.passed = 0
         self.failed: list[str] = []
         self.broken: list[str] = []
         self._session: Any = None
+        self._to_the_end = to_the_end
 
     def pytest_sessionstart(self, session: Any) -> None:
         """Remember what to stop."""
@@ -97,7 +99,7 @@ class Seen:
             self.broken.append(report.nodeid)
         elif report.failed:
             self.failed.append(report.nodeid)
-            self._session.shouldstop = "a test failed"
+            self._session.shouldstop = False if self._to_the_end else "a test failed"
         else:
             self.passed += report.when == "call" and report.passed
 

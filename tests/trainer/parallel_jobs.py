@@ -1,5 +1,6 @@
 """What the processes of tests do together: every function is called on all ranks, with the same arguments."""
 
+import functools
 import gc
 import os
 import weakref
@@ -114,6 +115,12 @@ def compare(ranks, cases):
 def compare_bfloat16(ranks, cases):
     """`compare`, computed in bfloat16."""
     return [_compare(ranks, compute="bfloat16", dtype="float32", **case) for case in cases]
+
+
+def compare_compiled(ranks, backend, cases):
+    """`compare`, with this backend of torch.compile."""
+    with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=backend)):
+        return compare(ranks, cases)
 
 
 def _compare(ranks, model, batches, **settings):

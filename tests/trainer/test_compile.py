@@ -1,13 +1,16 @@
 """Compiled layers have the gradient of those that are not, and are compiled once."""
 
+import functools
+
 import parallel_jobs as jobs
 import pytest
 import torch
 from parallel_ranks import crew
 from test_trainer_steps import make_trainer
-from trainer_helpers import make_batch, routed_samples, shared_prefixes, write_qwen_moe
+from trainer_helpers import make_batch, routed_samples, shared_prefixes, write_model, write_qwen_moe
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from campaigns import sized
 from verbatim.errors import ModelError
 from verbatim.models.attention import ATTENTION
 from verbatim.models.tiny import decoder_layers
@@ -25,28 +28,53 @@ def uncompiled_attention(monkeypatch):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"packing": "tree", "micro_batch_tokens": 40},
-        {"packing": "rows", "micro_batch_tokens": 30, "gradient_checkpointing": True},
-        {"packing": "tree", "lora": {"r": 4, "alpha": 8}, "gradient_checkpointing": True},
-    ],
-)
-def test_the_gradient_is_that_of_layers_that_are_not_compiled(sliding_qwen, settings):
+TRACED = "eager"
+"""Layers are traced and cut into pieces as always, and the pieces are not made into C++: that takes a minute of the
+processor, and is torch's."""
+
+
+@pytest.fixture
+def backend(request, monkeypatch):
+    """Of torch.compile."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=request.param))
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(("settings", "backend", "compiles"), [
+    ({"packing": "tree", "micro_batch_tokens": 40}, sized(TRACED, "inductor"), True),
+    ({"packing": "rows", "micro_batch_tokens": 30}, sized(TRACED, "inductor"), True),
+    ({"packing": "tree", "lora": {"r": 4, "alpha": 8}}, sized(TRACED, "inductor"), True),
+    # transformers recomputes within `forward` now: what is compiled is what recomputes, and no operation in it
+    ({"packing": "rows", "micro_batch_tokens": 30, "gradient_checkpointing": True}, TRACED, False),
+], indirect=["backend"])  # fmt: skip
+def test_the_gradient_is_that_of_layers_that_are_not_compiled(sliding_qwen, settings, backend, compiles):
+    gradients_agree(sliding_qwen, [shared_prefixes(), make_batch(1)], compiles, **settings)
+
+
+def test_layers_that_are_made_into_programs_have_the_gradient_too(tmp_path):
+    """Of one layer and one batch: each piece takes seconds of a C++ compiler."""
+    model = write_model(tmp_path, sliding_window=7, num_layers=1)
+    gradients_agree(model, [shared_prefixes()], packing="tree")
+
+
+def gradients_agree(model, batches, compiles=True, **settings):
     gradients = []
     for compiled in (True, False):
-        trainer = make_trainer(sliding_qwen, dtype="float64", compile=compiled, **settings)
+        torch._dynamo.utils.counters.clear()
+        trainer = make_trainer(model, dtype="float64", compile=compiled, **settings)
         found = jobs.noted_gradients(trainer)
-        for batch in (shared_prefixes(), make_batch(1)):
+        for batch in batches:
             trainer.train_batch(batch)
         gradients.append(found)
+        assert (torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0) == (compiled and compiles)
     compiled, plain = gradients
     assert max(map(jobs.apart, compiled, plain)) < 1e-10
 
 
-@pytest.mark.parametrize("settings", [{}, {"router_aux_loss_coef": 0.5}])
-def test_a_mixture_of_experts_is_watched_and_told_what_to_choose_in_compiled_layers(tmp_path, settings):
+@pytest.mark.campaign
+@pytest.mark.parametrize("backend", [sized(TRACED, "inductor")], indirect=True)
+@pytest.mark.parametrize("settings", sized([{"router_aux_loss_coef": 0.5}], [{}, {"router_aux_loss_coef": 0.5}]))
+def test_a_mixture_of_experts_is_watched_and_told_what_to_choose_in_compiled_layers(tmp_path, settings, backend):
     experts = write_qwen_moe(tmp_path, norm_topk_prob=True)
     gradients, metrics = [], []
     for compiled in (True, False):
@@ -68,7 +96,21 @@ def test_experts_whose_layers_are_recomputed_too_are_refused(tmp_path):
         make_trainer(experts, compile=True, gradient_checkpointing=True)
 
 
-def test_layers_are_compiled_once_whatever_the_number_of_tokens(sliding_qwen):
+def test_a_layer_that_is_compiled_wrongly_is_found(sliding_qwen, monkeypatch):
+    def wrong(forward, **_):
+        return lambda hidden, *arguments, **rest: forward(hidden, *arguments, **rest) * 1.0001
+
+    gradients = []
+    for compile_ in (wrong, lambda forward, **_: forward):
+        monkeypatch.setattr(torch, "compile", compile_)
+        trainer = make_trainer(sliding_qwen, dtype="float64", compile=True)
+        gradients.append(jobs.noted_gradients(trainer))
+        trainer.train_batch(make_batch(1))
+    assert max(map(jobs.apart, *gradients)) > 1e-6
+
+
+@pytest.mark.parametrize("backend", [TRACED], indirect=True)
+def test_layers_are_compiled_once_whatever_the_number_of_tokens(sliding_qwen, backend):
     trainer = make_trainer(sliding_qwen, compile=True)
     for seed in range(2):
         trainer.train_batch(make_batch(seed))
@@ -79,9 +121,10 @@ def test_layers_are_compiled_once_whatever_the_number_of_tokens(sliding_qwen):
 
 
 @pytest.mark.realtime
+@pytest.mark.campaign
 def test_two_processes_compile_their_layers(qwen):
     with crew(2) as two:
-        (found,) = two.run(jobs.compare, [{
+        (found,) = two.run(jobs.compare_compiled, sized(TRACED, "inductor"), [{
             "model": str(qwen), "batches": [["usual", 0]], "micro_batch_tokens": 40, "compile": True,
             "gradient_checkpointing": True,
         }])  # fmt: skip

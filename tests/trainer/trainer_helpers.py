@@ -33,12 +33,12 @@ from verbatim.types import RoutedExperts, TrainingSample
 VOCAB = 61
 
 
-def write_model(folder, *, sliding_window=None, tied=True):
+def write_model(folder, *, sliding_window=None, tied=True, num_layers=2):
     """A random Qwen3 of two layers, with weights large enough that a token's context matters."""
     torch.manual_seed(0)
-    layers = ["sliding_attention" if sliding_window else "full_attention", "full_attention"]
+    layers = ["sliding_attention" if sliding_window else "full_attention", "full_attention"][:num_layers]
     config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=num_layers, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, max_position_embeddings=128, tie_word_embeddings=tied,
         layer_types=layers, sliding_window=sliding_window, use_sliding_window=sliding_window is not None,
         initializer_range=0.15, bos_token_id=None, eos_token_id=None,
