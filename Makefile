@@ -20,7 +20,7 @@ DOCS_INSTALLED := $(VENV)/.docs-installed
 # Where it is set, each of the tests' hundreds of processes compiles every module that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install extras demo docs docs-links reference viewer lint types house test test-all quick-tests all-tests campaigns campaigns-vllm stress \
+.PHONY: help install extras demo docs docs-links reference viewer lint types house sources test test-all quick-tests all-tests campaigns campaigns-vllm stress \
   test-cuda-fake vllm test-vllm test-clients clean
 
 help:
@@ -86,9 +86,13 @@ extras: $(EXTRAS_INSTALLED)
 house: install
 	$(BIN)/pytest -p no:xdist tests/house
 
-test: lint types house quick-tests
+test: sources quick-tests
 
-test-all: extras lint types house all-tests
+test-all: extras sources all-tests
+
+# Each on a core of its own.
+sources: install
+	@$(MAKE) --no-print-directory -j2 lint types house
 
 quick-tests: install
 	$(PYTEST) -m "not slow and not extras and not vllm and not fake_cuda and not clients" --ignore tests/house

@@ -6,6 +6,7 @@ others. `--whole` runs campaigns whole (campaigns.py).
 
 import os
 import signal
+import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
@@ -24,7 +25,6 @@ from token_identity import watched
 settings.register_profile("searching", deadline=None)
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
-
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -64,6 +64,14 @@ def campaign(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Campaig
     rows: dict[str, Campaign] = {}
     yield lambda name: rows.setdefault(name, Campaign(name))
     request.node.user_properties += [("campaign", vars(row)) for row in rows.values()]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """A test that gives torch more threads does not leave them to the next one."""
+    yield
+    if (torch := sys.modules.get("torch")) is not None and torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,5 @@
-"""`pytest --where-time-goes` ends with tables: seconds by what the tests ask the system for, by folder and by file."""
+"""`pytest --where-time-goes` ends with tables: seconds by what the tests ask the system for, by folder and by file; and
+the tests that lack the marker slow."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ import pytest
 ASKS = "asks for"
 """The name of the property of a test that says what it asked the system for: realtime.py writes it."""
 NUM_FILES = 40
+MOST_SECONDS, MOST_OF_ALL_CASES = 0.5, 3.0
+"""What a test without the marker slow takes at most, on average, and all cases of one together."""
 
 
 class DurationsTable:
@@ -39,6 +42,11 @@ class DurationsTable:
             terminalreporter.line(f"{title:<70} {'tests':>6} {'seconds':>8}")
             for name, count, seconds in added(rows)[:NUM_FILES]:
                 terminalreporter.line(f"{name:<70} {count:>6} {seconds:>8.1f}")
+        quick = [name for name, kind in self._kinds.items() if kind.startswith("quick")]
+        terminalreporter.line("not marked slow:")
+        for name, count, seconds in added((name.partition("[")[0], self._seconds[name]) for name in quick):
+            if seconds / count >= MOST_SECONDS or seconds >= MOST_OF_ALL_CASES:
+                terminalreporter.line(f"{name:<100} {count:>6} {seconds:>8.1f}")
 
 
 def added(rows: Iterable[tuple[str, float]]) -> list[tuple[str, int, float]]:

@@ -91,6 +91,7 @@ def test_a_tensor_made_on_a_named_device_or_on_another_one_s_is_not(source):
     assert not homeless(source)
 
 
+@pytest.mark.slow
 def test_no_factory_of_torch_is_imported_by_itself():
     for file in _files():
         for node in ast.walk(ast.parse((ROOT / file).read_text())):
@@ -99,6 +100,7 @@ def test_no_factory_of_torch_is_imported_by_itself():
                 assert not taken, f"{file}:{node.lineno}: call torch.{taken.pop()}, so that its device can be checked"
 
 
+@pytest.mark.slow
 def test_every_tensor_is_made_on_a_named_device_but_in_code_of_the_host():
     found = {file: homeless((ROOT / file).read_text()) for file in _files()}
     wrong = [f"{file}:{line}: {call}" for file, calls in found.items() for line, outer, call in calls

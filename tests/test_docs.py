@@ -136,6 +136,8 @@ def test_the_tutorial_shows_every_method_that_an_environment_may_have():
         assert re.search(rf"^    (async )?def {method}\(self", text, re.MULTILINE), method
 
 
+@pytest.mark.realtime
+@pytest.mark.slow
 @pytest.mark.parametrize("name", tutorial_environments())
 def test_nothing_is_wrong_with_the_tutorials_environments(name: str, place: Path, monkeypatch):
     monkeypatch.syspath_prepend(place)
@@ -147,6 +149,8 @@ def test_nothing_is_wrong_with_the_tutorials_environments(name: str, place: Path
 # ---- what people bring
 
 
+@pytest.mark.realtime
+@pytest.mark.slow
 def test_the_class_with_tools_plays_with_the_table_beside_it(place: Path, monkeypatch):
     monkeypatch.syspath_prepend(place)
     (env,) = tomllib.loads(toml_about("my_vault.Vault"))["orchestrator"]["train"]["env"]
@@ -214,6 +218,7 @@ def without_filters(toml: str) -> str:
     return "\n".join(line for line in toml.splitlines() if not line.startswith("filters")) + "\n"
 
 
+@pytest.mark.slow
 def test_the_plug_ins_train(place: Path, tmp_path_factory):
     """A limit of 0 turns flags all 8 rollouts of a step; the advantages of a group have mean 0 and deviation 1."""
     model = build_tiny_model(tmp_path_factory.mktemp("docs") / "model")
@@ -257,6 +262,7 @@ def test_the_alarms_are_raised(place: Path):
     assert raised == [(5, "few_turns", "guess_number"), (10, "slow", None)]
 
 
+@pytest.mark.slow
 def test_a_loss_that_names_its_level_and_an_advantage_for_each_turn_train(place: Path, tmp_path_factory):
     model = build_tiny_model(tmp_path_factory.mktemp("docs") / "model")
     (place / "run.toml").write_text(
@@ -277,6 +283,7 @@ def test_a_loss_that_names_its_level_and_an_advantage_for_each_turn_train(place:
         assert all(turn["advantage"] == 0 for turn in others)
 
 
+@pytest.mark.slow
 def test_a_loss_with_a_knob_for_a_reference_has_one(place: Path, tmp_path_factory):
     model = build_tiny_model(tmp_path_factory.mktemp("docs") / "model")
     (place / "run.toml").write_text(
@@ -325,6 +332,7 @@ def test_the_snippet_of_a_rollout_here_runs(tmp_path: Path, monkeypatch):
     asyncio.run(names["rollout"].sampler.close())
 
 
+@pytest.mark.realtime
 def test_the_snippet_of_rollouts_over_a_server_runs(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
@@ -340,6 +348,7 @@ def test_the_snippet_of_rollouts_over_a_server_runs(tmp_path: Path, monkeypatch)
     assert len(list((tmp_path / "api_traces").iterdir())) == 1
 
 
+@pytest.mark.realtime
 def test_the_snippet_of_a_sampler_over_http_gives_what_the_sampler_gives():
     over_http = run_snippet("inference.md", "over_http")["over_http"]
     sampler = ScriptedSampler(script=lambda request: [5, 6, 7], vocab_size=VOCAB_SIZE, context_length=100)
@@ -350,6 +359,8 @@ def test_the_snippet_of_a_sampler_over_http_gives_what_the_sampler_gives():
         assert getattr(there, name).tolist() == getattr(here, name).tolist()
 
 
+@pytest.mark.realtime
+@pytest.mark.slow
 def test_the_snippet_of_a_chat_client_streams_what_is_sampled():
     ask = run_snippet("serving.md", "openai")["ask"]
     sampler = ScriptedSampler(script=lambda request: say("yo\n\nman"), vocab_size=VOCAB_SIZE, context_length=100)

@@ -34,6 +34,7 @@ print(done, (resident() - before) / (used - before))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.realtime
 @pytest.mark.parametrize("setting", [None, "MALLOC_TRIM_THRESHOLD_"])
 def test_freed_memory_stays_in_the_process(setting, monkeypatch):

@@ -81,6 +81,7 @@ def test_a_text_that_is_cut_says_how_much():
     assert shown("abc", 3) == "'ab [cut: 2 of 5 characters]"
 
 
+@pytest.mark.slow
 @pytest.mark.realtime
 def test_a_reader_that_goes_away_ends_the_output_and_not_the_command():
     """It leaves a pipe of 64 KiB; 20,000 lines are three times as much."""

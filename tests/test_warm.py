@@ -60,6 +60,7 @@ def narrow():
     os.sched_setaffinity(0, cores)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("narrow")
 @pytest.mark.parametrize("session", [False, True])
 def test_a_process_finds_what_a_new_one_finds(tmp_path: Path, session: bool):
@@ -77,6 +78,7 @@ def test_a_module_finds_what_a_new_process_finds(tmp_path: Path):
     assert json.loads(forked.stdout) == json.loads(cold.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [
     "import sys; sys.exit('bye')", "import sys; sys.exit(7)", "import sys; sys.exit()", "import os; os._exit(9)",
     "import os; os.kill(os.getpid(), 9)", "import signal; signal.raise_signal(15)",
@@ -91,6 +93,7 @@ def test_a_script_says_and_ends_as_in_a_new_process(script: str):
     alike(["-c", script], input="one\ntwo\n")
 
 
+@pytest.mark.slow
 def test_a_file_with_a_mistake_has_the_traceback_of_a_new_process(tmp_path: Path):
     (tmp_path / "wrong.py").write_text("import os\n\nif os:\nprint(1)\n")
     (tmp_path / "fails.py").write_text("import wrong\n")
@@ -98,6 +101,7 @@ def test_a_file_with_a_mistake_has_the_traceback_of_a_new_process(tmp_path: Path
         assert "IndentationError" in alike([file], cwd=tmp_path).stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("args", [["--version"], ["rl", "none.toml"], ["--nonsense"], ["config"]])
 def test_a_command_says_and_ends_as_in_a_new_process(tmp_path: Path, args: list[str]):
     alike(["-m", "verbatim.cli", *args], cwd=tmp_path)
@@ -151,6 +155,7 @@ print("forked:", type(child).__name__, flush=True)
 """
 
 
+@pytest.mark.slow
 def test_what_a_command_starts_is_forked_too_and_is_its_child():
     done = warm.run([sys.executable, "-c", PARENT], capture_output=True, text=True)
     assert done.stdout.splitlines()[1:] == ["0", "forked: CommandPopen"]
@@ -204,6 +209,7 @@ def test_what_python_must_know_at_its_start_is_refused(args, options):
         warm.Popen(args, **options)
 
 
+@pytest.mark.slow
 def test_a_process_that_os_fork_made_starts_new_ones():
     warm.run([sys.executable, "-c", "pass"], check=True)  # there is a server
     child = os.fork()

@@ -35,6 +35,7 @@ def asked(line: str, folder: Path, *python: str) -> tuple[list[str], str]:
     return [word.strip() for word in out.read_text().split("\n")], done.stderr
 
 
+@pytest.mark.slow
 def test_asking_for_a_key_imports_no_torch(tmp_path: Path):
     with warm.cold("it tells what is imported"):
         words, imported = asked("verbatim rl mine.toml --trainer.optim.l", tmp_path, "-X", "importtime", "-m",
@@ -45,6 +46,7 @@ def test_asking_for_a_key_imports_no_torch(tmp_path: Path):
     assert names.isdisjoint({"torch", "transformers"})
 
 
+@pytest.mark.slow
 def test_commands_are_completed(tmp_path: Path):
     assert set(completions("verbatim ", tmp_path)) >= set(COMMANDS)
     assert completions("verbatim rol", tmp_path) == ["rollout"]
@@ -90,6 +92,7 @@ def test_the_lines_for_a_shell_are_printed(shell: str, capsys: pytest.CaptureFix
     assert "_ARGCOMPLETE" in printed and "verbatim" in printed
 
 
+@pytest.mark.slow
 def test_bash_reads_its_lines_and_completes(tmp_path: Path):
     """The registered function is called as bash calls it, with a `verbatim` on the path."""
     command = tmp_path / "bin" / "verbatim"

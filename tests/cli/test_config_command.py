@@ -47,6 +47,7 @@ def test_an_unknown_environment_is_refused(file: Path, capsys):
     assert "there is no environment 'guess_numbre'; did you mean \"guess_number\"?" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.realtime
 def test_neither_torch_nor_transformers_is_imported(file: Path):
     script = (

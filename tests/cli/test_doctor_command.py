@@ -282,6 +282,7 @@ def test_the_advice_of_a_class_is_given_once(tmp_path: Path, model: Path, capsys
     assert " ".join(out.split()).count("the chat template drops the thinking of earlier turns") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [80, 120])
 def test_no_line_is_wider_than_the_terminal(tmp_path: Path, model: Path, capsys, monkeypatch, columns: int):
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -351,6 +352,7 @@ def test_the_same_break_is_found_in_a_log_of_vllm(tmp_path: Path, model: Path, c
     assert "the <think> block of turn 0 is not in turn 1's prompt" in out
 
 
+@pytest.mark.slow
 @pytest.mark.realtime
 def test_neither_torch_nor_transformers_is_imported_without_a_tokenizer(tmp_path: Path):
     log = write(tmp_path / "log.jsonl", WHOLE, Trajectory(example_id="x", turns=[

@@ -83,6 +83,7 @@ THREADS = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.realtime
 def test_memory_that_runs_out_in_a_thread_or_a_destructor_is_one_line_each():
     with started(THREADS.format(error="MemoryError")) as process:

@@ -101,6 +101,7 @@ def as_json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_two_models_are_compared_in_pairs(place: Path, capsys):
     """By hand: of 4 examples with 2 episodes each, "bad" solves sum-0 twice, and sum-3 as its seeds fall."""
     with chat_server(solve) as server:
@@ -129,6 +130,7 @@ def test_two_models_are_compared_in_pairs(place: Path, capsys):
     assert pair["environments"]["sums"]["gained"] == 8 - sum(map(sum, won.values()))
 
 
+@pytest.mark.slow
 def test_both_models_play_the_same_episodes(place: Path):
     with chat_server(solve) as server:
         evaluate(server, "--out", "episodes.jsonl", models=("bad", "good"))
@@ -138,6 +140,7 @@ def test_both_models_play_the_same_episodes(place: Path):
     assert {r["temperature"] for r in server.requests} == {0.5} and {r["max_tokens"] for r in server.requests} == {9}
 
 
+@pytest.mark.slow
 def test_tables_report_and_examples_say_the_same(place: Path, capsys):
     with chat_server(solve) as server:
         evaluate(server, "--report", "report.md", "--per-example", "examples.jsonl", models=("bad", "broken"))
@@ -159,6 +162,7 @@ def test_tables_report_and_examples_say_the_same(place: Path, capsys):
     assert f"| B | 2 | {kind} | {kind}: no such word |" in report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [80, 120])
 def test_what_is_printed_fits_the_terminal(place: Path, capsys, monkeypatch, width: int):
     monkeypatch.setenv("COLUMNS", str(width))
@@ -172,6 +176,7 @@ def test_what_is_printed_fits_the_terminal(place: Path, capsys, monkeypatch, wid
 # ---- going on
 
 
+@pytest.mark.slow
 def test_an_evaluation_goes_on_where_it_stopped_and_plays_failed_episodes_again(place: Path, capsys):
     down = {"1 10": True}
 
@@ -202,6 +207,7 @@ def test_an_evaluation_goes_on_where_it_stopped_and_plays_failed_episodes_again(
     assert len(played) == 12 + 8
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_it_and_says_how_to_go_on(place: Path, capsys):
     """It comes while the sixth request is answered."""
     options = ("--out", "episodes.jsonl", "--concurrency", "1")
@@ -231,6 +237,7 @@ def test_without_a_file_an_interrupted_evaluation_says_what_would_have_kept_it(p
     assert "with --out FILE the same command goes on where it stopped" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
 def test_a_line_that_a_killed_command_left_torn_is_played_again(place: Path, capsys):
     with chat_server(solve) as server:
         evaluate(server, "--out", "episodes.jsonl")
@@ -286,6 +293,7 @@ def test_an_api_that_is_dead_ends_the_command_and_what_was_played_is_kept(place:
     assert len(Path("episodes.jsonl").read_text().splitlines()) == 20
 
 
+@pytest.mark.slow
 def test_episodes_that_are_scored_together_are_played_together(place: Path, capsys):
     Path("run.toml").write_text(TOML.replace("sums.Sums", "sums.Together"))
     with chat_server(solve) as server:
@@ -311,6 +319,7 @@ def test_tokens_are_counted_and_priced(place: Path, capsys):
     assert spent["cost"] == pytest.approx((spent["prompt_tokens"] * 1 + sampled * 10) / 1e6)
 
 
+@pytest.mark.slow
 def test_a_key_goes_to_the_server_that_it_is_named_for(place: Path, monkeypatch, capsys):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-canary-of-openai")
     monkeypatch.setenv("MINE", "sk-canary-of-mine")
@@ -335,6 +344,7 @@ def test_an_extra_body_goes_into_every_request(place: Path):
     assert all("seed" not in r and r["reasoning_effort"] == "low" for r in server.requests)
 
 
+@pytest.mark.slow
 def test_tools_and_sub_agents_are_played_with_an_api_too(place: Path, capsys):
     """One model guesses 8 and then 4 (the calls of its third and last turn are not run), and asks no sub-agent."""
     guesses = ["guess_number", "delegate"]

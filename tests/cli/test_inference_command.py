@@ -152,6 +152,7 @@ async def test_a_server_that_cannot_be_started_again_is_told_plainly_and_tried_a
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.realtime
 def test_a_step_of_the_installation_that_fails_is_told(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(install, "VERSION", "0.0.0.never")
@@ -180,6 +181,7 @@ def test_the_steps_of_an_installation(tmp_path, monkeypatch):
         assert ran[-1] == [str(python), "-c", "import vllm.entrypoints.openai.api_server"]
 
 
+@pytest.mark.slow
 @pytest.mark.realtime
 def test_a_torch_backend_is_served_until_it_is_told_to_end(file, tmp_path):
     build_tiny_model(tmp_path / "model")

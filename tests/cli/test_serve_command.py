@@ -26,6 +26,7 @@ def test_a_mistake_is_explained(arguments, said, capsys):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.realtime
 def test_a_port_that_is_taken_is_a_mistake_too(tmp_path, capsys):
     from e2e.tiny_runs import build_tiny_model

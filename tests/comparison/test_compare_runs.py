@@ -276,6 +276,7 @@ def test_what_is_shown_fits_the_terminal(tmp_path: Path, width: int):
     assert "E - A" in text and "E - D" not in text  # of many runs each is compared with the first
 
 
+@pytest.mark.slow
 def test_json_has_all_of_it_and_the_plot_is_a_picture(tmp_path: Path, capsys):
     runs = [make_run(tmp_path / "a", wins={0: 2, 3: 4}), make_run(tmp_path / "b", "--seed", "3", wins={0: 2, 3: 14})]
     picture = tmp_path / "curves.png"

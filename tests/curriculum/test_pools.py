@@ -143,6 +143,7 @@ steps = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(steps, st.integers(0, 3), st.sampled_from([0.0, 0.3]), st.integers(1, 3))
 def test_the_three_pools_always_partition_the_data_set_and_a_resume_draws_the_same(script, seed, fraction, window):

@@ -278,6 +278,7 @@ def held(typed, place: Path) -> Path:
     return place / "mine"
 
 
+@pytest.mark.slow
 def test_a_folder_that_holds_a_run_is_left_as_it_is(typed, held: Path):
     before = snapshot(held)
     status, said = typed("--run-dir", "mine", "--max-steps", "1")
@@ -287,6 +288,7 @@ def test_a_folder_that_holds_a_run_is_left_as_it_is(typed, held: Path):
     assert snapshot(held) == before
 
 
+@pytest.mark.slow
 def test_a_resume_with_a_changed_model_is_refused(typed, held: Path, place: Path, model: Path):
     shutil.copytree(model, place / "other_model")
     before = snapshot(held)
@@ -311,6 +313,7 @@ def test_a_resume_without_a_run_says_so_and_makes_nothing(typed, place: Path):
 # ---- a full disk
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_from_the_start_leaves_no_half_made_run(typed, place: Path):
     """Folders and empty files can still be made, as on a real one."""
     with disk_that_fills_up(64):
@@ -321,6 +324,7 @@ def test_a_disk_that_is_full_from_the_start_leaves_no_half_made_run(typed, place
     assert typed("--run-dir", "mine")[0] == 0
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_at_the_first_checkpoint_stops_the_run_which_can_be_resumed(typed, place: Path):
     with disk_that_fills_up(ALL_BUT_WEIGHTS):
         status, said = typed("--run-dir", "mine")
@@ -332,6 +336,7 @@ def test_a_disk_that_is_full_at_the_first_checkpoint_stops_the_run_which_can_be_
     assert_ledger_adds_up(place / "mine")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interval", [1, 100])
 def test_a_disk_that_fills_up_in_the_middle_of_a_run_loses_nothing_that_was_written(
     typed, place: Path, interval: int
@@ -361,6 +366,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_run_loses_nothing_that_was_writ
 # ---- faults of single rollouts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
@@ -398,6 +404,7 @@ def test_a_rollout_that_fails_fails_alone_and_is_counted(typed, place: Path, fau
     assert last["ledger/trained"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [("start", "start raised RuntimeError: start broke"), ("none", "no reward: `score` returned None")],

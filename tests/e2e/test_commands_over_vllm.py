@@ -93,6 +93,7 @@ def assert_logprobs_are_the_models(model: Path, count: int) -> None:
         assert np.abs(turn.logprobs - expected).max() <= 5e-5
 
 
+@pytest.mark.slow
 def test_conversations_over_a_server_that_is_there(place: Path, model: Path, capsys):
     double = VllmDouble(model)
     double.key = KEY
@@ -112,6 +113,7 @@ def test_conversations_over_a_server_that_is_there(place: Path, model: Path, cap
     assert len(set(drawn)) == 6
 
 
+@pytest.mark.slow
 def test_conversations_with_the_embedded_engine_never_draw_with_a_seed_again(place: Path, model: Path):
     """Seeds are by place in what is left to do: a command that goes on must not begin with the first ones again."""
     write_run(model, "")
@@ -198,6 +200,7 @@ def test_options_of_a_rollout_that_do_not_go_together_are_refused(place: Path, m
     assert not Path("out.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_rollout_without_any_way_to_sample_says_both(place: Path, capsys):
     assert main(["rollout", "tasks.jsonl", "--out", "out.jsonl"]) == 2
     said = " ".join(capsys.readouterr().err.split())

@@ -115,6 +115,7 @@ def test_a_loss_of_ones_own_distils_with_the_teachers_logprobs(place):
     assert_ledger_adds_up(place / "own")
 
 
+@pytest.mark.slow
 def test_a_reward_and_a_teacher_are_followed_together(place):
     options = ["--trainer.loss", '{ type = "default", adv_tau = 0.0, teacher_tau = 1.0 }',
                "--orchestrator.teacher", '{ model = "teacher" }', "--max-steps", "3", "--run-dir", "both"]  # fmt: skip
@@ -122,6 +123,7 @@ def test_a_reward_and_a_teacher_are_followed_together(place):
     assert all("teacher_kl" in line["metrics"] for line in train_lines(place / "both"))
 
 
+@pytest.mark.slow
 @pytest.mark.realtime
 def test_a_student_imitates_what_a_teacher_behind_a_server_says(place):
     """The server's model adds numbers with a tool; every reward is 1, so that nothing but its texts can teach."""
@@ -145,6 +147,7 @@ def assert_everything_was_trained(folder):
     assert all(line["metrics"]["grad_norm"] > 0 for line in train_lines(folder))
 
 
+@pytest.mark.slow
 def test_distillation_needs_no_reward(place):
     options = ["--orchestrator.training-mode", "opd", "--orchestrator.teacher", '{ model = "teacher" }',
                "--orchestrator.train.env.0.import-path", "sums.UnscoredSums", "--run-dir", "unscored"]  # fmt: skip
@@ -152,6 +155,7 @@ def test_distillation_needs_no_reward(place):
     assert_everything_was_trained(place / "unscored")
 
 
+@pytest.mark.slow
 def test_a_loss_of_ones_own_distils_without_a_reward(place):
     (place / "my_distillation.py").write_text(DISTIL)
     options = ["--orchestrator.training-mode", "opd", "--orchestrator.teacher", '{ model = "teacher" }',
@@ -161,6 +165,7 @@ def test_a_loss_of_ones_own_distils_without_a_reward(place):
     assert_everything_was_trained(place / "own_unscored")
 
 
+@pytest.mark.slow
 @pytest.mark.realtime
 def test_imitation_needs_no_reward(place):
     with chat_server() as server:

@@ -41,6 +41,7 @@ def test_the_table_has_every_mistake_and_no_other():
     assert [command for command, _ in ANSWERS.values()] == [mistake.command for mistake in MISTAKES]
 
 
+@pytest.mark.slow
 @pytest.mark.realtime
 @pytest.mark.parametrize("mistake", [pytest.param(mistake, id=mistake.name) for mistake in MISTAKES])
 def test_a_mistake_is_answered(mistake: Mistake, place: Path, monkeypatch: pytest.MonkeyPatch, capsys, caplog):

@@ -69,6 +69,7 @@ def test_each_batch_is_one_optimizer_step_and_the_schedule_ends_where_it_should(
     assert_ledger_adds_up(run(mode, loss))
 
 
+@pytest.mark.slow
 def test_a_turn_is_a_sample_in_the_one_and_a_part_of_its_trajectory_in_the_other(run: Run):
     traj, step = (metrics(run(mode, "default"))[0]["samples"] for mode in ("traj", "step"))
     trained = [t for t in trajectory_lines(run("step", "default")) if t["group_id"] in ("train-0", "train-1")]
@@ -76,6 +77,7 @@ def test_a_turn_is_a_sample_in_the_one_and_a_part_of_its_trajectory_in_the_other
     assert traj < step <= sum(len(trajectory["turns"]) for trajectory in trained)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
 def test_both_take_the_same_gradient_of_the_same_rollouts(run: Run, loss: str):
     traj, step = (metrics(run(mode, loss))[0] for mode in ("traj", "step"))

@@ -84,6 +84,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_model(tmp_path_factory.mktemp("own") / "model")
 
 
+@pytest.mark.slow
 def test_a_backend_and_a_monitor_of_ones_own_work_from_toml(model: Path, tmp_path: Path):
     with workplace(tmp_path / "work", {"lots": LOTS, "mine": MINE}) as folder:
         text = TOML.replace("[inference.torch]\nmax_batch_size = 8\n", "").format(model=model)
@@ -97,6 +98,7 @@ def test_a_backend_and_a_monitor_of_ones_own_work_from_toml(model: Path, tmp_pat
         assert "[inference.MySampler]\nbatch = 5\n" in (folder / "run" / "config.toml").read_text()
 
 
+@pytest.mark.slow
 def test_a_backend_that_gives_no_sampler_is_refused_before_anything_is_sampled(model: Path, tmp_path: Path, capsys):
     with workplace(tmp_path / "work", {"lots": LOTS, "half": NO_SAMPLER}) as folder:
         text = TOML.replace("[inference.torch]\nmax_batch_size = 8\n", "").format(model=model)

@@ -92,6 +92,7 @@ def run(place, capsys, request):
     return go
 
 
+@pytest.mark.slow
 def test_one_batch_in_which_every_rollout_failed(run):
     status, printed, folder = run("Fails", "--max-steps", "1")
     assert status == NOTHING_TRAINED == 3
@@ -104,12 +105,14 @@ def test_one_batch_in_which_every_rollout_failed(run):
     assert (summary["rollouts"], summary["failed_rollouts"], summary["trained_tokens"]) == (8, 8, 0)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_failing_stops(run):
     status, printed, _ = run("Fails", "--max-steps", "9")
     assert status == STOPPED == 1
     assert "every rollout of the last" in printed
 
 
+@pytest.mark.slow
 def test_the_first_failure_of_a_kind_is_in_the_log_at_once_with_its_example_and_where_it_was_raised(run):
     status, printed, folder = run("Fails", "--orchestrator.train.env.0.args", "{ share = 0.5 }", "--max-steps", "3")
     assert status == FINISHED == 0
@@ -126,6 +129,7 @@ def test_the_first_failure_of_a_kind_is_in_the_log_at_once_with_its_example_and_
     assert re.search(r"step reward success failed turns", printed)
 
 
+@pytest.mark.slow
 def test_rewards_that_are_all_equal(run):
     status, printed, folder = run("Flat")
     assert status == NOTHING_TRAINED
@@ -135,6 +139,7 @@ def test_rewards_that_are_all_equal(run):
         assert (line["metrics"]["reward/mean"], line["metrics"]["reward/std"]) == (0.25, 0.0)
 
 
+@pytest.mark.slow
 def test_a_run_that_trained_nothing_says_so_again_when_it_is_resumed(run, place, capsys):
     _, _, folder = run("Flat")
     assert main(["rl", "run.toml", "--orchestrator.train.env.0.import-path", "silent.Flat", "--run-dir", str(folder),
@@ -143,12 +148,14 @@ def test_a_run_that_trained_nothing_says_so_again_when_it_is_resumed(run, place,
     assert not (folder / "final").exists()
 
 
+@pytest.mark.slow
 def test_advantages_that_are_all_zero_and_no_filter_that_says_so(run):
     status, printed, _ = run("Flat", "--orchestrator.filters", "[]")
     assert status == NOTHING_TRAINED
     assert re.search(r"\d+ tokens were trained, and the advantage of every one was 0: nothing was learned", printed)
 
 
+@pytest.mark.slow
 def test_a_teacher_that_the_loss_does_not_read_teaches_nothing(run):
     status, printed, _ = run(
         "Flat", "--orchestrator.filters", "[]", "--orchestrator.teacher", '{ model = "model" }', "--max-steps", "1"
@@ -157,6 +164,7 @@ def test_a_teacher_that_the_loss_does_not_read_teaches_nothing(run):
     assert "the advantage of every one was 0: nothing was learned" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("environment", "weight"), [("Flat", 1.0), ("Flat", 0.0), ("Unscored", 0.0)])
 def test_a_teacher_that_the_loss_reads_teaches_whatever_was_earned(run, environment, weight):
     """Every advantage is 0; with `adv_tau = 0` no reward is read, so that none has to be there."""
@@ -169,6 +177,7 @@ def test_a_teacher_that_the_loss_reads_teaches_whatever_was_earned(run, environm
     assert last["ledger/trained"] == last["ledger/sampled"] > 0
 
 
+@pytest.mark.slow
 def test_a_context_in_which_no_turn_has_room(run):
     status, printed, _ = run("Unscored", "--orchestrator.seq-len", "2", "--max-steps", "1")
     assert status == NOTHING_TRAINED
@@ -176,12 +185,14 @@ def test_a_context_in_which_no_turn_has_room(run):
     assert "orchestrator.seq_len = 2; raise it" in printed
 
 
+@pytest.mark.slow
 def test_a_context_in_which_no_turn_has_room_stops_a_longer_run(run):
     status, printed, _ = run("Flat", "--orchestrator.seq-len", "2", "--max-steps", "50")
     assert status == STOPPED
     assert "it ended (length) before a token was sampled: is orchestrator.seq_len too short?" in printed
 
 
+@pytest.mark.slow
 def test_a_score_that_is_a_text_is_refused_with_what_to_write(run):
     status, printed, _ = run("Texts", "--max-steps", "1")
     assert status == NOTHING_TRAINED
@@ -189,6 +200,7 @@ def test_a_score_that_is_a_text_is_refused_with_what_to_write(run):
     assert "write float(...) around it" in printed
 
 
+@pytest.mark.slow
 def test_parts_of_the_reward_and_what_was_not_filtered_are_metrics_and_lines_have_a_time(run):
     _, _, folder = run("Parts")
     rewards = {}
@@ -210,6 +222,7 @@ def test_parts_of_the_reward_and_what_was_not_filtered_are_metrics_and_lines_hav
     assert "valid_format_before_rl" not in summary and "success_best_constant_policy" not in summary
 
 
+@pytest.mark.slow
 def test_an_accepted_truncation_is_a_metric(run):
     sampling = "{ max_tokens = 8, top_p = 0.9, accept_truncation_mismatch = true }"
     never = ["--orchestrator.train.env.0.args", "{ share = 0.0 }"]
@@ -217,6 +230,7 @@ def test_an_accepted_truncation_is_a_metric(run):
     assert [line["metrics"]["truncation_mismatch"] for line in train_lines(folder)] == [1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_an_evaluation_in_which_everything_failed_is_no_success(place, capsys, caplog):
     toml = (place / "run.toml").read_text()
     (place / "eval.toml").write_text(f"{toml}\n[orchestrator.eval]\nepisodes = 5\n")
@@ -229,6 +243,7 @@ def test_an_evaluation_in_which_everything_failed_is_no_success(place, capsys, c
     assert main(["eval", "eval.toml", "--orchestrator.train.env.0.import-path", "silent.Flat"]) == FINISHED
 
 
+@pytest.mark.slow
 def test_every_metric_of_a_run_is_documented(run):
     _, _, folder = run("Fails", "--orchestrator.train.env.0.args", "{ share = 0.3 }")
     reported = {name for line in train_lines(folder) for name in line["metrics"]}

@@ -39,6 +39,8 @@ class Held(Lots):
 '''
 
 
+@pytest.mark.realtime
+@pytest.mark.slow
 def test_a_run_goes_on_while_one_of_two_servers_is_lost_and_started_again(tmp_path, monkeypatch):
     monkeypatch.setenv("SERVERS_KEY", "a-secret-key")
     monkeypatch.setattr("verbatim.inference.pool.servers._ASK_EVERY", 0.05)
@@ -83,6 +85,7 @@ def test_a_run_goes_on_while_one_of_two_servers_is_lost_and_started_again(tmp_pa
     assert versions == set(range(14))
 
 
+@pytest.mark.slow
 def test_servers_are_asked_before_anything_is_prepared(tmp_path, monkeypatch, capsys):
     """Not after a warm start of hours."""
     monkeypatch.setattr("verbatim.inference.http.client.FIRST_PAUSE", 0.002)

@@ -32,6 +32,7 @@ def kinds(name: str, **settings) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_sound_environment_is_clean_and_its_solution_succeeds():
     report = check_environment("envcheck.broken_environments.Sound", {}, QUICK)
     assert report.findings == ()
@@ -69,6 +70,7 @@ BROKEN = [
 DIFFERS_IN_A_PROCESS = ("IgnoresTheSeed", "OrderOfASet")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind", "words"), BROKEN, ids=[name for name, *_ in BROKEN])
 def test_a_mistake_is_found_alone(name: str, kind: str, words: str, request: pytest.FixtureRequest):
     if name not in DIFFERS_IN_A_PROCESS:
@@ -84,6 +86,7 @@ class Noted(dict[str, float]):
         broken_environments.seen.set()
 
 
+@pytest.mark.slow
 def test_a_tool_that_blocks_is_found_with_its_place(monkeypatch, warm_replay):
     """It blocks until it was seen."""
 
@@ -99,6 +102,7 @@ def test_a_tool_that_blocks_is_found_with_its_place(monkeypatch, warm_replay):
     assert re.search(r"broken_environments.py:\d+ in hint held up the event loop for \d+\.\d s", found["blocks"])
 
 
+@pytest.mark.slow
 def test_code_that_never_gives_the_loop_back_is_given_up(monkeypatch):
     monkeypatch.setattr("verbatim.envcheck.check.LoopWatch", lambda give_up_after, own: LoopWatch(0.5, own))
     found = kinds("Freezes", num_examples=1)
@@ -125,6 +129,7 @@ def test_code_is_at_fault_for_the_time_in_which_it_was_looked_at(looks, blocked,
     assert watch.blocked == blocked
 
 
+@pytest.mark.slow
 def test_an_episode_that_hangs_ends_at_its_time():
     found = kinds("Hangs", num_examples=1, timeout=0.5)
     assert list(found) == ["endless"]
@@ -139,6 +144,7 @@ NEED_MORE = (*EXTRAS, "single_turn", "judged", "program")
 """Those that have tasks to choose from, or need data, a judge or a program, which `verbatim gateway check` plays."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in ENVIRONMENTS if name not in NEED_MORE])
 def test_the_bundled_environments_are_clean(name: str, capsys):
     args = {"limits": {"timeout": HANGS}} if name == "terminal" else {}
@@ -191,6 +197,7 @@ def mine(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_file_is_checked_by_its_path_and_the_one_environment_in_it_is_found(mine: Path, capsys, warm_replay):
     assert main(["env", "check", str(mine)]) == 0
     said = capsys.readouterr().out

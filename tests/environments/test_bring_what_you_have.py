@@ -286,6 +286,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
+@pytest.mark.slow
 @pytest.mark.realtime
 def test_each_trains_from_one_line_of_python(model: Path, tmp_path: Path, monkeypatch):
     """All in one mixture: a turn that is cut off is not stepped, so the tiny model learns from the others."""
@@ -326,6 +327,7 @@ args = { data = "sums.jsonl", reward = "environments.brought.lucky" }
 """
 
 
+@pytest.mark.slow
 @pytest.mark.realtime
 def test_each_trains_from_one_line_of_toml(model: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setattr("verbatim.monitors.learning_curve._has_matplotlib", lambda: False)

@@ -218,6 +218,7 @@ async def test_a_daemon_does_not_outlive_the_episode(sandbox):
     await ended(began)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sandbox", WAYS)
 async def test_what_a_program_leaves_behind_cannot_write_its_score(sandbox):
     """The scoring command waits until that is dead, or has written a hundred times more."""
@@ -237,6 +238,7 @@ async def test_what_a_program_plants_in_its_home_is_not_run_by_the_scoring_comma
     assert (trajectory.error, trajectory.reward) == (None, 2.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sandbox", WAYS)
 async def test_a_scoring_command_that_hangs_is_told_as_such(sandbox, monkeypatch):
     monkeypatch.setattr("verbatim.gateway.program.environment.SCORE_SECONDS", 1.0)

@@ -80,6 +80,7 @@ async def test_logprobs_are_those_of_base_and_adapter_in_peft(models, adapters, 
         await sampler.close()
 
 
+@pytest.mark.slow
 async def test_every_version_is_merged_from_the_base_whatever_was_loaded_before(models, adapters):
     ids = np.arange(40, dtype=np.int32)
 

@@ -114,6 +114,7 @@ def test_threads_give_the_bits_of_one(models, monkeypatch):
         torch.set_num_threads(1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_both_modes_draw_the_same_bits(models, deterministic):

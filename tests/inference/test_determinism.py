@@ -43,6 +43,7 @@ def alone(models, request, kernel):
     return models[request.param], requests, results
 
 
+@pytest.mark.slow
 def test_alone_or_in_a_crowd(alone):
     folder, requests, results = alone
     crowd = requests_of(np.random.default_rng(1), 8)

@@ -204,6 +204,7 @@ async def test_an_answer_of_absurd_size_is_given_up_while_it_arrives(
     assert failures == {"bad_answer": 1}
 
 
+@pytest.mark.slow
 async def test_a_body_that_trickles_is_over_its_deadline_though_each_byte_comes_in_time():
     async def trickle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -251,6 +252,7 @@ async def test_what_may_pass_is_counted_by_its_kind_and_retried(broken: bytes | 
     assert failures == {kind: 2}
 
 
+@pytest.mark.slow
 async def test_an_answer_that_does_not_come_to_its_end_is_counted_and_asked_for_again():
     """The first one stops in its middle. Once that is counted, the client gives the next one all the time it takes."""
 
@@ -346,6 +348,7 @@ async def test_hanging_up_ends_what_is_under_way_and_the_next_request_connects_a
             await sampler.prompt_logprobs(np.array([1], np.int32))
 
 
+@pytest.mark.slow
 def test_a_client_that_was_never_closed_says_nothing_when_it_goes(caplog: pytest.LogCaptureFixture):
     async def ask_once() -> HttpClient:
         async with serving(always(http("[7]"))) as server:

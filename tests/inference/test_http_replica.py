@@ -85,6 +85,7 @@ def assert_sampled_by(model: torch.nn.Module, prompt: list[int], completion: Com
 # ---- healthy
 
 
+@pytest.mark.slow
 async def test_both_servers_sample_with_the_weights_of_the_run_whatever_they_were_started_with(
     models: dict[str, Path], references: dict[str, torch.nn.Module], key: str
 ):
@@ -131,6 +132,7 @@ async def test_weights_are_sent_to_a_host_that_does_not_share_the_folder(
             assert sent == (models["tied_later"] / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 async def test_what_is_sampled_between_an_update_and_its_check_is_withheld_and_a_wrong_server_is_taken_out(
     models: dict[str, Path], key: str
 ):
@@ -157,6 +159,7 @@ async def test_what_is_sampled_between_an_update_and_its_check_is_withheld_and_a
 # ---- a server that was started again
 
 
+@pytest.mark.slow
 async def test_a_server_that_was_started_again_gets_the_newest_weights_before_it_samples(
     models: dict[str, Path], references: dict[str, torch.nn.Module], key: str
 ):
@@ -172,6 +175,7 @@ async def test_a_server_that_was_started_again_gets_the_newest_weights_before_it
             assert pool.metrics()["replicas/lost"] == 1
 
 
+@pytest.mark.slow
 async def test_an_answer_under_another_name_is_discarded_and_its_tokens_are_counted(models: dict[str, Path], key: str):
     server = TorchServer(models["tied"], context_length=128, api_key=key)
     with servers(server) as (url,):

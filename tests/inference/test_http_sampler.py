@@ -101,6 +101,7 @@ async def test_many_requests_at_a_time_get_the_ids_logprobs_and_versions_of_the_
     assert scored.tobytes() == expected.tobytes()
 
 
+@pytest.mark.slow
 async def test_recorded_experts_come_over_http(tmp_path):
     from verbatim.inference.embedded.engine import TorchSampler
 
@@ -142,6 +143,7 @@ def test_experts_of_other_tokens_are_no_answer():
             protocol.read_completion(body)
 
 
+@pytest.mark.slow
 async def test_hundreds_of_requests_are_in_flight_together():
     sampler = scripted(lambda r: [1], trouble=lambda index, r: "hang")
     async with behind_http(sampler) as client:

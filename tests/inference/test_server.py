@@ -116,6 +116,7 @@ async def test_a_session_is_handed_on_from_the_body_or_the_header():
     assert [seen.session for seen in sampler.requests] == ["a", "b"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("params", "said"),
     [
@@ -193,6 +194,7 @@ async def test_with_a_key_everything_but_the_health_check_asks_for_it():
         assert (await client.get("/v1/models", headers={"Authorization": "Bearer sk-canary"})).status_code == 200
 
 
+@pytest.mark.slow
 async def test_weights_need_a_key_wherever_the_request_comes_from():
     sampler = scripted()
     async with asking(sampler) as client:
@@ -391,6 +393,7 @@ async def test_what_no_number_or_text_can_be_is_the_clients_mistake(path: str, b
         assert (await client.post(protocol.GENERATE, json=token_body(1, max_tokens=1))).status_code == 200
 
 
+@pytest.mark.slow
 async def test_a_client_that_reads_nothing_is_let_go_of_when_the_server_ends(monkeypatch):
     monkeypatch.setattr(connections, "_GRACE", 0.1)
 

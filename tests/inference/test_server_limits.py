@@ -161,6 +161,7 @@ def test_the_process_of_a_server_whose_engine_is_dead_ends_with_a_status_for_its
 # ---- seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sent", [b"", b"G", b"GET /health HTTP/1.1\r\nHost: localhost\r\nA: "], ids=["nothing", "a byte", "half"]
 )
@@ -173,6 +174,7 @@ async def test_a_head_that_does_not_come_in_time_ends_the_connection(sent, late)
         writer.close()
 
 
+@pytest.mark.slow
 async def test_a_head_that_drips_does_not_put_its_end_off(late):
     async with asking(scripted(), limits=only(head_seconds=0.4)) as client:
         reader, writer = await asyncio.open_connection(*address(client))
@@ -201,6 +203,7 @@ async def test_the_head_of_a_second_request_has_its_deadline_too(late):
         writer.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [protocol.GENERATE, CHAT, protocol.PROMPT_LOGPROBS])
 async def test_a_body_that_does_not_come_in_time_is_answered_with_408(path):
     async with asking(scripted(), limits=only(body_seconds=0.3)) as client:
@@ -227,6 +230,7 @@ async def test_the_body_of_a_request_that_was_answered_already_does_not_hold_its
         writer.close()
 
 
+@pytest.mark.slow
 async def test_a_client_that_reads_nothing_is_let_go_of(late):
 
     async def at_once(seconds: float) -> None:
@@ -291,6 +295,7 @@ class NoDescriptors(socket.socket):
         return super().accept()
 
 
+@pytest.mark.slow
 async def test_without_a_descriptor_the_server_waits_and_says_so_once(caplog):
     """It accepts again once there are some, and logs one line."""
     listening = NoDescriptors()
@@ -449,6 +454,7 @@ async def test_rendering_holds_up_no_other_request():
         assert (await slow).status_code == 200
 
 
+@pytest.mark.slow
 async def test_in_processes_a_rendering_that_takes_long_holds_up_no_other(tmp_path):
     async with asking(scripted(), renderer=SlowRenderer(), limits=only(), chat_processes=2) as client:
         large = conversation(f"hang {tmp_path / 'hangs'} " + "x" * 2**14)
@@ -465,6 +471,7 @@ async def test_in_processes_a_rendering_that_takes_long_holds_up_no_other(tmp_pa
         slow.cancel()
 
 
+@pytest.mark.slow
 async def test_in_processes_a_rendering_that_takes_too_long_is_ended(tmp_path, monkeypatch):
     """And another process takes the next one, for which there is time enough."""
     desks: list[ProcessDesk] = []
@@ -490,6 +497,7 @@ async def test_a_renderer_that_cannot_travel_is_a_mistake_of_who_asks_for_proces
 # ---- weights and names
 
 
+@pytest.mark.slow
 async def test_weights_are_taken_from_the_named_folder_only(tmp_path: Path):
     sampler, folder = scripted(), tmp_path / "weights"
     (folder / "step_1").mkdir(parents=True)
@@ -515,6 +523,7 @@ async def test_a_path_that_is_none_is_refused_by_name(path):
         assert answer.status_code == 400
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("host", "status"),
     [("localhost", 200), ("LOCALHOST:80", 200), ("127.0.0.1", 200), ("[::1]:8000", 200), ("10.1.2.3:1", 200),
@@ -573,6 +582,7 @@ async def test_connections_that_wait_are_closed_with_the_server(monkeypatch):
         writer.close()
 
 
+@pytest.mark.slow
 async def test_the_health_check_answers_beside_hundreds_of_requests_and_half_open_connections():
     sampler = scripted(trouble=lambda index, r: "hang")
     async with asking(sampler) as client:

@@ -90,6 +90,7 @@ def test_undiscounted_chunk_returns_are_unbiased():
     assert (on_policy("`chunk_returns`, `gamma = 1`") + three_turns().exact_gradient()).abs().max() < 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in LOSSES if name not in ("opd", "sft")])
 def test_on_policy_every_loss_is_unbiased(name):
     toy = longer_turns()
@@ -106,6 +107,7 @@ def test_the_bias_of_each_advantage_is_the_one_in_the_documentation(name):
 # ---- with a stale policy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STALE)
 def test_the_bias_of_each_loss_is_the_one_in_the_documentation(name):
     scale, rest = bias(off_policy(name), longer_turns().exact_gradient())
@@ -158,6 +160,7 @@ def gradient_of(trajectory, loss, toy, log_pi_CV):
     return gradient * (len(places) if loss.normalizer == "trajectories" else 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["`default`", "`tis`", "`ppo`", "`gspo`", "`ipa`"])
 def test_the_mean_of_sampled_groups_is_the_enumerated_one(name):
     toy = longer_turns()

@@ -70,6 +70,7 @@ def one_turn_at_a_time(folder, batch, loss):
     return oracle, total
 
 
+@pytest.mark.slow
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", LOSSES)
 def test_strategy_packing_and_micro_batches_leave_the_gradient_alone(model, name, campaign):
@@ -81,6 +82,7 @@ def test_strategy_packing_and_micro_batches_leave_the_gradient_alone(model, name
             check(model, LOSSES[name], seed, sized(two, LAYOUTS))
 
 
+@pytest.mark.slow
 def test_samples_that_leave_a_token_out_are_found(model):
     """The campaign can fail."""
 

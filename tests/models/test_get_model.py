@@ -134,6 +134,8 @@ def test_a_folder_that_is_in_use_is_left_alone(kept: Path, tmp_path: Path):
     assert (tmp_path / "mine" / "letter.txt").read_text() == "dear"
 
 
+@pytest.mark.realtime
+@pytest.mark.slow
 def test_offline_is_said_in_one_sentence_with_the_way_around(kept: Path, monkeypatch, tmp_path: Path):
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     monkeypatch.setenv("PIP_NO_INDEX", "1")

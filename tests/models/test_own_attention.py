@@ -68,6 +68,7 @@ def test_a_model_that_looks_ahead_is_refused_everywhere(name, setting, only_atte
         load_model(folder(name), only_attention=only_attention)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mistral sliding_window", "qwen3 use_sliding_window", "qwen3 mixed layer_types",
                                   "gemma3_text", "deepseek_v3", "olmo3", "bert-generation is_decoder"])  # fmt: skip
 def test_windows_that_layers_pass_on_are_plans(name, folder):

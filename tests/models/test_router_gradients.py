@@ -89,6 +89,7 @@ def complaints(name, folder, spoil=None):
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAST)
 def test_a_router_has_the_gradient_of_transformers(name, tmp_path):
     assert complaints(name, tmp_path) == []
@@ -111,6 +112,7 @@ def test_a_router_whose_gradient_is_a_ten_thousandth_too_large_is_found(tmp_path
     assert complaints("qwen3_moe", tmp_path, spoil=lambda gradient: gradient * 1.0001)
 
 
+@pytest.mark.slow
 def test_every_mixture_of_experts_that_is_trained_is_tried():
     """Those in docs/models.md whose class says where its router logits are."""
     document = (Path(__file__).parents[2] / "docs/models.md").read_text(encoding="utf-8")

@@ -87,6 +87,7 @@ def assert_same(ours, theirs):
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [
     "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_neox", "granitemoe", "llama", "llama_tied", "minimax_m2", "mixtral",
     "mixtral_of_12", "olmoe", "qwen2_moe", "qwen3_moe",

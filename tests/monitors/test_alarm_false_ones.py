@@ -29,6 +29,7 @@ def test_a_healthy_run_is_quiet(learns: bool):
     assert {seed: found for seed in range(4) if (found := false_alarms(seed, learns=learns))} == {}
 
 
+@pytest.mark.slow
 @pytest.mark.campaign
 @pytest.mark.parametrize("learns", [True, False], ids=["learns", "stands still"])
 def test_at_most_one_run_in_36_raises_an_alarm(learns: bool, campaign: Callable[[str], Campaign]):

@@ -10,6 +10,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from verbatim.monitors import Alarm
 from verbatim.monitors.json_lines import JsonLines
 
@@ -43,6 +45,7 @@ def test_a_reader_that_goes_ends_no_run(caplog):
         "the program that read the run's JSON lines has gone; the run goes on without it"]  # fmt: skip
 
 
+@pytest.mark.realtime
 def test_a_program_ends_well_though_its_reader_has_gone():
     """As `verbatim rl ... --json | head -1`: lines that no one takes are still in the stream as it is closed."""
     program = """

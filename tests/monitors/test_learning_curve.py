@@ -35,6 +35,7 @@ def test_the_curve_has_rewards_by_step_and_success_by_environment(metrics: Path)
     assert curve.evals == {"guess": [(0, 0.25), (2, 0.75)]}
 
 
+@pytest.mark.slow
 def test_the_first_and_last_evaluation_and_the_constant_policy_are_marked(metrics: Path, monkeypatch, tmp_path: Path):
     figure = pytest.importorskip("matplotlib.figure")
     drawn = []

@@ -90,6 +90,7 @@ def test_a_long_trajectory_takes_memory_and_disk_in_proportion_to_its_tokens():
 float32 = st.floats(max_value=0.0, allow_nan=False, allow_infinity=False, width=32)
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(st.lists(float32, min_size=1, max_size=20))
 def test_logprobs_come_back_bit_for_bit(logprobs: list[float]):

@@ -52,6 +52,7 @@ def regular(cluster):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_throughput_is_what_arithmetic_says(cluster, regular):
     """An episode takes 3 x 3.2 + 2 x 2 = 13.6 s and samples 960 tokens; 64 of them are under way all the time. They
     begin together, so what is measured are two whole lives of them, 8 batches."""
@@ -62,6 +63,7 @@ def test_the_throughput_is_what_arithmetic_says(cluster, regular):
     assert simulation.ideal == pytest.approx(64 * 960 / 13.6, rel=0.001)
 
 
+@pytest.mark.slow
 def test_a_slow_trainer_holds_the_servers_back(cluster, regular):
     """A step cannot be shorter than the trainer's, which is three times the servers' 16 / 64 * 13.6 s."""
     simulation = run(cluster, servers=2, per_server=32, batch_share=0.25, train_share=3.0, **regular)
@@ -69,6 +71,7 @@ def test_a_slow_trainer_holds_the_servers_back(cluster, regular):
     assert (last.at - first.at) / 3 == pytest.approx(3 * 16 * 13.6 / 64, rel=0.02)
 
 
+@pytest.mark.slow
 def test_when_servers_die_and_requests_fail_every_token_is_booked_once(cluster):
     """What the servers said they drew is what the ledger sampled; what was lost with them is dropped for it."""
     faults = cluster.Faults(seconds_between=100.0, restart=20.0, request=0.02, slow_share=0.3)
@@ -102,6 +105,7 @@ def test_the_processor_time_of_code_is_charged_and_that_of_what_is_simulated_is_
             assert runner.run(work()) == (seconds, seconds, 3.0, 5.0)
 
 
+@pytest.mark.slow
 def test_a_charged_processor_takes_time(cluster, regular):
     """The same run on one core of which every message takes half a second: 2 servers cannot be kept busy."""
     with pytest.MonkeyPatch.context() as patch:

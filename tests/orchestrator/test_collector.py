@@ -36,6 +36,7 @@ def as_before():
     gc.set_threshold(*thresholds)
 
 
+@pytest.mark.slow
 def test_what_was_there_is_left_out_meanwhile():
     gc.set_threshold(700, 10, 10)
     with seldom_collected():
@@ -65,6 +66,7 @@ def test_a_collector_that_is_switched_off_stays_off():
         assert gc.get_threshold()[0] == 0
 
 
+@pytest.mark.slow
 def test_what_outlived_a_step_is_left_out_until_it_has_grown():
     """A cycle that was alive at the end of a step stays, as does every other one, until there are a quarter more
     objects for each held episode than at the end of the first step, and `SLACK` more: here 6 SLACK for 100 of them."""
@@ -84,6 +86,7 @@ def test_what_outlived_a_step_is_left_out_until_it_has_grown():
     assert gc.get_freeze_count() == 0
 
 
+@pytest.mark.slow
 def test_more_objects_for_more_episodes_are_no_garbage():
     """As above; with 200 episodes held, up to 11 SLACK are no sign of it."""
     with seldom_collected():
@@ -100,6 +103,7 @@ def test_more_objects_for_more_episodes_are_no_garbage():
         del first, more
 
 
+@pytest.mark.slow
 def test_garbage_of_a_run_that_holds_nothing_between_steps_is_found():
     with seldom_collected():
         cycle = Cycle()
@@ -111,6 +115,7 @@ def test_garbage_of_a_run_that_holds_nothing_between_steps_is_found():
         del kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_over", [group_is_over, lambda: step_is_over(0), lambda: step_is_over(100)])
 def test_a_few_cycles_that_hold_much_memory_are_found(is_over, monkeypatch):
     """From 2 GiB on, once there are more than 1.5 times that and 1 GiB more; then from what is left."""
@@ -187,6 +192,7 @@ def test_where_the_youngest_hold_cycles_every_pass_looks():
             assert num_alive(refs) == 0
 
 
+@pytest.mark.slow
 def test_after_a_run_the_collector_looks_at_everything_again():
     with seldom_collected():
         gc.collect(0)

@@ -140,6 +140,7 @@ async def test_checkpoints_that_are_due_anyway_are_written_whatever_is_measured(
     assert notes.saved[3]["evaluations"]["best"]["step"] == 0
 
 
+@pytest.mark.slow
 async def test_a_run_whose_evaluations_get_no_better_ends_finished_and_says_why(tmp_path, scripted, caplog):
     #        step 0    2    4    6
     scripted([0.25, 0.5, 0.5, 0.375])

@@ -3,6 +3,7 @@
 import asyncio
 from types import SimpleNamespace
 
+import pytest
 from virtual_runs import on_virtual_time
 
 from verbatim import Example, Trajectory
@@ -33,6 +34,7 @@ class OneSecond:
         return Trajectory.of(task.identity, turns=recorder.turns, reward=1.0)
 
 
+@pytest.mark.slow
 def test_training_does_not_wait_for_the_end_of_an_evaluation_and_no_place_is_empty():
     """8 places, 2,000 episodes of evaluation: 250 s by themselves. A training group of 16 that comes after ten seconds
     waits for those that are in line before it, and the evaluation ends when the last of 2,016 episodes does."""

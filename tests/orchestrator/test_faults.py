@@ -35,6 +35,7 @@ def steps_of(notes):
 # ---- the trainer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [0, 1, 3])
 async def test_a_batch_that_fails_ends_the_run_and_those_handed_over_after_it_are_sampled_again(tmp_path, level):
     trainer = FailingTrainer(tmp_path, at=3, ahead=level)
@@ -266,6 +267,7 @@ async def test_a_stop_while_rollouts_are_in_flight_samples_them_again_later(tmp_
     await go_on_and_check(notes, tmp_path, level=level)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [0, 2])
 async def test_a_stop_during_an_evaluation_ends_it_and_reports_nothing_of_it(tmp_path, at):
     """Evaluations come before the first step and after the second; their episodes never end here."""
@@ -307,6 +309,7 @@ class FullDisk(Notes):
         await super().save(step, trainer, state, trainer_state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [0, 1])
 async def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_the_ones_before_stay(tmp_path, level):
     orchestrator, notes, _ = make(tmp_path, level=level, steps=6, interval=2, notes=FullDisk(4, 5))
@@ -327,6 +330,7 @@ async def test_the_first_checkpoint_that_cannot_be_written_ends_the_run_before_a
     assert (sampler.requests, notes.saved) == ([], {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [0, 1, 3])
 async def test_every_checkpoint_of_a_run_can_be_gone_on_from(tmp_path, level):
     """Killed after any of them: the newest counts."""

@@ -68,6 +68,7 @@ def check(orchestrator, notes, pool, *, steps=6):
     return ledger
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["stale", "label", "mismatch", "refused", "cache"])
 async def test_what_a_wrong_update_sampled_is_lost_and_the_run_goes_on(tmp_path, fault):
     """Version 2 is loaded wrongly by one replica, and version 4 twice: it is out from there on."""
@@ -85,6 +86,7 @@ async def test_what_a_wrong_update_sampled_is_lost_and_the_run_goes_on(tmp_path,
     assert metrics["replica/0/policy_version"] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 async def test_kills_and_freezes_at_random_moments_lose_tokens_and_nothing_else(tmp_path, seed):
     """Two kills and a freeze in each run."""
@@ -114,6 +116,7 @@ async def test_kills_and_freezes_at_random_moments_lose_tokens_and_nothing_else(
     assert set(ledger.dropped) <= {"lost_replica", "unused_at_end", "cancelled"}
 
 
+@pytest.mark.slow
 async def test_a_run_without_a_replica_left_ends_with_a_checkpoint_and_says_what_is_known(tmp_path):
     replicas = [ScriptedReplica(i, faults=["", "", "stale", "stale"], **TALKS) for i in range(2)]
     async with nothing_left_behind(), running(tmp_path, replicas) as (orchestrator, notes, pool):
@@ -189,6 +192,7 @@ async def test_episodes_on_ray_actors_go_on_when_a_replica_is_lost(local_ray, tm
     )
 
 
+@pytest.mark.slow
 async def test_episodes_here_go_on_when_a_replica_is_lost(tmp_path):
     @contextlib.asynccontextmanager
     async def here(orchestrator, pool):

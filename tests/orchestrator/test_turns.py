@@ -72,6 +72,7 @@ async def sharing(tmp_path, replicas, *, restart=None, during=lambda version: No
         await pool.close()
 
 
+@pytest.mark.slow
 async def test_the_sampler_sleeps_while_the_trainer_trains_and_is_awake_for_each_evaluation(tmp_path, monkeypatch):
     monkeypatch.setattr(turns, "time", SimpleNamespace(perf_counter=asyncio.get_running_loop().time))
     replicas = [ScriptedReplica(i, seconds_per_token=0.001, **TALKS) for i in range(2)]
@@ -90,6 +91,7 @@ async def test_the_sampler_sleeps_while_the_trainer_trains_and_is_awake_for_each
         assert len(groups) == 3
 
 
+@pytest.mark.slow
 async def test_what_is_still_sampled_when_a_batch_is_handed_over_goes_on_after_it(tmp_path):
     """Online difficulty filtering with a surplus: groups are in flight when the batch is full, and may fill the next
     one while the policy is evaluated."""
@@ -113,6 +115,7 @@ async def test_a_run_on_two_devices_never_sleeps(tmp_path):
     assert "time/sampler_asleep" not in notes.steps[0][1]
 
 
+@pytest.mark.slow
 async def test_a_server_that_dies_while_it_sleeps_is_started_when_the_trainer_has_left(tmp_path):
     replica, restarts = ScriptedReplica(**TALKS), Restarts(**TALKS)
 
@@ -130,6 +133,7 @@ async def test_a_server_that_dies_while_it_sleeps_is_started_when_the_trainer_ha
     assert ledger.sampled == replica.num_drawn + restarts.made[0].num_drawn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 async def test_kills_at_any_moment_never_put_both_on_the_device(tmp_path, seed):
     rng, arguments = random.Random(seed), {"seconds_per_token": 0.001, "reports": True, **TALKS}
@@ -152,6 +156,7 @@ async def test_kills_at_any_moment_never_put_both_on_the_device(tmp_path, seed):
         check(orchestrator, notes, pool, steps=10)
 
 
+@pytest.mark.slow
 async def test_a_sampler_that_does_not_wake_up_ends_the_run_with_a_checkpoint_that_goes_on(tmp_path):
     replica = ScriptedReplica(faults=["", "", "stale", "stale"], **TALKS)
     async with nothing_left_behind(), sharing(tmp_path, [replica]) as (orchestrator, notes, _, _):
@@ -161,6 +166,7 @@ async def test_a_sampler_that_does_not_wake_up_ends_the_run_with_a_checkpoint_th
     await go_on_and_check(notes, tmp_path)
 
 
+@pytest.mark.slow
 async def test_a_trainer_that_fails_while_the_sampler_sleeps_ends_the_run_with_a_checkpoint(tmp_path):
     def during(version):
         if version == 3:
@@ -174,6 +180,7 @@ async def test_a_trainer_that_fails_while_the_sampler_sleeps_ends_the_run_with_a
     await go_on_and_check(notes, tmp_path)
 
 
+@pytest.mark.slow
 async def test_a_stop_while_the_trainer_trains_ends_after_that_step(tmp_path):
     stop = []
 

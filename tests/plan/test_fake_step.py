@@ -46,6 +46,7 @@ def test_the_highest_sum_of_tensors_that_are_alive_is_kept():
         assert memory.total == 0
 
 
+@pytest.mark.slow
 def test_what_a_process_holds_between_steps_is_its_share(model):
     one, two = planned(model), planned(model, processes=2)
     assert one.parts[OPTIMIZER] >= 8 * one.num_parameters
@@ -54,6 +55,7 @@ def test_what_a_process_holds_between_steps_is_its_share(model):
     assert one.between_steps < one.peak
 
 
+@pytest.mark.slow
 def test_adapters_alone_have_gradients_and_a_state(model):
     whole, adapted = planned(model), planned(model, lora=LoraConfig(r=4))
     assert adapted.num_trained == 3 * 4 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 192))
@@ -61,6 +63,7 @@ def test_adapters_alone_have_gradients_and_a_state(model):
     assert adapted.parts[WEIGHTS] == whole.parts[WEIGHTS] + 4 * adapted.num_trained
 
 
+@pytest.mark.slow
 def test_experts_take_their_memory_and_their_balance_a_little_more(tmp_path):
     model = write_model(tmp_path, hidden_size=64, layers=2, vocab_size=VOCAB, weights=False, experts=4)
     plain, balanced = planned(model), planned(model, router_aux_loss_coef=0.01)
@@ -106,11 +109,13 @@ def test_checkpointing_and_offload_keep_less(model):
     assert moved.peak < kept.peak < plain.peak
 
 
+@pytest.mark.slow
 def test_checkpointing_needs_no_plan_of_the_same_model_before_it(tmp_path):
     model = write_model(tmp_path, hidden_size=48, layers=2, vocab_size=VOCAB, weights=False)
     assert planned(model, gradient_checkpointing=True).peak > 0
 
 
+@pytest.mark.slow
 def test_more_processes_than_the_model_can_use_are_refused(model):
     with pytest.raises(ModelError, match=r"193 processes .* 192 rows to share out; use at most 192"):
         planned(model, processes=193)

@@ -9,6 +9,7 @@ import pytest
 from plan_helpers import groups, write_model
 from real_step import peaks
 
+from campaigns import sized
 from verbatim.config.schema import TrainerConfig
 from verbatim.losses import LOSSES
 from verbatim.plan.fake_step import StepCase, measure
@@ -30,52 +31,71 @@ ROWS, TREE = {"packing": "rows"}, {"packing": "tree"}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The folder of a model of that size, with experts or without."""
+    """The folder of a model of that size."""
 
     @functools.cache
-    def made(size, experts):
-        return write_model(tmp_path_factory.mktemp("model"), **SHAPES[size], experts=experts)
+    def made(size):
+        return write_model(tmp_path_factory.mktemp("model"), **SHAPES[size])
 
     return made
 
 
-def ratio(source, settings, lengths, *, processes=1, loss="default", reference=None, experts=0):
+def ratio(source, settings, lengths, *, processes=1, loss="default", reference=None):
     """The planned peak over the measured one."""
-    real = max(peaks(source, settings, lengths, processes=processes, loss=loss, reference=reference, experts=experts))
+    real = max(peaks(source, settings, lengths, processes=processes, loss=loss, reference=reference))
+    return planned(source, settings, lengths, processes=processes, loss=loss, reference=reference) / real
+
+
+def planned(source, settings, lengths, *, processes=1, loss="default", reference=None):
+    """The peak of a step, in bytes."""
     found = measure(StepCase(
         source=str(source), trainer=TrainerConfig(**settings), loss=LOSSES[loss], samples=groups(**lengths),
         processes=processes, reference=None if reference is None else str(reference),
     ))  # fmt: skip
     assert sum(found.parts.values()) == found.peak
-    return found.peak / real
+    return found.peak
+
+
+CASES = [
+    (size, packing, processes) for size in SHAPES for packing in ("rows", "tree") for processes in (1, 2)
+]  # fmt: skip
+PAIRS = [
+    ("10 million", "rows", 1), ("10 million", "tree", 2), ("150 million", "tree", 1), ("150 million", "rows", 2)
+]  # fmt: skip
+"""Each value of each beside each of the others."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("settings", "processes", "experts"), [
-    (ROWS, 1, 0), (TREE, 1, 0), (ROWS, 2, 0), (TREE, 2, 0),
-], ids=["rows", "tree", "rows, 2 processes", "tree, 2 processes"])  # fmt: skip
-@pytest.mark.parametrize("size", SHAPES)
-def test_a_step_takes_what_was_planned(folder, size, settings, processes, experts):
+@pytest.mark.campaign
+@pytest.mark.parametrize(("size", "packing", "processes"), sized(PAIRS, CASES))
+def test_a_step_takes_what_was_planned(folder, size, packing, processes):
     lengths = {**LENGTHS[size], "vocab_size": SHAPES[size]["vocab_size"]}
-    settings = {"micro_batch_tokens": TOKENS[size], **settings}
-    found = ratio(folder(size, experts), settings, lengths, processes=processes, experts=experts)
+    settings = {"micro_batch_tokens": TOKENS[size], "packing": packing}
+    found = ratio(folder(size), settings, lengths, processes=processes)
     assert abs(found - 1) < BOUNDS[size]
 
 
+CHECKPOINTED, BFLOAT16 = {"gradient_checkpointing": True}, {"dtype": "bfloat16"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [
-    {"gradient_checkpointing": True}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "gradient_checkpointing": True},
-    {"logprob_chunk": 4096},
-], ids=["checkpointing", "bfloat16", "both", "chunk"])  # fmt: skip
-def test_settings_that_change_the_memory_change_the_plan(folder, settings):
+@pytest.mark.campaign
+@pytest.mark.parametrize(("settings", "much"), sized(
+    [(BFLOAT16 | CHECKPOINTED, True), ({"logprob_chunk": 4096}, False)],
+    [(CHECKPOINTED, True), (BFLOAT16, False), (BFLOAT16 | CHECKPOINTED, True), ({"logprob_chunk": 4096}, False)],
+))  # fmt: skip
+def test_settings_that_change_the_memory_change_the_plan(folder, settings, much):
     lengths = {"num_groups": 1, "group_size": 8, "length": 512, "shared": 128, "vocab_size": 4096}
-    found = ratio(folder("10 million", 0), {"packing": "rows", "micro_batch_tokens": 4096, **settings}, lengths)
-    assert abs(found - 1) < 0.25
+    source, usual = folder("10 million"), {"packing": "rows", "micro_batch_tokens": 4096}
+    (real,) = peaks(source, usual | settings, lengths)
+    assert abs(planned(source, usual | settings, lengths) / real - 1) < 0.25
+    if much:  # the plan of other settings is outside the bound
+        assert abs(planned(source, usual, lengths) / real - 1) > 0.25
 
 
 @pytest.mark.slow
 def test_a_reference_is_counted_whole(folder):
     lengths = {"num_groups": 1, "group_size": 8, "length": 256, "shared": 64, "vocab_size": 4096}
-    source = folder("10 million", 0)
+    source = folder("10 million")
     found = ratio(source, {"packing": "rows", "micro_batch_tokens": 2048}, lengths, loss="gspo", reference=str(source))
     assert abs(found - 1) < 0.25

@@ -51,6 +51,7 @@ def planned(capsys, *arguments):
     return status, json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_a_folder_without_weights_is_planned_for(file, capsys):
     status, plan = planned(capsys, file(), "--gpu", "h100")
     parameters = 1000 * 64 + 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 192 + 2 * 64 + 2 * 16) + 64
@@ -65,6 +66,7 @@ def test_a_folder_without_weights_is_planned_for(file, capsys):
     assert plan["devices"] == 2  # one for the server
 
 
+@pytest.mark.slow
 def test_gpus_that_the_sampler_leaves_are_the_trainers(file, capsys):
     _, plan = planned(capsys, file(), "--gpu", "h100", "--gpus", "5")
     assert plan["processes"] == 4
@@ -72,6 +74,7 @@ def test_gpus_that_the_sampler_leaves_are_the_trainers(file, capsys):
     assert plan["memory"]["parts"]["optimizer"] < one["memory"]["parts"]["optimizer"] / 3.5
 
 
+@pytest.mark.slow
 def test_a_step_takes_both_sides_in_turns_or_the_slower_one(file, capsys):
     _, plan = planned(capsys, file(), "--gpu", "h100")
     trainer, sampler = plan["trainer"]["seconds"], plan["sampler"]["seconds"]
@@ -81,12 +84,14 @@ def test_a_step_takes_both_sides_in_turns_or_the_slower_one(file, capsys):
     assert plan["seconds"]["step"] == plan["trainer"]["seconds"] + plan["sampler"]["seconds"]
 
 
+@pytest.mark.slow
 def test_twice_the_utilisation_is_half_of_the_time(file, capsys):
     seconds = [planned(capsys, file(), "--gpu", "h100", "--utilisation", share)[1]["trainer"]["compute_seconds"]
                for share in ("0.2", "0.4")]  # fmt: skip
     assert seconds[0] == pytest.approx(2 * seconds[1])
 
 
+@pytest.mark.slow
 def test_people_read_what_was_assumed_and_whether_it_fits(file, capsys):
     assert main(["plan", file(), "--gpu", "l40s"]) == 0
     words = " ".join(capsys.readouterr().out.split())
@@ -95,6 +100,7 @@ def test_people_read_what_was_assumed_and_whether_it_fits(file, capsys):
     assert "it fits: 0.0" in words
 
 
+@pytest.mark.slow
 def test_compiled_layers_are_said_to_be_measured_as_others(file, capsys):
     assert main(["plan", file(trainer="compile = true"), "--gpu", "h100"]) == 0
     assert "measured as if its layers were not compiled" in " ".join(capsys.readouterr().out.split())

@@ -42,6 +42,7 @@ def test_the_gradient_is_that_of_one_turn_at_a_time(model, batch, level, limit, 
     check(model, turns, formula, partial(samples_of, batch), 1e-12, **options)
 
 
+@pytest.mark.slow
 @given(batch=batches(), level=levels, limit=limits)
 @drawn("one gradient: float32", 5, 1000)
 def test_in_float32_it_is_the_same_but_for_rounding(model, batch, level, limit):
@@ -51,6 +52,7 @@ def test_in_float32_it_is_the_same_but_for_rounding(model, batch, level, limit):
     check(model, turns, formula, partial(samples_of, batch), 1e-5, **options)
 
 
+@pytest.mark.slow
 @given(batch=batches(), limit=limits)
 @drawn("one gradient: supervised", 5, 1000)
 def test_supervised_training_reads_every_completion_with_or_without_logprobs(model, batch, limit):

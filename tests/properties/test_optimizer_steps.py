@@ -32,6 +32,7 @@ def make_trainer(folder, loss, packing, limit, **config):
     return Trainer(folder, config, loss=loss, total_optimizer_steps=TOTAL, dtype="float64")
 
 
+@pytest.mark.slow
 @given(batch=batches(), limit=limits, level=levels, layouts=some_layouts, recomputed=st.booleans())
 @drawn("optimizer steps: norms", 5, 1000)
 def test_the_loss_and_the_gradients_norm_are_divided_alike(model, batch, limit, level, layouts, recomputed):
@@ -50,6 +51,7 @@ def test_the_loss_and_the_gradients_norm_are_divided_alike(model, batch, limit, 
         assert metrics["trained_tokens"] == sum(len(turn.pi) for turn in turns)
 
 
+@pytest.mark.slow
 @given(
     run=st.lists(batches(), min_size=2, max_size=3), limit=limits, level=levels,
     steps=st.integers(1, 4), pair=st.sampled_from(PAIRS),
@@ -73,6 +75,7 @@ def test_optimizer_steps_and_learning_rates_do_not_depend_on_the_number_of_sampl
         torch.testing.assert_close(other, weights[0], rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 @given(batch=batches(), limit=limits, layouts=some_layouts)
 @drawn("optimizer steps: logprobs", 5, 1000)
 def test_the_trainers_logprobs_are_those_of_each_turn_by_itself(model, batch, limit, layouts):

@@ -117,6 +117,7 @@ def test_a_runs_trajectories_are_read_by_the_lines_of_their_page(
     assert [float(mean) for _, mean in by_step] == pytest.approx(rewards, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_every_task_of_our_own_has_a_recipe():
     """Other ids wrap an environment, or run tasks of another package: they have pages of their own."""
     texts = "".join(path.read_text() for path in recipes().values())

@@ -66,6 +66,7 @@ def test_the_minimal_loop_trains(capsys):
     assert any(int(trained) > 0 and float(norm) > 0 for _, _, trained, norm in steps)
 
 
+@pytest.mark.slow
 def test_the_recipe_in_the_readme_is_the_recipe():
     root = Path(__file__).parents[2]
     recipe = (root / "recipes" / "guess_number.toml").read_text().strip()

@@ -176,6 +176,7 @@ def bridges_of_a_random_template(seed, num_dialogues):
     return tally.bridged.total(), tally.wrong
 
 
+@pytest.mark.slow
 @pytest.mark.campaign
 def test_no_bridge_is_wrong_on_templates_that_were_written_to_fool_it(campaign):
     row, bridging, faults = campaign("bridges of random templates"), 0, {}

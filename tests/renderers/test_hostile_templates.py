@@ -61,6 +61,7 @@ SHORT = dict.fromkeys(
 """With all tests: every second one, and three more."""
 
 
+@pytest.mark.slow
 @pytest.mark.campaign
 def test_no_bridge_is_wrong(campaign):
     row = campaign("bridges of hostile templates")

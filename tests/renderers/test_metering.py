@@ -28,6 +28,7 @@ def written(render):
         return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SOURCES)
 def test_a_template_writes_what_transformers_gives(name):
     tokenizer = byte_tokenizer(SOURCES[name])

@@ -118,6 +118,7 @@ def played(request, tmp_path_factory):
     return play(request.param(folder), [{}] * EPISODES), play(request.param(folder), faults)
 
 
+@pytest.mark.slow
 def test_every_trajectory_comes_back_without_an_error(played):
     for results, _ in played:
         assert [r["messages"][0]["content"] for r in results] == [f"task {index}" for index in range(EPISODES)]

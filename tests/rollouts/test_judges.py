@@ -227,6 +227,7 @@ def test_a_reward_model_is_sent_no_key_but_the_one_that_is_named(monkeypatch):
         RewardModel(url="http://x", api_key_env="RM_KEY")
 
 
+@pytest.mark.slow
 def test_a_judge_is_one_line_of_toml_and_its_counts_are_metrics(tmp_path: Path, monkeypatch, caplog):
     """The judge fails on conversations of an even length."""
     monkeypatch.setattr("verbatim.monitors.learning_curve._has_matplotlib", lambda: False)

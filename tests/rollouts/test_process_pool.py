@@ -70,6 +70,7 @@ def runs(pid):
     return False
 
 
+@pytest.mark.slow
 @in_one_loop
 async def test_groups_in_processes_are_groups_of_this_process(shared):
     players, pool = shared
@@ -138,6 +139,7 @@ async def test_episodes_of_a_lost_worker_are_played_again_and_its_tokens_are_cou
     assert sum(sampled) - sum(lost) == sum(t.num_sampled_tokens for t in found.trajectories)
 
 
+@pytest.mark.slow
 async def test_an_episode_that_ends_its_workers_fails_and_those_beside_it_do_not(caplog, monkeypatch):
     """All share one worker; each loss costs all of them a try, and the third one they play alone."""
     monkeypatch.setattr(worker_pool, "LONGEST_PAUSE", 0.0)
@@ -186,6 +188,7 @@ async def test_a_worker_that_is_stuck_is_taken_for_lost(shared, monkeypatch):
     assert [t.error for t in good.trajectories] == [None] * 4
 
 
+@pytest.mark.slow
 async def test_with_no_worker_left_and_none_to_start_the_run_stops(tmp_path):
     players = Players(trouble={"4": "wait"}, folder=str(tmp_path))
     async with players.processes() as pool:
@@ -258,6 +261,7 @@ async def test_what_cannot_travel_fails_its_episode_and_no_worker(shared):
     same(good, await players.here("3"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trouble", "limit", "why"),
     [("memory", None, r"it used \d+ MB of memory; orchestrator.rollout.processes.worker_memory_mb = 300"),
@@ -289,6 +293,7 @@ async def test_what_environments_print_is_in_their_log_and_nowhere_else(capfd, s
     assert log.read_bytes()[before:] == b"\x1b[31mred\x1b[0m\n\x1b]0;title\x07\n"
 
 
+@pytest.mark.slow
 @in_one_loop
 async def test_a_log_that_grows_too_long_starts_anew(monkeypatch, shared):
     monkeypatch.setattr(process_worker, "WATCH_EVERY", 0.05)
@@ -314,6 +319,7 @@ async def test_signals_of_the_terminal_do_not_reach_workers_and_do_not_end_them(
     same(found, await players.here())
 
 
+@pytest.mark.slow
 async def test_a_worker_ends_with_its_pool_and_programs_that_its_environment_leaves_behind_end_with_it(tmp_path):
     players = Players(trouble={"4": "programs"}, folder=str(tmp_path))
     async with players.processes(workers=1) as pool:
@@ -337,6 +343,7 @@ async def test_a_copy_of_a_worker_says_nothing_to_the_run(shared):
     same(good, await players.here("3"))
 
 
+@pytest.mark.slow
 async def test_what_hinders_the_workers_is_said_before_anything_is_played(monkeypatch, tmp_path):
     players = Players(folder=str(tmp_path))
     with pytest.raises(UsageError, match=r"in a worker process of environment 'doubles': .*no_such_module"):
@@ -358,6 +365,7 @@ async def test_what_hinders_the_workers_is_said_before_anything_is_played(monkey
             pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alone", [True, False], ids=["for one episode", "in the place of a lost one"])
 async def test_a_worker_that_refuses_is_ended_also_where_the_run_ends_meanwhile(tmp_path, monkeypatch, alone):
     """Whoever wanted it is cancelled while its process takes its time to end."""
@@ -379,6 +387,7 @@ async def test_a_worker_that_refuses_is_ended_also_where_the_run_ends_meanwhile(
     assert not runs(made[0]._process.pid)
 
 
+@pytest.mark.slow
 async def test_a_worker_that_cannot_be_reached_is_ended(monkeypatch):
     """Its process is there, and then the connection cannot be made."""
     async def fails(*args, **kwargs):
@@ -431,6 +440,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 def test_workers_end_with_the_run_however_that_ends(tmp_path):
     program = subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path)], cwd=Path(__file__).parents[1],
                                stdout=subprocess.PIPE, text=True)  # fmt: skip
@@ -452,6 +462,7 @@ def test_losses_in_a_row_are_followed_by_longer_and_longer_pauses():
     assert pauses == pytest.approx([0, 0, 0, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10, 10, 10])
 
 
+@pytest.mark.slow
 async def test_a_teacher_plays_in_processes_too():
     sampler, params, limits = scripted(), SamplingParams(), EpisodeLimits()
     from rollouts.test_teacher_loop import Sums

@@ -193,6 +193,7 @@ def test_what_an_environment_prints_is_not_in_the_configuration(place: Path, cap
     assert "loading the data" in err
 
 
+@pytest.mark.slow
 def test_filters_of_ones_own_are_counted_each_under_its_own_name(place: Path):
     filters = ", ".join([
         custom("Long", ", kwargs = { limit = 0, action = 'monitor' }"),
@@ -229,6 +230,7 @@ def test_the_table_of_a_backend_that_is_not_in_use_is_told(place: Path, caplog, 
     assert [message for message in caplog.messages if "is not read" in message] == unread
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [["--run-dir", "mine"], []])
 def test_a_model_that_the_sampler_refuses_leaves_no_run_behind(place: Path, model: Path, capsys, options):
     """What is wrong with a model is known when it is loaded, in the run's folder."""
@@ -258,6 +260,7 @@ def test_groups_that_are_filtered_though_they_have_a_gradient_are_told_of(place:
     assert "difficulty filtering" not in caplog.text
 
 
+@pytest.mark.realtime
 @pytest.mark.parametrize("command", ["config", "rl"])
 @pytest.mark.parametrize(("options", "said"), [
     (["--inference.vllm.max-model-len", "100"], "inference.vllm.max_model_len = 100 is shorter than orchestrator.seq_"),

@@ -82,6 +82,7 @@ class Heard(Monitor):
 # ---- the same run
 
 
+@pytest.mark.slow
 def test_a_scripts_run_is_the_commands_run_bit_for_bit_and_leaves_the_interpreter_as_it_was(place, capfd):
     assert main(["rl", "run.toml", "--run-dir", "command"]) == 0
     root, ours = logging.getLogger(), logging.getLogger("verbatim")
@@ -98,6 +99,7 @@ def test_a_scripts_run_is_the_commands_run_bit_for_bit_and_leaves_the_interprete
     assert (heard.steps, heard.closed) == ([1, 2], 1)
 
 
+@pytest.mark.slow
 def test_tables_in_python_are_the_file(place, model):
     tables = {"model": {"name": model}, "max_steps": 2, **SETTINGS,
               "orchestrator.train.env": [{"import_path": "lots.Lots"}]}  # fmt: skip
@@ -110,6 +112,7 @@ def test_tables_in_python_are_the_file(place, model):
     assert from_tables.folder.parent == place / "runs" / "lots.Lots"
 
 
+@pytest.mark.slow
 def test_a_python_caller_is_told_what_to_type_in_python(place):
     with pytest.raises(UsageError, match=r"there is no run .* \(in Python resume=FOLDER\)"):
         verbatim.run("run.toml", resume=True, quiet=True)
@@ -118,6 +121,7 @@ def test_a_python_caller_is_told_what_to_type_in_python(place):
         verbatim.run("run.toml", run_dir="mine", quiet=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("env", "name"), [("../x", "..-x"), ("hard/sums", "hard-sums")])
 def test_the_name_of_an_environment_that_names_the_run_leads_to_no_other_folder(place, model, env, name):
     tables = [{"id": "lots.Lots", "name": env}]
@@ -125,6 +129,7 @@ def test_the_name_of_an_environment_that_names_the_run_leads_to_no_other_folder(
     assert result.folder.parent == place / "runs" / name
 
 
+@pytest.mark.slow
 def test_a_run_inside_a_running_event_loop_has_its_own(place):
     async def notebook():
         loop = asyncio.get_running_loop()
@@ -155,6 +160,7 @@ def test_the_trainers_process_imports_what_this_one_can(place, model, monkeypatc
 # ---- results
 
 
+@pytest.mark.slow
 def test_metrics_are_columns(place):
     result = verbatim.run("run.toml", quiet=True, **{"orchestrator.eval": {"interval": 2, "episodes": 5}})
     lines = train_lines(result.folder)
@@ -185,6 +191,7 @@ def test_resume_goes_on_where_the_run_ended(place):
     assert result.metrics["loss"].tolist() == whole.metrics["loss"].tolist()
 
 
+@pytest.mark.slow
 def test_a_resume_that_is_refused_leaves_the_runs_configuration_as_it_was(place):
     result = verbatim.run("run.toml", quiet=True)
     stored = (result.folder / "config.toml").read_bytes()
@@ -197,6 +204,7 @@ def test_a_resume_that_is_refused_leaves_the_runs_configuration_as_it_was(place)
 UNREACHED = 100_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inside_a_loop", [False, True])
 def test_ctrl_c_ends_after_the_step_and_says_how_to_go_on(place, inside_a_loop):
     """Ctrl-C may be heard some steps later."""
@@ -215,6 +223,7 @@ def test_ctrl_c_ends_after_the_step_and_says_how_to_go_on(place, inside_a_loop):
     assert weights(went_on.model_path) == weights(verbatim.run("run.toml", max_steps=steps, quiet=True).model_path)
 
 
+@pytest.mark.slow
 def test_what_fails_in_the_middle_says_how_to_go_on(place, model):
     (place / "lots.py").write_text(LOTS.replace("return self.reward", "raise ValueError('no')"))
     with pytest.raises(verbatim.errors.RunStopped) as caught:
@@ -227,6 +236,7 @@ def test_what_fails_in_the_middle_says_how_to_go_on(place, model):
     assert caught.value.__notes__[0].endswith("', environments={'Lots': ...})")
 
 
+@pytest.mark.slow
 def test_a_run_that_learned_nothing_is_an_error(place):
     (place / "lots.py").write_text(LOTS.replace("seed % 100 / 100", "0.5"))
     with pytest.raises(NothingTrained):
@@ -236,6 +246,7 @@ def test_a_run_that_learned_nothing_is_an_error(place):
 # ---- environments and monitors that are objects
 
 
+@pytest.mark.slow
 def test_an_environment_that_is_an_object_stays_in_this_process(place, model):
     lots_class = import_object("lots.Lots")
     settings = {**SETTINGS, "trainer": {"optim": {"lr": 1e-2}}}
@@ -332,6 +343,7 @@ def test_arguments_for_an_instance_are_refused_by_its_name(place, model):
         verbatim.train(model=model, environment={"id": lots, "args": {"delay": 0.1}}, **SETTINGS)
 
 
+@pytest.mark.slow
 def test_a_second_run_at_the_same_time_is_refused_and_the_first_goes_on(place):
     class Starts(Monitor):
         refusals = 0
@@ -422,6 +434,7 @@ def test_the_package_run_is_the_function_run():
 # ---- the documentation
 
 
+@pytest.mark.slow
 def test_the_documented_examples_run_as_they_stand(place, model, capfd):
     page = (Path(__file__).parents[2] / "docs" / "python.md").read_text()
     text = "\n".join(re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))

@@ -61,6 +61,7 @@ OVERLAPS = {
 }
 
 
+@pytest.mark.realtime
 @pytest.mark.parametrize("case", OVERLAPS)
 def test_an_overlap_is_refused_with_what_to_type(place, capsys, monkeypatch, case):
     options, visible, device, what = OVERLAPS[case]
@@ -82,6 +83,7 @@ APART = {
 }
 
 
+@pytest.mark.realtime
 @pytest.mark.parametrize("case", APART)
 def test_sides_on_devices_of_their_own_or_that_take_turns_are_not_refused(place, capsys, monkeypatch, case):
     options, visible = APART[case]
@@ -90,17 +92,20 @@ def test_sides_on_devices_of_their_own_or_that_take_turns_are_not_refused(place,
     assert config(*options) == 0, capsys.readouterr().err
 
 
+@pytest.mark.realtime
 def test_without_cuda_nothing_overlaps(place, capsys, monkeypatch):
     monkeypatch.setattr("verbatim.models.loading.resolve_device", lambda name: torch.device("cpu"))
     assert config() == 0, capsys.readouterr().err
 
 
+@pytest.mark.realtime
 def test_a_vllm_for_cpus_takes_no_cuda_device_and_cannot_share_one(place, capsys):
     (place / "vllm" / "python").write_text("#!/bin/sh\nexit 4\n")
     assert config() == 0, capsys.readouterr().err
     assert "inference.vllm.colocate: the environment of" in refused(capsys, COLOCATE, "true")
 
 
+@pytest.mark.realtime
 def test_a_run_that_is_refused_leaves_nothing_behind(place, capsys):
     before = snapshot(place)
     assert main(["rl", "run.toml", "--inference.backend", "vllm", "--inference.vllm.python", "vllm/python"]) == 2
@@ -113,12 +118,14 @@ def test_rollouts_ahead_of_a_trainer_that_takes_turns_are_refused(place, capsys)
     assert "found orchestrator.max_async_level = 1, expected 0: type orchestrator.max_async_level = 0" in said
 
 
+@pytest.mark.realtime
 def test_sharing_what_is_not_shared_is_said(place, caplog):
     with caplog.at_level(logging.WARNING):
         assert config(COLOCATE, "true", TRAINER, "cuda:1") == 0
     assert "both wait for each other for nothing; leave out colocate" in caplog.text
 
 
+@pytest.mark.realtime
 def test_a_teacher_that_is_loaded_here_has_a_device_of_its_own(place, capsys, model):
     teacher = f'{{ model = "{model}", device = "cuda" }}'
     opd = ["--orchestrator.training-mode", "opd", "--orchestrator.teacher", teacher, COLOCATE, "true"]

@@ -139,6 +139,7 @@ def test_a_resumed_run_cuts_its_logs_to_the_checkpoint(four_steps: RunFolder, ca
     assert caplog.records == []
 
 
+@pytest.mark.slow
 def test_damage_is_told_once_and_not_at_the_next_resume(four_steps: RunFolder, caplog):
     lines = four_steps.metrics.read_bytes().splitlines(keepends=True)
     four_steps.metrics.write_bytes(lines[0] + b"nonsense\n" + lines[2])
@@ -183,6 +184,7 @@ def test_a_log_that_cannot_be_synced_costs_no_checkpoint(four_steps: RunFolder, 
     assert "metrics.jsonl could not be written to the disk: Input/output error" in caplog.text
 
 
+@pytest.mark.slow
 def test_episodes_of_evaluations_are_fate_files_that_go_back_with_the_checkpoints(folder: RunFolder):
     log = log_of(folder, 0, evaluates=True)
     evaluate(log, 0)
@@ -212,6 +214,7 @@ def test_every_evaluated_token_has_the_fate_evaluation_and_none_is_trained(folde
     log.close()
 
 
+@pytest.mark.slow
 def test_the_environments_of_an_evaluation_share_a_file_that_is_written_once(folder: RunFolder):
     log = log_of(folder, 0, evaluates=("game", "other"))
     evaluate(log, 3, "game")
@@ -237,6 +240,7 @@ def test_an_evaluated_episode_that_is_not_json_is_kept_without_its_messages(fold
                     "are not JSON", "2 trajectories were logged without their messages and info, which are not JSON"]
 
 
+@pytest.mark.slow
 def test_damage_of_the_evaluated_episodes_names_the_evaluations(folder: RunFolder, caplog):
     log = log_of(folder, 0, evaluates=True)
     evaluate(log, 0)
@@ -440,6 +444,7 @@ def test_a_metrics_log_that_cannot_be_read_costs_the_last_summary_its_figures(fo
     assert "the summary for the monitors leaves out what it cannot read" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_resumed_run_that_keeps_no_trajectories_cuts_the_evaluated_ones_all_the_same(folder: RunFolder):
     log = log_of(folder, 0, evaluates=True)
     train(log, 1)

@@ -26,6 +26,7 @@ class Told:
             raise self.error
 
 
+@pytest.mark.slow
 async def test_progress_is_told_while_the_work_goes_on_and_the_trainer_may_ask_for_its_end():
     told = Told()
 
@@ -38,6 +39,7 @@ async def test_progress_is_told_while_the_work_goes_on_and_the_trainer_may_ask_f
     assert told.told == ["at work, after 3 steps"]
 
 
+@pytest.mark.slow
 async def test_progress_that_cannot_be_told_ends_the_run_with_the_reason():
     told, ended = Told(MemoryError()), []
 
@@ -53,6 +55,7 @@ async def test_progress_that_cannot_be_told_ends_the_run_with_the_reason():
     assert ended == [True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [None, MemoryError()])
 async def test_what_the_work_raises_is_raised(error):
     async def work():

@@ -39,6 +39,7 @@ def test_one_process_starts_nothing(tmp_path):
     assert not (tmp_path / "logs").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.realtime
 def test_a_process_that_does_not_come_is_named_at_the_deadline_and_ended(monkeypatch, tmp_path):
     hanging = tmp_path / "python"

@@ -66,11 +66,13 @@ def test_the_address_is_that_of_the_route_to_the_servers(config, routes, urls, o
     assert own_address(config(more=f"urls = {urls}".replace("'", '"')), orchestrator) == expected
 
 
+@pytest.mark.realtime
 def test_an_address_that_is_named_is_taken_and_files_need_none(config, routes):
     assert own_address(config(more='transfer_address = "localhost"\nurls = ["http://a:1"]'), None) == "localhost"
     assert own_address(config("files"), None) is None
 
 
+@pytest.mark.realtime
 def test_an_address_of_another_host_is_refused_with_what_to_type(config, routes):
     said = rf'transfer_address = "192\.0\.2\.1": the trainer cannot listen there .*its host \({socket.gethostname()}\)'
     with pytest.raises(UsageError, match=said):

@@ -109,6 +109,7 @@ async def test_a_file_that_leads_out_of_the_directory_is_refused(start: Start):
             await start({path: ""})
 
 
+@pytest.mark.slow
 async def test_files_that_do_not_fit_are_a_fault(start: Start):
     with pytest.raises(EnvironmentFault, match=r"cannot be written.*(No space left on device|File too large)"):
         await start({"big": "x" * 2_000_000}, disk_mb=1)
@@ -242,6 +243,7 @@ async def test_a_command_that_resists_is_stopped_all_the_same(start: Start, comm
     assert await output(sandbox, "echo again") == "again\n"
 
 
+@pytest.mark.slow
 async def test_processor_time_is_limited(start: Start):
     sandbox = await start(cpu_seconds=1)
     ended = await sandbox.run("while :; do :; done")

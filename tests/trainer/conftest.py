@@ -1,15 +1,5 @@
 import pytest
-import torch
 from trainer_helpers import write_llama, write_model
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Models of this size spend their time waiting for a second thread, which the test before may have left: on a busy
-    machine a hundred times as long."""
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -42,6 +42,7 @@ def seen(depths, ends, window):
 CASES = ([(0, 8), (1, 8), (2, 4)], [None, 1, 3, 100], [4, 32], list(KINDS))
 
 
+@pytest.mark.slow
 @pytest.mark.campaign
 @pytest.mark.parametrize(
     ("forest_of", "window", "block", "kind"), sized(pairs(*CASES), all_rows(*CASES)), indirect=["block"]
@@ -117,6 +118,7 @@ def test_a_mask_is_made_once_for_all_layers_of_a_window():
     assert set(plan._masks) == {None, 5}
 
 
+@pytest.mark.slow
 def test_values_set_the_dtype_as_autocast_leaves_them():
     plan = FlexPlan(np.arange(128, dtype=np.int32), np.full(128, 128, dtype=np.int32), "cpu")
     query, key = torch.randn(2, 1, 2, 128, 16)

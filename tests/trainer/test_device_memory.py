@@ -47,6 +47,7 @@ def no_cuda(monkeypatch):
     return emptied
 
 
+@pytest.mark.slow
 def test_all_of_it_is_in_host_memory_between_two_batches_and_it_trains_as_one_that_stays(qwen, tmp_path, no_cuda):
     places = Places()
     moving, worker = make_worker(qwen, tmp_path / "moving", places)
@@ -72,6 +73,7 @@ def test_all_of_it_is_in_host_memory_between_two_batches_and_it_trains_as_one_th
         assert torch.equal(weights(moving)[name], value)
 
 
+@pytest.mark.slow
 def test_what_it_saves_in_host_memory_is_what_one_that_stays_saves(qwen, tmp_path, no_cuda):
     saved = []
     for places, name in ((Places(), "moving"), (None, "staying")):
@@ -83,6 +85,7 @@ def test_what_it_saves_in_host_memory_is_what_one_that_stays_saves(qwen, tmp_pat
     assert saved[0] == saved[1]
 
 
+@pytest.mark.slow
 def test_tied_weights_stay_tied_and_parameters_the_same_objects(qwen, no_cuda):
     trainer, places = make_trainer(qwen, total=1), Places()
     before = list(trainer.model.parameters())
@@ -101,6 +104,7 @@ def test_on_a_cpu_nothing_is_moved(qwen):
     assert (memory.leave(), memory.come_back(), places.of) == (0.0, 0.0, {})
 
 
+@pytest.mark.slow
 def test_a_device_without_room_for_it_ends_the_run_as_any_lack_of_memory(qwen, tmp_path, no_cuda):
     _, worker = make_worker(qwen, tmp_path, Places())
     worker.memory.leave()

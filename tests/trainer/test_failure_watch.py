@@ -58,6 +58,7 @@ def has_ended(ends):
     return ends
 
 
+@pytest.mark.slow
 def test_a_rank_ends_for_the_first_failure_of_another(store):
     def fail():
         Failures(store, 2, 3).tell(RuntimeError("Connection closed by peer [127.0.0.1]"))
@@ -90,6 +91,7 @@ def test_a_rank_that_hears_of_it_by_itself_is_not_ended(store, looks):
     ) == []  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_process_that_has_ended_is_a_failure(store):
     ended = {}
     mine = Failures(store, 0, 3, ended=lambda: ended)
@@ -97,6 +99,7 @@ def test_a_process_that_has_ended_is_a_failure(store):
     assert found == Failure(rank=2, said="it was ended by SIGKILL", kind="run")
 
 
+@pytest.mark.slow
 def test_a_store_that_is_gone_ends_a_rank():
     def make(is_master, port):
         return dist.TCPStore("127.0.0.1", port, is_master=is_master, wait_for_workers=False)

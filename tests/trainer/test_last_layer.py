@@ -79,6 +79,7 @@ def assert_same(found, expected, tolerance):
         assert float((found[name] - wanted).norm()) < tolerance * max(float(wanted.norm()), 1e-2 * largest), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["rows", "tree"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_gradient_is_that_of_the_whole_layer(folders, family, packing):

@@ -137,6 +137,7 @@ def test_what_is_trained_is_counted(qwen):
     assert said == f"3,712 parameters are trained ({3712 / 17504:.2%} of 17,504): rank 4 on 14 layers"
 
 
+@pytest.mark.slow
 def test_the_seed_decides_the_first_values(qwen):
     def first(seed):
         from verbatim.trainer.trainer import Trainer
@@ -192,6 +193,7 @@ def test_equal_adapters_are_saved_as_equal_bytes(trained, tmp_path):
         assert file.read_bytes() == (two / file.name).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_bit_for_bit_the_run_that_never_stopped(qwen, tmp_path):
     straight = make_trainer(qwen, lora=LORA)
     for seed in range(4):

@@ -27,6 +27,7 @@ NARROW = ["deepseek_v3", "youtu", "jetmoe", "afmoe"]
 """Values narrower than queries; the last two take a view of what attention returns."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NARROW)
 @pytest.mark.parametrize("packing", ["rows", "tree"])
 def test_values_of_another_width_than_queries(name, packing, folder):

@@ -64,6 +64,7 @@ def test_in_bfloat16_a_frozen_model_is_computed_with_as_if_it_were_trained(polic
     assert 1e-4 < np.nanmean(np.abs(found - in_float32)) < 0.1
 
 
+@pytest.mark.slow
 def test_packing_leaves_the_gradient_of_the_term_alone_in_float64(qwen, other):
     """The norm of the gradient, whose term to the reference is more than half of it."""
     norms = {
@@ -102,6 +103,7 @@ def test_a_strong_term_holds_the_policy_near_its_reference(qwen):
     assert distance(10.0) < 0.5 * distance(0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_a_third_stream_is_one_line(qwen, other, level):
     """A loss of one's own reads it beside the reference, also where trajectories are cut over micro-batches."""
@@ -121,6 +123,7 @@ def test_a_third_stream_is_one_line(qwen, other, level):
     assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_frozen_model_leaves_the_device_with_the_one_in_training(qwen, other, monkeypatch):
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
     trainer, moved = make_trainer(qwen, frozen={"reference": other}), set()
@@ -135,6 +138,7 @@ def test_a_frozen_model_leaves_the_device_with_the_one_in_training(qwen, other, 
     assert there <= moved
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:peft")
 def test_under_adapters_the_reference_is_their_base_at_no_memory(qwen, tmp_path):
     lora = LoraConfig(r=4, alpha=8)
@@ -167,6 +171,7 @@ def test_a_reference_with_another_vocabulary_is_refused(qwen, tmp_path):
         make_trainer(qwen, frozen={"reference": tmp_path / "small"})
 
 
+@pytest.mark.slow
 def test_a_state_is_continued_with_the_reference_it_was_made_with(qwen, other, tmp_path):
     trainer = make_trainer(qwen, frozen={"reference": qwen})
     trainer.train_batch(make_batch())
@@ -182,6 +187,7 @@ def test_a_state_is_continued_with_the_reference_it_was_made_with(qwen, other, t
     assert same(weights(resumed), weights(trainer))
 
 
+@pytest.mark.slow
 def test_a_reference_that_comes_or_goes_is_said_and_another_one_is_refused_however_often_a_run_is_resumed(
     qwen, other, tmp_path, caplog
 ):
@@ -205,6 +211,7 @@ def test_a_reference_that_comes_or_goes_is_said_and_another_one_is_refused_howev
     assert not caplog.records
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:peft")
 def test_a_state_of_adapters_knows_the_reference_too(qwen, other, tmp_path):
     """Their base is known by its weights: a copy of it goes on, another model does not."""

@@ -91,6 +91,7 @@ PACKINGS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", PACKINGS, ids=str)
 def test_packing_leaves_it_that_of_the_whole_step(experts, settings):
     """Samples share prefixes: a token of a prefix counts once for each target that is predicted from it."""
@@ -102,6 +103,7 @@ def test_packing_leaves_it_that_of_the_whole_step(experts, settings):
     assert metrics["num_micro_batches"] > 1 or "micro_batch_tokens" not in settings
 
 
+@pytest.mark.slow
 def test_the_balance_of_single_micro_batches_would_be_another(experts):
     samples = shared_prefixes()
     expected, value = with_balance(experts, samples)
@@ -132,6 +134,7 @@ def test_without_the_option_nothing_is_added(experts):
     assert not [name for name in metrics if name.startswith("router/")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["gspo", "ipa"])
 def test_losses_of_whole_trajectories_have_it_too(experts, loss):
     """Cut trajectories are computed twice, the first time without a gradient."""
@@ -178,6 +181,7 @@ def test_several_optimizer_steps_have_one_each(experts):
     assert metrics["router/aux_loss"] == pytest.approx(np.average(values, weights=sizes), rel=1e-12)
 
 
+@pytest.mark.slow
 def test_it_balances_the_experts(tmp_path):
     """With a strong coefficient and no other loss (advantages of 0), the busiest expert loses tokens."""
     model = write_qwen_moe(tmp_path / "model", scale=0.4)
@@ -218,6 +222,7 @@ def test_adapters_leave_the_routers_as_they_are():
         TrainerConfig(router_aux_loss_coef=0.1, lora=LoraConfig())
 
 
+@pytest.mark.slow
 def test_mixtral_has_it_too(tmp_path):
     samples = shared_prefixes()
     folder = write_experts(tmp_path / "mixtral")

@@ -113,6 +113,7 @@ PACKINGS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", PACKINGS, ids=str)
 @pytest.mark.parametrize("known", [1.0, 0.6], ids=["all", "some"])
 def test_the_trainer_computes_with_recorded_experts(model, settings, known):

@@ -30,6 +30,7 @@ def make_trees_wrong(monkeypatch):
     return lambda: monkeypatch.setattr("verbatim.trainer.attention.forest.TreePlan", Wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["auto", "tree"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_wrong_trees_are_named_and_rows_trained_instead(qwen, make_trees_wrong, caplog, packing, level):

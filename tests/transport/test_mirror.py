@@ -105,6 +105,7 @@ async def test_after_a_break_only_what_is_missing_is_sent(here, port, app, tmp_p
     assert (here / "weights" / "v000001" / "a").read_bytes() == data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limits", [(700, 1500, 999), (20_011,), (None,)])
 async def test_a_file_is_fetched_from_the_last_byte_on(here, port, tmp_path, limits):
     wanted = here / "checkpoints" / "step_000002" / "state"
@@ -213,6 +214,7 @@ async def test_a_host_that_answers_and_takes_no_part_of_a_file_ends_the_run(port
     assert len(asked) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("each_look_takes_a_second")
 async def test_a_fetch_goes_on_while_each_connection_brings_some_bytes(here, port, tmp_path):
     wanted = here / "checkpoints" / "step_000002" / "state"
@@ -315,6 +317,7 @@ async def test_a_full_disk_on_the_orchestrators_host_is_named_on_both(here, port
 # ---- who may send, and what
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["a-key-of-16-byteS", "a-key-of-16-byte", "x"])
 async def test_a_wrong_key_is_refused(port, key):
     async with linked(port, key) as link:
@@ -322,6 +325,7 @@ async def test_a_wrong_key_is_refused(port, key):
             await link.insist("POST", RUN, {"protocol": 1})
 
 
+@pytest.mark.slow
 async def test_no_key_is_refused_on_every_route(port, app):
     async with aiohttp.ClientSession() as client:
         for method, path in [("POST", RUN), ("GET", f"{RUN}/files?file=x"), ("PUT", f"{SESSIONS}/{SESSION}/beat"),
@@ -501,6 +505,7 @@ def test_connections_that_never_finish_their_handshake_are_counted(app, ca, monk
 # ---- the exchange as a whole
 
 
+@pytest.mark.slow
 async def test_batches_answers_weights_and_heartbeats_pass_over_a_network_that_breaks(here, port, app, tmp_path):
     there = Exchange.open(tmp_path / "there" / "exchange", SESSION)
     version = folder_with(tmp_path / "there" / "weights" / "v000003", a=os.urandom(20_000))
@@ -564,6 +569,7 @@ async def test_a_trainer_that_is_refused_hears_why(port, tmp_path):
         there.wait_for_message(1, mirror.look)
 
 
+@pytest.mark.slow
 def test_a_trainer_that_is_refused_hears_it_before_it_prepares_anything(port, app, tmp_path, monkeypatch):
     monkeypatch.setattr(trainer_side, "_ALIVE_SECONDS", 0.2)
     url = f"http://127.0.0.1:{port}"
@@ -576,6 +582,7 @@ def test_a_trainer_that_is_refused_hears_it_before_it_prepares_anything(port, ap
             late.wait_until_answered()
 
 
+@pytest.mark.slow
 async def test_a_trainer_that_was_sent_a_batch_never_takes_one_of_another_orchestrator(port, app, tmp_path):
     there = Exchange.open(tmp_path / "there" / "exchange", SESSION)
     with Mirror(Link(f"http://127.0.0.1:{port}", KEY), there, "checkpoints/step_000002") as mirror:
@@ -593,6 +600,7 @@ def test_the_key_is_in_no_text_of_the_settings():
     assert KEY not in repr(Listen(host="127.0.0.1", port=0, key=KEY))
 
 
+@pytest.mark.slow
 async def test_a_trainer_that_waits_is_found_by_the_next_orchestrator(here, app, tmp_path, monkeypatch):
     monkeypatch.setattr(trainer_side, "_FAREWELL", 0.01)  # the orchestrators have ended before it does
     there = Exchange.open(tmp_path / "there" / "exchange", SESSION)

@@ -101,6 +101,7 @@ async def attached(app, there: Exchange) -> AsyncIterator[Exchange]:
 # ---- the orchestrator is gone
 
 
+@pytest.mark.slow
 async def test_an_orchestrator_that_is_killed_ends_its_trainer_which_says_so(app, there, monkeypatch):
     monkeypatch.setattr(trainer_side, "_FAREWELL", 0.3)
     with contextlib.ExitStack() as its_life:
@@ -119,6 +120,7 @@ async def test_an_orchestrator_that_is_killed_ends_its_trainer_which_says_so(app
     assert f"the connection to {url} is broken: ClientConnectorError" in said
 
 
+@pytest.mark.slow
 async def test_an_orchestrator_that_is_frozen_for_a_while_finds_its_trainer(app, port, there, monkeypatch):
     monkeypatch.setattr(trainer_side, "_UNANSWERED", 0.2)
     async with FreezingNetwork(port) as network:
@@ -138,6 +140,7 @@ async def test_an_orchestrator_that_is_frozen_for_a_while_finds_its_trainer(app,
     assert app.session.ended == ""
 
 
+@pytest.mark.slow
 async def test_an_orchestrator_that_stays_frozen_is_left_and_hears_why_when_it_goes_on(app, port, there):
     async with FreezingNetwork(port) as network:
         with Heartbeat(there.trainer_beat):
@@ -161,6 +164,7 @@ async def more_are_refused(disk: Disk) -> None:
     await until(lambda: disk.refused >= seen + 3)
 
 
+@pytest.mark.slow
 async def test_a_heartbeat_that_the_orchestrators_host_cannot_write_costs_itself_alone(
     app, port, there, quick_beats, monkeypatch, caplog
 ):  # fmt: skip
@@ -179,6 +183,7 @@ async def test_a_heartbeat_that_the_orchestrators_host_cannot_write_costs_itself
         await until(lambda: mirror.trouble == "")
 
 
+@pytest.mark.slow
 async def test_a_heartbeat_that_the_trainers_host_cannot_write_costs_itself_alone(
     app, port, there, quick_beats, monkeypatch, caplog
 ):  # fmt: skip
@@ -196,6 +201,7 @@ async def test_a_heartbeat_that_the_trainers_host_cannot_write_costs_itself_alon
             await until(lambda: mirror.trouble == "")
 
 
+@pytest.mark.slow
 async def test_a_batch_that_finds_a_full_disk_ends_the_trainer_and_both_hosts_say_so(app, there, monkeypatch):
     def full(file, digest, chunk):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -217,6 +223,7 @@ async def test_a_batch_that_finds_a_full_disk_ends_the_trainer_and_both_hosts_sa
 # ---- a trainer that is started again
 
 
+@pytest.mark.slow
 async def test_a_trainer_that_is_killed_as_it_prepares_and_started_again_is_the_one_that_is_served(
     app, here, port, tmp_path, quick_beats, monkeypatch
 ):  # fmt: skip

@@ -61,6 +61,7 @@ def wait_rows(page: Page, count: int) -> None:
     page.wait(f"document.querySelectorAll('[data-testid=row] .trajectory_id').length >= Math.min({count}, 10)")
 
 
+@pytest.mark.slow
 def test_the_overview_draws_curves_shares_and_the_time_of_each_side(page: Page, url: str):
     page.open(url)
     page.wait("document.querySelector('.u-over')")
@@ -76,6 +77,7 @@ def test_the_overview_draws_curves_shares_and_the_time_of_each_side(page: Page, 
     assert {request.split("/")[2] for request in page.requests if request.startswith("http")} == {url.split("/")[2]}
 
 
+@pytest.mark.slow
 def test_the_arrow_keys_walk_along_a_curve(page: Page, url: str):
     page.open(url)
     page.wait("document.querySelector('.u-over')")
@@ -85,6 +87,7 @@ def test_the_arrow_keys_walk_along_a_curve(page: Page, url: str):
     assert text_of(page, ".chart .legend output") == "0.3"
 
 
+@pytest.mark.slow
 def test_the_table_is_filtered_searched_sorted_and_walked_with_keys(page: Page, url: str):
     page.open(f"{url}/#/trajectories/0")
     wait_rows(page, 30 + len(HOSTILE))
@@ -119,12 +122,14 @@ def test_the_table_is_filtered_searched_sorted_and_walked_with_keys(page: Page, 
     assert text_of(page, ".row.active .trajectory_id") == "t4-1", "the place is kept"
 
 
+@pytest.mark.slow
 def test_a_link_brings_back_filters_and_order(page: Page, url: str):
     page.open(f"{url}/#/trajectories/0?step=2..3&reward=0.5..&sort=reward&env=game")
     wait_rows(page, 4)
     assert rows(page) == ["t3-2", "t2-2", "t3-3", "t2-3"]
 
 
+@pytest.mark.slow
 def test_tokens_say_their_values_to_the_keyboard_and_the_link_names_them(page: Page, url: str, run: Path):
     page.open(f"{url}/#/trajectory/0/t5-2")
     page.wait("document.querySelector('[data-testid=token]')")
@@ -143,6 +148,7 @@ def test_tokens_say_their_values_to_the_keyboard_and_the_link_names_them(page: P
     assert text_of(page, ".inspector h2 b") == str(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("key", "classes"), [
     ("1", {"f0"}), ("2", {"s0", "s1", "s2"}), ("3", {"p4"}), ("4", {"p3"}), ("5", {"s1", "s7"}), ("7", {"n4"}),
 ])  # fmt: skip
@@ -156,6 +162,7 @@ def test_a_key_colours_the_sampled_tokens(page: Page, url: str, key: str, classe
     assert set(found) == classes
 
 
+@pytest.mark.slow
 def test_a_group_stands_side_by_side_with_its_prefix_tree(page: Page, url: str):
     page.open(f"{url}/#/trajectories/0?env=game&step=6..6")
     wait_rows(page, 4)
@@ -168,6 +175,7 @@ def test_a_group_stands_side_by_side_with_its_prefix_tree(page: Page, url: str):
     assert page.evaluate("document.querySelector('.column.best header b').textContent") == "3"
 
 
+@pytest.mark.slow
 def test_hostile_texts_are_shown_as_they_are_and_do_nothing(page: Page, url: str):
     page.open(f"{url}/#/trajectories/0?env=hostile&sort=sample_index")
     wait_rows(page, len(HOSTILE))
@@ -208,6 +216,7 @@ def visible(text: str) -> str:
     return "".join(signs.get(character, character) for character in text)
 
 
+@pytest.mark.slow
 def test_a_turn_of_300_000_tokens_and_a_text_of_10_mb_are_read_in_parts(page: Page, tmp_path: Path):
     folder = make_page_run(tmp_path / "long", steps=1)
     encode = encoder(folder / "model")
@@ -230,6 +239,7 @@ def test_a_turn_of_300_000_tokens_and_a_text_of_10_mb_are_read_in_parts(page: Pa
         assert page.evaluate(f"{box}.textContent.length") < 200_000
 
 
+@pytest.mark.slow
 def test_new_steps_appear_and_the_place_in_the_table_is_kept(page: Page, tmp_path: Path):
     folder = make_page_run(tmp_path / "live", steps=12)
     with serving_to(page, folder) as address:
@@ -255,6 +265,7 @@ def test_new_steps_appear_and_the_place_in_the_table_is_kept(page: Page, tmp_pat
         page.wait("document.querySelector('.runs td')?.textContent.startsWith('13')")
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_said(page: Page, tmp_path: Path):
     with serving_to(page, make_run(tmp_path / "begun")) as address:
         page.open(address)
@@ -267,6 +278,7 @@ def test_what_is_missing_is_said(page: Page, tmp_path: Path):
     assert "404" in said
 
 
+@pytest.mark.slow
 def test_several_runs_are_laid_over_each_other(page: Page, run: Path, tmp_path: Path):
     other = make_page_run(tmp_path / "other", steps=3, name="tries")
     with serving_to(page, run, other) as address:
@@ -281,6 +293,7 @@ def test_several_runs_are_laid_over_each_other(page: Page, run: Path, tmp_path: 
         assert "hide=1" in page.evaluate("location.hash")
 
 
+@pytest.mark.slow
 def test_every_colour_can_be_read_in_light_and_in_dark(page: Page, url: str):
     """Text on each colour has a contrast of at least 4.5 to 1 (WCAG 2.1, 1.4.3)."""
     page.open(f"{url}/#/trajectory/0/t5-2")
@@ -313,6 +326,7 @@ def contrast(first: str, second: str) -> float:
     return (light + 0.05) / (dark + 0.05)
 
 
+@pytest.mark.slow
 def test_light_and_dark_follow_the_system_or_the_switch(page: Page, url: str):
     background = "getComputedStyle(document.body).backgroundColor"
     page.prefer("dark")
@@ -329,6 +343,7 @@ def test_light_and_dark_follow_the_system_or_the_switch(page: Page, url: str):
     assert dark != light
 
 
+@pytest.mark.slow
 def test_an_exported_file_opens_from_disk_and_answers_filters_itself(page: Page, run: Path, tmp_path: Path):
     from verbatim.cli.main import main
 

@@ -28,6 +28,7 @@ def get(url: str) -> Any:
         return json.load(answer)
 
 
+@pytest.mark.slow
 @pytest.mark.realtime
 def test_a_run_is_followed_until_ctrl_c(tmp_path: Path):
     run = make_run(tmp_path / "run", {1: [trained(trajectory("first"))]}, metrics=[(1, {"loss": 1.0})])

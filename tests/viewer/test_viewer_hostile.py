@@ -30,6 +30,7 @@ def escaped(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
+@pytest.mark.slow
 async def test_every_text_comes_back_as_it_was_written(folder: Path):
     async with serving(folder) as client:
         found = await client.get("trajectories", limit=200, sort="sample_index")
@@ -108,6 +109,7 @@ def visit_all(page: Page, opening: str, address: str, keys: list[str]) -> None:
     nothing_happened(page, address)
 
 
+@pytest.mark.slow
 def test_nothing_executes_on_the_served_page(page: Page, folder: Path):
     keys = [f"~1.{index}" for index in range(50)]
     with serving_to(page, folder) as url:
@@ -117,6 +119,7 @@ def test_nothing_executes_on_the_served_page(page: Page, folder: Path):
         nothing_happened(page, url)
 
 
+@pytest.mark.slow
 def test_nothing_executes_on_the_exported_page(page: Page, folder: Path, tmp_path: Path):
     out = tmp_path / "run.html"
     written = export([read(folder)], load_assets(), out, filters={"kind": ["train"]}, most=100)
@@ -125,6 +128,7 @@ def test_nothing_executes_on_the_exported_page(page: Page, folder: Path, tmp_pat
     visit_all(page, out.as_uri(), out.as_uri(), [row["key"] for row in rows])
 
 
+@pytest.mark.slow
 def test_a_page_that_takes_such_a_text_for_markup_is_noticed(chromium: Chromium):
     """The check above can fail."""
     for text in (text for text in TEXTS if text.startswith(("<img", "<details", "<iframe", "<link"))):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from verbatim.config.schema import TrainerConfig
@@ -31,8 +33,8 @@ _MARK = "_verbatim_between_pieces"
 def compile_layers(model: Any) -> None:
     """Compile each decoder layer's `forward`, for any number of tokens.
 
-    Only `forward` is compiled: what recomputes activations, and what gathers and releases a sharded layer's parameters,
-    stands around it. Attention follows a plan, which is another one for each micro-batch and, for trees on a CPU, numpy
+    What recomputes activations, and what gathers and releases a sharded layer's parameters, stands around the compiled
+    code. Attention follows a plan, which is another one for each micro-batch and, for trees on a CPU, numpy
     and loops: it is called between two compiled pieces. FlexAttention, on CUDA, is compiled by itself as always. The
     routers of a mixture of experts are called in the same way: passes watch them, or choose for them (`Routers`).
     """
@@ -41,7 +43,34 @@ def compile_layers(model: Any) -> None:
         router.forward = _between_pieces(router.forward)
     compiled: Any = torch.compile  # its overloads know no recompile_limit
     for layer in decoder_layers(model):
-        layer.forward = compiled(layer.forward, dynamic=True, recompile_limit=_MOST_VARIANTS)
+        own = compiled(_own_forward(layer), dynamic=True, recompile_limit=_MOST_VARIANTS)
+        layer.forward = partial(_forward, layer, own) if _recomputes_in_forward(layer) else own
+
+
+def _recomputes_in_forward(layer: Any) -> bool:
+    """Whether activation checkpointing is a part of the class's `forward`; it was one of `__call__` before."""
+    return isinstance(layer, GradientCheckpointingLayer) and "__call__" not in vars(GradientCheckpointingLayer)
+
+
+def _own_forward(layer: Any) -> Callable[..., Any]:
+    """The layer's `forward` without activation checkpointing.
+
+    `transformers` wraps that of each class, FSDP's subclasses too; these wrappers have one code object.
+    """
+    forward = type(layer).forward
+    if _recomputes_in_forward(layer):
+        wrapper = forward.__code__
+        while forward.__code__ is wrapper:
+            forward = forward.__wrapped__
+    bound: Callable[..., Any] = forward.__get__(layer)
+    return bound
+
+
+def _forward(layer: Any, own: Callable[..., Any], *inputs: Any, **given: Any) -> Any:
+    """As the class's `forward`, with `own` in it."""
+    if layer.gradient_checkpointing and layer.training:
+        return layer._gradient_checkpointing_func(partial(own, **given), *inputs)
+    return own(*inputs, **given)
 
 
 def _between_pieces(function: Callable[..., Any]) -> Callable[..., Any]:

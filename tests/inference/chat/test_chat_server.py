@@ -102,6 +102,7 @@ def messages_client(server: SamplerServer, key: str = "none") -> anthropic.Async
 # ---- streams
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shows", [True, False])
 async def test_openai_streams_what_is_sampled_as_it_is_sampled(shows):
     sampler = scripted()
@@ -128,6 +129,7 @@ async def test_openai_streams_what_is_sampled_as_it_is_sampled(shows):
     assert sampler.requests[0].seed == 3 != sampler.requests[1].seed
 
 
+@pytest.mark.slow
 async def test_the_helpers_of_the_sdks_put_streams_together():
     said = [*text("so "), *call("add", a=1)]
     async with serving(scripted(said, said, said)) as server:
@@ -320,6 +322,7 @@ async def test_a_client_that_leaves_a_stream_frees_its_places():
     assert sampler.num_cancelled == 2
 
 
+@pytest.mark.slow
 async def test_a_stream_that_waits_shows_that_it_lives(monkeypatch):
     """Nothing is drawn before the stream has shown it twice."""
     monkeypatch.setattr(chat_routes, "PING_SECONDS", 0.05)
@@ -357,6 +360,7 @@ async def test_a_stream_in_flight_when_the_server_stops_ends_with_an_error(monke
     assert "stopping" in data["error"]["message"]
 
 
+@pytest.mark.slow
 async def test_processes_render_read_and_stream_as_a_thread_does():
     async with serving(scripted(), renderer=ByteRenderer(), chat_processes=1) as server, chat_client(server) as client:
         stream = await client.chat.completions.create(model="policy", messages=HELLO, stream=True, stop="🙂")

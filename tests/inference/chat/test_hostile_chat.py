@@ -58,6 +58,7 @@ def unnamed(cases: list[Case], answer: Callable[[bytes, ChatProtocol], str | Non
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.campaign
 @pytest.mark.parametrize("path", CHATS)
 def test_every_wrong_value_is_refused_by_name_or_answered(path, campaign):
@@ -66,6 +67,7 @@ def test_every_wrong_value_is_refused_by_name_or_answered(path, campaign):
     assert unnamed(cases[:: sized(5, 1)], outcome, campaign("hostile chat requests")) == []
 
 
+@pytest.mark.slow
 def test_a_refusal_that_names_no_field_is_found():
     cases = [case for case in field_cases() if case.path == CHATS[0]][:50]
     found = unnamed(cases, lambda data, protocol: "a wrong value", Campaign("planted"))

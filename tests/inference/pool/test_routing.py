@@ -137,6 +137,7 @@ def simulate():
     del sys.modules[spec.name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 4])
 def test_nearly_all_of_the_cache_is_found_and_the_work_is_spread(simulate, lost):
     """32 replicas, 2,048 episodes of 10 turns; a third of the way 4 replicas are lost."""

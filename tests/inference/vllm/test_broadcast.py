@@ -82,6 +82,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
+@pytest.mark.slow
 async def test_each_version_arrives_at_both_bit_for_bit_in_one_group(trained: Trained):
     run = Run(trained)
     async with run.opened() as pool:
@@ -97,6 +98,7 @@ async def test_each_version_arrives_at_both_bit_for_bit_in_one_group(trained: Tr
     assert run.sender.reports[1].num_bytes == sum(t.nbytes for t in load_file(run.path / "model.safetensors").values())
 
 
+@pytest.mark.slow
 async def test_a_server_that_fails_in_the_middle_ends_the_group_and_the_next_update_makes_another(trained: Trained):
     """Both read the folder, and nothing that they have in flight is lost."""
     run = Run(trained)
@@ -131,6 +133,7 @@ async def test_a_server_that_fails_in_the_middle_ends_the_group_and_the_next_upd
     assert first == second != third
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("route", ["/pause", "/start_weight_update"])
 async def test_a_server_that_fails_before_holds_the_other_up_in_nothing(trained: Trained, route: str):
     """The other one receives alone; the failed one is loaded again from the folder."""
@@ -146,6 +149,7 @@ async def test_a_server_that_fails_before_holds_the_other_up_in_nothing(trained:
     assert [report.fault for report in run.sender.reports] == [None] * 3
 
 
+@pytest.mark.slow
 async def test_a_server_that_refuses_to_receive_ends_the_wait_of_the_others(trained: Trained):
     run = Run(trained)
     async with run.opened() as pool:
@@ -176,6 +180,7 @@ class Hang:
         self._over.set()
 
 
+@pytest.mark.slow
 async def test_the_trainer_waits_for_a_server_that_hangs_no_longer_than_the_limit(trained: Trained):
     run = Run(trained)
     async with run.opened() as pool:
@@ -190,6 +195,7 @@ async def test_the_trainer_waits_for_a_server_that_hangs_no_longer_than_the_limi
         assert run.arrived() == [None, None]
 
 
+@pytest.mark.slow
 async def test_a_server_that_hangs_in_the_middle_is_given_up_and_comes_back(trained: Trained):
     """When its phase has taken too long."""
     run = Run(trained)
@@ -215,6 +221,7 @@ async def test_a_server_that_hangs_in_the_middle_is_given_up_and_comes_back(trai
             assert run.arrived() == [True, True]
 
 
+@pytest.mark.slow
 async def test_servers_that_outlive_a_run_make_another_group_with_the_trainer_of_the_next(trained: Trained):
     run = Run(trained)
     async with run.opened():
@@ -271,6 +278,7 @@ async def test_a_replica_that_is_given_up_while_it_waits_keeps_nothing_from_the_
     assert [order.size for order in sender.orders] == [2] if leaves_first else [3]
 
 
+@pytest.mark.slow
 async def test_a_trainer_that_fails_ends_the_update(trained: Trained):
     run = Run(trained)
     async with run.opened() as pool:
@@ -305,6 +313,7 @@ async def test_another_nccl_than_the_trainers_is_refused(trained: Trained):
         refuse_inexact(ServerFacts(**facts), nccl="2.28.3", **asked)
 
 
+@pytest.mark.slow
 async def test_a_rank_that_does_not_come_is_said_to_the_others_at_the_limit(trained: Trained):
     server = GroupSender(trained.trainer.model).broadcaster._server
     with pytest.raises(GroupOver, match=r"rank 0: waiting for the other ranks took more than 0\.5 s"):

@@ -93,6 +93,7 @@ def test_settings_that_do_not_fit_together_are_refused(settings, reason):
         VllmSettings(**settings)
 
 
+@pytest.mark.realtime
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [

@@ -85,6 +85,7 @@ async def test_it_is_a_sampler_whose_logprobs_are_the_trainers_after_every_updat
             assert np.abs(completion.logprobs - whole[-6:]).max() < 5e-5
 
 
+@pytest.mark.slow
 async def test_many_healthy_updates_raise_no_alarm(tied: TinyModel):
     async with connected(tied) as (_, replica):
         for version in range(1, 31):

@@ -141,6 +141,7 @@ async def update_with_a_fault(
             assert np.abs(completion.logprobs - whole[-5:]).max() < 5e-5
 
 
+@pytest.mark.slow
 @pytest.mark.campaign
 @pytest.mark.parametrize(
     ("fault", "kind", "size"), sized(pairs(PLANTED), [(fault, *way) for fault in PLANTED for way in WAYS])
@@ -171,6 +172,7 @@ async def test_a_replica_with_a_planted_fault_is_named_reloaded_once_and_taken_o
     assert (metrics["replica/0/policy_version"], metrics["replica/1/policy_version"]) == (3, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "kind", "size"), pairs(MENDED))
 async def test_a_fault_that_the_second_load_mends_costs_the_tokens_that_were_withheld_and_no_replica(
     trained: Trained, fault: str, size: float
@@ -222,6 +224,7 @@ async def test_healthy_updates_raise_no_alarm_while_both_servers_sample(
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tied"])
 async def test_an_engine_that_answers_and_draws_nothing_for_stall_timeout_is_given_up(trained: Trained):
     async with two_servers(trained, stall_timeout=0.5) as (pool, doubles):

@@ -60,6 +60,7 @@ def is_there(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.slow
 async def test_a_server_ends_with_all_that_it_started(tmp_path):
     process = server(tmp_path)
     await process.start(HANGS)
@@ -80,6 +81,7 @@ ctypes.CDLL(None).pthread_exit(None)
 """
 
 
+@pytest.mark.slow
 async def test_what_a_worker_started_that_is_about_to_end_is_killed_too(tmp_path):
     """As an engine that was told to end and waits for its threads on a busy machine."""
     note = tmp_path / "child"
@@ -94,6 +96,7 @@ async def test_what_a_worker_started_that_is_about_to_end_is_killed_too(tmp_path
     assert not is_running(child) and not is_there(worker)
 
 
+@pytest.mark.slow
 async def test_what_a_killed_server_leaves_behind_is_killed(tmp_path):
     process = server(tmp_path)
     await process.start(HANGS)
@@ -104,6 +107,7 @@ async def test_what_a_killed_server_leaves_behind_is_killed(tmp_path):
     assert process.has_ended and process.how_it_ended() == "signal 9"
 
 
+@pytest.mark.slow
 async def test_a_frozen_server_is_ended(tmp_path):
     process = server(tmp_path, patience=0.2)
     await process.start(HANGS)
@@ -114,6 +118,7 @@ async def test_a_frozen_server_is_ended(tmp_path):
     assert not any(map(is_running, found))
 
 
+@pytest.mark.slow
 async def test_a_server_that_ends_at_once_is_told_with_the_end_of_its_log(tmp_path):
     process = server(tmp_path, "import sys; print('no module named vllm\\x1b[2J'); sys.exit(3)")
     with pytest.raises(SamplerFault, match=r"(?s)ended before it answered \(status 3\).*no module named vllm") as e:
@@ -121,6 +126,7 @@ async def test_a_server_that_ends_at_once_is_told_with_the_end_of_its_log(tmp_pa
     assert "\x1b" not in str(e.value)
 
 
+@pytest.mark.slow
 async def test_the_first_error_of_a_long_log_is_told(tmp_path):
     code = """
 print("(Worker) WARNING [system.py:1] Found a ulimit. This can cause errors like `OSError: too many files`")
@@ -139,6 +145,7 @@ raise SystemExit(1)
     assert "earlier start" not in said and "File line 1\n" not in said
 
 
+@pytest.mark.slow
 async def test_a_server_that_never_answers_is_ended_at_the_deadline(tmp_path):
     """A clock that goes on only once the server has written something."""
 
@@ -151,6 +158,7 @@ async def test_a_server_that_never_answers_is_ended_at_the_deadline(tmp_path):
     assert process.has_ended
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_no_server_behind(tmp_path):
     run = f"""
 import asyncio, sys

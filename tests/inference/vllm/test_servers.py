@@ -42,6 +42,7 @@ async def test_servers_that_do_not_answer_are_named_and_their_connections_closed
     assert "Unclosed" not in caplog.text
 
 
+@pytest.mark.slow
 async def test_a_server_that_cannot_start_is_told_with_its_log(model, tmp_path):
     inputs = BackendInputs(model=model, context_length=128, logs=tmp_path / "logs")
     with pytest.raises(SamplerFault, match=r"(?s)ended before it answered \(status 1\)\. From .*replica_0\.log"):
@@ -90,6 +91,7 @@ def fake(tmp_path) -> str:
     return str(program)
 
 
+@pytest.mark.slow
 async def test_a_server_that_starts_again_has_its_weights_though_the_trainer_removes_them(model, tmp_path, fake):
     """A start takes longer than a few steps."""
     published = tmp_path / "weights" / "v000003"
@@ -114,6 +116,7 @@ async def test_a_server_that_starts_again_has_its_weights_though_the_trainer_rem
     assert [path.name for path in (tmp_path / "logs").iterdir()] == ["replica_0.log"]
 
 
+@pytest.mark.slow
 async def test_a_run_that_ends_while_a_server_is_started_again_waits_until_the_old_one_has_ended(model, tmp_path, fake):
     """A loop that ends kills what it has started, the keeper too: then the server's workers would stay."""
     (tmp_path / "go").touch()

@@ -92,6 +92,7 @@ async def test_a_phase_that_hangs_is_named_with_its_replica_and_its_limit(tied, 
             await call(replica._control)
 
 
+@pytest.mark.slow
 async def test_a_server_that_says_that_it_still_sleeps_is_named(tied):
     async with connected(tied) as (double, replica):
         await replica.sleep()
