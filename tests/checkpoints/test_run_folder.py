@@ -166,10 +166,10 @@ def test_a_folder_that_cannot_be_written_to_is_refused_early(tmp_path: Path):
 
 
 def test_a_read_only_folder_is_refused_early(tmp_path: Path, monkeypatch):
-    def refuse(self: Path, data: bytes) -> int:
-        raise PermissionError(13, "Permission denied", str(self))
+    def refuse(**_: object) -> None:
+        raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "write_bytes", refuse)
+    monkeypatch.setattr("verbatim.checkpoints.ownership.tempfile.TemporaryFile", refuse)
     config = config_of(tmp_path, "--run-dir", str(tmp_path / "run"))
     with pytest.raises(UsageError, match=r"cannot be written to: Permission denied .*another folder with --run-dir"):
         RunFolder.create(config, name="guess", now=NOON)
@@ -187,7 +187,9 @@ def test_both_processes_of_a_run_join_the_folder_that_the_first_one_makes(tmp_pa
     with joined(config, "trainer") as trainer, joined(config, "orchestrator") as orchestrator:
         assert trainer.path == orchestrator.path == tmp_path / "mine"
         assert load_config(trainer.path / "config.toml") == config
-    assert sorted(p.name for p in (tmp_path / "mine").iterdir()) == ["config.toml", "orchestrator.lock", "trainer.lock"]
+    assert sorted(p.name for p in (tmp_path / "mine").iterdir()) == [
+        "config.toml", "orchestrator.lock", "trainer.lock", "verbatim_run.json",
+    ]  # fmt: skip
 
 
 def test_another_configuration_than_that_of_the_other_process_is_refused_naming_every_key(tmp_path: Path):
@@ -255,18 +257,18 @@ def test_what_a_killed_process_left_half_written_is_removed_and_nothing_else(tmp
     config = config_of(tmp_path, "--run-dir", str(tmp_path / "mine"))
     RunFolder.create(config, name="x", now=NOON).close()
     mine = tmp_path / "mine"
-    left = {".trainer_state", "states", ".final.partial", ".probe-77", ".summary.json.tmp", ".metrics.jsonl.tmp",
+    left = {".trainer_state", "states", ".final.partial", ".summary.json.tmp", ".metrics.jsonl.tmp",
             ".config.toml.orchestrator.tmp"}  # fmt: skip
     for name in left:
-        if name.endswith((".tmp", "-77")):
+        if name.endswith(".tmp"):
             (mine / name).write_text("half")
         else:
             (mine / name / "inner").mkdir(parents=True)
     of_trainer = {".model.partial", ".config.toml.trainer.tmp"}
-    theirs = {".notes", "notes.tmp", "final"} | of_trainer
+    theirs = {".notes", "notes.tmp", "final", ".probe-77"} | of_trainer
     for name in theirs:
         (mine / name).mkdir()
-    known = {"config.toml", "orchestrator.lock"}
+    known = {"config.toml", "orchestrator.lock", "verbatim_run.json"}
     RunFolder.resume(config, name="x").close()
     assert {p.name for p in mine.iterdir()} == known | theirs
     RunFolder.resume(config, name="x", role="trainer").close()
@@ -338,7 +340,7 @@ def test_a_damaged_lock_file_locks(tmp_path: Path):
 @pytest.mark.parametrize("named", [True, False])
 def test_a_folder_that_was_made_for_a_run_that_cannot_begin_is_removed(tmp_path: Path, named: bool):
     def fails(path: Path) -> list[str]:
-        (path / "half").write_text("copied")
+        (path / "metrics.jsonl").write_text("copied")
         raise UsageError("the checkpoint is gone")
 
     config = config_of(tmp_path, *(["--run-dir", str(tmp_path / "mine")] if named else []))
@@ -352,8 +354,7 @@ def test_a_folder_that_was_there_before_stays(tmp_path: Path):
         raise UsageError("the checkpoint is gone")
 
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "notes.txt").write_text("mine")
     config = config_of(tmp_path, "--run-dir", str(tmp_path / "mine"))
     with pytest.raises(UsageError, match="the checkpoint is gone"):
         RunFolder.create(config, name="x", now=NOON, beginning=fails)
-    assert (tmp_path / "mine" / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "mine").is_dir()

@@ -275,7 +275,9 @@ def test_what_cannot_begin_after_all_is_taken_back(place: Path, whole: Path):
     manifest = read_json(state / "manifest.json")
     seal(state, {"step": AT, "logs": manifest["logs"]})
     assert main(["rl", "--fork", f"{broken}@{AT}", "--run-dir", "taken-back"]) == 2
-    assert sorted(path.name for path in (place / "taken-back").iterdir() if path.suffix != ".lock") == ["logs"]
+    assert sorted(path.name for path in (place / "taken-back").iterdir() if path.suffix != ".lock") == [
+        "logs", "verbatim_run.json",
+    ]  # fmt: skip
     run = begun(place, f"{whole}@{AT}", "taken-back")
     assert find_checkpoint(run).step == AT
 
@@ -315,7 +317,7 @@ def test_a_folder_with_other_things_of_these_names_is_left_alone(place: Path, wh
     (place / "mine").mkdir()
     (place / "mine" / "metrics.jsonl").write_text("mine")
     assert main(["rl", "--fork", "whole@3", "--run-dir", "mine"]) == 2
-    assert "mine has metrics.jsonl already; name an empty folder with --run-dir FOLDER" in capsys.readouterr().err
+    assert "(there is no verbatim_run.json); found metrics.jsonl. A new run takes" in capsys.readouterr().err
     assert (place / "mine" / "metrics.jsonl").read_text() == "mine"
     begun(place, "whole@3", "whole-2")
     assert main(["rl", "--fork", "whole@3", "--run-dir", "whole-2"]) == 2

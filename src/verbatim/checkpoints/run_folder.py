@@ -10,24 +10,23 @@ runs/guess_number/20260131-142501/
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import logging
 import os
-import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from verbatim.checkpoints.lock import ANOTHER_FOLDER, FolderLock, is_locked
 from verbatim.checkpoints.origin import FORKING
+from verbatim.checkpoints.ownership import claim, remove_from, remove_run, require_ours, require_writable
 from verbatim.checkpoints.store import WEIGHTS, CheckpointStore
 from verbatim.checkpoints.stored_config import CONFIG, changed_keys, damage_of_config, newest_copy, stored_tables
 from verbatim.config import dump_config
 from verbatim.config.schema import RunConfig
-from verbatim.disk import keep_aside, make_folder, rename, sync, write_file
+from verbatim.disk import keep_aside, rename, sync, write_file
 from verbatim.errors import CheckpointError, UsageError
 from verbatim.imports import MODULE_FOLDERS, folders_beside
 from verbatim.machine_faults import naming
@@ -129,14 +128,13 @@ class RunFolder:
             beginning: Puts into the folder what the run begins with; returns the names of it.
 
         Raises:
-            UsageError: `run_dir` already holds a run, or the folder cannot be written to.
+            UsageError: `run_dir` already holds a run, or something that no run made, or cannot be written to.
         """
         if config.run_dir is not None:
             path = config.run_dir
             if holds_run(path):
                 raise UsageError(_HOLDS_A_RUN.format(path))
-            was_there = path.exists()
-            _make_writable(path)
+            was_there = claim(path)
         else:
             path, was_there = _make_stamped(root / name, now), False
 
@@ -145,8 +143,8 @@ class RunFolder:
                 found._beginning = tuple(beginning(path)) if beginning is not None else ()
                 found._store(dump_config(config))
             except BaseException:
-                if not was_there:  # it is locked: no other process has put anything there
-                    shutil.rmtree(path, ignore_errors=True)
+                if not was_there:
+                    remove_run(path)
                 raise
 
         folder = cls._open(path, ORCHESTRATOR, begin)
@@ -174,7 +172,7 @@ class RunFolder:
                              "--resume FOLDER (in Python resume=FOLDER), or leave resume out to start a new "
                              "run")  # fmt: skip
         path = path.resolve() if path.is_symlink() else path
-        _make_writable(path)
+        require_ours(path)
         return cls._open(path, role, lambda found: found._compare_config(config))
 
     @classmethod
@@ -188,7 +186,7 @@ class RunFolder:
         if path is None:
             raise UsageError(f"both processes of a run meet in its folder; give it: --run-dir FOLDER, the same for "
                              f"`verbatim {ORCHESTRATOR}` and `verbatim {TRAINER}`")  # fmt: skip
-        _make_writable(path)
+        claim(path)
         return cls._open(path, role, lambda found: found._agree_on_config(config))
 
     @classmethod
@@ -227,6 +225,9 @@ class RunFolder:
         if not self._stamped:
             return
         link = self.path.with_name(LATEST)
+        if link.exists() and not link.is_symlink():
+            logger.warning("%s is no link of ours, and stays as it is; the run is in %s", link, self.path)
+            return
         if link.is_symlink() and os.readlink(link) == self.path.name:
             sync(link.parent)  # a killed process may have created it
             return
@@ -262,11 +263,9 @@ class RunFolder:
             return
         self.is_withdrawn = True
         if self._stamped:
-            shutil.rmtree(self.path)
+            remove_run(self.path)
         else:
-            (self.path / CONFIG).unlink()
-            (self.path / PRECISION).unlink(missing_ok=True)
-            remove_from(self.path, self._beginning)
+            remove_from(self.path, (CONFIG, PRECISION, *self._beginning))
 
     def remove_left_overs(self, role: str) -> None:
         """Remove files that a killed process of this role left half written."""
@@ -348,16 +347,6 @@ class RunFolder:
         self._store(dump_config(config))
 
 
-def remove_from(folder: Path, names: Iterable[str]) -> None:
-    """Remove these files and folders, as far as they are there."""
-    for name in names:
-        path = folder / name
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-
-
 def holds_run(path: Path) -> bool:
     """Whether a run was started in this folder."""
     return (path / CONFIG).is_file() or any((path / "checkpoints").glob("step_*"))
@@ -367,30 +356,12 @@ def _temporary_config(role: str) -> str:
     return f".{CONFIG}.{role}.tmp"
 
 
-_PROBE = ".probe-"
-
-
-def _make_writable(path: Path) -> None:
-    """Create the folder and check early that it can be written to."""
-    probe = path / f"{_PROBE}{os.getpid()}"
-    try:
-        make_folder(path)
-        for left in path.glob(f"{_PROBE}*"):
-            left.unlink(missing_ok=True)  # also one of a running process, which has written it and needs it no longer
-        probe.write_bytes(bytes(1 << 16))  # an empty file can be written to a full disk
-        probe.unlink(missing_ok=True)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            probe.unlink()
-        raise UsageError(f"the run folder {path} cannot be written to: {error.strerror} ({error.filename or path}); "
-                         f"{ANOTHER_FOLDER}") from None  # fmt: skip
-
-
 def _make_stamped(parent: Path, now: datetime) -> Path:
     """`parent/{time stamp}`, created by this process alone; `-2`, `-3`, ... within the same second."""
-    _make_writable(parent)
+    require_writable(parent)
     for left in parent.glob(f".{LATEST}-*"):
-        if not is_locked(parent / left.name.removeprefix(f".{LATEST}-") / f"{ORCHESTRATOR}.lock"):
+        name = left.name.removeprefix(f".{LATEST}-")
+        if left.is_symlink() and os.readlink(left) == name and not is_locked(parent / name / f"{ORCHESTRATOR}.lock"):
             left.unlink(missing_ok=True)
     stamp = now.strftime("%Y%m%d-%H%M%S")
     for number in itertools.count(1):
@@ -400,6 +371,7 @@ def _make_stamped(parent: Path, now: datetime) -> Path:
         except FileExistsError:
             continue
         sync(parent)
+        claim(path)
         return path
     raise AssertionError("itertools.count ended")
 

@@ -29,18 +29,18 @@ def run(args: argparse.Namespace) -> int:
     """Read the runs, also those that are under way, and print in what they differ.
 
     Raises:
-        UsageError: fewer than two runs, a folder without a run, or a metric that no run has.
+        UsageError: fewer than two runs, a folder without a run, a metric that no run has, or a file of the plot's name.
     """
     if args.overrides:
         raise UsageError(f"verbatim compare has no option {args.overrides[0]}; there are --metric, --plot and --json")
+    if args.plot is not None and args.plot.exists():
+        raise UsageError(f"--plot {args.plot} is there already; name a new file")
     comparison = compare_runs(args.folders, args.metric)
     console = PlainConsole(quiet=args.json)
     show_comparison(comparison, console)
     if args.json:
         sys.stdout.write(json.dumps(comparison_to_json(comparison), indent=2) + "\n")
     if args.plot is not None:
-        if args.plot.is_dir():
-            raise UsageError(f"--plot {args.plot} is a folder; name a file")
         draw_comparison(comparison, args.plot)
         console.print(f"wrote {args.plot}", soft_wrap=True)
     return exit_status.FINISHED

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from verbatim.cli import exit_status
-from verbatim.disk import rename
+from verbatim.disk import rename, temporary_beside
 from verbatim.errors import UsageError
 from verbatim.monitors.trajectory_log import TrajectoryLog, read_trajectories
 from verbatim.plain_console import PlainConsole
@@ -32,8 +32,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out.exists():
         raise UsageError(f"--out {args.out} is there already; name a new file")
     count = 0
-    partial = args.out.with_name(f".{args.out.name}.partial")  # a damaged file further on leaves no half of an export
-    partial.unlink(missing_ok=True)
+    partial = temporary_beside(args.out)  # a damaged file further on leaves no half of an export
     log = TrajectoryLog(partial)
     try:
         for step, trajectory in read_trajectories(args.folder):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from verbatim.checkpoints.lock import FolderLock
-from verbatim.disk import rename, sync_descriptor
+from verbatim.disk import rename, sync_descriptor, temporary_beside
 from verbatim.environments.sources import read_json_lines
 from verbatim.errors import UsageError
 from verbatim.monitors.jsonl import JsonlWriter
@@ -139,7 +139,7 @@ class ResultFile:
 
     def _take_over(self) -> None:
         """Read what is done; where something failed, write the file anew without it."""
-        rewritten = self._path.with_name(f".{self._path.name}.tmp")
+        rewritten = temporary_beside(self._path)
         num_failed = 0
         try:
             with self._path.open(encoding="utf-8") as old, rewritten.open("w", encoding="utf-8") as new:

@@ -8,6 +8,7 @@ from typing import Any
 
 from verbatim.comparison.compared import Comparison
 from verbatim.comparison.read_run import Run
+from verbatim.disk import rename, temporary_beside
 from verbatim.errors import UsageError
 from verbatim.evaluation.texts import letter
 from verbatim.imports import is_installed
@@ -54,9 +55,9 @@ def draw_comparison(comparison: Comparison, path: Path) -> None:
     legend = figure.legend(handles, labels, loc="outside lower center", fontsize="small")
     for text in legend.get_texts():
         text.set_parse_math(False)
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = temporary_beside(path)
     figure.savefig(temporary, dpi=120, format="png")
-    temporary.replace(path)
+    rename(temporary, path)
 
 
 def _draw_evals(axes: Any, runs: Sequence[Run], env: str) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from verbatim.checkpoints.lock import FolderLock
-from verbatim.disk import rename, sync_descriptor
+from verbatim.disk import rename, sync_descriptor, temporary_beside
 from verbatim.errors import UsageError
 from verbatim.evaluation.outcomes import Outcome, outcome_from_json
 from verbatim.monitors.jsonl import JsonlWriter
@@ -138,7 +138,7 @@ class EpisodeLog:
 
     def _take_over(self, path: Path) -> None:
         """Read what is there; where something failed, write the file anew without it."""
-        rewritten = path.with_name(f".{path.name}.tmp")
+        rewritten = temporary_beside(path)
         try:
             with path.open(encoding="utf-8") as old, rewritten.open("w", encoding="utf-8") as new:
                 for number, line in enumerate(old, start=1):

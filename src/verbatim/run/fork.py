@@ -41,7 +41,8 @@ from verbatim.checkpoints import (
     write_origin,
 )
 from verbatim.checkpoints.origin import FORKING, ORIGIN
-from verbatim.checkpoints.run_folder import PRECISION, remove_from
+from verbatim.checkpoints.ownership import remove_from
+from verbatim.checkpoints.run_folder import PRECISION
 from verbatim.checkpoints.stored_config import changed_keys
 from verbatim.config import dump_config, load_config
 from verbatim.config.schema import RunConfig
@@ -68,6 +69,9 @@ _FIXED = {
 }
 """Keys that a fork cannot change, and why."""
 _MAY_CHANGE = ("trainer.lora.merge_final",)
+_FORKED = {*_BEGINNINGS, TRAJECTORIES, EVALUATIONS, f"{TRAJECTORIES}.jsonl", EVALUATED_LINES, ORIGIN, PRECISION,
+           "alarms.jsonl", "metrics.jsonl", "checkpoints"}  # fmt: skip
+"""What a fork puts into its folder."""
 _MOST_NAMED = 5
 
 
@@ -282,7 +286,7 @@ def _write_checkpoints(
 def _logs_to_copy(fork: Fork, logs: Mapping[str, Any]) -> dict[str, int | None]:
     """The logs that are there, and how many bytes of each; None = all of them, and a resume finds the place."""
     marked = {name: mark["size"] for name, mark in logs.items()
-              if Path(name).name == name and isinstance(mark, Mapping) and type(mark.get("size")) is int}  # fmt: skip
+              if name in _FORKED and isinstance(mark, Mapping) and type(mark.get("size")) is int}  # fmt: skip
     found: dict[str, int | None] = dict(marked) if marked else {"metrics.jsonl": None}
     for name in (f"{TRAJECTORIES}.jsonl", EVALUATED_LINES):  # of a run that an earlier version began
         found.setdefault(name, None)
@@ -316,7 +320,11 @@ def _make_room(path: Path, names: Sequence[str]) -> None:
     """Remove what a killed process left of a fork. What is not of one stays, and is refused."""
     marker = path / FORKING
     if marker.is_file():
-        remove_from(path, [name for name in marker.read_text().splitlines() if Path(name).name == name])
+        left = marker.read_text(errors="replace").splitlines()
+        if strange := [name for name in left if name not in _FORKED]:
+            raise UsageError(f"{marker} lists {_listed(list(map(repr, strange)))}, which no fork writes; nothing was "
+                             "removed. Name an empty folder with --run-dir FOLDER")  # fmt: skip
+        remove_from(path, left)
     there = [name for name in names if (path / name).exists() or (path / name).is_symlink()]
     if there:
         raise UsageError(f"{path} has {_listed(there)} already; name an empty folder with --run-dir FOLDER")

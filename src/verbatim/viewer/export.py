@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import quote
 
-from verbatim.disk import rename
+from verbatim.disk import rename, temporary_beside
 from verbatim.errors import UsageError
 from verbatim.viewer.assets import INDEX, Asset
 from verbatim.viewer.encoding import to_json
@@ -69,7 +69,7 @@ def export(
         raise UsageError(f"--export {path}: there is no folder {path.parent}; name a file in one that is there")
     asked = Filters.of(filters)
     begin, end = _page(assets)
-    partial = path.with_name(f".{path.name}.partial")
+    partial = temporary_beside(path)
     count = total = 0
     try:
         with partial.open("wb") as file:

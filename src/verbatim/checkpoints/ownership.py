@@ -1,0 +1,174 @@
+"""Proves that a folder is a run's, so that nothing of anybody else is ever removed or replaced.
+
+A run begins in an empty folder, and first writes `verbatim_run.json` into it:
+
+```
+{"format": 1, "id": "5f0c...", "names": ["alarms.jsonl", "best", "checkpoints", "config.toml", ...]}
+```
+
+`names` are the files and folders that a run makes there; no other is ever removed. A folder that has something in it
+and no such file is not touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from verbatim.checkpoints.lock import ANOTHER_FOLDER
+from verbatim.disk import make_folder, sync
+from verbatim.errors import UsageError
+
+MARKER = "verbatim_run.json"
+NAMES = frozenset({
+    ".alarms.jsonl.tmp", ".best.tmp", ".config.toml.orchestrator.tmp", ".config.toml.trainer.tmp",
+    ".eval_trajectories.jsonl.tmp", ".final.partial", ".forking", ".learning_curve.png.tmp", ".metrics.jsonl.tmp",
+    ".model.partial", ".summary.json.tmp", ".trainer_state", ".trajectories.jsonl.tmp", ".warm_start.partial",
+    "alarms.jsonl", "best", "checkpoints", "config.toml", "eval_trajectories.jsonl", "evaluations", "exchange", "final",
+    "forked_from.json", "learning_curve.png", "logs", "metrics.jsonl", "model", "module_folders.json",
+    "orchestrator.lock", "precision.json", "states", "summary.json", "summary.txt", "trainer.lock", "trajectories",
+    "trajectories.jsonl", "warm_start", "weights",
+})  # fmt: skip
+"""What a run makes in its folder."""
+_FORMAT = 1
+_OF_THE_DISK = frozenset({"lost+found"})
+"""What a file system puts into its root."""
+_HALF_WRITTEN = re.compile(rf"\.{re.escape(MARKER)}\.[0-9a-f]{{16}}")
+"""The name of a marker while it is written."""
+_MOST_NAMED = 3
+_MOST_BYTES = 1 << 16
+
+
+def claim(path: Path) -> bool:
+    """Make a folder a run's: it is created, or is empty, or is a run's already; whether it was there.
+
+    Raises:
+        UsageError: it holds something and is no run's, or it cannot be written to.
+    """
+    was_there = path.exists()
+    with _naming(path):
+        make_folder(path)
+        problem = _problem(path)
+        if problem is not None:
+            there = sorted(name for name in os.listdir(path)
+                           if name not in _OF_THE_DISK and not _HALF_WRITTEN.fullmatch(name))  # fmt: skip
+            if not there:
+                _write(path)
+            elif (problem := _problem(path)) is not None:  # another process of this run may have begun meanwhile
+                raise UsageError(f"{path} is not empty, and nothing proves that a run made what is there ({problem}); "
+                                 f"found {_listed(there)}. A new run takes an empty folder; {ANOTHER_FOLDER}")
+        _probe(path)
+    return was_there
+
+
+def require_ours(path: Path) -> None:
+    """Refuse a folder that no run has made.
+
+    Raises:
+        UsageError: says what is missing.
+    """
+    problem = _problem(path)
+    if problem is not None:
+        raise UsageError(f"nothing proves that a run made {path}: {problem}. Nothing was changed; to begin a new run "
+                         f"at one of its checkpoints: --fork {path} --run-dir FOLDER")  # fmt: skip
+    with _naming(path):
+        _probe(path)
+
+
+def require_writable(path: Path) -> None:
+    """Create a folder for runs, and check early that it can be written to.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    with _naming(path):
+        make_folder(path)
+        _probe(path)
+
+
+def remove_from(folder: Path, names: Iterable[str]) -> None:
+    """Remove these files and folders of a run's folder, as far as they are there."""
+    for name in names:
+        assert name in NAMES, name
+        path = folder / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def remove_run(folder: Path) -> None:
+    """Remove what the run has made, and the folder, if nothing else is in it."""
+    remove_from(folder, sorted(NAMES))
+    (folder / MARKER).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+def _problem(path: Path) -> str | None:
+    """Why this folder is not proven to be a run's."""
+    marker = path / MARKER
+    try:
+        descriptor = os.open(marker, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return f"there is no {MARKER}"
+    except OSError as error:
+        return f"{marker} cannot be read: {error.strerror}"
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return f"{marker} is no file"
+        text = file.read(_MOST_BYTES)
+    try:
+        found: Any = json.loads(text)
+        known = found["format"], len(bytes.fromhex(found["id"])), {*map(str, found["names"])} <= NAMES
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return f"{marker} is damaged"
+    if known != (_FORMAT, 16, True):
+        return f"{marker} was written by another version of Verbatim"
+    return None
+
+
+def _write(path: Path) -> None:
+    """Two processes of one run may do so at once: both write the same, but for the id."""
+    content = {"format": _FORMAT, "id": secrets.token_hex(16), "names": sorted(NAMES)}
+    temporary = path / f".{MARKER}.{secrets.token_hex(8)}"
+    try:
+        with temporary.open("x", encoding="ascii") as file:
+            json.dump(content, file, indent=2)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        with contextlib.suppress(FileExistsError):
+            os.link(temporary, path / MARKER)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync(path)
+
+
+def _probe(path: Path) -> None:
+    """Write to a file without a name: an empty one can be written to a full disk."""
+    with tempfile.TemporaryFile(dir=path) as probe:
+        probe.write(bytes(1 << 16))
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"the run folder {path} cannot be written to: {error.strerror} ({error.filename or path}); "
+                         f"{ANOTHER_FOLDER}") from None  # fmt: skip
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more
