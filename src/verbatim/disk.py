@@ -11,8 +11,10 @@ import errno
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from verbatim.machine_faults import naming
 
@@ -111,6 +113,26 @@ def replacing(path: Path, *, temporary: Path | None = None) -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading that may not be ours: a link, a pipe or a device is not followed, waited for or read.
+
+    Raises:
+        OSError: it is no regular file, or cannot be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return open(descriptor, "rb")
+
+
+def is_inside(folder: Path, path: Path) -> bool:
+    """Whether a path below a folder is a regular file in it, reached by no link."""
+    steps = [path, *path.parents]
+    below = steps[: steps.index(folder)] if folder in steps else []
+    return bool(below) and path.is_file() and not any(step.is_symlink() for step in below)
 
 
 def temporary_beside(path: Path) -> Path:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from verbatim.disk import write_file
+from verbatim.disk import open_regular, write_file
 from verbatim.errors import CheckpointError
 
 
@@ -19,10 +19,11 @@ def read_json(path: Path) -> Any:
     """The JSON value in a file.
 
     Raises:
-        CheckpointError: no such file, or invalid JSON.
+        CheckpointError: no such file, a link, or invalid JSON.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        with open_regular(path) as file:
+            return json.loads(file.read().decode("utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

@@ -16,6 +16,7 @@ from verbatim.checkpoints.run_folder import ORCHESTRATOR, holds_run
 from verbatim.checkpoints.stored_config import CONFIG, leaves
 from verbatim.config.origins import dotted, line_numbers
 from verbatim.config.secrets import redacted_at
+from verbatim.disk import open_regular
 from verbatim.errors import CheckpointError, UsageError
 from verbatim.evaluation.stored import evaluated_steps
 from verbatim.monitors.alarm import Alarm
@@ -184,7 +185,11 @@ def _read_alarms(path: Path, problems: list[str]) -> list[Alarm]:
 def _records(path: Path) -> list[Any]:
     """The JSON value of each whole line; None for a line that is not JSON. A torn last line is still being written."""
     records: list[Any] = []
-    with path.open("rb") as lines:
+    try:
+        opened = open_regular(path)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    with opened as lines:
         for line in lines:
             if line.endswith(b"\n"):
                 try:
@@ -197,15 +202,20 @@ def _records(path: Path) -> list[Any]:
 def _json(path: Path) -> Mapping[str, Any]:
     """The JSON object in a file; {} where it cannot be read or holds none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(_bytes(path).decode("utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
+def _bytes(path: Path) -> bytes:
+    with open_regular(path) as file:
+        return file.read()
+
+
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        return _bytes(path).decode("utf-8", "replace")
     except OSError:
         return ""
 

@@ -31,7 +31,7 @@ from verbatim.errors import UsageError
 from verbatim.fates.retention import EVERYTHING, Retention
 from verbatim.fates.schema import FIGURES, SCHEMA, VERSION, VERSION_KEY
 from verbatim.fates.table import from_table, records_of, to_table
-from verbatim.texts import ranges
+from verbatim.texts import cut, ranges
 from verbatim.trajectories import Fate
 from verbatim.trajectory_json import NOT_WRITTEN
 
@@ -170,7 +170,12 @@ def read_fates(path: Path) -> Iterator[tuple[int, Fate]]:
     if not files or not files[0].is_file():
         raise UsageError(f"{path} has no trajectories; expected a folder with files such as step-000001.parquet")
     for file in files:
-        yield from _read(file, lambda batch: zip(batch.column("step").to_pylist(), from_table(batch), strict=True))
+        yield from _read(file, lambda batch: zip(_steps(batch), from_table(batch), strict=True))
+
+
+_UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError,
+               OverflowError, AssertionError)  # fmt: skip
+"""What reading raises of a file that anybody may have written."""
 
 
 def read_records(file: Path) -> Iterator[Mapping[str, Any]]:
@@ -190,7 +195,7 @@ def _read(file: Path, rows: Callable[[pa.RecordBatch], Iterable[T]]) -> Iterator
             for group in range(opened.num_row_groups):  # a batch over two of them could not hold nested columns
                 for batch in opened.iter_batches(_ROWS, row_groups=[group]):
                     yield from rows(batch)
-    except (pa.ArrowInvalid, OSError, ValueError, KeyError, TypeError, AssertionError) as error:
+    except _UNREADABLE as error:
         if isinstance(error, UsageError):
             raise
         why = f"{type(error).__name__}: {error}"
@@ -206,7 +211,7 @@ def read_figures(path: Path) -> pa.Table:
     files = list(files_in(path).values()) if path.is_dir() else [path]
     try:
         tables = [pq.read_table(file, columns=FIGURES, partitioning=None) for file in files]
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError) as error:
         raise UsageError(f"{path} cannot be read as trajectories of ours ({error})") from error
     if not tables:
         raise UsageError(f"{path} has no trajectories; expected a folder with files such as step-000001.parquet")
@@ -228,6 +233,17 @@ def _check(file: pq.ParquetFile, path: Path) -> None:
     if found != VERSION:
         raise UsageError(f"{path} was written in format {found.decode()}; this version of Verbatim reads "
                          f"{VERSION.decode()}")  # fmt: skip
+    for name, kind in zip(SCHEMA.names, SCHEMA.types, strict=True):
+        there = file.schema_arrow.field(name).type if name in file.schema_arrow.names else None
+        if there is None or there.id != kind.id:  # an earlier version's lists have fewer fields
+            raise UsageError(f"{path} is damaged: its column {name} is {cut(str(there or 'missing'), 100)}")
+
+
+def _steps(batch: pa.RecordBatch) -> list[int]:
+    steps: list[int] = batch.column("step").to_pylist()
+    if None in steps:
+        raise ValueError("a step is missing")
+    return steps
 
 
 def _write(path: Path, step: int, fates: Sequence[Fate]) -> int:

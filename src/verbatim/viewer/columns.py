@@ -135,7 +135,7 @@ def read_columns(path: Path, step: int, source: int = FATES) -> pa.Table:
         columns = {name: table.column(name).combine_chunks() for name in _STORED}
         columns["error"] = pc.utf8_slice_codeunits(columns["error"], 0, LONGEST_ERROR)
         return _located(columns, source, step, np.arange(table.num_rows))
-    except (pa.ArrowException, KeyError, ValueError, TypeError) as error:
+    except (pa.ArrowException, AttributeError, IndexError, KeyError, ValueError, TypeError) as error:
         raise UsageError(f"{path.name} has other columns than trajectories of ours: {cut(str(error), 200)}") from error
 
 

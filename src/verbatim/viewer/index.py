@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from verbatim.disk import is_inside
 from verbatim.errors import UsageError
 from verbatim.fates.files import files_in
 from verbatim.texts import cut
@@ -116,6 +117,8 @@ class RunIndex:
         oldest: dict[int, int] = {}
         for source, name in FOLDERS.items():
             for step, path in files_in(self.folder / name).items():
+                if not is_inside(self.folder, path):  # a link may lead anywhere
+                    continue
                 with contextlib.suppress(FileNotFoundError):  # retention, or a resume, has removed it meanwhile
                     stat = path.stat()
                     found[source, step] = (path, (stat.st_mtime_ns, stat.st_size, stat.st_ino))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from verbatim.disk import open_regular
+
 _COMPARED = 2**16
 """Bytes of the last line that are compared: a file that was cut back and grew again differs there."""
 
@@ -34,7 +36,7 @@ class FollowedLines:
         if not self.end:
             return False
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 if self.path.stat().st_ino != self._inode:
                     return True
                 file.seek(self._start)
@@ -56,7 +58,7 @@ class FollowedLines:
             OSError: the file cannot be read; a file that is not there has no lines.
         """
         try:
-            file = self.path.open("rb")
+            file = open_regular(self.path)
         except FileNotFoundError:
             return
         with file:

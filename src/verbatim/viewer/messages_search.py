@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from verbatim.disk import open_regular
 from verbatim.viewer.columns import FOLDERS, LINE_FILES
 from verbatim.viewer.index import Snapshot
 
@@ -149,7 +150,7 @@ def _rows_in_file(path: Path, needle: str, search: _Search) -> list[int]:
                 hits = np.asarray(pc.match_substring(column, needle, ignore_case=True))
                 found += (np.flatnonzero(hits) + first).tolist()
                 first += len(column)
-    except (pa.ArrowException, OSError, ValueError, KeyError):
+    except (pa.ArrowException, OSError, AttributeError, ValueError, KeyError, TypeError):
         pass
     return found
 
@@ -158,7 +159,7 @@ def _places_in_lines(path: Path, places: list[int], text: str) -> list[int]:
     found: list[int] = []
     wanted = json.dumps(text, ensure_ascii=False)[1:-1].lower()
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             for place in places:
                 file.seek(place)
                 messages: Any = json.loads(file.readline())["trajectory"]["messages"]

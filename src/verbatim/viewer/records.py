@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from verbatim.disk import open_regular
 from verbatim.errors import UsageError
 from verbatim.fates.table import records_of
 from verbatim.texts import cut
@@ -91,7 +92,7 @@ def _read_fate(path: Path, row: int) -> FoundTrajectory:
 
 
 def _read_line(path: Path, place: int) -> FoundTrajectory:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         file.seek(place)
         line = json.loads(file.readline())
     record = line["trajectory"]

@@ -14,6 +14,7 @@ from verbatim.checkpoints.origin import read_origin
 from verbatim.checkpoints.run_folder import ORCHESTRATOR, TRAINER
 from verbatim.checkpoints.stored_config import CONFIG
 from verbatim.config.secrets import redacted
+from verbatim.disk import is_inside, open_regular
 from verbatim.errors import CheckpointError, UsageError
 from verbatim.texts import cut, end_of_file
 
@@ -74,7 +75,7 @@ def read_state(folder: Path) -> RunState:
 def read_config(folder: Path) -> dict[str, Any]:
     """The stored configuration; empty where it is missing or damaged."""
     try:
-        return tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        return tomllib.loads(_text(folder / CONFIG))
     except (OSError, ValueError, RecursionError):
         return {}
 
@@ -91,7 +92,7 @@ def read_fork(folder: Path) -> dict[str, Any] | None:
 def config_text(folder: Path) -> str:
     """The stored configuration as TOML without secrets; a note where it is missing or damaged."""
     try:
-        text = (folder / CONFIG).read_text(encoding="utf-8")
+        text = _text(folder / CONFIG)
         config = tomllib.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         return f"# {CONFIG} cannot be read: {cut(str(error), 200)}\n"
@@ -103,10 +104,15 @@ def summary_text(folder: Path) -> str | None:
     """What the run printed at its end; None before."""
     for name in ("summary.txt", "summary.json"):
         try:
-            return (folder / name).read_text(encoding="utf-8", errors="replace")
+            return _text(folder / name, errors="replace")
         except OSError:
             continue
     return None
+
+
+def _text(path: Path, errors: str = "strict") -> str:
+    with open_regular(path) as file:
+        return file.read().decode("utf-8", errors)
 
 
 def _state(folder: Path) -> str:
@@ -117,8 +123,9 @@ def _state(folder: Path) -> str:
         return "finished"
     if not any(lock.is_file() for lock in locks):
         return "unknown"
+    log = folder / "logs" / f"{ORCHESTRATOR}.log"
     try:
-        last = end_of_file(folder / "logs" / f"{ORCHESTRATOR}.log", most=2**16)[-40:]
+        last = end_of_file(log, most=2**16)[-40:] if is_inside(folder, log) else []
     except OSError:
         last = []
     return "failed" if any(" ERROR " in line or " CRITICAL " in line for line in last) else "stopped"

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from verbatim.disk import open_regular
 from verbatim.imports import is_installed
 
 FILE = "tokenizer.json"
@@ -17,7 +18,7 @@ FILE = "tokenizer.json"
 def find_tokenizer(run: Path) -> Path | None:
     """The folder with the tokenizer of a run's model: in the run folder, or the folder that its configuration names."""
     for folder in _candidates(run):
-        if (folder / FILE).is_file():
+        if (folder / FILE).is_file() and not (folder / FILE).is_symlink():
             return folder
     return None
 
@@ -27,12 +28,17 @@ def _candidates(run: Path) -> Iterator[Path]:
     yield from sorted((run / "weights").glob("*"), reverse=True)
     yield from sorted((run / "checkpoints").glob("*/weights"), reverse=True)
     try:
-        model = tomllib.loads((run / "config.toml").read_text(encoding="utf-8")).get("model")
+        model = tomllib.loads(_text(run / "config.toml")).get("model")
     except (OSError, ValueError, RecursionError):
         return
     name = model.get("name") if isinstance(model, dict) else None
     if isinstance(name, str):
         yield Path(name).expanduser()
+
+
+def _text(path: Path) -> str:
+    with open_regular(path) as file:
+        return file.read().decode("utf-8")
 
 
 class RunTokenizer:
@@ -64,7 +70,7 @@ class RunTokenizer:
     @cached_property
     def _config(self) -> dict[str, Any]:
         try:
-            found = json.loads((self._folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+            found = json.loads(_text(self._folder / "tokenizer_config.json"))
         except (OSError, ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
@@ -80,7 +86,7 @@ class RunTokenizer:
     def chat_template(self) -> str | None:
         """The Jinja text; None where there is none, or several."""
         try:
-            return (self._folder / "chat_template.jinja").read_text(encoding="utf-8")
+            return _text(self._folder / "chat_template.jinja")
         except (OSError, ValueError):
             template = self._config.get("chat_template")
             return template if isinstance(template, str) else None

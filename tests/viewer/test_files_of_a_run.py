@@ -1,0 +1,126 @@
+"""A run folder may come from anybody: what lies elsewhere is never shown, and no file of it ends a command."""
+
+import json
+import os
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from viewer_runs import PAGE, make_run, read, trained, trajectory
+
+from verbatim.checkpoints.json_files import read_json
+from verbatim.cli.main import main
+from verbatim.comparison.read_run import read_run
+from verbatim.disk import is_inside, open_regular
+from verbatim.errors import CheckpointError, UsageError
+from verbatim.viewer.export import export
+from verbatim.viewer.run_state import config_text, read_config, read_state, summary_text
+
+STEPS = {1: [trained(trajectory("a")), trained(trajectory("b"))]}
+SECRET = "zqsecret"
+NAMES = ("summary.txt", "summary.json", "config.toml", "metrics.jsonl", "alarms.jsonl", "forked_from.json",
+         "logs/orchestrator.log", "model/tokenizer.json", "model/tokenizer_config.json",
+         "model/chat_template.jinja")  # fmt: skip
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Path:
+    """Files outside of the run, each of them one that would be shown."""
+    folder = tmp_path / "elsewhere"
+    for name in NAMES:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        text = {".toml": f'name = "{SECRET}"', ".jsonl": json.dumps({"step": 1, "name": SECRET, SECRET: 1.0}) + "\n",
+                ".json": json.dumps({SECRET: 1, "chat_template": SECRET})}.get(Path(name).suffix, SECRET)  # fmt: skip
+        (folder / name).write_text(text)
+    return folder
+
+
+def linked(run: Path, elsewhere: Path) -> None:
+    """Each file that is read of a run is a link that leads out of it."""
+    for name in NAMES:
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).unlink(missing_ok=True)
+        (run / name).symlink_to(elsewhere / name)
+
+
+def test_links_that_lead_elsewhere_are_not_followed(tmp_path: Path, elsewhere: Path):
+    run = tmp_path / "run"
+    make_run(run, STEPS)
+    linked(run, elsewhere)
+    assert summary_text(run) is None
+    assert SECRET not in config_text(run)
+    assert read_config(run) == {}
+    assert SECRET not in str(read_state(run))
+    view = read(run)
+    view.read_all()
+    shown = json.dumps([view.about(), view.metrics(None), view.config(), view.summary(), view.facets()], default=str)
+    assert SECRET not in shown
+    page = tmp_path / "page.html"
+    export([view], PAGE, page, filters={}, most=100)
+    assert SECRET not in page.read_text()
+    with pytest.raises(UsageError, match=r"metrics.jsonl cannot be read"):
+        read_run(run)
+    with pytest.raises(CheckpointError):
+        read_json(run / "forked_from.json")
+
+
+def test_a_trajectory_file_that_is_a_link_is_not_in_the_table(tmp_path: Path):
+    make_run(tmp_path / "other", STEPS)
+    make_run(tmp_path / "run", STEPS)
+    count = len(list((tmp_path / "run" / "trajectories").iterdir()))
+    for file in list((tmp_path / "run" / "trajectories").iterdir()):
+        file.unlink()
+        file.symlink_to(tmp_path / "other" / "trajectories" / file.name)
+    assert count
+    view = read(tmp_path / "run")
+    view.read_all()
+    assert view.about()["num_trajectories"] == 0
+    (tmp_path / "run" / "trajectories").rename(tmp_path / "was")
+    (tmp_path / "run" / "trajectories").symlink_to(tmp_path / "other" / "trajectories")
+    view = read(tmp_path / "run")
+    view.read_all()
+    assert view.about()["num_trajectories"] == 0
+
+
+def test_pipes_and_devices_are_neither_waited_for_nor_read(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="no regular file"):
+        open_regular(tmp_path / "pipe")
+    with pytest.raises(OSError, match="no regular file"):
+        open_regular(Path("/dev/zero"))
+    (tmp_path / "file").write_text("x")
+    assert is_inside(tmp_path, tmp_path / "file")
+    assert not is_inside(tmp_path / "file", tmp_path / "file")
+    assert not is_inside(tmp_path, tmp_path / "pipe")
+
+
+def damaged(file: Path, **columns: pa.Array) -> None:
+    """The file again, with other columns in the place of some."""
+    table = pq.read_table(file, partitioning=None)
+    for name, column in columns.items():
+        place = table.schema.get_field_index(name)
+        table = table.set_column(place, name, column)
+    pq.write_table(table.replace_schema_metadata(pq.read_schema(file).metadata), file)
+
+
+DEEP = "[" * 200_000 + "]" * 200_000
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("messages", DEEP), ("info", DEEP), ("tools", DEEP), ("messages", "5"), ("messages", None), ("info", "[]"),
+    ("tools", "{"), ("turns", None), ("turns", 5), ("turns", "x"), ("turns", [1]), ("turns", {"a": 1}),
+    ("turns", [{"path": 1}]), ("flags", "x"), ("reward", "x"), ("step", "x"), ("step", None),
+])  # fmt: skip
+@pytest.mark.parametrize("command", [["doctor"], ["export", "--out", "out.jsonl"], ["view", "--export", "page.html"]],
+                         ids=" ".join)  # fmt: skip
+def test_hostile_columns_are_told_in_a_sentence(tmp_path: Path, monkeypatch, capfd, command, name, value):
+    monkeypatch.chdir(tmp_path)
+    make_run(Path("run"), STEPS)
+    (file, *_) = sorted(Path("run", "trajectories").iterdir())
+    table = pq.read_table(file, partitioning=None)
+    damaged(file, **{name: pa.array([value] * table.num_rows)})
+    status = main([command[0], "run", *command[1:]])
+    said = capfd.readouterr()
+    assert status in (0, 1, 2)
+    assert "Traceback" not in said.out + said.err
