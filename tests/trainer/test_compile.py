@@ -1,6 +1,7 @@
 """Compiled layers have the gradient of those that are not, and are compiled once."""
 
 import functools
+import sys
 
 import parallel_jobs as jobs
 import pytest
@@ -17,6 +18,13 @@ from verbatim.models.tiny import decoder_layers
 from verbatim.trainer.compile import compile_layers
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def no_distutils(monkeypatch):
+    """inductor imports setuptools, which fails where another test has imported the standard library's distutils."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "distutils"]:
+        monkeypatch.delitem(sys.modules, name)
 
 
 @pytest.fixture(autouse=True)
