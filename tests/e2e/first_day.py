@@ -211,6 +211,7 @@ MISTAKES = (
     Mistake("The run folder holds another run", "rl run.toml --run-dir run", files={
         "my_env.py": environment(score="return len(trajectory.messages[-1]['content']) / 100")}, prepare=an_old_run),
     Mistake("Nothing to resume", "rl run.toml --resume", files=my_env()),
+    Mistake("The run folder has other files in it", "rl run.toml --run-dir .", files=my_env()),
     Mistake("The disk is full", "rl run.toml", files=my_env(), prepare=no_space, status=1),
     Mistake("The port is taken", "serve model --port PORT", prepare=taken_port),
     Mistake("No GPU", "rl run.toml --trainer.device cuda", files=my_env()),
