@@ -152,7 +152,7 @@ class GatewayEpisode:
             self._identity, turns=tuple(loop.recorder.turns), messages=loop.messages(shown), reward=scores[0],
             reward_parts=scores[1], agent_rewards=scores[2], stop_reason=stop_reason_of(session),
             truncated=stop_reason_of(session).truncated, error=error, num_unrecorded_tokens=num_unrecorded(session),
-            info={INFO: session.info, **({TOOLS_OFFERED: True} if loop.offers_tools else {})},
+            info={INFO: session.info, **loop.info, **({TOOLS_OFFERED: True} if loop.offers_tools else {})},
         )  # fmt: skip
 
     async def cancel(self) -> None:
