@@ -181,7 +181,10 @@ class PackageRenderer(ContinuingRenderer):
                                            new_messages, conversation.tools)  # fmt: skip
             if len(found) <= _SHORT:
                 self._bridged.add(key, found)
-        return found
+        assert conversation.said is not None
+        # The family closes a thought that it takes to be open; ours was read.
+        closes = found[:1] == [self._tokenizer.control_tokens.get("</think>")]
+        return found[1:] if closes and not conversation.said.parsed.thought_open else found
 
     def _behind_by_family(
         self, before: list[int], num_sampled: int, new_messages: Sequence[Message], tools: Schemas

@@ -7,8 +7,8 @@ its generation prompt, is the same from the end of X on, and if the end of X is 
 
 What is written behind a turn seldom depends on what stands before it. Whether it does is found out once for each shape
 of N and of the calls, over conversations with one and with three turns, with and without a system message, tools and an
-earlier call. Where it does not, a conversation of one question stands in for H, so that the time of a bridge does not
-grow with the conversation; else the conversation at hand is rendered.
+earlier call. Where it does not, a conversation of one question stands in for a long H, so that the time of a bridge does
+not grow with the conversation. Else, and always in short conversations, the one at hand is rendered.
 
 A stand-in thinks where the generation prompt has opened a thought, does not where it has closed one, and both is tried
 where it leaves that open.
@@ -32,6 +32,8 @@ Render = Callable[[Sequence[Mapping[str, Any]], Any], str]
 where it refuses them."""
 _Messages = Sequence[Mapping[str, Any]]
 
+_SHORT = 16
+"""Messages of a conversation that is always rendered itself."""
 _SHAPES = 256
 """Shapes of turns and answers that are remembered."""
 _END = "zqend"
@@ -69,7 +71,7 @@ class StandIns:
             TemplateFault: a rendering exceeds its budget.
         """
         calls = _paired(calls, [message for message in new if message.get("role") == "tool"])
-        if self._is_same_everywhere(calls, new):
+        if len(messages) > _SHORT and self._is_same_everywhere(calls, new):
             return self._behind([ASK], None, calls, new)
         return self._behind(messages, tools, calls, new)
 
