@@ -214,8 +214,8 @@ def _read(
 def _right(
     renderer: TemplateRenderer, conversation: Conversation, following: Conversation, tools: Any, new: list[Any]
 ) -> bool:
-    """Whether a bridge goes on with what the template writes, given a stand-in for the turn after the whole history, and
-    whether that begins with what it writes for the prompt."""
+    """Whether a bridge goes on with what the template writes, given a stand-in for the turn after the whole history,
+    and whether that begins with what it writes for the prompt."""
     said = conversation.said
     assert said is not None
     start = _text(renderer, conversation.messages, tools, True)

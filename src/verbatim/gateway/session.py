@@ -66,7 +66,7 @@ class Session:
         """Is told of requests and answers; None = nothing is."""
         self.last_stop: StopReason = StopReason.STOP
         """Why the last reply ended, or was refused."""
-        self._threads: Threads[Kept] = Threads(restores_reasoning=self.settings.restores_reasoning)
+        self._threads: Threads[Kept] = Threads(restores_reasoning=self._restores_reasoning())
         self._fresh: OrderedDict[int, Kept] = OrderedDict()
         self._branches: list[dict[str, Any]] = []
         self._num_open = 0
@@ -310,6 +310,12 @@ class Session:
             return watch
 
         return watching
+
+    def _restores_reasoning(self) -> bool:
+        """A history as the template writes it is one without a memory; so is that of a renderer that has no say."""
+        if self.settings.restores_reasoning is not None:
+            return self.settings.restores_reasoning
+        return getattr(self.loop.renderer, "history", "template") == "verbatim"
 
     def _call_id(self, index: int) -> str:
         self._num_calls += 1

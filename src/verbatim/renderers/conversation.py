@@ -11,7 +11,7 @@ and nothing depends on which array object holds the ids.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, Protocol, Self, runtime_checkable
@@ -49,6 +49,26 @@ class BreakReason(StrEnum):
     """`history = "template"`: every prompt is rendered."""
     HISTORY_EDITED = "history_edited"
     """Earlier messages are not what they were."""
+
+    @property
+    def sentence(self) -> str:
+        """The reason in words."""
+        return _SENTENCES[self]
+
+
+_SENTENCES: Mapping[BreakReason, str] = {
+    BreakReason.CONTROL_TOKEN: "the model sampled a token that opens or closes a turn inside of its own",
+    BreakReason.OTHER_END: "the model ended its turn with a token that the format does not write there",
+    BreakReason.OPEN_THOUGHT: "the model ended its turn inside of a thought",
+    BreakReason.TOOLS_CHANGED: "the environment shows other tools than before",
+    BreakReason.OTHER_MESSAGES: "the environment appended a message that is not of a tool or a user",
+    BreakReason.THOUGHT_DROPPED: "the user has spoken, and the format drops what was thought before; with "
+    'orchestrator.renderer.thinking_retention = "all" it stays',
+    BreakReason.FORMAT_UNKNOWN: "it is not known what the format writes behind such a turn",
+    BreakReason.HISTORY_TEMPLATE: 'history = "template" renders every prompt; orchestrator.renderer.history = '
+    '"verbatim" continues what was sampled',
+    BreakReason.HISTORY_EDITED: "the environment changed messages that were already sent",
+}
 
 
 @runtime_checkable

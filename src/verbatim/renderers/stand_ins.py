@@ -7,8 +7,8 @@ its generation prompt, is the same from the end of X on, and if the end of X is 
 
 What is written behind a turn seldom depends on what stands before it. Whether it does is found out once for each shape
 of N and of the calls, over conversations with one and with three turns, with and without a system message, tools and an
-earlier call. Where it does not, a conversation of one question stands in for a long H, so that the time of a bridge does
-not grow with the conversation. Else, and always in short conversations, the one at hand is rendered.
+earlier call. Where it does not, a conversation of one question stands in for a long H, so that the time of a bridge
+does not grow with the conversation. Else, and always in short conversations, the one at hand is rendered.
 
 A stand-in thinks where the generation prompt has opened a thought, does not where it has closed one, and both is tried
 where it leaves that open.
