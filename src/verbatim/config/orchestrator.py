@@ -204,10 +204,10 @@ class RendererConfig(Section):
     tools: Literal["hermes"] | None = None
     """"hermes" writes tools as text of the messages, for a chat template that has none; otherwise the model's own."""
     thinking_retention: Literal["tool_cycle", "all"] = "tool_cycle"
-    """At a user's message, thoughts go where the model's format drops them, and the next turn starts a new sample; or
-    all of them stay, and the dialogue is one sample."""
+    """At a user's message, "tool_cycle" lets thoughts go where the model's format drops them, and the next turn starts
+    a new sample; with "all" they stay, and the dialogue is one sample."""
     history: Literal["verbatim", "template"] = "verbatim"
-    """Whether prompts continue what was sampled, or each is rendered, as a chat endpoint does."""
+    """"verbatim" continues what was sampled; "template" renders every prompt, as a chat endpoint does."""
 
     @model_validator(mode="after")
     def _one_format(self) -> Self:
