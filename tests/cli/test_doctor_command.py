@@ -391,7 +391,7 @@ def test_a_kind_of_message_that_is_never_bridged_is_status_1(capsys: pytest.Capt
     assert main(["doctor", "--template", str(TEMPLATES / "gptoss.jinja")]) == 1
     shown = capsys.readouterr().out
     assert "a user's message" in shown
-    assert "the model ended its turn with a token that the format does not write there" in " ".join(shown.split())
+    assert "(turn 0) '<|return|>' becomes '<|end|><|start|>user" in " ".join(shown.split())
 
 
 def test_messages_that_a_template_refuses_or_leaves_out_are_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,8 +83,8 @@ def body(renderer, what):
         start = whole.index(text) + len(text) if text and text in whole else len(prompt)
         end = _end(renderer, whole, whole.index("Bonn"), len(calls))
         said = content + whole[start:end]
-        if renderer.name == "gpt-oss":
-            said = said.removeprefix("<|end|><|start|>assistant") if text else said
+        if text and renderer.turn_token_ids & set(renderer._tokenizer.encode(whole[start:end])):
+            continue  # text beside a call is a message of its own
         if what == "unreadable":
             return said.replace("Bonn", '{"Bo[', 1).replace('"}', "", 1).replace("look", "", 1)
         if what == "spelt":

@@ -166,7 +166,7 @@ class ContinuingRenderer(abc.ABC):
     @cached_property
     def turn_token_ids(self) -> frozenset[int]:
         """The control tokens that open or close a turn: those that end one, and those that the format writes around
-        the texts of systems, users and tools, as far as they stand before the text."""
+        the texts of systems, users and tools, as far as they stand before the text; without those of a plain answer."""
         found = set(self.stop_token_ids)
         for messages in ([ASK], [SYSTEM, ASK]):
             found |= set(self._controls_of(self._written(messages, True)))
@@ -175,7 +175,14 @@ class ContinuingRenderer(abc.ABC):
         called = self._controls_of(self._probed_behind([_CALL], [RESULT]))
         is_close = called[:1] == self._controls_of(answered)[:1]
         found |= set(called[: 2 if is_close else 1])
-        return frozenset(found)
+        return frozenset(found).difference(self._answer_token_ids())
+
+    def _answer_token_ids(self) -> list[int]:
+        """The control tokens that the format writes in a plain answer, before its end."""
+        prompt, whole = self._written([ASK], True), self._written([ASK, ANSWER], False)
+        answer = whole[len(prompt) :] if whole[: len(prompt)] == prompt else []
+        end = next((place for place, token in enumerate(answer) if token in self.stop_token_ids), len(answer))
+        return self._controls_of(answer[:end])
 
     @cached_property
     def drops_thoughts(self) -> bool:

@@ -34,6 +34,8 @@ _Messages = Sequence[Mapping[str, Any]]
 
 _SHORT = 16
 """Messages of a conversation that is always rendered itself."""
+_LEAST = 2
+"""Stand-ins that the template has to write."""
 _SHAPES = 256
 """Shapes of turns and answers that are remembered."""
 _END = "zqend"
@@ -98,16 +100,16 @@ class StandIns:
         before = self._rendered(messages, tools)
         if before is None:
             return None
-        found: str | None = None
+        found: list[str] = []
         for turn, mark in _stand_ins(before, calls):
             whole = self._rendered([*messages, turn, *new], tools)
-            if whole is None or not whole.startswith(before):
-                return None
+            if whole is None:
+                continue  # a turn that the format does not have, such as a text beside a call
             end = self._end.search(whole, max(whole.find(mark, len(before)), len(before)))
-            if end is None or (found is not None and whole[end.start() :] != found):
+            if end is None or not whole.startswith(before) or (found and whole[end.start() :] != found[0]):
                 return None
-            found = whole[end.start() :]
-        return found
+            found.append(whole[end.start() :])
+        return found[0] if len(found) >= _LEAST else None
 
     def _rendered(self, messages: _Messages, tools: Any) -> str | None:
         try:

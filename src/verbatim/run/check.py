@@ -48,7 +48,7 @@ _ANY_TEMPLATE = ("auto", "template", "default", "DefaultRenderer")
 
 def check_run(
     config: RunConfig, environments_table: Mapping[str, Any] = ENVIRONMENTS, *, starts_both: bool = True,
-    told: Callable[[Renderer], None] = lambda renderer: None,
+    told: Callable[[Renderer], None] | None = None,
 ) -> Environments:  # fmt: skip
     """Refuse what could never start; names are looked up already, by `load_config` with its tables.
 
@@ -61,7 +61,7 @@ def check_run(
         config: The run's configuration.
         environments_table: What ids of environments stand for.
         starts_both: Whether trainer and sampler are started from here: both see the devices that this process sees.
-        told: Is given the renderer, where the model is known before the run.
+        told: Is given the renderer of the run's model.
 
     Returns:
         The environments, so that they are made once.
@@ -87,9 +87,11 @@ def check_run(
     for name, model in frozen_models(config).items():
         if model is not None:
             _check_frozen(model, name, config)
-    renderer = _check_model(config, environments, data)
-    if renderer is not None:
-        told(renderer)
+    _check_trainer(config)
+    if told is not None or config.model.name is not None or config.orchestrator.renderer.name not in _ANY_TEMPLATE:
+        renderer = _check_model(config, environments, data)
+        if told is not None:
+            told(renderer)
     return environments
 
 
@@ -231,11 +233,8 @@ def _model_config(config: RunConfig) -> Any:
         return AutoConfig.from_pretrained(find_source(config.model.name))
 
 
-def _check_model(config: RunConfig, environments: Environments, data: Sequence[Conversation]) -> Renderer | None:
-    """The renderer, if it is made before the run."""
-    _check_trainer(config)
-    if config.model.name is None and config.orchestrator.renderer.name in _ANY_TEMPLATE:
-        return None
+def _check_model(config: RunConfig, environments: Environments, data: Sequence[Conversation]) -> Renderer:
+    """The renderer of the run's model."""
     if config.model.name is not None:
         find_source(config.model.name)  # a folder or id that is not there is refused before torch is imported
     from verbatim.models.build import build_tokenizer
