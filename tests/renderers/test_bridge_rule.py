@@ -1,5 +1,7 @@
 """What was sampled stays: each exception of the rule, on ids that can be read."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from bridge_oracle import ids
@@ -246,6 +248,22 @@ MUTANTS = {
     "other_messages": ("_CONTINUED_ROLES", {"tool", "user", "system"}, "yo<|im_end|>", [SYSTEM]),
     "thought_dropped": ("drops_thoughts", False, "<think>\nhm\n</think>\n\nyo<|im_end|>", [THANK]),
 }
+
+
+def test_it_is_the_end_and_the_reading_of_a_turn_that_break_it():
+    """(b) and (c), each removed."""
+    renderer = create_renderer("template", family_tokenizer("qwen3"))
+    other = renderer._tokenizer.control_tokens["<|endoftext|>"]
+    renderer.stop_token_ids = (*renderer.stop_token_ids, other)
+    assert found(renderer, "yo<|endoftext|>", [THANK]) == "other_end"
+    renderer.stop_token_ids = renderer.stop_token_ids[:-1]  # no longer an end: the turn was cut off
+    renderer.__dict__["turn_token_ids"] = renderer.turn_token_ids - {other}
+    assert found(renderer, "yo<|endoftext|>", [THANK]) == f"<|im_end|>{USER_NEXT}"
+    conversation = played(renderer, "<think>\nhm<|im_end|>")
+    assert conversation.bridged([SEES], TOOLS) is BreakReason.OPEN_THOUGHT
+    read = dataclasses.replace(conversation.said.parsed, thought_open=False)
+    following = conversation.answered(conversation.said.completion_ids, read).bridged([SEES], TOOLS)
+    assert renderer.decode(following.prompt_ids).endswith(f"hm<|im_end|>{TOOL_NEXT}")
 
 
 @pytest.mark.parametrize("reason", ["control_token", "tools_changed", "other_messages", "thought_dropped"])

@@ -61,7 +61,7 @@ def check_run(
         config: The run's configuration.
         environments_table: What ids of environments stand for.
         starts_both: Whether trainer and sampler are started from here: both see the devices that this process sees.
-        told: Is given the renderer of the run's model.
+        told: Is given the renderer, where it is made here; that of a model that is built is made with the run.
 
     Returns:
         The environments, so that they are made once.
@@ -88,7 +88,7 @@ def check_run(
         if model is not None:
             _check_frozen(model, name, config)
     _check_trainer(config)
-    if told is not None or config.model.name is not None or config.orchestrator.renderer.name not in _ANY_TEMPLATE:
+    if config.model.name is not None or config.orchestrator.renderer.name not in _ANY_TEMPLATE:
         renderer = _check_model(config, environments, data)
         if told is not None:
             told(renderer)
