@@ -59,24 +59,25 @@ def watched() -> Iterator[Watch]:
     """Watch all episodes for as long as the block lasts."""
     watch = Watch()
     streams: dict[Recorder, list[Told]] = {}
-    read, record, make_prompt, close = AgentLoop._read, AgentLoop._record, AgentLoop._prompt_ids, Recorder.close
+    read, record, make_prompt, close = AgentLoop._read, AgentLoop._record, AgentLoop._conversation, Recorder.close
     replied = AgentLoop._replied
     completions: dict[Answer, Completion] = {}
     cut: set[Answer] = set()
 
     def prompt_again(loop: AgentLoop, prompt: Prompt) -> Any:
-        prompt_ids, extends = make_prompt(loop, prompt)
-        if extends is None:
+        made = make_prompt(loop, prompt)
+        if not made.extends:
             again = loop.renderer.render_ids(prompt.messages, prompt.schemas or None, add_generation_prompt=True)
         else:
-            turn = loop.recorder.turns[extends]
-            new = prompt.messages[prompt.num_known :]
-            again = loop.renderer.bridge_to_next_turn(
-                turn.prompt_ids, turn.completion_ids, new, prompt.schemas or None
-            )
-        same = again is not None and np.array_equal(again, prompt_ids)
+            before = prompt.thread.answer.conversation
+            turn = loop.recorder.turns[prompt.thread.turn]  # other arrays, and nothing that was read before
+            handle = dataclasses.replace(
+                before, messages=prompt.messages[: prompt.num_known - 1], prompt_ids=turn.prompt_ids
+            ).answered(turn.completion_ids, None, before.said.message, before.said.calls)
+            again = handle.continued(prompt.messages[prompt.num_known :], prompt.schemas or None).prompt_ids
+        same = np.array_equal(again, made.prompt_ids)
         watch.expect(same, f"{prompt.agent}: the prompt, made again from what was recorded, has other ids")
-        return prompt_ids, extends
+        return made
 
     def read_and_keep(loop: AgentLoop, completion: Completion, *how: Any) -> Answer:
         answer = read(loop, completion, *how)
@@ -130,7 +131,7 @@ def watched() -> Iterator[Watch]:
         mock.patch.object(AgentLoop, "_read", read_and_keep),
         mock.patch.object(AgentLoop, "_replied", reply_and_keep),
         mock.patch.object(AgentLoop, "_record", record_again),
-        mock.patch.object(AgentLoop, "_prompt_ids", prompt_again),
+        mock.patch.object(AgentLoop, "_conversation", prompt_again),
         mock.patch.object(Recorder, "close", check_and_close),
     ):
         yield watch

@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 
 import warm
+from doctor.corpus import tokenizer
+from verbatim.cli.config_command import _continued
 from verbatim.cli.main import main
+from verbatim.config.orchestrator import RendererConfig
+from verbatim.renderers import create_renderer
 
 FILE = """\
 [model]
@@ -86,3 +90,25 @@ def test_what_the_staleness_rule_caps_is_said(file: Path, capsys, options, notes
     assert len(lines) == len(notes)
     for line, note in zip(lines, notes, strict=True):
         assert line.startswith(f"note: orchestrator.{note}")
+
+
+@pytest.mark.parametrize(("retention", "outcome"), [
+    ("tool_cycle", "starts a new sample: the user has spoken, and the format drops what was thought before"),
+    ("all", "continues what was sampled"),
+])  # fmt: skip
+def test_which_turns_of_the_model_continue_is_told(retention: str, outcome: str):
+    renderer = create_renderer("qwen3", tokenizer(), thinking_retention=retention)
+    told = list(_continued(renderer, RendererConfig(thinking_retention=retention)))
+    assert told[0] == f'renderer "qwen3", thinking_retention = "{retention}", history = "verbatim":'
+    assert told[1:4] == [
+        "a tool's answer continues what was sampled", "a tool's answer, after a thought continues what was sampled",
+        "a user's message continues what was sampled",
+    ]  # fmt: skip
+    assert told[4].startswith(f"a user's message, after a thought {outcome}")
+    assert told[5].startswith("a system message starts a new sample")
+
+
+def test_history_as_a_chat_endpoint_has_it_continues_nothing():
+    renderer = create_renderer("qwen3", tokenizer(), history="template")
+    told = list(_continued(renderer, RendererConfig(history="template")))
+    assert all("starts a new sample: history = \"template\" renders every prompt" in line for line in told[1:])

@@ -279,7 +279,7 @@ def test_advice_about_servers_is_not_given_about_a_run_of_ours(tmp_path: Path, m
 
 def test_the_advice_of_a_class_is_given_once(tmp_path: Path, model: Path, capsys):
     _, out, _ = run(capsys, write(tmp_path / "log.jsonl", QWEN3, QWEN3), "--model", model)
-    assert " ".join(out.split()).count("the chat template drops the thinking of earlier turns") == 1
+    assert " ".join(out.split()).count("the model's format drops what was thought before") == 1
 
 
 @pytest.mark.slow
@@ -415,7 +415,10 @@ def test_a_template_without_tools_is_told_and_status_1(
     )
     assert main(["doctor", "--template", str(file), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
-    assert {row["outcome"] for row in found["tables"]["default"] if "tool" not in row["appended"]} == {"bridged"}
+    rows = found["tables"]["default"]
+    assert {row["outcome"] for row in rows if row["appended"] == "a user's message"} == {"bridged"}
+    told = {(row["outcome"], row["reason"]) for row in rows if row["appended"] == "a system message"}
+    assert told == {("refused", "the environment appended a message that is not of a tool or a user")}
     assert found["tools"] == {
         "shown": False, "shown_below_system": False, "called": False, "read": False, "answered": True,
         "hermes": "schemas in a system message, answers in a tool message",

@@ -7,10 +7,11 @@ from collections import Counter
 import pytest
 
 from doctor.corpus import ASK, END, NEXT, assistant, cases, render, tokenizer, turn, user
-from verbatim import Trajectory
+from verbatim import Trajectory, Turn
 from verbatim.doctor import BreakClass, Diagnosis, Doctor, LoggedTrajectory
 from verbatim.doctor.template_lines import template_lines
 from verbatim.doctor.text import TokenText, printable
+from verbatim.renderers import BreakReason
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,10 @@ def examine(*turns, text: TokenText | None) -> list[Diagnosis]:
 
 def test_the_corpus_has_at_least_five_cases_of_every_class_that_text_can_tell():
     counts = Counter(case.kind for case in cases())
-    told_by_the_record = {BreakClass.UNKNOWN, BreakClass.PARALLEL}
+    told_by_the_record = {
+        BreakClass.UNKNOWN, BreakClass.PARALLEL, BreakClass.CONTROL_TOKEN, BreakClass.OPEN_THOUGHT,
+        BreakClass.OTHER_MESSAGES, BreakClass.FORMAT_UNKNOWN, BreakClass.HISTORY_TEMPLATE,
+    }  # fmt: skip
     assert set(counts) == set(BreakClass) - told_by_the_record
     assert min(counts.values()) >= 5
 
@@ -150,3 +154,18 @@ def test_unequal_values_are_not_re_serialised(text: TokenText, value: str, other
 
 def test_nothing_that_a_terminal_obeys_is_shown():
     assert printable("a b\n\x1b[31m\u202e\x00é") == "a·b\\n\\x1b[31m\\u202e\\x00é"
+
+
+@pytest.mark.parametrize(("reason", "kind"), [
+    ("control_token", "control_token"), ("other_end", "stop_token"), ("open_thought", "open_thought"),
+    ("tools_changed", "tools_changed"), ("other_messages", "other_messages"), ("thought_dropped", "thinking_stripped"),
+    ("format_unknown", "format_unknown"), ("history_template", "history_template"),
+])  # fmt: skip
+def test_the_reason_that_a_run_has_noted_is_told_in_words(reason: str, kind: str):
+    turns = (Turn(prompt_ids=[1, 2], completion_ids=[3]), Turn(prompt_ids=[1, 2, 4], completion_ids=[5]))
+    info = {"rendered_anew": [{"turn": 1, "after": 0, "reason": reason}]}
+    trajectory = Trajectory(example_id="x", trajectory_id="t", turns=turns, info=info)
+    (found,) = Doctor(None).examine(LoggedTrajectory(trajectory=trajectory, line=1))
+    assert (found.turn, found.kind) == (1, kind)
+    assert found.found == f"{reason.replace('_', ' ')}: {BreakReason(reason).sentence}"
+    assert BreakReason(reason).sentence

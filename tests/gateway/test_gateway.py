@@ -116,7 +116,7 @@ async def test_a_break_that_the_renderer_makes_has_its_reason(http):
             history += [await client.say(history), user(text)]
         await client.chat(history, n=2)
         trajectory = await episode.finish()
-    anew = "the prompt was rendered anew, and does not begin with turn {} as it was sampled"
+    anew = "the prompt was rendered anew (format_unknown), and does not begin with turn {} as it was sampled"
     branches = [(b["turn"], b["reason"], b["after"], b["found"]) for b in trajectory.info[INFO]["branches"]]
     assert branches[:2] == [(1, "rendered_anew", 0, anew.format(0)), (2, "rendered_anew", 1, anew.format(1))]
     assert [branch[:3] for branch in branches[2:]] == [(3, "same_prompt", 1)]

@@ -34,6 +34,17 @@ def test_the_share_of_episodes_that_ended_in_unreadable_calls_is_a_metric():
     assert metrics_of(*(episode(0.0, stop_reason=end) for end in ends))["malformed"] == pytest.approx(0.25)
 
 
+def test_breaks_are_counted_by_the_reasons_that_were_noted():
+    noted = [{"turn": 1, "after": 0, "reason": "thought_dropped"}, {"turn": 2, "after": 1, "reason": "other_end"}]
+    found = metrics_of(
+        episode(1.0, info={"rendered_anew": noted}), episode(0.0, info={"rendered_anew": noted[:1]}), episode(0.0),
+        episode(0.0, info={"rendered_anew": "an environment's own"}),
+        episode(0.0, info={"rendered_anew": [{"reason": "made up"}, 7]}),
+    )  # fmt: skip
+    counted = {name: value for name, value in found.items() if name.startswith("breaks/")}
+    assert counted == {"breaks/thought_dropped": 2.0, "breaks/other_end": 1.0}
+
+
 def test_what_judges_spent_is_added_up_and_an_environments_own_info_of_any_shape_is_let_be():
     spent = {"judge_usage": {"requests": 2, "cost": 0.5}}
     found = metrics_of(

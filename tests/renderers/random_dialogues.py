@@ -1,7 +1,8 @@
-"""Random dialogues against chat templates: for each turn, is the bridge what the template itself gives?"""
+"""Random dialogues against chat templates: does each bridge go on with what the template writes behind the turn?"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import re
@@ -11,11 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from bridge_oracle import MARK, stand_in
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from verbatim.errors import EnvironmentFault
+from verbatim.renderers import BreakReason, Conversation
 from verbatim.renderers.template import TemplateRenderer, with_arguments
 from verbatim.renderers.tool_support import COMPLETE
 
@@ -128,9 +131,9 @@ class Tally:
     name: str
     tried: Counter[str] = field(default_factory=Counter)
     """Turns that were continued, by kind of appended message."""
-    refuted: Counter[str] = field(default_factory=Counter)
-    """Of them, those where the template changed what was there, given the turn as it was read."""
     bridged: Counter[str] = field(default_factory=Counter)
+    broken: Counter[str] = field(default_factory=Counter)
+    """The others, by reason."""
     wrong: list[Any] = field(default_factory=list)
     differs: int = 0
     """Prompts that are not `apply_chat_template`'s own."""
@@ -145,39 +148,39 @@ def check(renderer: TemplateRenderer, tokenizer: Any, tally: Tally, seed: int, h
     dialogues = Dialogues(seed, hostile)
     tools, messages = dialogues.tools(), dialogues.opening()
     tally.num_dialogues += 1
-    prompt: np.ndarray | None = None
+    conversation: Conversation | None = None
     for meant, answers in dialogues.turns():
         try:
-            if prompt is None:
-                prompt = renderer.render_ids(messages, tools)
+            if conversation is None:
+                conversation = Conversation.open(renderer, messages, tools)
                 given = renderer._wrapped(messages, tools)
                 theirs = tokenizer.apply_chat_template(
                     [with_arguments(m, as_text=renderer._arguments_as_text) for m in given],
                     tools=renderer._given(tools), add_generation_prompt=True, return_dict=False,
                 )  # fmt: skip
-                tally.differs += not _hostile(messages, tools) and prompt.tolist() != theirs
-            start = _text(renderer, messages, tools, True)
+                tally.differs += not _hostile(messages, tools) and conversation.prompt_ids.tolist() != theirs
             completion = _sampled(renderer, messages, meant, answers, tools)
-            reply, new = _read(renderer, prompt, completion, meant, answers)
-            alone = _text(renderer, [*messages, reply], tools, False)
-            whole = _text(renderer, [*messages, reply, *new], tools, True)
+            reply, calls, new = _read(renderer, conversation.prompt_ids, completion, meant, answers)
+            renderer.write_ids([*messages, reply, *new], tools, True)
         except EnvironmentFault:
             tally.refused["+".join(sorted({message["role"] for message in answers}))] += 1
             return
         kind = "+".join(sorted({message["role"] for message in new}))
         tally.tried[kind] += 1
-        now, then = _turn(renderer, start, alone), _turn(renderer, start, whole)
-        if completion is None or then is None or _squeezed(then[0]) != _squeezed((now or then)[0]):
-            tally.refuted[kind] += 1
-        bridged = None
-        if completion is not None:
-            bridged = renderer.bridge_to_next_turn(prompt, completion, new, tools)
-        if bridged is not None:
-            tally.bridged[kind] += 1
-            if not _right(renderer, bridged, prompt, completion, then, whole, start):
-                tally.wrong.append((seed, kind, len(messages)))
-        prompt = bridged if bridged is not None and bridged.tolist() == renderer._tokenizer.encode(whole) else None
         messages += [reply, *new]
+        if completion is None:
+            tally.broken["not sampled so"] += 1
+            conversation = None
+            continue
+        conversation = conversation.answered(completion, None, reply, calls)
+        following = conversation.bridged(new, tools)
+        if isinstance(following, BreakReason):
+            tally.broken[str(following)] += 1
+        else:
+            tally.bridged[kind] += 1
+            if not _right(renderer, conversation, following, tools, new):
+                tally.wrong.append((seed, kind, len(conversation.messages)))
+        conversation = None if isinstance(following, BreakReason) else following
 
 
 def _sampled(
@@ -193,29 +196,40 @@ def _sampled(
 
 def _read(
     renderer: TemplateRenderer, prompt: np.ndarray, completion: np.ndarray | None, meant: Any, answers: list[Any]
-) -> tuple[dict[str, Any], list[Any]]:
-    """What a rollout goes on with: the message that is read from a turn, and what answers that one."""
+) -> tuple[dict[str, Any], list[Any], list[Any]]:
+    """What a rollout goes on with: the message that is read from a turn, its calls, and what answers it."""
     if completion is None:
-        return meant, answers
-    read: dict[str, Any] = dict(renderer.parse_response(completion, prompt).message())
+        return meant, [], answers
+    parsed = renderer.parse_response(completion, prompt)
+    read: dict[str, Any] = dict(parsed.message())
     calls, ids = read.get("tool_calls", []), [call["id"] for call in meant.get("tool_calls", [])]
     if len(calls) != len(ids):
-        return {**read, "tool_calls": []} if calls else read, [{"role": "user", "content": "hm?"}]
+        return {**read, "tool_calls": []} if calls else read, [], [{"role": "user", "content": "hm?"}]
     if calls:
         read["tool_calls"] = [{**call, "id": name} for call, name in zip(calls, ids, strict=True)]
-    return read, answers
+    readable = [call for call in parsed.tool_calls if call.status == "ok"]
+    return read, [dataclasses.replace(call, id=name) for call, name in zip(readable, ids, strict=True)], answers
 
 
 def _right(
-    renderer: TemplateRenderer, bridged: np.ndarray, prompt: np.ndarray, completion: np.ndarray,
-    then: tuple[str, str] | None, whole: str, before: str,
-) -> bool:  # fmt: skip
-    """Whether a bridge is what the template gives, with the sampled turn in place of its own."""
-    start = [*prompt.tolist(), *completion.tolist()]
-    if then is None or bridged[: len(start)].tolist() != start:
+    renderer: TemplateRenderer, conversation: Conversation, following: Conversation, tools: Any, new: list[Any]
+) -> bool:
+    """Whether a bridge goes on with what the template writes, given a stand-in for the turn after the whole history,
+    and whether that begins with what it writes for the prompt."""
+    said = conversation.said
+    assert said is not None
+    start = _text(renderer, conversation.messages, tools, True)
+    thought = "hm" if start.rstrip().endswith("<think>") else None
+    turn = stand_in([(call.name, call.id) for call in said.calls], thought)
+    whole = _text(renderer, [*conversation.messages, turn, *new], tools, True)
+    before = [*conversation.prompt_ids.tolist(), *said.completion_ids.tolist()]
+    if following.prompt_ids[: len(before)].tolist() != before or not whole.startswith(start):
         return False
-    rest = whole[len(before) + len(then[0]) :]
-    return start[-1:] + bridged[len(start) :].tolist() == renderer._tokenizer.encode(rest)
+    rest = whole[whole.rindex(MARK) :] if MARK in whole[len(start) :] else whole[len(start) :]
+    stops = [renderer.decode(np.asarray([i])) for i in renderer.stop_token_ids]
+    rest = rest[re.search("|".join(map(re.escape, filter(None, stops))), rest).start() :]
+    ended = said.completion_ids[-1:].tolist()
+    return ended + following.prompt_ids[len(before) :].tolist() == renderer._tokenizer.encode(rest)
 
 
 def _turn(renderer: TemplateRenderer, before: str, whole: str) -> tuple[str, str] | None:
@@ -236,7 +250,3 @@ def _text(renderer: TemplateRenderer, messages: Sequence[Any], tools: Any, promp
 
 def _hostile(messages: Sequence[Any], tools: Any) -> bool:
     return bool(SPECIAL.search(json.dumps([messages, tools], ensure_ascii=False)))
-
-
-def _squeezed(text: str) -> str:
-    return "".join(text.split())

@@ -1,6 +1,5 @@
 """Bridges on small chat templates, whose right answers can be seen by reading them."""
 
-import gc
 import threading
 
 import numpy as np
@@ -8,6 +7,7 @@ import pytest
 from random_dialogues import byte_tokenizer
 
 from verbatim.errors import TemplateFault
+from verbatim.renderers import Conversation
 from verbatim.renderers.template import TemplateRenderer
 
 TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
@@ -68,29 +68,52 @@ REWRITTEN = {
     "answers above the last question dropped": template(
         "{% if m.role == 'user' or loop.index0 > messages | length - 2 %}" + TURN + "{% endif %}"
     ),
-    "an answer in capitals once the user has spoken": template(
-        TURN.replace("m.content", "m.content | upper if m.role == 'assistant' and not loop.last else m.content")
-    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_a_template_that_keeps_what_it_wrote_is_continued_with_one_rendering(name):
+def test_a_template_that_keeps_what_it_wrote_is_continued(name):
     renderer = renderer_of(KEPT[name])
     messages = [{"role": "system", "content": "s"}, user("hi")]
     prompt = renderer.render_ids(messages)
-    renderings = []
-    render = renderer._render
-    renderer._render = lambda *given: renderings.append(len(given[0])) or render(*given)
     for number in range(3):
         said = encoded(renderer, f"yo {number}<|im_end|>")
         messages += [{"role": "assistant", "content": f"yo {number}"}, user("so?")]
         bridged = renderer.bridge_to_next_turn(prompt, said, [user("so?")])
         assert bridged.tolist() == renderer.render_ids(messages).tolist()
         assert bridged[: len(prompt) + len(said)].tolist() == [*prompt.tolist(), *said.tolist()]
-        assert renderings == [4 + 2 * number, 4 + 2 * number]  # the bridge's one, and the comparison's
-        renderings.clear()
         prompt = bridged
+
+
+def long_conversation(renderer, num_turns):
+    conversation = Conversation.open(renderer, [user("hi")])
+    said = encoded(renderer, "yo<|im_end|>")
+    for number in range(num_turns):
+        conversation = conversation.answered(said).continued([user(f"so {number}?")])
+        assert conversation.extends
+    return conversation.answered(said)
+
+
+def test_what_is_behind_a_turn_of_a_long_conversation_is_found_without_rendering_it(monkeypatch):
+    renderer = renderer_of(KEPT["ChatML"])
+    conversation = long_conversation(renderer, 20)
+    conversation.bridged([user("so?")])
+    sizes, render = [], renderer._render
+    monkeypatch.setattr(renderer, "_render", lambda *given: sizes.append(len(given[0])) or render(*given))
+    following = conversation.bridged([user("and so?")])
+    assert renderer.decode(following.prompt_ids).endswith(
+        "yo<|im_end|>\n\n<|im_start|>user\nand so?<|im_end|>\n\n<|im_start|>assistant\n"
+    )
+    assert max(sizes) == 3  # a question, a stand-in, and what is new
+
+
+def test_a_template_that_counts_its_messages_is_rendered_however_long_the_conversation_is():
+    numbered = TURN.replace("{{ m.content }}", "{{ m.content }}{% if m.role == 'user' %}{{ loop.index }}{% endif %}")
+    renderer = renderer_of(template(numbered))
+    following = long_conversation(renderer, 20).bridged([user("so?")])
+    assert renderer.decode(following.prompt_ids).endswith(
+        "yo<|im_end|>\n\n<|im_start|>user\nso?43<|im_end|>\n\n<|im_start|>assistant\n"
+    )
 
 
 @pytest.mark.parametrize("name", REWRITTEN)
@@ -110,70 +133,23 @@ def test_messages_that_are_edited_after_they_were_rendered_are_not_read_again():
     assert "edited" not in renderer.decode(bridged)
 
 
-def test_conversations_with_the_same_prompt_are_continued_where_they_come_to_the_same():
-    renderer = renderer_of(PLAIN)
+def test_an_answer_that_history_would_write_otherwise_stays_as_it_was_sampled():
+    renderer = renderer_of(template(
+        TURN.replace("m.content", "m.content | upper if m.role == 'assistant' and not loop.last else m.content")
+    ))  # fmt: skip
+    prompt = renderer.render_ids([user("hi")])
+    bridged = renderer.bridge_to_next_turn(prompt, encoded(renderer, "yo<|im_end|>"), [user("so?")])
+    assert renderer.decode(bridged[len(prompt) :]).startswith("yo<|im_end|>\n\n<|im_start|>user\nso?")
+
+
+def test_conversations_with_the_same_prompt_are_told_apart_by_their_handles():
+    renderer = renderer_of(PLAIN + "{% if messages | length > 2 %}{{ messages | length }}{% endif %}")
     one, two = [user("a\nuser: b")], [user("a"), user("b")]
     ends = encoded(renderer, "yo\n<eos>")
-    prompts = [renderer.render_ids(messages) for messages in (one, two)]
-    assert prompts[0].tolist() == prompts[1].tolist()
-    assert renderer.bridge_to_next_turn(prompts[0], ends, [user("so?")]) is not None
-
-    counts = renderer_of(PLAIN + "{% if messages | length > 2 %}{{ messages | length }}{% endif %}")
-    prompts = [counts.render_ids(messages) for messages in (one, two)]
-    assert prompts[0].tolist() == prompts[1].tolist()
-    assert counts.bridge_to_next_turn(prompts[0], ends, [user("so?")]) is None
-    del prompts
-    alone = counts.render_ids(one)
-    assert counts.bridge_to_next_turn(alone, ends, [user("so?")]) is not None
-
-
-def test_too_many_conversations_with_the_same_prompt_are_not_told_apart():
-    renderer = renderer_of(template())
-    prompts = [renderer.render_ids([{**user("hi"), "mood": f"{number}"}]) for number in range(9)]
-    said = encoded(renderer, "yo<|im_end|>")
-    assert renderer.bridge_to_next_turn(prompts[0], said, [user("so?")]) is None
-    del prompts
-    prompts = [renderer.render_ids([{**user("hi"), "mood": f"{number}"}]) for number in range(8)]
-    assert renderer.bridge_to_next_turn(prompts[0], said, [user("so?")]) is not None
-
-
-@pytest.fixture
-def quick_gc():
-    """The collector looks only at what is made from now on, not at everything that is imported."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-def test_only_the_newest_text_of_each_open_thread_is_held(quick_gc):
-    renderer = renderer_of(template())
-    kept = renderer._bridge._open
-    said = encoded(renderer, "yo<|im_end|>")
-    threads = [renderer.render_ids([user("hi")]) for _ in range(3)]
-    assert len(kept) == 1  # they begin alike
-    for turn in range(5):
-        for thread in range(3):
-            threads[thread] = renderer.bridge_to_next_turn(threads[thread], said, [user(f"{thread} {turn}")])
-        gc.collect()
-        assert len(kept) == 3
-    threads.clear()
-    gc.collect()
-    assert len(kept) == 0
-
-
-def test_a_prompt_is_continued_in_several_ways_and_for_as_long_as_one_holds_it(quick_gc):
-    renderer = renderer_of(template())
-    said = encoded(renderer, "yo<|im_end|>")
-    held, again = renderer.render_ids([user("hi")]), renderer.render_ids([user("hi")])
-    branches = [renderer.bridge_to_next_turn(held, said, [user(f"{number}")]) for number in range(3)]
-    assert all(branch is not None for branch in branches)
-    del held
-    assert renderer.bridge_to_next_turn(again, said, [user("so?")]) is not None
-    copied = np.array(again)
-    assert renderer.bridge_to_next_turn(copied, said, [user("so?")]) is not None  # ids are ids
-    del again
-    gc.collect()
-    assert renderer.bridge_to_next_turn(copied, said, [user("so?")]) is None
+    first, second = (Conversation.open(renderer, messages).answered(ends) for messages in (one, two))
+    assert first.prompt_ids.tolist() == second.prompt_ids.tolist()
+    texts = [renderer.decode(conversation.bridged([user("so?")]).prompt_ids) for conversation in (first, second)]
+    assert [text[-1] for text in texts] == ["3", "4"]
 
 
 def test_a_bridge_stays_within_the_budget_of_a_rendering():

@@ -1,4 +1,5 @@
-"""Bridges against the templates that models are published with: never wrong, and rarely refused without need."""
+"""Bridges against the templates that models are published with: each goes on with what the template writes behind a
+turn, and hardly any turn starts anew."""
 
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from random_templates import random_template
 
 from campaigns import sized
 from verbatim.errors import ModelError
-from verbatim.renderers import create_renderer
+from verbatim.renderers import BreakReason, create_renderer
 
 FOLDER = Path(__file__).parent / "data" / "trl_templates"
 TEMPLATES = {file.stem: file.read_text(encoding="utf-8") for file in sorted(FOLDER.glob("*.jinja"))}
@@ -59,13 +60,13 @@ def test_a_bridge_is_what_the_template_gives(part, campaign):
 def test_a_bridge_that_loses_a_token_is_found(monkeypatch):
     """The campaign can fail."""
     tokenizer, renderer = made("qwen2_5")
-    bridge = renderer.bridge_to_next_turn
+    bridge = renderer.continue_conversation
 
-    def shorter(*args):
-        found = bridge(*args)
-        return None if found is None else np.delete(found, -2)
+    def shorter(*given):
+        ids = bridge(*given)
+        return ids if isinstance(ids, BreakReason) else np.delete(ids, -2)
 
-    monkeypatch.setattr(renderer, "bridge_to_next_turn", shorter)
+    monkeypatch.setattr(renderer, "continue_conversation", shorter)
     tally = Tally("qwen2_5")
     for seed in range(3):
         check(renderer, tokenizer, tally, seed)
@@ -79,8 +80,8 @@ def test_a_template_that_keeps_its_history_is_always_bridged(name):
     for seed in range(6):
         check(renderer, tokenizer, tally, seed, hostile=False)
     assert tally.tried
-    assert not tally.refuted
-    assert tally.bridged == tally.tried
+    assert set(tally.broken) <= {"thought_dropped"}
+    assert tally.bridged.total() == tally.tried.total() - sum(tally.broken.values())
 
 
 def test_thinking_survives_a_tool_and_not_a_user():
@@ -109,11 +110,15 @@ def test_white_space_of_the_sampled_turn_stays_as_it_was_sampled():
     )
 
 
-def test_a_call_that_history_would_lose_is_not_bridged():
+def test_a_call_that_history_would_lose_stays_as_it_was_sampled():
     tokenizer, renderer = made("qwen2_5")
     prompt = renderer.render_ids([{"role": "user", "content": "hi"}])
-    completion = np.asarray(tokenizer.encode("<tool_call>{nonsense</tool_call><|im_end|>"), dtype=np.int32)
-    assert renderer.bridge_to_next_turn(prompt, completion, [{"role": "user", "content": "what?"}]) is None
+    sampled = "<tool_call>{nonsense</tool_call><|im_end|>"
+    completion = np.asarray(tokenizer.encode(sampled), dtype=np.int32)
+    bridged = renderer.bridge_to_next_turn(prompt, completion, [{"role": "user", "content": "what?"}])
+    assert renderer.decode(bridged[len(prompt) :]) == (
+        f"{sampled}\n<|im_start|>user\nwhat?<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 def test_a_turn_that_was_cut_off_is_closed():
@@ -156,14 +161,16 @@ def test_a_template_that_writes_no_text_is_refused(name):
 
 
 @pytest.mark.parametrize("name", ["qwen3_training", "qwen3", "qwen3_8", "glm4moe", "nemotron_3_nano", "llama3_1"])
-def test_every_turn_that_the_template_keeps_is_bridged(name):
+def test_a_turn_starts_anew_only_for_a_thought_or_a_prompt_that_is_rewritten(name):
     tokenizer, renderer = made(name)
     tally = Tally(name)
     for seed in range(6):
         check(renderer, tokenizer, tally, seed, hostile=False)
     assert tally.wrong == []
     assert tally.tried
-    assert tally.bridged == tally.tried - tally.refuted
+    # Nemotron's prompts open a thought, which its history closes where the user has spoken.
+    opened = {"format_unknown"} if name.startswith("nemotron") else set()
+    assert set(tally.broken) <= {"thought_dropped", "not sampled so"} | opened
 
 
 def bridges_of_a_random_template(seed, num_dialogues):

@@ -1,15 +1,17 @@
-"""A family's bridge is the history rendered again, id for id, or refused: what would be rewritten is never kept."""
+"""A family's bridge is the turn as it was sampled, and what the family writes behind a turn."""
 
 from itertools import product
 
 import numpy as np
 import pytest
+from bridge_oracle import behind, wrong
 from families import FAMILIES, MORE, family_renderer, family_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
 from campaigns import Campaign, sized
 from drawn import drawn
+from verbatim.renderers import BreakReason, Conversation
 
 
 def ids(values):
@@ -80,32 +82,37 @@ def sampled(name, history, turn, new, as_last=False):
 
 
 def other_bridges(name, row, spoil=lambda found: found):
-    """How many bridges there are, and those that are not the history; `spoil` changes each."""
-    ways, bridged, wrong = list(product((False, True), (False, True))), 0, []
+    """How many bridges there are, and those that are not what the family writes; `spoil` changes each."""
+    ways, bridged, wrongs = list(product((None, "Think.", ""), (False, True))), 0, []
+    renderer = family_renderer(name)
     for number, (history, turn, new) in enumerate(CASES):
         if turn == "calls" and name in ("gpt-oss", "llama-3"):
             continue  # one call per message
-        for think, as_last in sized([ways[number % len(ways)]], ways):
-            messages = HISTORIES[history]
-            said = thoughtful(TURNS[turn]) if think else TURNS[turn]
-            prompt, completion = sampled(name, messages, said, NEXT[turn][new], as_last)
+        for thought, as_last in sized([ways[number % len(ways)]], ways):
+            messages, message, after = HISTORIES[history], TURNS[turn], NEXT[turn][new]
+            said = message if thought is None else {**message, "reasoning_content": thought}
+            prompt, completion = sampled(name, messages, said, after, as_last)
             if completion is None:
                 continue  # what is written does not begin with the prompt
-            found = family_renderer(name).bridge_to_next_turn(ids(prompt), ids(completion), NEXT[turn][new], TOOLS)
-            if found is None:
+            conversation = Conversation.open(renderer, messages, TOOLS)
+            conversation = conversation.answered(ids(completion), None, message)
+            found = conversation.bridged(after, TOOLS)
+            if isinstance(found, BreakReason):
                 continue
-            assert found.dtype == np.int32
-            is_wrong = spoil(found).tolist() != render(name, [*messages, said, *NEXT[turn][new]])
-            row.add(wrong=is_wrong)
-            wrong += [(history, turn, new, think, as_last)] if is_wrong else []
+            assert found.prompt_ids.dtype == np.int32
+            calls = [(c["function"]["name"], c["id"]) for c in message.get("tool_calls", ())]
+            expected = behind(renderer, messages, TOOLS, after, calls)
+            fault = wrong(renderer, ids(prompt), ids(completion), spoil(found.prompt_ids), expected)
+            row.add(wrong=fault is not None)
+            wrongs += [(history, turn, new, thought, as_last, fault)] if fault else []
             bridged += 1
-    return bridged, wrong
+    return bridged, wrongs
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", {**FAMILIES, **MORE})
-def test_a_bridge_is_the_history_rendered_again_or_none(name, campaign):
-    """Each history, turn and answer; with all tests, of each one of the four ways in which the turn may be sampled."""
+def test_a_bridge_goes_on_with_what_the_family_writes_behind_a_turn(name, campaign):
+    """Each history, turn and answer; with all tests, of each one of the six ways in which the turn may be sampled."""
     bridged, wrong = other_bridges(name, campaign("bridges of families"))
     assert wrong == [] and bridged >= sized(3, 12)
 
@@ -114,62 +121,6 @@ def test_a_bridge_without_its_last_token_is_found():
     """The campaign can fail."""
     bridged, wrong = other_bridges("qwen3", Campaign("planted"), spoil=lambda found: found[:-1])
     assert len(wrong) == bridged > 0
-
-
-def outcome(name, turn, new):
-    # A thought that history drops is only seen in a last turn.
-    for as_last in (True,) if "reasoning_content" in turn else (False, True):
-        prompt, completion = sampled(name, [ASK], turn, new, as_last)
-        if completion is not None:
-            break
-    else:
-        return "never sampled so"
-    found = family_renderer(name).bridge_to_next_turn(ids(prompt), ids(completion), new, TOOLS)
-    return "refused" if found is None else "bridged"
-
-
-# (a tool's answer to a call, the same after thinking, a user's turn after an answer, the same after thinking)
-B, R, NEVER = "bridged", "refused", "never sampled so"
-EXPECTED = {
-    "qwen3": (B, B, B, R),
-    "qwen3-vl": (B, B, B, B),  # never writes thinking
-    "qwen3.5": (B, B, R, R),  # opens a thought that it drops when the user speaks
-    "glm-5": (NEVER, B, NEVER, R),
-    "glm-4.5": (B, B, R, R),
-    "minimax-m2": (NEVER, B, NEVER, R),
-    "deepseek-v3": (B, B, B, B),
-    "kimi-k2": (B, B, B, B),
-    "kimi-k2.5": (B, B, R, R),
-    "nemotron-3": (NEVER, B, NEVER, R),
-    "gpt-oss": (B, B, R, R),  # an answer is closed otherwise as history
-}
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_where_a_family_bridges(name):
-    tool, user = [sees("20 C")], [ASK]
-    found = (outcome(name, CALL, tool), outcome(name, thoughtful(CALL), tool),
-             outcome(name, ANSWER, user), outcome(name, thoughtful(ANSWER), user))  # fmt: skip
-    assert found == EXPECTED[name]
-
-
-@pytest.mark.parametrize("name", ["qwen3", "qwen3-vl", "deepseek-v3", "kimi-k2"])
-def test_a_sampled_thought_that_history_would_not_hold_is_not_bridged(name):
-    # These write a turn without thinking; the model thought all the same.
-    prompt, completion = sampled(name, [ASK], ANSWER, [ASK])
-    thought = [*family_tokenizer(name).encode("<think>\nhm\n</think>\n\n"), *completion]
-    assert family_renderer(name).bridge_to_next_turn(ids(prompt), ids(thought), [ASK], TOOLS) is None
-    assert family_renderer(name).bridge_to_next_turn(ids(prompt), ids(completion), [ASK], TOOLS) is not None
-
-
-@pytest.mark.parametrize("name", ["qwen3", "glm-5", "minimax-m2", "nemotron-3"])
-def test_an_empty_thought_that_history_would_not_hold_is_not_bridged(name):
-    prompt, completion = sampled(name, [ASK], thoughtful(CALL), [sees("20 C")])
-    text = family_tokenizer(name).decode(completion)
-    empty = family_tokenizer(name).encode(text.replace("Think.", ""))
-    written = render(name, [ASK, {**CALL, "reasoning_content": ""}, sees("20 C")])
-    assert written[: len(prompt) + len(empty)] != [*prompt, *empty]
-    assert family_renderer(name).bridge_to_next_turn(ids(prompt), ids(empty), [sees("20 C")], TOOLS) is None
 
 
 @pytest.mark.parametrize("name", ["glm-5", "glm-4.5"])

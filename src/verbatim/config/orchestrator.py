@@ -203,6 +203,11 @@ class RendererConfig(Section):
     """"auto", a family such as "qwen3", or "template"."""
     tools: Literal["hermes"] | None = None
     """"hermes" writes tools as text of the messages, for a chat template that has none; otherwise the model's own."""
+    thinking_retention: Literal["tool_cycle", "all"] = "tool_cycle"
+    """At a user's message, "tool_cycle" lets thoughts go where the model's format drops them, and the next turn starts
+    a new sample; with "all" they stay, and the dialogue is one sample."""
+    history: Literal["verbatim", "template"] = "verbatim"
+    """"verbatim" continues what was sampled; "template" renders every prompt, as a chat endpoint does."""
 
     @model_validator(mode="after")
     def _one_format(self) -> Self:

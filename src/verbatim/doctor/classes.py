@@ -21,6 +21,11 @@ class BreakClass(StrEnum):
     SUB_AGENT = "sub_agent"
     PARALLEL = "parallel"
     TRUNCATED = "truncated"
+    CONTROL_TOKEN = "control_token"
+    OPEN_THOUGHT = "open_thought"
+    OTHER_MESSAGES = "other_messages"
+    FORMAT_UNKNOWN = "format_unknown"
+    HISTORY_TEMPLATE = "history_template"
     UNKNOWN = "unknown"
 
     @property
@@ -78,11 +83,26 @@ _ADVICE: Mapping[BreakClass, str] = {
     BreakClass.TRUNCATED: "a completion was cut off, or the prompt lost its beginning. Raise max_tokens or the context "
     "length, end the episode there (Verbatim does), and switch off the engine's prompt truncation "
     "(truncate_prompt_tokens)",
+    BreakClass.CONTROL_TOKEN: "the model sampled a token that opens or closes a turn inside of its own, so no prompt "
+    "can go on from there. The new sample is right as it is; such turns become fewer as the format is learned: a "
+    "longer warm start",
+    BreakClass.OPEN_THOUGHT: "the model ended its turn inside of a thought, which the format does not write. The new "
+    "sample is right as it is; such turns become fewer as the format is learned: a longer warm start",
+    BreakClass.OTHER_MESSAGES: "after a turn, only tools and users can speak without a new sample. Give what a system "
+    "message says there as a user's message, or as a part of the tool's answer",
+    BreakClass.FORMAT_UNKNOWN: "it is not known what the format writes behind such a turn: a chat template writes what "
+    "was there before it otherwise, as `verbatim doctor --template` shows with the line. Take the family of the model "
+    "(orchestrator.renderer.name), or mend the line; the new sample is right as it is",
+    BreakClass.HISTORY_TEMPLATE: 'orchestrator.renderer.history = "template" renders every prompt; "verbatim" '
+    "continues what was sampled, and repeats no history",
     BreakClass.UNKNOWN: "without a tokenizer only ids can be compared; its text would tell more: add "
     "--model FOLDER_OR_ID",
 }
 
 _IN_OUR_RUN: Mapping[BreakClass, str] = {
+    BreakClass.THINKING_STRIPPED: "the user has spoken, and the model's format drops what was thought before. That is "
+    'what it was trained with: keep it, with trainer.packing = "auto", which computes what stayed at the front once; '
+    'or keep all thoughts, and each dialogue in one sample, with orchestrator.renderer.thinking_retention = "all"',
     BreakClass.RETOKENISED: "the conversation was rendered anew, and its text came back as other ids: a control token "
     "that was sampled inside a text, or text in other pieces than the tokenizer makes. The new sample is right as it "
     "is; `verbatim doctor --template` says where a renderer can bridge",

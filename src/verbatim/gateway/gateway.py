@@ -43,6 +43,7 @@ class Gateway:
         port: 0 takes a free one.
         seed: Of the sampling; each episode draws differently.
         restores_reasoning: Whether an answer that comes back without its reasoning is taken for the whole answer.
+            None = where the renderer continues what was sampled.
         patience: Seconds for which an answer is still generated when its client has gone.
         options: Fields of requests that are let pass without effect.
         service_limits: Of one request.
@@ -51,7 +52,7 @@ class Gateway:
     def __init__(
         self, sampler: Sampler, renderer: Renderer, *, params: SamplingParams | None = None,
         limits: EpisodeLimits | None = None, host: str = "127.0.0.1", port: int = 0, seed: int = 0,
-        restores_reasoning: bool = False, patience: float = 2.0, options: Options | None = None,
+        restores_reasoning: bool | None = None, patience: float = 2.0, options: Options | None = None,
         service_limits: ServiceLimits | None = None,
     ) -> None:  # fmt: skip
         self._sampler, self._renderer, self._seed = sampler, renderer, seed
@@ -152,7 +153,7 @@ class GatewayEpisode:
             self._identity, turns=tuple(loop.recorder.turns), messages=loop.messages(shown), reward=scores[0],
             reward_parts=scores[1], agent_rewards=scores[2], stop_reason=stop_reason_of(session),
             truncated=stop_reason_of(session).truncated, error=error, num_unrecorded_tokens=num_unrecorded(session),
-            info={INFO: session.info, **({TOOLS_OFFERED: True} if loop.offers_tools else {})},
+            info={INFO: session.info, **loop.info, **({TOOLS_OFFERED: True} if loop.offers_tools else {})},
         )  # fmt: skip
 
     async def cancel(self) -> None:

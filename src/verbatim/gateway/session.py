@@ -8,13 +8,13 @@ import dataclasses
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from verbatim.errors import RecordError, RolloutError, SamplerFault
 from verbatim.gateway.exchanges import Exchanges
+from verbatim.gateway.kept import Kept, with_prompt, without_messages
 from verbatim.gateway.progress import Progress
 from verbatim.gateway.readable import readable
 from verbatim.gateway.session_settings import SessionRefusal, SessionSettings
@@ -28,7 +28,7 @@ from verbatim.inference.chat.reply import read_reply
 from verbatim.inference.chat.stops import StopWatch
 from verbatim.inference.validation import check_prompt
 from verbatim.rollouts.agent_loop import AgentLoop
-from verbatim.rollouts.loop import EpisodeOver, Prompt, Thread
+from verbatim.rollouts.loop import EpisodeOver, Prompt
 from verbatim.rollouts.seeds import derive_seed
 from verbatim.types import Int32, Message, StopReason
 
@@ -38,14 +38,6 @@ _MOST_BRANCHES = 1000
 """Branches that are described; the others are counted."""
 _MOST_FRESH = 32
 """Turns whose prompts are kept as they were sent; those of others are put together again from the record."""
-
-
-@dataclass(eq=False)
-class _Kept:
-    """A sampled turn that may be continued."""
-
-    thread: Thread
-    schemas: tuple[Mapping[str, Any], ...]
 
 
 class Session:
@@ -74,8 +66,8 @@ class Session:
         """Is told of requests and answers; None = nothing is."""
         self.last_stop: StopReason = StopReason.STOP
         """Why the last reply ended, or was refused."""
-        self._threads: Threads[_Kept] = Threads(restores_reasoning=self.settings.restores_reasoning)
-        self._fresh: OrderedDict[int, _Kept] = OrderedDict()
+        self._threads: Threads[Kept] = Threads(restores_reasoning=self._restores_reasoning())
+        self._fresh: OrderedDict[int, Kept] = OrderedDict()
         self._branches: list[dict[str, Any]] = []
         self._num_open = 0
         self._num_arriving = 0
@@ -247,7 +239,7 @@ class Session:
         await self.exchanges.end()
 
     async def _replies(
-        self, match: Match[_Kept], prompt: Prompt, params: SamplingParams, request: ChatRequest,
+        self, match: Match[Kept], prompt: Prompt, params: SamplingParams, request: ChatRequest,
         progress: Progress | None,
     ) -> list[ChatReply]:  # fmt: skip
         if request.n == 1:
@@ -261,7 +253,7 @@ class Session:
         return [task.result() for task in tasks]
 
     async def _one(
-        self, match: Match[_Kept], prompt: Prompt, params: SamplingParams, request: ChatRequest,
+        self, match: Match[Kept], prompt: Prompt, params: SamplingParams, request: ChatRequest,
         progress: Progress | None, number: int = 0,
     ) -> ChatReply:  # fmt: skip
         def read(completion: Completion, prompt_ids: Int32) -> ChatReply:
@@ -274,7 +266,7 @@ class Session:
         reply, thread = await self.loop.respond(prompt, params, read, seed, watching)
         self.last_stop = reply.stop_reason
         self.counts["cut_tokens"] += reply.num_cut_tokens
-        kept = _Kept(thread=dataclasses.replace(thread, messages=()), schemas=tuple(prompt.schemas))
+        kept = Kept(thread=without_messages(thread), schemas=tuple(prompt.schemas))
         others = self._threads.answer(match, reply.message, kept)
         self._refresh(kept)
         if self.watch is not None:
@@ -284,12 +276,13 @@ class Session:
             reason, found = BranchReason.SAME_PROMPT, "one of several answers to one request"
         if reason is None and (before := self._not_extended(match, thread.turn)) is not None:
             reason = BranchReason.RENDERED_ANEW
-            found = f"the prompt was rendered anew, and does not begin with turn {before} as it was sampled"
+            why = thread.answer.conversation and thread.answer.conversation.broken
+            found = f"the prompt was rendered anew ({why}), and does not begin with turn {before} as it was sampled"
         if reason is not None:
             self._note_branch(thread.turn, match, reason, found)
         return reply
 
-    def _not_extended(self, match: Match[_Kept], turn: int) -> int | None:
+    def _not_extended(self, match: Match[Kept], turn: int) -> int | None:
         """The turn that this one should continue, where its prompt does not begin with that turn's ids."""
         if match.known is None or match.known.turn is None:
             return None
@@ -318,11 +311,17 @@ class Session:
 
         return watching
 
+    def _restores_reasoning(self) -> bool:
+        """A history as the template writes it is one without a memory; so is that of a renderer that has no say."""
+        if self.settings.restores_reasoning is not None:
+            return self.settings.restores_reasoning
+        return getattr(self.loop.renderer, "history", "template") == "verbatim"
+
     def _call_id(self, index: int) -> str:
         self._num_calls += 1
         return f"call_{self._num_calls - 1}"
 
-    def _prompt(self, match: Match[_Kept], request: ChatRequest, *, trained: bool) -> Prompt:
+    def _prompt(self, match: Match[Kept], request: ChatRequest, *, trained: bool) -> Prompt:
         """The request as the agent loop takes it; a matched one with the messages and tools of its thread."""
         messages: tuple[Message, ...] = tuple(map(readable, match.messages))
         if match.known is None or not match.bridges:
@@ -335,19 +334,16 @@ class Session:
         return Prompt(agent=match.agent, messages=messages, schemas=kept.schemas, tools=kept.thread.tools,
                       thread=kept.thread, num_known=match.num_known, trained=trained)  # fmt: skip
 
-    def _refresh(self, kept: _Kept) -> None:
-        """Keep the prompt of this turn, which a renderer may know by its array; let go of the one not used longest."""
-        answer, index = kept.thread.answer, kept.thread.turn
-        if answer.prompt_ids is None:
-            turn = self.loop.recorder.turns[index]
-            answer = dataclasses.replace(answer, prompt_ids=turn.prompt_ids)
-            kept.thread = dataclasses.replace(kept.thread, answer=answer)
+    def _refresh(self, kept: Kept) -> None:
+        """Keep the prompt of this turn as one array, and let go of the one not used longest."""
+        index = kept.thread.turn
+        if kept.thread.answer.prompt_ids is None:
+            kept.thread = with_prompt(kept.thread, self.loop.recorder.turns[index].prompt_ids)
         self._fresh[index] = kept
         self._fresh.move_to_end(index)
         if len(self._fresh) > _MOST_FRESH:
             _, old = self._fresh.popitem(last=False)
-            answer = dataclasses.replace(old.thread.answer, prompt_ids=None)
-            old.thread = dataclasses.replace(old.thread, answer=answer)
+            old.thread = with_prompt(old.thread, None)
 
     def _params(self, request: ChatRequest) -> SamplingParams:
         """How the turn is sampled. The limit of tokens is the smaller one of request and run."""
@@ -377,7 +373,7 @@ class Session:
             return SessionRefusal(403, f"the episode's {self.loop.limits.max_turns} turns are used up", "max_turns")
         return SessionRefusal(503, f"the episode is over: {over.stop_reason}", "episode_over")
 
-    def _note_branch(self, turn: int, match: Match[_Kept], reason: BranchReason, found: str) -> None:
+    def _note_branch(self, turn: int, match: Match[Kept], reason: BranchReason, found: str) -> None:
         self.counts[f"branches/{reason}"] += 1
         if len(self._branches) < _MOST_BRANCHES:
             after = None if match.known is None or match.known.turn is None else match.known.turn.thread.turn

@@ -12,8 +12,9 @@ class SessionSettings:
 
     sampling: Literal["run", "client"] = "run"
     """Whose temperature, top_p, top_k, min_p and seed hold. With "run" those of requests are counted, not honoured."""
-    restores_reasoning: bool = False
-    """Whether an answer that comes back without its reasoning is taken for the whole answer."""
+    restores_reasoning: bool | None = None
+    """Whether an answer that comes back without its reasoning is taken for the whole answer. None = where prompts
+    continue what was sampled, which then decides what becomes of the reasoning."""
     patience: float = 2.0
     """Seconds for which an answer is still generated when its client has gone."""
     max_requests: int = 10_000

@@ -47,6 +47,7 @@ _GROUPS: Mapping[str, tuple[Metric, ...]] = {
         Metric("malformed", "share", "rollouts that ended because no tool call could be read"),
         Metric("samples", "samples", "training samples of the batch"),
         Metric("breaks", "turns", "turns that do not extend the turn before"),
+        Metric("breaks/{reason}", "turns", "those whose prompts were rendered anew, by reason"),
         Metric("truncation_mismatch", "share", "with accept_truncation_mismatch = true: trained tokens that were drawn "
                "from a distribution cut by top-p, top-k or min-p. The trainer's logprobs are of the whole one, so "
                "importance_ratio_mean is below 1 and mismatch_kl above 0 by what was cut"),

@@ -13,7 +13,8 @@ from verbatim.config.schema import LengthPenaltyConfig
 from verbatim.credit import AdvantageFunction, assign_advantages
 from verbatim.filters import Filter, apply_filters
 from verbatim.orchestrator.staleness import age_metrics
-from verbatim.rollouts.loop import JUDGE_USAGE, TOOLS_OFFERED
+from verbatim.renderers.conversation import BreakReason
+from verbatim.rollouts.loop import JUDGE_USAGE, RENDERED_ANEW, TOOLS_OFFERED
 from verbatim.trajectories import Fate, OnBreak, age, build
 from verbatim.trajectories.record import TrajectoryRecord
 from verbatim.types import Group, StopReason, TrainingSample, Trajectory
@@ -157,6 +158,7 @@ def rollout_metrics(
         metrics[f"filters/{name}/dropped"] = reasons[f"filter:{name}"]
     metrics["samples"] = sum(len(g.samples) for g in groups)
     metrics["breaks"] = sum(t.num_breaks for t in completed)
+    metrics.update(break_metrics(completed))
     return metrics
 
 
@@ -178,6 +180,16 @@ def episode_metrics(completed: Sequence[Trajectory], succeeded: Mapping[str, boo
         "malformed": _mean(float(t.stop_reason is StopReason.MALFORMED) for t in completed),
         "completion_tokens": _mean(t.num_sampled_tokens for t in completed),
     }
+
+
+def break_metrics(completed: Sequence[Trajectory]) -> dict[str, float]:
+    """`breaks/{reason}`: turns whose prompts were rendered anew, by reason; empty without."""
+    reasons: Counter[str] = Counter()
+    for trajectory in completed:
+        noted = trajectory.info.get(RENDERED_ANEW)
+        if isinstance(noted, list):  # `info` is the environment's: under this name there may be anything
+            reasons.update(str(one.get("reason")) for one in noted if isinstance(one, Mapping))
+    return {f"breaks/{reason}": float(reasons[reason]) for reason in BreakReason if reasons[reason]}
 
 
 def judge_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from verbatim.errors import ModelError, TemplateFault, UsageError
 from verbatim.renderers.base import ParsedResponse, Renderer
+from verbatim.renderers.conversation import BreakReason, Conversation, History, ThinkingRetention
 
 if TYPE_CHECKING:
     from verbatim.renderers.guard import GuardedTokenizer
@@ -29,7 +30,8 @@ RENDERERS: Mapping[str, str] = {
     ),
     "gpt-oss": "verbatim.renderers.harmony:HarmonyRenderer",
 }  # fmt: skip
-"""Where each renderer lives: called with (tokenizer, name); heavy libraries load with the one that is used."""
+"""Where each renderer lives: called with (tokenizer, name), `thinking_retention` and `history`; heavy libraries load
+with the one that is used."""
 
 ALIASES: Mapping[str, str] = {
     "glm4.5": "glm-4.5", "glm5": "glm-5", "glm5.1": "glm-5.1", "glm5.3": "glm-5.3",
@@ -43,13 +45,21 @@ AUTO_FAMILIES = tuple(name for name in RENDERERS if name != "template")
 _log = logging.getLogger(__name__)
 
 
-def create_renderer(name: str, tokenizer: Any, tools: Literal["hermes"] | None = None) -> Renderer:
+def create_renderer(
+    name: str, tokenizer: Any, tools: Literal["hermes"] | None = None, *,
+    thinking_retention: ThinkingRetention = "tool_cycle", history: History = "verbatim",
+) -> Renderer:  # fmt: skip
     """The renderer of that name for a tokenizer.
 
     "auto" knows published models by the name that the tokenizer was loaded by. For any other it takes the first family
     that renders every probe dialogue to the ids of the model's own chat template, or else the template itself.
 
-    With `tools="hermes"` it is the template, and tools are written as text of its messages.
+    Args:
+        name: "auto", "template", or a family.
+        tokenizer: The model's.
+        tools: With "hermes" it is the template, and tools are written as text of its messages.
+        thinking_retention: At a user's message, whether thoughts go where the format drops them, or stay.
+        history: With "template" no prompt continues what was sampled: each is rendered, as a chat endpoint does.
 
     Raises:
         UsageError: no such renderer, or a family that is to write tools in another format than its own.
@@ -57,6 +67,10 @@ def create_renderer(name: str, tokenizer: Any, tools: Literal["hermes"] | None =
     """
     if tools not in (None, "hermes"):
         raise UsageError(f'tools = {tools!r}: expected "hermes", or nothing for the format that the model has')
+    if thinking_retention not in ("tool_cycle", "all"):
+        raise UsageError(f'thinking_retention = {thinking_retention!r}: expected "tool_cycle" or "all"')
+    if history not in ("verbatim", "template"):
+        raise UsageError(f'history = {history!r}: expected "verbatim" or "template"')
     known = ALIASES.get(name, name)
     if known != "auto" and known not in RENDERERS:
         near = get_close_matches(name, ["auto", *RENDERERS, *ALIASES], n=1)
@@ -68,11 +82,12 @@ def create_renderer(name: str, tokenizer: Any, tools: Literal["hermes"] | None =
     from verbatim.renderers.recognise import check_guarded, first_difference
 
     guarded = GuardedTokenizer(tokenizer)
+    kept: dict[str, Any] = {"thinking_retention": thinking_retention, "history": history}
     try:
         if tools is not None:
-            renderer = _make_with_hermes(name, known, guarded)
+            renderer = _make_with_hermes(name, known, guarded, kept)
         else:
-            renderer = _recognise(guarded) if known == "auto" else _make(known, guarded)
+            renderer = _recognise(guarded, kept) if known == "auto" else _make(known, guarded, kept)
         check_guarded(renderer, guarded)
         differs = first_difference(renderer, guarded) if known not in ("auto", "template") else None
     except TemplateFault as error:
@@ -85,31 +100,31 @@ def create_renderer(name: str, tokenizer: Any, tools: Literal["hermes"] | None =
     return renderer
 
 
-def _make_with_hermes(name: str, known: str, tokenizer: GuardedTokenizer) -> Renderer:
+def _make_with_hermes(name: str, known: str, tokenizer: GuardedTokenizer, kept: Mapping[str, Any]) -> Renderer:
     from verbatim.renderers.template import TemplateRenderer
 
     if known not in ("auto", "template"):
         raise UsageError(f'renderer "{name}" has a tool format of its own; tools = "hermes" goes with "auto" or '
                          '"template"')  # fmt: skip
-    renderer = TemplateRenderer(tokenizer, tools="hermes")
+    renderer = TemplateRenderer(tokenizer, tools="hermes", **kept)
     if TemplateRenderer(tokenizer).tool_support.complete:
         _log.warning("this model's chat template has a tool format of its own, which the model was trained on; "
                      'tools = "hermes" writes another one')  # fmt: skip
     return renderer
 
 
-def _make(name: str, tokenizer: GuardedTokenizer) -> Renderer:
+def _make(name: str, tokenizer: GuardedTokenizer, kept: Mapping[str, Any]) -> Renderer:
     module, _, attribute = RENDERERS[name].partition(":")
-    renderer: Renderer = getattr(importlib.import_module(module), attribute)(tokenizer, name)
+    renderer: Renderer = getattr(importlib.import_module(module), attribute)(tokenizer, name, **kept)
     return renderer
 
 
-def _recognise(tokenizer: GuardedTokenizer) -> Renderer:
+def _recognise(tokenizer: GuardedTokenizer, kept: Mapping[str, Any]) -> Renderer:
     from verbatim.renderers.recognise import family_by_name, first_difference
 
     named = family_by_name(tokenizer)
     if named is not None:
-        renderer = _make(named, tokenizer)
+        renderer = _make(named, tokenizer, kept)
         differs = first_difference(renderer, tokenizer)
         if differs is None:
             _log.info('"%s" is a model of renderer "%s"', tokenizer.name_or_path, named)
@@ -122,7 +137,7 @@ def _recognise(tokenizer: GuardedTokenizer) -> Renderer:
     differing: dict[str, list[str]] = {}
     for name in AUTO_FAMILIES if tokenizer.chat_template else ():
         try:
-            renderer = _make(name, tokenizer)
+            renderer = _make(name, tokenizer, kept)
         except ModelError:  # its tokens are missing
             continue
         differs = first_difference(renderer, tokenizer)
@@ -135,7 +150,10 @@ def _recognise(tokenizer: GuardedTokenizer) -> Renderer:
         "no renderer family matches this model's chat template (%s); using the template itself",
         "; ".join(reasons) or "no family has its tokens",
     )
-    return _make("template", tokenizer)
+    return _make("template", tokenizer, kept)
 
 
-__all__ = ["ALIASES", "AUTO_FAMILIES", "RENDERERS", "ParsedResponse", "Renderer", "create_renderer"]
+__all__ = [
+    "ALIASES", "AUTO_FAMILIES", "RENDERERS", "BreakReason", "Conversation", "ParsedResponse", "Renderer",
+    "create_renderer",
+]  # fmt: skip

@@ -22,6 +22,8 @@ class ParsedResponse:
     """The thinking, if there was any."""
     tool_calls: tuple[ToolCall, ...] = ()
     """Every attempted call in order, each with its parse status."""
+    thought_open: bool = False
+    """Whether the completion ends inside of its thinking."""
 
     def message(self) -> Message:
         """The assistant message, in OpenAI's chat format; only well-formed calls are in it."""
@@ -67,9 +69,7 @@ class Renderer(Protocol):
     ) -> Int32 | None:
         """The next prompt, as the previous turn's ids verbatim plus the new messages and the generation prompt.
 
-        None where the format would rewrite what is there, or where it cannot be told; the caller renders anew and the
-        next turn starts a new training sample. A renderer may need the array `prev_prompt_ids` that it returned to be
-        alive still.
+        None where the next prompt has to be rendered anew, and the next turn starts a new training sample.
         """
 
     def decode(self, ids: Int32) -> str:

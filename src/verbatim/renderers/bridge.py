@@ -1,150 +1,255 @@
-"""Builds the next prompt of any chat template: the ids of the last turn unchanged, then the ids of what is new.
+"""The rule by which prompts continue: what was sampled stays as it was sampled.
 
-Let P be the ids of a prompt that was rendered from messages H, C the ids that were sampled after it, A the message
-that C reads as, and N the messages to append. The bridge is P + C + B. It is *right* if the template, given H + A + N,
-writes: the text of P, unchanged; the turn A with the text of C, up to white space; then exactly the text of B. What a
-model has seen is therefore never rewritten. White space aside, since templates trim and space JSON in their own way,
-and ids are the truth; a template that would drop or move anything else of the turn (its thinking, a call) is refused.
+P are the ids of a prompt, C the ids that were sampled after it, N the messages to append, and B what the format
+writes behind the end of an assistant's turn: the rest of its close, N, the next generation prompt. The next prompt is
+P + C + B. The sampler sees it, and the trainer trains it, so nothing else is asked for: that the format would write the
+turn itself in another way (an empty thinking block, white space, the spelling of JSON, a call that cannot be read) does
+not matter.
 
-That is checked on the conversation at hand. H + A + N is rendered once, and has to begin with the text that was written
-for P, which `conversations` keeps: a template that writes the date, or looks at messages that were not there yet,
-shows itself here. The rest is A and B, cut after the token that ends a turn; A has to have the text and the control
-tokens of C. B begins behind a control token, which no tokenizer merges with its neighbours; so its ids are those it
-would have in the whole. The rendering of H + A + N is then the text that is kept for the next prompt.
+The prompt is rendered anew, and the reason counted, if
 
-Example, ChatML, H = [user "hi"], C = `yo<|im_end|>`, N = [user "so?"]. For P the template wrote
-`<|im_start|>user\\nhi<|im_end|>\\n<|im_start|>assistant\\n`; for H + A + N it writes that, then `yo<|im_end|>`, then
-`\\n<|im_start|>user\\nso?<|im_end|>\\n<|im_start|>assistant\\n`: this last piece is B.
+(a) C holds, before its end, a control token that opens or closes a turn (`control_token`);
+(b) C ended with a token that the format does not write between this turn and N (`other_end`): `<|user|>` before a
+    tool's answer, `<|endoftext|>` where it writes `<|im_end|>`. A turn that was cut off gets the format's close;
+(c) a thought is open where C ended by itself (`open_thought`);
+(d) the tools are others than those of P (`tools_changed`);
+(e) N holds messages that are not of tools or users (`other_messages`);
+(f) N holds a user's message, at which the format drops thoughts, and P or C holds one that is not empty; not with
+    `thinking_retention = "all"` (`thought_dropped`);
+(g) it is not known what the format writes (`format_unknown`).
+
+Example, ChatML, P = `<|im_start|>user\\nhi<|im_end|>\\n<|im_start|>assistant\\n`, C = `yo<|im_end|>`, N = [user "so?"]:
+behind a turn the format writes `<|im_end|>\\n<|im_start|>user\\nso?<|im_end|>\\n<|im_start|>assistant\\n`. C has the
+first token of it; the others are B.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+import abc
+import hashlib
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from verbatim.errors import EnvironmentFault
-from verbatim.renderers.base import ParsedResponse
-from verbatim.renderers.conversations import Conversation, OpenPrompts
-from verbatim.renderers.guard import BREAK, ESCAPE, LITERAL, GuardedTokenizer
-from verbatim.types import Int32
+from verbatim.renderers.base import ParsedResponse, Schemas
+from verbatim.renderers.conversation import (
+    BreakReason,
+    Conversation,
+    History,
+    Said,
+    ThinkingRetention,
+    same_tools,
+)
+from verbatim.renderers.guard import GuardedTokenizer
+from verbatim.renderers.messages import check_messages
+from verbatim.renderers.probe_messages import ANSWER, ASK, NAME, RESULT, SYSTEM, calling
+from verbatim.renderers.remembered import MOST_BYTES, Remembered
+from verbatim.types import Int32, Message, ToolCall
 
-Render = Callable[[list[dict[str, Any]], Any], str]
-"""(messages, tools) -> text with a generation prompt, both marked by the guard."""
+_CONTINUED_ROLES = frozenset({"tool", "user"})
+_KNOWN_PROMPTS = 1024
+"""Prompts that are continued by their ids alone, without a handle."""
+_BYTES_OF_AN_ID = 16
+"""Memory of a remembered prompt for each of its ids: the id, and the text and the schemas that it was made from."""
+_THOUGHT = "zqthought"
+_THOUGHT_TAGS = ("<think>", "</think>")
 
 
-class TemplateBridge:
-    """Continues prompts of one renderer; it has to be shown every prompt that it is to continue."""
+class ContinuingRenderer(abc.ABC):
+    """What all our renderers have in common: the rule. A subclass knows a format."""
 
-    def __init__(self, tokenizer: GuardedTokenizer, render: Render, stop_token_ids: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
-        self._render = render
-        self._open = OpenPrompts()
-        longest_first = sorted(tokenizer.control_tokens, key=len, reverse=True)
-        self._control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        self._control_ids = frozenset(tokenizer.control_tokens.values())
-        self._stops = {tokenizer.decode([i]): i for i in stop_token_ids}
+    name: str
+    stop_token_ids: tuple[int, ...]
+    _tokenizer: GuardedTokenizer
 
-    def note(self, ids: Int32, messages: list[dict[str, Any]], tools: Any, text: str) -> None:
-        """Keep what a prompt was rendered from (as the guard marked it), and its text."""
-        self._open.add(ids, Conversation(messages=messages, tools=tools, text=text))
+    def __init__(self, thinking_retention: ThinkingRetention, history: History) -> None:
+        self.thinking_retention: ThinkingRetention = thinking_retention
+        """At a user's message: whether thoughts go where the format drops them, or stay."""
+        self.history: History = history
+        """Whether prompts continue what was sampled."""
+        self._prompts: Remembered[bytes, Conversation] = Remembered(_KNOWN_PROMPTS, MOST_BYTES)
 
-    def extend(
-        self, prompt_ids: Int32, completion_ids: Int32, reply: dict[str, Any] | None, new: list[dict[str, Any]],
-        tools: Any,
-    ) -> Int32 | None:  # fmt: skip
-        """The next prompt; None where it would not be right. `reply` is the message that the completion reads as, `new`
-        are the messages to append, as the template is given them (marked by the guard).
+    @abc.abstractmethod
+    def write_ids(self, messages: Sequence[Message], tools: Schemas, add_generation_prompt: bool) -> Int32:
+        """The ids of a conversation, even if the format leaves out a part of it."""
 
-        Where several conversations have this prompt, all of them must come to the same.
+    @abc.abstractmethod
+    def parse_response(
+        self, completion_ids: Int32, prompt_ids: Int32 | None = None, tools: Schemas = None
+    ) -> ParsedResponse:
+        """Read a completion."""
+
+    @abc.abstractmethod
+    def _behind(self, conversation: Conversation, body: Int32, new_messages: Sequence[Message]) -> list[int] | None:
+        """What the format writes behind the turn: its close or, in a format without one, what opens the next message;
+        then the new messages and the generation prompt. None where that is not known.
+
+        `body` is the completion without the token that ended it.
+        """
+
+    def bridge_to_next_turn(
+        self, prev_prompt_ids: Int32, prev_completion_ids: Int32, new_messages: Sequence[Message], tools: Schemas = None
+    ) -> Int32 | None:
+        """The previous turn's ids verbatim, plus the new messages and the generation prompt; or None.
+
+        For callers without a handle: the prompt is known by its ids, if it is among the last that were made here.
+        """
+        known = self._prompts.get(_key(prev_prompt_ids))
+        if known is None or not new_messages:
+            return None
+        following = known.answered(prev_completion_ids).bridged(new_messages, tools)
+        if isinstance(following, BreakReason):
+            return None
+        self._remember(following)
+        return following.prompt_ids
+
+    def continue_conversation(
+        self, conversation: Conversation, new_messages: Sequence[Message], tools: Schemas = None
+    ) -> Int32 | BreakReason:
+        """The next prompt, or why it has to be rendered anew.
 
         Raises:
-            TemplateFault: the rendering exceeds its budget.
+            EnvironmentFault: invalid new messages.
+            TemplateFault: a rendering exceeds its budget.
         """
-        known = self._open.of(prompt_ids, tools)
-        if not known or not new or not len(completion_ids) or reply is None:
-            return None
-        completion = completion_ids.tolist()
-        continued, additions = [], list[list[int]]()
-        for before in known:
-            messages = [*before.messages, reply, *new]
-            try:
-                text = self._render(messages, tools)
-            except EnvironmentFault:
-                return None
-            added = self._added(text[len(before.text) :], completion) if text.startswith(before.text) else None
-            if added is None:
-                return None
-            continued.append(Conversation(messages=messages, tools=tools, text=text))
-            additions.append(added)
-        if any(added != additions[0] for added in additions):
-            return None
-        ids = np.concatenate([prompt_ids, completion_ids, np.asarray(additions[0], dtype=np.int32)])
-        for conversation in continued:
-            self._open.add(ids, conversation)
-        return ids
+        check_messages(new_messages)
+        if self.history == "template":
+            return BreakReason.HISTORY_TEMPLATE
+        said = conversation.said
+        assert said is not None
+        completion = said.completion_ids
+        ended = len(completion) > 0 and int(completion[-1]) in self.stop_token_ids
+        body = completion[:-1] if ended else completion
+        reason = self._reason_before(conversation, said, body, ended, new_messages, tools)
+        if reason is not None:
+            return reason
+        behind = self._behind(conversation, body, new_messages)
+        if not behind or behind[0] not in self._control_ids:
+            return BreakReason.FORMAT_UNKNOWN
+        if ended and behind[0] != completion[-1]:
+            return BreakReason.OPEN_THOUGHT if behind[0] in self._thought_ids else BreakReason.OTHER_END
+        added = np.asarray(behind[1:] if ended else behind, dtype=np.int32)
+        return np.concatenate([conversation.prompt_ids, completion, added], dtype=np.int32)
 
-    def reply(
-        self, parsed: ParsedResponse, new: Sequence[Mapping[str, Any]], *, paired_by_id: bool
-    ) -> dict[str, Any] | None:
-        """The sampled turn as the template is given it; None if it is not known what that would be.
+    def holds_thoughts(self, messages: Sequence[Message]) -> bool:
+        """Whether the rendering of these messages holds a thought that is not empty, behind the last user's message."""
+        behind_user: list[Message] = []
+        for message in messages:
+            behind_user = [] if message.get("role") == "user" else [*behind_user, message]
+        thinks = any(str(message.get("reasoning_content") or "").strip() for message in behind_user)
+        return thinks and self._writes_thoughts
 
-        Args:
-            parsed: The turn.
-            new: The messages to append.
-            paired_by_id: Whether the template reads the ids by which answers name their calls.
-        """
-        if any(call.status != "ok" for call in parsed.tool_calls):
-            return None
-        (message,) = self._tokenizer.guard.messages([parsed.message()])
-        if paired_by_id and message.get("tool_calls"):
-            return _with_ids(message, [answer for answer in new if answer["role"] == "tool"])
-        return message
+    def _reason_before(
+        self, conversation: Conversation, said: Said, body: Int32, ended: bool, new: Sequence[Message], tools: Schemas
+    ) -> BreakReason | None:
+        """(a), (c), (d), (e) and (f): what is known before anything is rendered."""
+        if not same_tools(conversation.tools, tools):
+            return BreakReason.TOOLS_CHANGED
+        if not new or any(message.get("role") not in _CONTINUED_ROLES for message in new):
+            return BreakReason.OTHER_MESSAGES
+        if self._holds_turn_token(body.tolist()):
+            return BreakReason.CONTROL_TOKEN
+        if ended and said.parsed.thought_open:
+            return BreakReason.OPEN_THOUGHT
+        drops = self.thinking_retention == "tool_cycle" and any(message["role"] == "user" for message in new)
+        if drops and (conversation.thinks or said.thinks) and self.drops_thoughts:
+            return BreakReason.THOUGHT_DROPPED
+        return None
 
-    def _added(self, rest: str, completion: list[int]) -> list[int] | None:
-        """The ids of what the template writes after a turn, if its turn is the sampled one."""
-        stops = self._stops
-        ended = completion[-1] in stops.values()
-        turn = completion[:-1] if ended else completion
-        if any(i in stops.values() for i in turn):
-            return None
-        ends = (found for found in self._control.finditer(rest) if found[0] in stops)
-        end = next((e for e in ends if not ended or stops[e[0]] == completion[-1]), None)
-        if end is None or not self._same_turn(rest[: end.start()], turn):
-            return None
-        ids = self._tokenizer.encode(rest[end.start() :])
-        if ids[:1] != [stops[end[0]]]:
-            return None
-        return ids[1:] if ended else ids
+    def _holds_turn_token(self, body: list[int]) -> bool:
+        """Whether a turn holds a control token that opens or closes one."""
+        return not self.turn_token_ids.isdisjoint(body)
 
-    def _same_turn(self, text: str, ids: list[int]) -> bool:
-        """Whether ids are a text, white space aside, and its control tokens are theirs."""
-        tokens = [self._tokenizer.control_tokens[token] for token in self._control.findall(text)]
-        plain = text.replace(BREAK, "").replace(LITERAL, ESCAPE)
-        return tokens == [i for i in ids if i in self._control_ids] and _squeezed(plain) == _squeezed(
-            self._tokenizer.decode(ids)
+    @cached_property
+    def turn_token_ids(self) -> frozenset[int]:
+        """The control tokens that open or close a turn: those that end one, and those that the format writes around
+        the texts of systems, users and tools, as far as they stand before the text; without those of a plain answer."""
+        found = set(self.stop_token_ids)
+        for messages in ([ASK], [SYSTEM, ASK]):
+            found |= set(self._controls_of(self._written(messages, True)))
+        answered = self._probed_behind([], [ASK])
+        found |= set(self._controls_of(answered))
+        called = self._controls_of(self._probed_behind([_CALL], [RESULT]))
+        is_close = called[:1] == self._controls_of(answered)[:1]
+        found |= set(called[: 2 if is_close else 1])
+        return frozenset(found).difference(self._answer_token_ids())
+
+    def _answer_token_ids(self) -> list[int]:
+        """The control tokens that the format writes in a plain answer, before its end."""
+        prompt, whole = self._written([ASK], True), self._written([ASK, ANSWER], False)
+        answer = whole[len(prompt) :] if whole[: len(prompt)] == prompt else []
+        end = next((place for place, token in enumerate(answer) if token in self.stop_token_ids), len(answer))
+        return self._controls_of(answer[:end])
+
+    @cached_property
+    def drops_thoughts(self) -> bool:
+        """Whether the format drops the thoughts of earlier turns when the user speaks."""
+        return not self._holds_thought([ASK, _thoughtful(ANSWER), ASK])
+
+    @cached_property
+    def _writes_thoughts(self) -> bool:
+        """Whether the format writes the thoughts of turns that no user has answered yet."""
+        return self._holds_thought([ASK, _thoughtful(calling()), RESULT]) or self._holds_thought(
+            [ASK, _thoughtful(ANSWER)]
         )
 
+    @cached_property
+    def _control_ids(self) -> frozenset[int]:
+        return frozenset(self._tokenizer.control_tokens.values())
 
-def _with_ids(message: dict[str, Any], answers: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """A message whose calls have the ids of their answers; None where it is not plain which is whose."""
-    calls = message["tool_calls"]
-    names = [call["function"]["name"] for call in calls]
-    if not answers:
-        return message
-    if len(calls) == 1 and len(answers) == 1:
-        order: Sequence[Mapping[str, Any]] = answers
-    else:
-        by_name = {answer.get("name"): answer for answer in answers}
-        if len(by_name) != len(answers) or set(names) != by_name.keys() or len(names) != len(by_name):
-            return None
-        order = [by_name[name] for name in names]
-    if any("tool_call_id" not in answer for answer in order):
-        return None
-    return {**message, "tool_calls": [{**c, "id": a["tool_call_id"]} for c, a in zip(calls, order, strict=True)]}
+    def _holds_thought(self, messages: Sequence[Any]) -> bool:
+        return _THOUGHT in self._tokenizer.decode(self._written(messages, messages[-1]["role"] != "assistant"))
+
+    def _written(self, messages: Sequence[Any], prompt: bool) -> list[int]:
+        """The ids of probe messages; none where the format refuses them."""
+        try:
+            ids: list[int] = self.write_ids(messages, None, prompt).tolist()
+        except EnvironmentFault:
+            return []
+        return ids
+
+    def _probed_behind(self, calls: Sequence[ToolCall], new: Sequence[Any]) -> list[int]:
+        """What the format writes behind a turn with these calls, after one question; nothing where it is not known."""
+        prompt = np.asarray(self._written([ASK], True), dtype=np.int32)
+        nothing = np.empty(0, dtype=np.int32)
+        said = Said(completion_ids=nothing, message={"role": "assistant", "content": ""}, calls=tuple(calls),
+                    parsed=ParsedResponse(content=""))  # fmt: skip
+        conversation = Conversation(renderer=self, messages=(ASK,), tools=None, prompt_ids=prompt, said=said)  # type: ignore[arg-type]
+        try:
+            return self._behind(conversation, nothing, new) or []
+        except EnvironmentFault:
+            return []
+
+    @cached_property
+    def _thought_ids(self) -> frozenset[int]:
+        """The control tokens that open and close a thought."""
+        return frozenset(self._tokenizer.control_tokens[tag] for tag in _THOUGHT_TAGS
+                         if tag in self._tokenizer.control_tokens)  # fmt: skip
+
+    def _controls_of(self, ids: Sequence[int]) -> list[int]:
+        """The control tokens in ids, those of thoughts left out."""
+        return [i for i in ids if i in self._control_ids and i not in self._thought_ids]
+
+    def _note(self, ids: Int32, messages: Sequence[Message], tools: Schemas) -> None:
+        """Remember a prompt for `bridge_to_next_turn`. The messages are copied: their owner may change them."""
+        copied = tuple(dict(message) for message in messages)
+        self._remember(Conversation(renderer=self, messages=copied, tools=tools, prompt_ids=ids,  # type: ignore[arg-type]
+                                    thinks=self.holds_thoughts(messages)))  # fmt: skip
+
+    def _remember(self, conversation: Conversation) -> None:
+        ids = conversation.prompt_ids
+        self._prompts.add(_key(ids), conversation, _BYTES_OF_AN_ID * len(ids))
 
 
-def _squeezed(text: str) -> str:
-    return "".join(text.split())
+_CALL = ToolCall(name=NAME, arguments={}, status="ok", raw="", id=RESULT["tool_call_id"])
+
+
+def _thoughtful(message: dict[str, Any]) -> dict[str, Any]:
+    return {**message, "reasoning_content": _THOUGHT}
+
+
+def _key(ids: Int32) -> bytes:
+    return hashlib.blake2b(np.ascontiguousarray(ids, dtype=np.int32).data, digest_size=16).digest()

@@ -8,6 +8,7 @@ line of the template that write the first character that differs.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,15 +17,18 @@ from typing import Any, Literal
 import numpy as np
 
 from verbatim.errors import RolloutError
+from verbatim.renderers.conversation import BreakReason, Conversation
 from verbatim.renderers.guard import BREAK, GuardedTokenizer
 from verbatim.renderers.template import TemplateRenderer
 from verbatim.texts import cut, error_text
-from verbatim.types import Message
+from verbatim.types import Int32, Message
 
 Outcome = Literal["bridged", "refused", "left out", "raises"]
 _Lines = Sequence[tuple[str, int]]
 _Messages = list[Message]
 
+_SHOWN_BY_TEXTS = (BreakReason.THOUGHT_DROPPED, BreakReason.FORMAT_UNKNOWN)
+"""Reasons that show in what the template writes."""
 _EXCERPT = 40
 """Characters that are quoted of each text."""
 _WORD_BEFORE = re.compile(r"(<?[^\s<>]*)\Z")
@@ -82,7 +86,7 @@ class _Player:
                 return self._refused(before, "", self._lines([*self._messages, self._reply, *self._new]))
             prompt = self._renderer.write_ids(self._messages, self._tools, True)
             completion = np.asarray(self._tokenizer.encode(sampled), dtype=np.int32)
-            bridged = self._renderer.bridge_to_next_turn(prompt, completion, self._new, self._tools)
+            bridged = self._bridged(prompt, completion)
             read = self._renderer.parse_response(completion, prompt, self._tools).message()
             calls = self._reply.get("tool_calls", [])
             if len(read.get("tool_calls", [])) != len(calls):
@@ -92,10 +96,22 @@ class _Player:
             after = self._lines([*self._messages, read, *self._new])
         except RolloutError as error:
             return self._made("raises", reason=cut(error_text(error.__cause__ or error), 200))
-        if bridged is None:
+        if bridged in _SHOWN_BY_TEXTS:
             return self._refused(before, sampled, after)
+        if isinstance(bridged, BreakReason):
+            return self._made("refused", reason=bridged.sentence)
         written = _text(after)
         return self._made("bridged" if all(message["content"] in written for message in self._new) else "left out")
+
+    def _bridged(self, prompt: Int32, completion: Int32) -> Conversation | BreakReason:
+        conversation = Conversation(
+            renderer=self._renderer, messages=tuple(self._messages), tools=self._tools, prompt_ids=prompt,
+            thinks=self._renderer.holds_thoughts(self._messages),
+        )  # fmt: skip
+        parsed = self._renderer.parse_response(completion, prompt, self._tools)
+        ids = [str(call.get("id")) for call in self._reply.get("tool_calls", [])]
+        calls = [dataclasses.replace(call, id=name) for call, name in zip(parsed.tool_calls, ids, strict=False)]
+        return conversation.answered(completion, parsed, None, calls).bridged(self._new, self._tools)
 
     def _sampled(self, kept: str) -> str | None:
         """The turn as the template writes it, through the token that ends it; None if it does not keep the prompt.

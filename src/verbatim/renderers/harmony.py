@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -12,14 +13,17 @@ from renderers.parsing import parse_gpt_oss
 
 from verbatim.errors import EnvironmentFault, ModelError, TemplateFault
 from verbatim.renderers.base import ParsedResponse, Schemas
+from verbatim.renderers.bridge import ContinuingRenderer
+from verbatim.renderers.conversation import Conversation, History, ThinkingRetention
 from verbatim.renderers.guard import GuardedTokenizer
 from verbatim.renderers.responses import read_completion
+from verbatim.renderers.stand_ins import StandIns
 from verbatim.types import Int32, Message
 
 _TOKENS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>", "<|return|>")
 
 
-class HarmonyRenderer:
+class HarmonyRenderer(ContinuingRenderer):
     """Harmony for one tokenizer.
 
     The family of the package `renderers` encodes with a vocabulary that `openai-harmony` downloads, and writes another
@@ -32,6 +36,9 @@ class HarmonyRenderer:
         <|channel|>analysis<|message|>Look first.<|end|><|start|>assistant<|channel|>commentary to=functions.look
         <|constrain|>json<|message|>{"place": "Bonn"}<|call|>
 
+    Prompts continue by the rule in `bridge`. As history the template closes an answer with `<|end|>`, so one that was
+    sampled with `<|return|>` is always rendered anew.
+
     Raises:
         ModelError: the tokenizer lacks harmony's tokens, or its chat template writes another format.
     """
@@ -39,7 +46,11 @@ class HarmonyRenderer:
     renders_by_template = True
     """It renders with the chat template, so the two need no comparison."""
 
-    def __init__(self, tokenizer: Any, name: str = "gpt-oss") -> None:
+    def __init__(
+        self, tokenizer: Any, name: str = "gpt-oss", *, thinking_retention: ThinkingRetention = "tool_cycle",
+        history: History = "verbatim",
+    ) -> None:  # fmt: skip
+        super().__init__(thinking_retention, history)
         self.name = name
         self._tokenizer = tokenizer if isinstance(tokenizer, GuardedTokenizer) else GuardedTokenizer(tokenizer)
         control = self._tokenizer.control_tokens
@@ -51,6 +62,8 @@ class HarmonyRenderer:
         self._parser = _Parser(self._tokenizer, self._tokenizer.encode("<|start|>assistant"), self._ids)
         stops = ("<|return|>", "<|call|>", "<|endoftext|>")
         self.stop_token_ids: tuple[int, ...] = tuple(control[token] for token in stops if token in control)
+        self._stand_ins = StandIns(self._text_of, ("<|end|>", "<|call|>", "<|return|>"))
+        self._role = self._tokenizer.encode("assistant")
         try:
             self._check_format()
         except (EnvironmentFault, TemplateFault) as error:
@@ -66,9 +79,14 @@ class HarmonyRenderer:
                 call a message of its own, and the template would drop the second.
             TemplateFault: the rendering exceeds its budget.
         """
-        guard = self._tokenizer.guard
-        fields = [_as_template_reads(message) for message in guard.messages(messages)]
-        return self._encode(fields, guard.tools(tools), add_generation_prompt)
+        ids = self.write_ids(messages, tools, add_generation_prompt)
+        if add_generation_prompt:
+            self._note(ids, messages, tools)
+        return ids
+
+    def write_ids(self, messages: Sequence[Message], tools: Schemas, add_generation_prompt: bool) -> Int32:
+        """As `render_ids`."""
+        return np.asarray(self._tokenizer.encode(self._text_of(messages, tools, add_generation_prompt)), dtype=np.int32)
 
     def parse_response(
         self, completion_ids: Int32, prompt_ids: Int32 | None = None, tools: Schemas = None
@@ -82,39 +100,31 @@ class HarmonyRenderer:
             return ParsedResponse(content=self._tokenizer.decode(ids))
         return read_completion(self._parser, self._tokenizer, ids, None, tools)
 
-    def bridge_to_next_turn(
-        self, prev_prompt_ids: Int32, prev_completion_ids: Int32, new_messages: Sequence[Message], tools: Schemas = None
-    ) -> Int32 | None:
-        """The ids of a call verbatim, plus the tool's answer and the generation prompt; None for anything else.
-
-        After an answer the template drops all analysis and closes with `<|end|>` what was sampled as `<|return|>`: a
-        user's turn always rewrites the history. The tool's message names the function that was called last, so
-        the template is asked what it writes after a call of that name; nothing else of the history enters it.
-        """
-        completion = prev_completion_ids.tolist()
-        if not new_messages or any(message.get("role") != "tool" for message in new_messages):
-            return None
-        if completion.count(self._ids["call_id"]) != 1 or completion[-1] != self._ids["call_id"]:
-            return None
-        calls = self.parse_response(prev_completion_ids).tool_calls
-        if len(calls) != 1 or not calls[0].name:
-            return None
-        called: Message = {"role": "assistant", "content": "", "tool_calls": [
-            {"id": "", "type": "function", "function": {"name": calls[0].name, "arguments": {}}}]}  # fmt: skip
-        window: list[Message] = [{"role": "user", "content": "x"}, called]
-        known = self.render_ids(window, add_generation_prompt=False)
-        whole = self.render_ids([*window, *new_messages])
-        if not np.array_equal(whole[: len(known)], known):
-            return None
-        return np.concatenate([prev_prompt_ids, prev_completion_ids, whole[len(known) :]]).astype(np.int32)
-
     def decode(self, ids: Int32) -> str:
         """Text for people, special tokens included."""
         return self._tokenizer.decode(ids)
 
-    def _encode(self, fields: list[dict[str, Any]], tools: Any, add_generation_prompt: bool) -> Int32:
-        text = self._tokenizer.chat_text(fields, tools, add_generation_prompt)
-        return np.asarray(self._tokenizer.encode(text), dtype=np.int32)
+    def _behind(self, conversation: Conversation, body: Int32, new_messages: Sequence[Message]) -> list[int] | None:
+        said = conversation.said
+        assert said is not None
+        text = self._stand_ins.behind(conversation.messages, conversation.tools, said.calls, new_messages)
+        return None if text is None else self._tokenizer.encode(text)
+
+    def _holds_turn_token(self, body: list[int]) -> bool:
+        """A turn is several messages: each that it begins has to be the assistant's own."""
+        starts = [place for place, token in enumerate(body) if token == self._ids["start_id"]]
+        begun = (body[place + 1 :] for place in starts)
+        return any(after[: len(self._role)] != self._role for after in begun) or not self._closing.isdisjoint(body)
+
+    @cached_property
+    def _closing(self) -> frozenset[int]:
+        return frozenset((*self.stop_token_ids, self._tokenizer.control_tokens.get("<|startoftext|>", -1)))
+
+    def _text_of(self, messages: Sequence[Any], tools: Any, add_generation_prompt: bool = True) -> str:
+        """What the template writes, marked by the guard."""
+        guard = self._tokenizer.guard
+        fields = [_as_template_reads(message) for message in guard.messages(messages)]
+        return self._tokenizer.chat_text(fields, guard.tools(tools), add_generation_prompt)
 
     def _check_format(self) -> None:
         """Check that a call which the chat template writes is read back as the same call."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -14,8 +13,10 @@ from renderers.configs import config_from_name
 
 from verbatim.errors import EnvironmentFault, ModelError
 from verbatim.renderers.base import ParsedResponse, Schemas
+from verbatim.renderers.bridge import ContinuingRenderer
+from verbatim.renderers.conversation import Conversation, History, ThinkingRetention
 from verbatim.renderers.guard import GuardedTokenizer
-from verbatim.renderers.remembered import Readings, Remembered
+from verbatim.renderers.remembered import Remembered
 from verbatim.renderers.responses import read_completion
 from verbatim.renderers.stable_text import settled
 from verbatim.renderers.tool_support import ToolSupport, probe
@@ -28,19 +29,17 @@ _REMEMBERED_BRIDGES, _SHORT = 4096, 256
 """Bridges whose ids are remembered, and the most ids that one may add: where episodes are short and examples few, the
 same turn comes again and again."""
 
-_NOT_KNOWN: Int32 = np.empty(0, dtype=np.int32)
-
-_BRIDGED_ROLES = frozenset({"tool", "user"})
-"""Some families render a later system message in a bridge but not in a history: those are never bridged."""
+_LONGEST_OPENING = 8
+"""The most ids of a generation prompt from the token on that opens a thought."""
 
 _REFUSALS = (ValueError, TypeError, KeyError)
 """The exceptions by which families refuse messages."""
 
-_OPENING = {"role": "user", "content": "x"}
 
-
-class PackageRenderer:
+class PackageRenderer(ContinuingRenderer):
     """One family ("qwen3", ...) for one tokenizer.
+
+    Prompts continue by the rule in `bridge`; the family's own bridge says what is written behind a turn.
 
     Raises:
         ModelError: the tokenizer lacks the family's tokens.
@@ -49,7 +48,11 @@ class PackageRenderer:
     thread_safe = True
     """Several threads may use it at once."""
 
-    def __init__(self, tokenizer: Any, name: str = "qwen3") -> None:
+    def __init__(
+        self, tokenizer: Any, name: str = "qwen3", *, thinking_retention: ThinkingRetention = "tool_cycle",
+        history: History = "verbatim",
+    ) -> None:  # fmt: skip
+        super().__init__(thinking_retention, history)
         self.name = name
         self._tokenizer = tokenizer if isinstance(tokenizer, GuardedTokenizer) else GuardedTokenizer(tokenizer)
         config = config_from_name(name)
@@ -59,13 +62,13 @@ class PackageRenderer:
             raise ModelError(f'the tokenizer does not fit renderer "{name}": {error}; use renderer = "auto" or '
                              '"template"') from error  # fmt: skip
         self.stop_token_ids: tuple[int, ...] = tuple(self._family.get_stop_token_ids())
-        self._lasting = self._without_retention(config)
+        self._stop_ids = frozenset(self.stop_token_ids)
+        self._keeping = self._keeping_thoughts(config)
         self._control = frozenset(self._tokenizer.control_tokens.values())
         think = [self._tokenizer.control_tokens.get(tag) for tag in ("<think>", "</think>")]
         self._think_ids = frozenset(i for i in think if i is not None)
         self._rendered: Remembered[str, Int32] = Remembered(_REMEMBERED)
-        self._bridged: Remembered[bytes, Int32 | None] = Remembered(_REMEMBERED_BRIDGES)
-        self._readings = Readings(_REMEMBERED_BRIDGES)
+        self._bridged: Remembered[bytes, list[int]] = Remembered(_REMEMBERED_BRIDGES)
 
     def render_ids(
         self, messages: Sequence[Message], tools: Schemas = None, add_generation_prompt: bool = True
@@ -79,7 +82,10 @@ class PackageRenderer:
         """
         if tools or any(message.get("tool_calls") or message.get("role") == "tool" for message in messages):
             self.tool_support.refuse(messages, tools, f'renderer "{self.name}"')
-        return self.write_ids(messages, tools, add_generation_prompt)
+        ids = self.write_ids(messages, tools, add_generation_prompt)
+        if add_generation_prompt:
+            self._note(ids, messages, tools)
+        return ids
 
     @cached_property
     def tool_support(self) -> ToolSupport:
@@ -120,8 +126,15 @@ class PackageRenderer:
         stop = next((i for i, token in enumerate(ids) if token in self.stop_token_ids), len(ids))
         prompt = None if prompt_ids is None else prompt_ids.tolist()
         parsed = read_completion(self._family, self._tokenizer, ids[:stop], prompt, tools)
-        self._readings.add(prompt_ids, completion_ids, tools, parsed)
+        if parsed.thought_open and stop < len(ids) and prompt is not None and self._opens_no_thought(prompt, ids):
+            return ParsedResponse(content=parsed.reasoning_content or "")
         return parsed
+
+    def _opens_no_thought(self, prompt: list[int], ids: list[int]) -> bool:
+        """Whether neither the prompt nor the completion has opened a thought: GLM-4.5's parser takes a plain answer for
+        one."""
+        opens = self._tokenizer.control_tokens.get("<think>")
+        return opens is not None and opens not in prompt[-_LONGEST_OPENING:] and opens not in ids
 
     def stable_text(self, completion_ids: Int32, prompt_ids: Int32 | None = None) -> tuple[str, str]:
         """Thinking and content with which every completion that begins with these ids is read.
@@ -157,90 +170,52 @@ class PackageRenderer:
         read = (self.parse_response(np.array([*alpha, *ids, *beta], dtype=np.int32)) for ids in later)
         return not all(parsed.content.startswith("zqalpha") for parsed in read)
 
-    def bridge_to_next_turn(
-        self, prev_prompt_ids: Int32, prev_completion_ids: Int32, new_messages: Sequence[Message], tools: Schemas = None
-    ) -> Int32 | None:
-        """The previous turn's ids verbatim, plus the new messages and the generation prompt; or None.
-
-        Refused wherever the family would write this turn differently as history: a dropped thought, empty think tags
-        that come or go, another close of the turn. A family that drops the thinking of all earlier turns when the
-        user speaks is bridged there only if nothing has been thought.
-        """
-        if not new_messages or any(message.get("role") not in _BRIDGED_ROLES for message in new_messages):
-            return None
-        turn = hashlib.blake2b(repr((len(prev_prompt_ids), new_messages, tools)).encode("utf-8", "surrogatepass"))
-        turn.update(prev_prompt_ids.astype(np.int32, copy=False).tobytes())
-        turn.update(prev_completion_ids.astype(np.int32, copy=False).tobytes())
+    def _behind(self, conversation: Conversation, body: Int32, new_messages: Sequence[Message]) -> list[int] | None:
+        turn = hashlib.blake2b(repr((len(conversation.prompt_ids), new_messages)).encode("utf-8", "surrogatepass"))
+        turn.update(conversation.prompt_ids.astype(np.int32, copy=False).tobytes())
+        turn.update(body.astype(np.int32, copy=False).tobytes())
         key = turn.digest()
-        added = self._bridged.get(key, _NOT_KNOWN)
-        if added is _NOT_KNOWN:
-            added = self._added(prev_prompt_ids, prev_completion_ids, new_messages, tools)
-            if added is None or len(added) <= _SHORT:
-                self._bridged.add(key, added)
-        if added is None:
-            return None
-        return np.concatenate([prev_prompt_ids, prev_completion_ids, added], dtype=np.int32)
+        found = self._bridged.get(key)
+        if found is None:
+            found = self._behind_by_family([*conversation.prompt_ids.tolist(), *body.tolist()], len(body),
+                                           new_messages, conversation.tools)  # fmt: skip
+            if len(found) <= _SHORT:
+                self._bridged.add(key, found)
+        assert conversation.said is not None
+        # The family closes a thought that it takes to be open; ours was read.
+        closes = found[:1] == [self._tokenizer.control_tokens.get("</think>")]
+        return found[1:] if closes and not conversation.said.parsed.thought_open else found
 
-    def _added(
-        self, prev_prompt_ids: Int32, prev_completion_ids: Int32, new_messages: Sequence[Message], tools: Schemas
-    ) -> Int32 | None:
-        """The ids that a bridge adds to the previous turn's; None where it is refused."""
+    def _behind_by_family(
+        self, before: list[int], num_sampled: int, new_messages: Sequence[Message], tools: Schemas
+    ) -> list[int]:
+        """What the family's bridge adds to ids that no token has ended; nothing where it makes none, or changes them.
+
+        The family is the one that keeps thoughts: whether one may stay is decided before.
+        """
         guard = self._tokenizer.guard
-        prompt, completion = prev_prompt_ids.tolist(), prev_completion_ids.tolist()
-        before = [*prompt, *completion]
-        new, schemas = guard.messages(new_messages), guard.tools(tools)
+        num_prompt = len(before) - num_sampled
         try:
-            rendered = self._family.bridge_to_next_turn(prompt, completion, new, tools=schemas)
-            if rendered is None and self._lasting and len(self._think_ids) == 2 and self._think_ids.isdisjoint(before):
-                rendered = self._lasting.bridge_to_next_turn(prompt, completion, new, tools=schemas)
-            if rendered is None or rendered.token_ids[: len(before)] != before:
-                return None
-            parsed = self._readings.of(prev_prompt_ids, prev_completion_ids, tools)
-            if parsed is None:
-                parsed = self.parse_response(prev_completion_ids, prev_prompt_ids, tools)
-            added = list(rendered.token_ids[len(before) :])
-            return np.asarray(added, dtype=np.int32) if self._stays(parsed, completion, added, new) else None
+            rendered = self._keeping.bridge_to_next_turn(
+                before[:num_prompt], before[num_prompt:], guard.messages(new_messages), tools=guard.tools(tools)
+            )
         except _REFUSALS:
-            return None
+            return []
+        if rendered is None or rendered.token_ids[: len(before)] != before:
+            return []
+        added = list(rendered.token_ids[len(before) :])
+        close = 1 if added[:1] == [self._tokenizer.control_tokens.get("</think>")] else 0
+        # A format without a close of its own: the family closes by the end of sequence, which is not in its histories.
+        is_doubled = len(added) > close + 1 and self._stop_ids.issuperset(added[close : close + 2])
+        return [*added[:close], *added[close + 1 :]] if is_doubled else added
 
     def decode(self, ids: Int32 | Sequence[int]) -> str:
         """Text for people, special tokens included."""
         return self._tokenizer.decode(ids)
 
-    def _without_retention(self, config: Any) -> Any:
-        """The family configured to bridge over user messages, used only without thinking; None if it cannot."""
+    def _keeping_thoughts(self, config: Any) -> Any:
+        """The family configured to bridge over user messages whatever was thought; or as it is, where it cannot."""
         try:
             return create_family(self._tokenizer, type(config)(thinking_retention="all"))
         except (NotImplementedError, ValueError):
-            return None
-
-    def _stays(
-        self, parsed: ParsedResponse, completion: list[int], added: list[int], new: Sequence[Mapping[str, Any]]
-    ) -> bool:
-        """Whether the family, given this turn as history, keeps the generation prompt and every control token of it.
-
-        Text between them may differ (JSON is spaced in many ways), and an attempted call that cannot be read is not
-        in a message at all: beside one, only think tags are compared. These are counted in the text, since some
-        families have no tokens for them.
-        """
-        (message,) = self._tokenizer.guard.messages([parsed.message()])
-        opening, opened = self._opened
-        history = self._family.render_ids([_OPENING, message, *new], add_generation_prompt=True)
-        sampled = [*opening, *completion, *added]
-        written, said = self.decode(history), self.decode(sampled)
-        if not written.startswith(opened):
-            return False
-        if any(written.count(tag) != said.count(tag) for tag in ("<think>", "</think>")):
-            return False
-        return any(call.status != "ok" for call in parsed.tool_calls) or self._controls(history) == self._controls(
-            sampled
-        )
-
-    @cached_property
-    def _opened(self) -> tuple[list[int], str]:
-        """One question and the generation prompt, as ids and as text."""
-        ids = list(self._family.render_ids([_OPENING], add_generation_prompt=True))
-        return ids, self.decode(ids)
-
-    def _controls(self, ids: Sequence[int]) -> Counter[int]:
-        return Counter(i for i in ids if i in self._control)
+            return self._family

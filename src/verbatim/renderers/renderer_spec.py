@@ -8,6 +8,7 @@ from typing import Any, Literal
 from verbatim.errors import UsageError
 from verbatim.renderers import create_renderer
 from verbatim.renderers.base import Renderer
+from verbatim.renderers.conversation import History, ThinkingRetention
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -18,6 +19,10 @@ class RendererSpec:
     """Its family."""
     tools: Literal["hermes"] | None
     """The format in which it writes tools; None: the model's own."""
+    thinking_retention: ThinkingRetention
+    """What becomes of thoughts at a user's message."""
+    history: History
+    """Whether prompts continue what was sampled."""
     tokenizer: Any
     """The model's own, without the guard that renderers put around it."""
     stop_token_ids: tuple[int, ...]
@@ -29,7 +34,8 @@ class RendererSpec:
         Raises:
             UsageError: it ends turns differently here: a part of them is read from the model's folder.
         """
-        renderer = create_renderer(self.name, self.tokenizer, self.tools)
+        renderer = create_renderer(self.name, self.tokenizer, self.tools,
+                                   thinking_retention=self.thinking_retention, history=self.history)  # fmt: skip
         if renderer.stop_token_ids != self.stop_token_ids:
             raise UsageError(
                 f'renderer "{self.name}" ends turns with the ids {renderer.stop_token_ids} on this host, and with '
@@ -45,6 +51,7 @@ def renderer_spec(renderer: Any) -> Any:
     if type(guarded).__name__ != "GuardedTokenizer":  # by name: its module is heavy, and loaded only where it is used
         return renderer
     return RendererSpec(
-        name=renderer.name, tools=getattr(renderer, "tool_format", None), tokenizer=guarded._tokenizer,
-        stop_token_ids=tuple(renderer.stop_token_ids)
-    )
+        name=renderer.name, tools=getattr(renderer, "tool_format", None),
+        thinking_retention=renderer.thinking_retention, history=renderer.history, tokenizer=guarded._tokenizer,
+        stop_token_ids=tuple(renderer.stop_token_ids),
+    )  # fmt: skip

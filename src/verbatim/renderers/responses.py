@@ -48,6 +48,7 @@ def read_completion(
         content=parsed.content,
         reasoning_content=parsed.reasoning_content,
         tool_calls=tuple(_checked(call, tools) for call in parsed.tool_calls),
+        thought_open=parsed.reasoning_complete is False,
     )
 
 

@@ -1,4 +1,4 @@
-"""Renders any model through its chat template, and bridges wherever the template keeps what it wrote."""
+"""Renders any model through its chat template, and finds by rendering what the template writes behind a turn."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ import numpy as np
 
 from verbatim.errors import EnvironmentFault, ModelError, TemplateFault
 from verbatim.renderers.base import ParsedResponse, Schemas
-from verbatim.renderers.bridge import TemplateBridge
+from verbatim.renderers.bridge import ContinuingRenderer
+from verbatim.renderers.conversation import Conversation, History, ThinkingRetention
 from verbatim.renderers.derived_syntax import derive
 from verbatim.renderers.guard import GuardedTokenizer
-from verbatim.renderers.hermes import SYNTAX, TAGS, HermesFormat, fit
+from verbatim.renderers.hermes import SYNTAX, HermesFormat, fit
 from verbatim.renderers.messages import check_messages
 from verbatim.renderers.probe_messages import ANSWER, ASK, RESULT, TOOL, calling
 from verbatim.renderers.stable_text import settled
+from verbatim.renderers.stand_ins import StandIns
 from verbatim.renderers.tool_support import COMPLETE, ToolSupport, probe
 from verbatim.renderers.tool_syntax import hide, shown
 from verbatim.types import Int32, Message
@@ -28,13 +30,10 @@ from verbatim.types import Int32, Message
 _OPEN, _CLOSE = "<think>", "</think>"
 
 
-class TemplateRenderer:
+class TemplateRenderer(ContinuingRenderer):
     """Renders with the tokenizer's own chat template.
 
-    A turn is bridged where `bridge` finds that the template itself comes to the same text. Where it does not (most
-    templates that drop the thinking of earlier turns do so when the user speaks), the next prompt is rendered anew and,
-    if it does not happen to extend the one before, starts a training sample of its own. A prompt can be continued for
-    as long as the array of its ids is alive.
+    Prompts continue by the rule in `bridge`; `stand_ins` finds what the template writes behind a turn.
 
     Thinking is read between `<think>` and `</think>`; tool calls in the syntax that the template itself writes
     (`derived_syntax`). A conversation with tools is refused where the template would leave out a part of it.
@@ -51,7 +50,11 @@ class TemplateRenderer:
     thread_safe = True
     """Several threads may use it at once."""
 
-    def __init__(self, tokenizer: Any, name: str = "template", tools: Literal["hermes"] | None = None) -> None:
+    def __init__(
+        self, tokenizer: Any, name: str = "template", tools: Literal["hermes"] | None = None, *,
+        thinking_retention: ThinkingRetention = "tool_cycle", history: History = "verbatim",
+    ) -> None:  # fmt: skip
+        super().__init__(thinking_retention, history)
         self.name = name
         self.tool_format = tools
         self._tokenizer = tokenizer if isinstance(tokenizer, GuardedTokenizer) else GuardedTokenizer(tokenizer)
@@ -85,11 +88,7 @@ class TemplateRenderer:
         )  # fmt: skip
         self._control = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)")
         self._token_of = {i: token for token, i in self._tokenizer.control_tokens.items()}
-        self._bridge = TemplateBridge(
-            self._tokenizer,
-            lambda messages, tools: self._render(messages, self._given(tools), True),
-            self.stop_token_ids,
-        )
+        self._stand_ins = StandIns(self._text_of, [self._tokenizer.decode([i]) for i in self.stop_token_ids])
 
     def render_ids(
         self, messages: Sequence[Message], tools: Schemas = None, add_generation_prompt: bool = True
@@ -103,16 +102,15 @@ class TemplateRenderer:
         """
         check_messages(messages)
         self.tool_support.refuse(messages, tools, "the model's chat template")
-        return self.write_ids(messages, tools, add_generation_prompt)
+        ids = self.write_ids(messages, tools, add_generation_prompt)
+        if add_generation_prompt:
+            self._note(ids, messages, tools)
+        return ids
 
     def write_ids(self, messages: Sequence[Message], tools: Schemas, add_generation_prompt: bool) -> Int32:
         """As `render_ids`, for valid messages, even if the template leaves out a part of them."""
-        marked, shown_tools = self._marked(messages, tools)
-        text = self._render(marked, self._given(shown_tools), add_generation_prompt)
-        ids = np.asarray(self._tokenizer.encode(text), dtype=np.int32)
-        if add_generation_prompt:
-            self._bridge.note(ids, marked, shown_tools, text)
-        return ids
+        text = self._text_of(messages, tools, add_generation_prompt)
+        return np.asarray(self._tokenizer.encode(text), dtype=np.int32)
 
     def write_lines(
         self, messages: Sequence[Message], tools: Schemas, add_generation_prompt: bool
@@ -126,11 +124,11 @@ class TemplateRenderer:
         self, completion_ids: Int32, prompt_ids: Int32 | None = None, tools: Schemas = None
     ) -> ParsedResponse:
         """Read a completion; never raises on what a model may sample."""
-        reasoning, text = self._thought_apart(completion_ids, prompt_ids)
+        reasoning, text, is_open = self._thought_apart(completion_ids, prompt_ids)
         content, calls = self._syntax.read(text, tools or ()) if self._syntax is not None else (text, ())
         content = content if calls else content.removeprefix(self._preamble)
         content = shown(self._control.sub("", content))
-        return ParsedResponse(content=content, reasoning_content=reasoning, tool_calls=calls)
+        return ParsedResponse(content=content, reasoning_content=reasoning, tool_calls=calls, thought_open=is_open)
 
     def stable_text(self, completion_ids: Int32, prompt_ids: Int32 | None = None) -> tuple[str, str]:
         """Thinking and content with which every completion that begins with these ids is read."""
@@ -156,29 +154,6 @@ class TemplateRenderer:
             first = self._syntax.opens.split()[:1]
             marks = [*first, self._syntax.before + "".join(first)]
         return shown(self._control.sub("", settled(text, marks)))
-
-    def bridge_to_next_turn(
-        self, prev_prompt_ids: Int32, prev_completion_ids: Int32, new_messages: Sequence[Message], tools: Schemas = None
-    ) -> Int32 | None:
-        """The previous turn's ids verbatim, plus the new messages and the generation prompt.
-
-        None where the template would rewrite what is there, or where the prompt is not one that this renderer made.
-
-        Raises:
-            EnvironmentFault: invalid new messages.
-            TemplateFault: the rendering exceeds its budget.
-        """
-        check_messages(new_messages)
-        guard = self._tokenizer.guard
-        shown_tools, marked = guard.tools(tools), guard.messages(new_messages)
-        if self._hermes is not None:
-            reply: dict[str, Any] | None = self._said(prev_completion_ids, prev_prompt_ids)
-        else:
-            parsed = self.parse_response(prev_completion_ids, prev_prompt_ids, tools)
-            paired_by_id = "tool_call_id" in self._tokenizer.chat_source(shown_tools)
-            reply = self._bridge.reply(parsed, marked, paired_by_id=paired_by_id)
-        new = self._wrapped(marked, None)
-        return self._bridge.extend(prev_prompt_ids, prev_completion_ids, reply, new, shown_tools)
 
     def decode(self, ids: Int32) -> str:
         """Text for people, special tokens included."""
@@ -212,13 +187,32 @@ class TemplateRenderer:
         """Marked schemas as the template is given them; those that are in a message are not given again."""
         return tools if self._hermes is None else None
 
-    def _thought_apart(self, completion_ids: Int32, prompt_ids: Int32 | None) -> tuple[str | None, str]:
-        """The thinking of a completion (None without any), and the rest as `hide` leaves it."""
+    def _behind(self, conversation: Conversation, body: Int32, new_messages: Sequence[Message]) -> list[int] | None:
+        said = conversation.said
+        assert said is not None
+        text = self._stand_ins.behind(conversation.messages, conversation.tools, said.calls, new_messages)
+        if text is None:
+            return None
+        ids = self._tokenizer.encode(text)
+        if not said.parsed.thought_open:
+            return ids
+        # It was cut off while it thought. The thought is closed too, where that is one token.
+        close = self._tokenizer.control_tokens.get(_CLOSE)
+        return None if close is None else [close, *ids]
+
+    def _text_of(self, messages: Sequence[Any], tools: Any, add_generation_prompt: bool = True) -> str:
+        """What the template writes, marked by the guard."""
+        marked, shown_tools = self._marked(messages, tools)
+        return self._render(marked, self._given(shown_tools), add_generation_prompt)
+
+    def _thought_apart(self, completion_ids: Int32, prompt_ids: Int32 | None) -> tuple[str | None, str, bool]:
+        """The thinking of a completion (None without any), the rest as `hide` leaves it, and whether the thinking is
+        open at its end."""
         text, thinking = self._sampled(completion_ids, prompt_ids)
         if not thinking:
-            return None, text
-        reasoning, _, text = text.partition(_CLOSE)
-        return shown(reasoning.strip("\n")), text.lstrip("\n")
+            return None, text, False
+        reasoning, closed, text = text.partition(_CLOSE)
+        return shown(reasoning.strip("\n")), text.lstrip("\n"), not closed
 
     def _sampled(self, completion_ids: Int32, prompt_ids: Int32 | None) -> tuple[str, bool]:
         """The text of a completion as `hide` leaves it, and whether it begins with thinking, whose mark is cut off."""
@@ -229,17 +223,6 @@ class TemplateRenderer:
         if not thinking and text.lstrip().startswith(_OPEN):
             return text.lstrip().removeprefix(_OPEN), True
         return text, thinking
-
-    def _said(self, completion_ids: Int32, prompt_ids: Int32 | None) -> dict[str, Any]:
-        """A completion as a message whose content is the sampled text, calls included, readable or not."""
-        reasoning, text = self._thought_apart(completion_ids, prompt_ids)
-        mark, pieces, end = self._tokenizer.guard.text, list[str](), 0
-        for found in self._control.finditer(text):
-            pieces += [mark(shown(text[end : found.start()])), found[0] if found[0] in TAGS else ""]
-            end = found.end()
-        content = "".join([*pieces, mark(shown(text[end:]))]).removeprefix(self._preamble)
-        thought = {} if reasoning is None else {"reasoning_content": mark(reasoning)}
-        return {"role": "assistant", "content": content, **thought}
 
     def _sampled_text(self, ids: Sequence[int]) -> str:
         """Text of sampled ids, in which only control tokens are found as such."""

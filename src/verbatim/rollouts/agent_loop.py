@@ -15,8 +15,9 @@ from verbatim.inference.base import Completion, Sampler, SampleRequest, Sampling
 from verbatim.inference.chat.protocol import ChatReply
 from verbatim.records.fields import fill
 from verbatim.renderers.base import ParsedResponse, Renderer
+from verbatim.renderers.conversation import BreakReason, Conversation
 from verbatim.rollouts.draws import Draws
-from verbatim.rollouts.loop import Answer, EpisodeLimits, EpisodeLoop, EpisodeOver, Prompt, Thread
+from verbatim.rollouts.loop import RENDERED_ANEW, Answer, EpisodeLimits, EpisodeLoop, EpisodeOver, Prompt, Thread
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.seeds import derive_seed
 from verbatim.rollouts.turnstile import Turnstile, turnstile
@@ -29,9 +30,9 @@ _LONG_MESSAGES, _LONG_CHARACTERS = 128, 50_000
 class AgentLoop(EpisodeLoop):
     """Answers prompts with a sampler, ids in and ids out.
 
-    Each agent's next prompt is its previous prompt and completion verbatim plus what is new, wherever the
-    renderer finds that right (a bridge). Otherwise the conversation is rendered anew, which the strategy will see
-    as a break. That a bridge extends the ids exactly is verified by the recorder, never trusted.
+    Each agent's next prompt is its previous prompt and completion verbatim plus what is new (a bridge), by the rule in
+    `renderers.bridge`. Where the rule has it rendered anew, the strategy will see a break, and `info` has the reason.
+    That a bridge extends the ids exactly is verified by the recorder, never trusted.
     """
 
     def __init__(
@@ -53,10 +54,16 @@ class AgentLoop(EpisodeLoop):
         self._num_under_way = 0
         """Answers that are sampled, or wait to be read."""
         self._num_responses: Counter[bytes] = Counter()
+        self._rendered_anew: list[dict[str, Any]] = []
 
     @functools.cached_property
     def _turnstile(self) -> Turnstile:
         return turnstile()
+
+    @property
+    def info(self) -> Mapping[str, Any]:
+        """The turns whose prompts were rendered anew, with the reasons."""
+        return {RENDERED_ANEW: self._rendered_anew} if self._rendered_anew else {}
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -108,7 +115,8 @@ class AgentLoop(EpisodeLoop):
             SamplerFault: the engine failed for good.
         """
         self._refuse_if_over()
-        prompt_ids, extends = await self._rendered(prompt)
+        conversation = await self._rendered(prompt)
+        prompt_ids = conversation.prompt_ids
         if self.room_for(len(prompt_ids)) <= 0:
             raise EpisodeOver(StopReason.LENGTH)
         digest = hashlib.blake2b(prompt_ids.tobytes(), digest_size=16).digest()
@@ -121,7 +129,7 @@ class AgentLoop(EpisodeLoop):
         )  # fmt: skip
         reply = read(completion, prompt_ids)
         self.offers_tools |= bool(prompt.schemas)
-        answer = self.last_answer = self._replied(reply, completion, prompt_ids, params.temperature, extends, start)
+        answer = self.last_answer = self._replied(reply, completion, prompt, conversation, params.temperature, start)
         thread = self._threads[prompt.agent] = Thread(
             turn=self._record(answer, prompt, None), messages=(*prompt.messages, answer.message), tools=prompt.tools,
             answer=answer,
@@ -132,7 +140,8 @@ class AgentLoop(EpisodeLoop):
 
     async def count_tokens(self, prompt: Prompt) -> int:
         """Tokens of a prompt that is not sampled from."""
-        return len((await self._on_thread(prompt) if self._is_long(prompt) else self._prompt_ids(prompt))[0])
+        made = await self._on_thread(prompt) if self._is_long(prompt) else self._conversation(prompt)
+        return len(made.prompt_ids)
 
     def room_for(self, num_prompt_tokens: int) -> int:
         """Tokens that a prompt of this length leaves for its completion; 0 or less = none."""
@@ -158,7 +167,8 @@ class AgentLoop(EpisodeLoop):
         super()._refuse_if_over()
 
     async def _answer(self, prompt: Prompt) -> Answer:
-        prompt_ids, extends = await self._rendered(prompt)
+        conversation = await self._rendered(prompt)
+        prompt_ids = conversation.prompt_ids
         self.recorder.foresee(prompt_ids)
         if self.in_order and prompt.thread is not None:
             prompt.thread.answer.let_go()
@@ -170,12 +180,12 @@ class AgentLoop(EpisodeLoop):
             self._num_under_way -= 1
         if self._draws.over:
             raise self.recorder.refusal()  # the episode ended while it waited to be read
-        return self._read(completion, prompt_ids, prompt, self.params.temperature, extends)
+        return self._read(completion, prompt_ids, prompt, self.params.temperature, conversation)
 
-    async def _rendered(self, prompt: Prompt) -> tuple[Int32, int | None]:
-        """`_prompt_ids`; of a long conversation on a thread, unless the episode is over by then."""
+    async def _rendered(self, prompt: Prompt) -> Conversation:
+        """`_conversation`; of a long conversation on a thread, unless the episode is over by then."""
         if not self._is_long(prompt):
-            return self._prompt_ids(prompt)
+            return self._conversation(prompt)
         made = await self._on_thread(prompt)
         if self._draws.over:
             raise self.recorder.refusal()
@@ -186,21 +196,20 @@ class AgentLoop(EpisodeLoop):
         """Whether a prompt is rendered on a thread, so that the event loop turns meanwhile."""
         return getattr(self.renderer, "thread_safe", False) and _is_long(prompt.messages)
 
-    async def _on_thread(self, prompt: Prompt) -> tuple[Int32, int | None]:
-        return await asyncio.get_running_loop().run_in_executor(_rendering_thread(), self._prompt_ids, prompt)
+    async def _on_thread(self, prompt: Prompt) -> Conversation:
+        return await asyncio.get_running_loop().run_in_executor(_rendering_thread(), self._conversation, prompt)
 
-    def _prompt_ids(self, prompt: Prompt) -> tuple[Int32, int | None]:
-        """The next prompt, and the turn that it extends by a bridge."""
-        thread, schemas = prompt.thread, prompt.schemas or None
-        if thread is not None and thread.tools == prompt.tools and 0 < prompt.num_known < len(prompt.messages):
-            # The very arrays that were sent and returned: a renderer may know a prompt by its object.
-            bridged = self.renderer.bridge_to_next_turn(
-                thread.answer.prompt_ids, thread.answer.completion_ids,  # type: ignore[arg-type]
-                prompt.messages[prompt.num_known :], schemas,
-            )  # fmt: skip
-            if bridged is not None:
-                return bridged, thread.turn
-        return self.renderer.render_ids(prompt.messages, schemas, add_generation_prompt=True), None
+    def _conversation(self, prompt: Prompt) -> Conversation:
+        """The next prompt: what continues the agent's last turn, or else rendered anew."""
+        thread, schemas, num_known = prompt.thread, prompt.schemas or None, prompt.num_known
+        before = None if thread is None else thread.answer.conversation
+        if thread is None or before is None:
+            return Conversation.open(self.renderer, prompt.messages, schemas)
+        if not 0 < num_known < len(prompt.messages):
+            return Conversation.open(self.renderer, prompt.messages, schemas, BreakReason.HISTORY_EDITED)
+        if thread.tools != prompt.tools:
+            return Conversation.open(self.renderer, prompt.messages, schemas, BreakReason.TOOLS_CHANGED)
+        return before.retold(prompt.messages[:num_known]).continued(prompt.messages[num_known:], schemas)
 
     async def _sample_ids(
         self, prompt_ids: Int32, params: SamplingParams, agent: str, seed: int | None = None,
@@ -233,39 +242,61 @@ class AgentLoop(EpisodeLoop):
     def _num_routed(self, prompt_ids: Int32, agent: str) -> int:
         return self.recorder.num_routed(prompt_ids, agent) if self._knows_experts else 0
 
+    def _record(self, answer: Answer, prompt: Prompt, state_key: str | None) -> int:
+        index = super()._record(answer, prompt, state_key)
+        broken = None if answer.conversation is None else answer.conversation.broken
+        if broken is not None and prompt.thread is not None:
+            turns, after = self.recorder.turns, prompt.thread.turn
+            if not turns[index].extends(turns[after]):
+                self._rendered_anew.append({"turn": index, "after": after, "reason": str(broken)})
+        return index
+
     def _read(
-        self, completion: Completion, prompt_ids: Int32, prompt: Prompt, temperature: float, extends: int | None = None
-    ) -> Answer:
+        self, completion: Completion, prompt_ids: Int32, prompt: Prompt, temperature: float,
+        conversation: Conversation | None = None,
+    ) -> Answer:  # fmt: skip
         """The completion as a message, with what is recorded of it."""
         parsed = self.renderer.parse_response(completion.ids, prompt_ids, prompt.schemas or None)
         if parsed.tool_calls:
             parsed = ParsedResponse(
                 content=parsed.content, reasoning_content=parsed.reasoning_content,
-                tool_calls=tuple(map(self._identify, parsed.tool_calls)),
+                tool_calls=tuple(map(self._identify, parsed.tool_calls)), thought_open=parsed.thought_open,
             )  # fmt: skip
+        message = parsed.message()
+        if conversation is not None:
+            conversation = conversation.answered(completion.ids, parsed, message)
         self._knows_experts |= completion.routed_experts is not None
         return Answer(
-            message=parsed.message(), tool_calls=parsed.tool_calls, stop_reason=completion.stop_reason,
-            prompt_ids=prompt_ids, completion_ids=completion.ids, extends=extends, logprobs=completion.logprobs,
+            message=message, tool_calls=parsed.tool_calls, stop_reason=completion.stop_reason,
+            prompt_ids=prompt_ids, completion_ids=completion.ids, extends=_extended(conversation, prompt),
+            conversation=conversation, logprobs=completion.logprobs,
             policy_versions=completion.policy_versions, temperature=temperature,
             routed_experts=completion.routed_experts,
             timing=TurnTiming(queued=completion.queued_seconds, generated=completion.generated_seconds),
         )  # fmt: skip
 
     def _replied(
-        self, reply: ChatReply, completion: Completion, prompt_ids: Int32, temperature: float, extends: int | None,
+        self, reply: ChatReply, completion: Completion, prompt: Prompt, conversation: Conversation, temperature: float,
         routed_from: int,
     ) -> Answer:  # fmt: skip
         """A reply, which may end before the completion does, with what is recorded of it."""
-        experts = completion.routed_experts
+        experts, prompt_ids = completion.routed_experts, conversation.prompt_ids
         self._knows_experts |= experts is not None
+        conversation = conversation.answered(reply.ids, None, reply.message, reply.tool_calls)
         return Answer(
             message=reply.message, tool_calls=reply.tool_calls, stop_reason=reply.stop_reason, prompt_ids=prompt_ids,
-            completion_ids=reply.ids, extends=extends, logprobs=reply.logprobs, policy_versions=reply.policy_versions,
+            completion_ids=reply.ids, extends=_extended(conversation, prompt), conversation=conversation,
+            logprobs=reply.logprobs, policy_versions=reply.policy_versions,
             routed_experts=None if experts is None else experts[: len(prompt_ids) + len(reply.ids) - 1 - routed_from],
             temperature=temperature,
             timing=TurnTiming(queued=completion.queued_seconds, generated=completion.generated_seconds),
         )  # fmt: skip
+
+
+def _extended(conversation: Conversation | None, prompt: Prompt) -> int | None:
+    """The turn that a prompt continues as it was sampled; None = none."""
+    continues = conversation is not None and conversation.extends and prompt.thread is not None
+    return prompt.thread.turn if continues and prompt.thread is not None else None
 
 
 def _shortened(params: SamplingParams, max_tokens: int) -> SamplingParams:

@@ -9,8 +9,9 @@ import numpy as np
 
 from verbatim.errors import UsageError
 from verbatim.renderers.base import Renderer
+from verbatim.renderers.conversation import Conversation
 from verbatim.renderers.tool_support import USE_HERMES
-from verbatim.types import Int32, Message, Trajectory, Turn
+from verbatim.types import Int32, Message, ToolCall, Trajectory, Turn
 
 
 def trajectory_from_messages(
@@ -31,16 +32,17 @@ def trajectory_from_messages(
         ModelError: the chat template leaves out the tools, a call, or what a tool answered.
     """
     turns: list[Turn] = []
-    prompt: Int32 | None = None  # the array itself: a renderer continues a prompt only for as long as it is held
+    conversation: Conversation | None = None
     known = 0
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         plain = renderer.render_ids(messages[:index], tools, add_generation_prompt=True)
-        bridged = None
-        if prompt is not None:
-            bridged = renderer.bridge_to_next_turn(prompt, turns[-1].completion_ids, messages[known:index], tools)
-        prompt = plain if bridged is None else bridged
+        if conversation is None or known == index:
+            conversation = Conversation.open(renderer, messages[:index], tools)
+        else:
+            conversation = conversation.continued(messages[known:index], tools)
+        prompt = conversation.prompt_ids
         end = index + 1
         while end < len(messages) and messages[end]["role"] == "tool":
             end += 1
@@ -61,6 +63,7 @@ def trajectory_from_messages(
                 f"as the renderer writes it, {', '.join(map(str, found)) or 'no call'} is read back; change the "
                 f"message, or the renderer: {USE_HERMES}"
             )
+        conversation = conversation.answered(completion, read, message, _calls(message))
         turns.append(Turn(prompt_ids=prompt, completion_ids=completion))
         known = index + 1
     if not turns:
@@ -68,6 +71,12 @@ def trajectory_from_messages(
     return Trajectory(
         example_id=trajectory_id, trajectory_id=trajectory_id, env=env, turns=tuple(turns), messages=tuple(messages)
     )
+
+
+def _calls(message: Message) -> list[ToolCall]:
+    """The calls of a message, with the ids that answers name."""
+    return [ToolCall(name=call["function"]["name"], arguments={}, id=str(call.get("id") or ""))
+            for call in message.get("tool_calls") or ()]  # fmt: skip
 
 
 def _stand_ins(message: Message) -> list[Message]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from verbatim.errors import VerbatimError
+from verbatim.renderers.conversation import Conversation
 from verbatim.rollouts.copies import Others, begins_with, copied, others_in, schema_text
 from verbatim.rollouts.recorder import Recorder
 from verbatim.token_tree import Ids
@@ -37,6 +38,9 @@ class EpisodeLimits:
 
 JUDGE_USAGE = "judge_usage"
 """The key of `Trajectory.info` for what a judge spent on the episode: requests, tokens, cost."""
+RENDERED_ANEW = "rendered_anew"
+"""The key of `Trajectory.info` for the turns whose prompts do not continue a turn as it was sampled: for each its index
+as "turn", the index of that turn as "after", and a `BreakReason` as "reason"."""
 TOOLS_OFFERED = "tools_offered"
 """The key of `Trajectory.info` that says that the model was shown tools in some turn."""
 
@@ -67,6 +71,8 @@ class Answer:
     """The ids that were sampled; None where the engine speaks text."""
     extends: int | None = None
     """The index of the turn that the prompt extends by a bridge."""
+    conversation: Conversation | None = None
+    """The prompt and the answer as the renderer continues them; None where the engine speaks text."""
     logprobs: Float32 | Sequence[float] | None = None
     """One for each of `completion_ids`; None = missing."""
     policy_versions: Int32 | Sequence[int] | None = None
@@ -79,6 +85,7 @@ class Answer:
     def let_go(self) -> None:
         """Free the arrays: the turn is recorded, and the prompt that continues it is made."""
         self.prompt_ids = self.completion_ids = self.logprobs = self.policy_versions = self.routed_experts = None
+        self.conversation = None
 
     def turn_fields(self, prompt: Prompt, state_key: str | None) -> dict[str, Any]:
         """The fields of the `Turn` that do not depend on whose ids it is recorded in."""

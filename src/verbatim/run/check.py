@@ -4,7 +4,7 @@ folder."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from verbatim.config.schema import RunConfig, TeacherConfig
@@ -17,6 +17,7 @@ from verbatim.inference.chat.client import OpenAI
 from verbatim.inference.http.connection_settings import named_key
 from verbatim.models.source import find_source
 from verbatim.records.experts import Routing
+from verbatim.renderers.base import Renderer
 from verbatim.rollouts.workers.episodes import refuse_unpicklable
 from verbatim.run.environments import (
     Conversation,
@@ -46,8 +47,9 @@ _ANY_TEMPLATE = ("auto", "template", "default", "DefaultRenderer")
 
 
 def check_run(
-    config: RunConfig, environments_table: Mapping[str, Any] = ENVIRONMENTS, *, starts_both: bool = True
-) -> Environments:
+    config: RunConfig, environments_table: Mapping[str, Any] = ENVIRONMENTS, *, starts_both: bool = True,
+    told: Callable[[Renderer], None] | None = None,
+) -> Environments:  # fmt: skip
     """Refuse what could never start; names are looked up already, by `load_config` with its tables.
 
     Environments are made, and asked for their examples and, where the run needs some, for a demonstration. Components
@@ -59,6 +61,7 @@ def check_run(
         config: The run's configuration.
         environments_table: What ids of environments stand for.
         starts_both: Whether trainer and sampler are started from here: both see the devices that this process sees.
+        told: Is given the renderer, where it is made here; that of a model that is built is made with the run.
 
     Returns:
         The environments, so that they are made once.
@@ -84,7 +87,11 @@ def check_run(
     for name, model in frozen_models(config).items():
         if model is not None:
             _check_frozen(model, name, config)
-    _check_model(config, environments, data)
+    _check_trainer(config)
+    if config.model.name is not None or config.orchestrator.renderer.name not in _ANY_TEMPLATE:
+        renderer = _check_model(config, environments, data)
+        if told is not None:
+            told(renderer)
     return environments
 
 
@@ -226,11 +233,8 @@ def _model_config(config: RunConfig) -> Any:
         return AutoConfig.from_pretrained(find_source(config.model.name))
 
 
-def _check_model(config: RunConfig, environments: Environments, data: Sequence[Conversation]) -> None:
-    renderer = config.orchestrator.renderer.name
-    _check_trainer(config)
-    if config.model.name is None and renderer in _ANY_TEMPLATE:
-        return
+def _check_model(config: RunConfig, environments: Environments, data: Sequence[Conversation]) -> Renderer:
+    """The renderer of the run's model."""
     if config.model.name is not None:
         find_source(config.model.name)  # a folder or id that is not there is refused before torch is imported
     from verbatim.models.build import build_tokenizer
@@ -246,4 +250,6 @@ def _check_model(config: RunConfig, environments: Environments, data: Sequence[C
         tokenizer = build_tokenizer(
             texts, vocab_size=config.model.build.vocab_size, context_length=config.model.build.context_length
         )
-    check_tools(config, environments, make_renderer(config.orchestrator.renderer, tokenizer), data)
+    renderer = make_renderer(config.orchestrator.renderer, tokenizer)
+    check_tools(config, environments, renderer, data)
+    return renderer

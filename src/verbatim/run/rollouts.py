@@ -144,7 +144,10 @@ def make_renderer(renderer: RendererConfig, tokenizer: Any) -> Renderer:
     """
     from verbatim.renderers import create_renderer
 
-    return create_renderer(renderer.name, tokenizer, tools=renderer.tools)
+    return create_renderer(
+        renderer.name, tokenizer, tools=renderer.tools, thinking_retention=renderer.thinking_retention,
+        history=renderer.history,
+    )  # fmt: skip
 
 
 _SAMPLER_METHODS = ("generate", "update_weights", "prompt_logprobs", "close")

@@ -1,4 +1,5 @@
-"""Reads why the gateway opened a branch: it sees messages, of which the doctor's logs have only the ids."""
+"""Reads why a prompt starts anew where the run has written it down: it saw messages and readings, of which the doctor's
+logs have only the ids."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from typing import Any
 from verbatim.doctor.classes import BreakClass
 from verbatim.gateway.session import INFO
 from verbatim.gateway.threads import BranchReason
+from verbatim.renderers.conversation import BreakReason
+from verbatim.rollouts.loop import RENDERED_ANEW
 
 _CLASSES: Mapping[BranchReason, BreakClass] = {
     BranchReason.NEW_CONVERSATION: BreakClass.SUB_AGENT,
@@ -22,9 +25,22 @@ _CLASSES: Mapping[BranchReason, BreakClass] = {
 """`rendered_anew` is left to the doctor, which compares the ids and says what differs."""
 
 
+_RENDERED: Mapping[BreakReason, BreakClass] = {
+    BreakReason.CONTROL_TOKEN: BreakClass.CONTROL_TOKEN,
+    BreakReason.OTHER_END: BreakClass.STOP_TOKEN,
+    BreakReason.OPEN_THOUGHT: BreakClass.OPEN_THOUGHT,
+    BreakReason.TOOLS_CHANGED: BreakClass.TOOLS_CHANGED,
+    BreakReason.OTHER_MESSAGES: BreakClass.OTHER_MESSAGES,
+    BreakReason.THOUGHT_DROPPED: BreakClass.THINKING_STRIPPED,
+    BreakReason.FORMAT_UNKNOWN: BreakClass.FORMAT_UNKNOWN,
+    BreakReason.HISTORY_TEMPLATE: BreakClass.HISTORY_TEMPLATE,
+}
+"""`history_edited` is left to the doctor, which compares the ids and says what was changed."""
+
+
 def recorded_reason(info: Mapping[str, Any], turn: int) -> tuple[BreakClass, str] | None:
-    """The class of a break, and the evidence, where the trajectory's `info` holds the gateway's branches and this turn
-    is one of them whose reason shows in messages.
+    """The class of a break, and the evidence, where the trajectory's `info` says why: it holds the gateway's branches,
+    and the turns whose prompts were rendered anew.
 
     Example: `{"gateway": {"branches": [{"turn": 3, "reason": "parallel_call", "found": "another request that follows
     message 2 is under way"}]}}` explains turn 3.
@@ -35,4 +51,9 @@ def recorded_reason(info: Mapping[str, Any], turn: int) -> tuple[BreakClass, str
         if isinstance(branch, Mapping) and branch.get("turn") == turn and branch.get("reason") in _CLASSES:
             reason = BranchReason(branch["reason"])
             return _CLASSES[reason], f"{reason.replace('_', ' ')}: {branch.get('found', '')}"
+    noted = info.get(RENDERED_ANEW)
+    for one in noted if isinstance(noted, list) else ():
+        if isinstance(one, Mapping) and one.get("turn") == turn and one.get("reason") in _RENDERED:
+            why = BreakReason(one["reason"])
+            return _RENDERED[why], f"{why.replace('_', ' ')}: {why.sentence}"
     return None

@@ -121,6 +121,7 @@ class Program:
         episodes_per_process: Episodes that one of these plays at a time.
         sampling: Whose temperature, top_p, top_k and min_p hold: the run's, or those of requests.
         restores_reasoning: Whether an answer that comes back without its reasoning is taken for the whole answer.
+            None = where the renderer continues what was sampled.
         unenforced: Fields of requests that are let pass without effect, and counted.
         demonstrations: For a warm start: a JSONL file of conversations, `{"messages": [...], "tools": [...]}`, or the
             id of a bundled environment.
@@ -136,7 +137,7 @@ class Program:
         failed_reward: float | None = None, timeout: float | None = None, memory_mb: int = 4096, processes: int = 128,
         disk_mb: int = 64, sandbox: bool = True, visible: Sequence[str] = (), unsafe_allow: bool = False,
         reuse: bool = False, max_processes: int = 4, episodes_per_process: int = 1,
-        sampling: Literal["run", "client"] = "run", restores_reasoning: bool = False,
+        sampling: Literal["run", "client"] = "run", restores_reasoning: bool | None = None,
         unenforced: Sequence[str] = HARMLESS, demonstrations: str | None = None,
     ) -> None:  # fmt: skip
         if (reward == "score") != (score is not None):

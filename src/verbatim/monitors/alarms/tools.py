@@ -146,9 +146,9 @@ class PromptBreaks:
                 "them is a sample of its own that repeats the history",
                 cause="the chat template rewrites history (it strips the thinking of earlier turns, or formats calls "
                 "anew), or the environment changes messages that were sampled",
-                advice="`verbatim doctor RUN` shows the tokens and the reason; take a renderer that keeps history: "
-                f"{window.now('orchestrator.renderer.name')}. Where the environment rewrites history on purpose, set "
-                "monitor.alarms.prompt_breaks = false",
+                advice="`verbatim doctor RUN` shows the tokens and the reason. Where thoughts are dropped at a user's "
+                f"message, {window.now('orchestrator.renderer.thinking_retention')} keeps them (\"all\"). Where the "
+                "environment rewrites history on purpose, set monitor.alarms.prompt_breaks = false",
                 evidence={name: value for name in ("breaks", "samples", "rollouts")
                           if (value := window.metric(name)) is not None},
                 trajectory_ids=_broken(window.fates, env) if share >= self.share else (),

@@ -1,0 +1,37 @@
+"""Says of a renderer which kinds of turn continue as they were sampled, and why others are rendered anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from verbatim.errors import EnvironmentFault, ModelError
+from verbatim.renderers.base import ParsedResponse, Renderer
+from verbatim.renderers.conversation import BreakReason, Conversation
+from verbatim.renderers.probe_messages import ASK, NAME, RESULT, SYSTEM, TOOL
+from verbatim.types import Message, ToolCall
+
+_CALL = ToolCall(name=NAME, arguments={"zqat": "zq"}, id=RESULT["tool_call_id"])
+KINDS: Mapping[str, tuple[Sequence[ToolCall], str | None, Sequence[Message]]] = {
+    "a tool's answer": ((_CALL,), None, [RESULT]),  # type: ignore[list-item]
+    "a tool's answer, after a thought": ((_CALL,), "zq", [RESULT]),  # type: ignore[list-item]
+    "a user's message": ((), None, [ASK]),  # type: ignore[list-item]
+    "a user's message, after a thought": ((), "zq", [ASK]),  # type: ignore[list-item]
+    "a system message": ((), None, [SYSTEM]),  # type: ignore[list-item]
+}
+"""What follows a turn: (its calls, its thought, the new messages)."""
+
+
+def continuations(renderer: Renderer) -> Iterator[tuple[str, BreakReason | None]]:
+    """Each kind that the format writes, and why its prompt is rendered anew; None = it continues what was sampled."""
+    nothing = np.empty(0, dtype=np.int32)
+    for kind, (calls, thought, new) in KINDS.items():
+        tools = [TOOL] if calls else None
+        try:
+            conversation = Conversation.open(renderer, [ASK], tools)  # type: ignore[list-item]
+        except (EnvironmentFault, ModelError):
+            continue
+        parsed = ParsedResponse(content="zq", reasoning_content=thought, tool_calls=tuple(calls))
+        found = conversation.answered(nothing, parsed).bridged(new, tools)
+        yield kind, found if isinstance(found, BreakReason) else None
