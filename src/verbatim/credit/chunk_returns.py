@@ -9,6 +9,7 @@ from verbatim.config.schema import Fraction
 from verbatim.credit.base import AdvantageInputs, AdvantageOutputs
 from verbatim.credit.moments import mean
 from verbatim.errors import ComponentError
+from verbatim.records.equality import difference
 from verbatim.types import Trajectory
 
 TURN_REWARDS_SUM = "turn_rewards_sum_to_reward"
@@ -37,9 +38,10 @@ def chunk_returns_advantage(
         raise ComponentError(f'chunk_returns: baseline = {baseline!r}; expected "none" or "group"')
     returns = [turn_returns(rollout, gamma) for rollout in inputs.rollouts]
     means = [mean(list(own.values())) for own in returns if own]
-    level = mean(means) if means and baseline == "group" else 0.0
+    level = mean(means) if means and baseline == "group" else None
     return AdvantageOutputs(advantages=[
-        [own[k] - level if k in own else 0.0 for k in range(len(rollout.turns))]
+        [0.0 if k not in own else own[k] if level is None else difference(own[k], level)
+         for k in range(len(rollout.turns))]
         for rollout, own in zip(inputs.rollouts, returns, strict=True)
     ])  # fmt: skip
 
@@ -68,7 +70,10 @@ def turn_returns(trajectory: Trajectory, gamma: float) -> dict[int, float]:
     trained = [k for k, turn in enumerate(trajectory.turns) if turn.trained and len(turn.completion_ids)]
     if not trained:
         return {}
-    own[trained[-1]] += (trajectory.reward or 0.0) - (math.fsum(own) if trajectory.info.get(TURN_REWARDS_SUM) else 0.0)
+    reward = trajectory.reward or 0.0
+    if trajectory.info.get(TURN_REWARDS_SUM):
+        reward = difference(reward, math.fsum(own))
+    own[trained[-1]] += reward
     returns = {}
     ahead = 0.0
     for k in reversed(range(len(own))):

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from verbatim.config.schema import LengthPenaltyConfig
+from verbatim.records.equality import are_equal
 from verbatim.types import Trajectory
 
 SLOPES = {"tokens": 0.001, "turns": 0.05}
@@ -59,7 +60,7 @@ def with_relative_bonus(rewards: Sequence[float], costs: Sequence[int]) -> list[
     others keep 1 and 0.
     """
     best = max(rewards)
-    correct = [reward == best for reward in rewards]
+    correct = [are_equal((reward, best)) for reward in rewards]
     usual = statistics.fmean(cost for cost, is_correct in zip(costs, correct, strict=True) if is_correct)
     if best <= 0 or usual == 0:
         return list(rewards)

@@ -1,25 +1,29 @@
-"""Computes means and deviations of a few rewards, exactly where that decides what is trained."""
+"""Computes means and deviations of a few rewards, so that rounding alone never decides what is trained."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
 
+from verbatim.records.equality import are_equal, deviation
+
 
 def mean(values: Sequence[float]) -> float:
-    """The mean; that of equal numbers is the number itself.
+    """The mean; that of equal numbers is one of them.
 
     Added up and divided they may miss it by a rounding error, and an advantage of 1e-17 would pass for a signal.
     """
-    return values[0] if min(values) == max(values) else statistics.fmean(values)
+    return values[0] if are_equal(values) else statistics.fmean(values)
 
 
 def centered(values: Sequence[float]) -> list[float]:
-    """Each value minus their mean.
+    """Each value minus their mean; 0 where all values are equal.
 
-    Example: `[1, 0, 0, 0]` gives `[0.75, -0.25, -0.25, -0.25]`.
+    Example: `[1, 0, 0, 0]` gives `[0.75, -0.25, -0.25, -0.25]`; `[0.1 + 0.2, 0.3]` gives `[0, 0]`.
     """
-    level = mean(values)
+    if are_equal(values):
+        return [0.0] * len(values)
+    level = statistics.fmean(values)
     return [value - level for value in values]
 
 
@@ -28,8 +32,7 @@ def standardized(values: Sequence[float], eps: float = 0.0) -> list[float]:
 
     Example: `[3, 1]` gives `[1, -1]`.
     """
-    above = centered(values)
-    if not any(above):
-        return above
-    scale = statistics.pstdev(values) + eps
-    return [value / scale for value in above]
+    if are_equal(values):
+        return [0.0] * len(values)
+    scale = deviation(values) + eps
+    return [value / scale for value in centered(values)]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Literal, TypeAlias
 
+from verbatim.records.equality import are_equal, is_at_least, is_at_most
 from verbatim.types import Group
 
 Flatness: TypeAlias = Literal["easy", "hard", "flat"]
@@ -18,15 +20,14 @@ def flatness(group: Group) -> Flatness | None:
 
     Example: rewards 0, 0 give "hard"; 1, 1 "easy"; 0.5, 0.5 "flat"; 0, 1 None; 1 and a missing one "easy".
     """
-    rewards = {trajectory.reward for trajectory in group.scored}
-    of_agents: dict[str, set[float]] = {}
+    rewards = [trajectory.reward for trajectory in group.scored if trajectory.reward is not None]
+    of_agents: dict[str, list[float]] = {}
     for trajectory in group.scored:
         for agent, earned in trajectory.agent_rewards.items():
-            of_agents.setdefault(agent, set()).add(earned)
-    if len(rewards) != 1 or any(len(own) > 1 for own in of_agents.values()):
+            of_agents.setdefault(agent, []).append(earned)
+    if not rewards or not all(map(are_equal, (rewards, *of_agents.values()))):
         return None
-    (reward,) = rewards
-    assert reward is not None
-    if reward <= 0:
+    reward = statistics.fmean(rewards)
+    if is_at_most(reward, 0.0):
         return "hard"
-    return "easy" if reward >= 1 else "flat"
+    return "easy" if is_at_least(reward, 1.0) else "flat"

@@ -9,6 +9,8 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
+from verbatim.records.equality import is_at_least, is_at_most
+
 Pool: TypeAlias = Literal["easy", "hard"]
 POOLS: tuple[Pool, ...] = ("easy", "hard")
 
@@ -30,9 +32,9 @@ class PoolRules:
 
     def pool_of(self, mean_reward: float) -> Pool | None:
         """The pool for this mean reward; None = it stays in rotation."""
-        if self.easy_threshold is not None and mean_reward >= self.easy_threshold:
+        if self.easy_threshold is not None and is_at_least(mean_reward, self.easy_threshold):
             return "easy"
-        if self.hard_threshold is not None and mean_reward <= self.hard_threshold:
+        if self.hard_threshold is not None and is_at_most(mean_reward, self.hard_threshold):
             return "hard"
         return None
 

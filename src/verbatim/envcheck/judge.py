@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from verbatim.envcheck.findings import Earned, Finding
 from verbatim.envcheck.play import Play
 from verbatim.environments.base import Demonstration, Environment, succeeded
+from verbatim.records.equality import are_equal
 from verbatim.rollouts.tally import TOOL_FAULTS, TRACEBACK, failure_kind
 from verbatim.types import Message, StopReason
 
@@ -126,7 +127,7 @@ def scores(plays: Sequence[Play], environment: Environment) -> Iterator[Finding 
     done = [play for play in plays if play.trajectory.error is None]
     solved = [play for play in done if play.player == "solution"]
     failed = [play for play in solved if not succeeded(environment, play.trajectory)]
-    rewards = {play.trajectory.reward for play in done}
+    rewards = [play.trajectory.reward for play in done if play.trajectory.reward is not None]
     if failed:
         first = failed[0]
         yield Finding(
@@ -136,8 +137,8 @@ def scores(plays: Sequence[Play], environment: Environment) -> Iterator[Finding 
             change="mend `score` (does it compare texts with numbers, or read the wrong message?) or `solution`; where "
                    "a success earns less than 1, give the environment `is_success(trajectory)`",
         )  # fmt: skip
-    elif len(rewards) == 1 and len(plays) == len(done) >= _FEWEST:
-        only = next(iter(rewards))
+    elif len(rewards) in (0, len(done)) and are_equal(rewards) and len(plays) == len(done) >= _FEWEST:
+        only = rewards[0] if rewards else None
         who = " and ".join(dict.fromkeys(play.player for play in done))
         yield Finding(
             kind="score_constant", found=f"the score was {only} in all {len(done)} episodes ({who} players)",

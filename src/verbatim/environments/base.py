@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from verbatim.records.equality import is_at_least
 from verbatim.tools.base import Tool
 from verbatim.types import Example, FunctionCall, Message, MessageToolCall, StopReason, Trajectory
 
@@ -120,7 +121,7 @@ def succeeded(environment: Environment, trajectory: Trajectory) -> bool:
         return False
     own = getattr(environment, "is_success", None)
     if own is None:
-        return trajectory.reward is not None and trajectory.reward >= 1.0
+        return trajectory.reward is not None and is_at_least(trajectory.reward, 1.0)
     return bool(trajectory.info[IS_SUCCESS] if IS_SUCCESS in trajectory.info else own(trajectory))
 
 

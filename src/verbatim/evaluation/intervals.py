@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from verbatim.evaluation.student import LEVEL, t_quantile
+from verbatim.records.equality import are_equal
 
 Z95 = NormalDist().inv_cdf(0.5 + LEVEL / 2)
 """The normal distribution's 97.5% quantile: 95% lie between its negative and it."""
@@ -177,7 +178,7 @@ def unpaired_mean(before: ByExample, after: ByExample) -> Estimate:
     sizes = {name: min(_sizes(before)[name], _sizes(after)[name]) for name in ("num_examples", "num_values")}
     value = second.mean - first.mean
     variance = first.variance + second.variance
-    if math.isnan(variance) or variance == 0:
+    if math.isnan(variance) or (_all_equal(before) and _all_equal(after)):
         return Estimate(value=value, **sizes)
     parts = [(side.variance, side.num_clusters - 1) for side in (first, second)]
     degrees = variance**2 / sum(part**2 / count for part, count in parts)
@@ -247,4 +248,4 @@ def are_binary(*given: ByExample) -> bool:
 
 
 def _all_equal(values: ByExample) -> bool:
-    return len({value for group in values.values() for value in group}) == 1
+    return are_equal(value for group in values.values() for value in group)

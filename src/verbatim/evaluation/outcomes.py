@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verbatim.environments.base import IS_SUCCESS
+from verbatim.records.equality import is_at_least
 from verbatim.rollouts.loop import JUDGE_USAGE, TOOLS_OFFERED
 from verbatim.trajectory_json import plain, trajectory_to_json
 from verbatim.types import StopReason, Trajectory
@@ -70,7 +71,7 @@ def outcome_from_json(record: Mapping[str, Any], success: bool | None = None) ->
     reward = None if record["reward"] is None else float(record["reward"])
     stop_reason = record["stop_reason"]
     if success is None:
-        success = bool(info[IS_SUCCESS]) if IS_SUCCESS in info else reward is not None and reward >= 1
+        success = bool(info[IS_SUCCESS]) if IS_SUCCESS in info else reward is not None and is_at_least(reward, 1.0)
     failed = error is not None
     has_reward = reward is not None and math.isfinite(reward) and not failed
     return Outcome(

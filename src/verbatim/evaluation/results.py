@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from verbatim.evaluation.intervals import UNKNOWN, ByExample, Estimate, mean_interval, share_interval
 from verbatim.evaluation.outcomes import Outcome
 from verbatim.evaluation.pass_at_k import pass_at_k, pass_hat_k, powers_up_to
+from verbatim.records.equality import deviation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ def env_result(env: str, outcomes: Iterable[Outcome], *, ks: Sequence[int] | Non
     failed = [outcome.error for outcome in listed if outcome.error is not None]
     return EnvResult(
         env=env, num_episodes=len(listed), num_failed=len(failed), success=share_interval(successes(listed)),
-        reward=mean_interval(rewards_of(listed)), reward_std=statistics.pstdev(rewards) if rewards else math.nan,
+        reward=mean_interval(rewards_of(listed)), reward_std=deviation(rewards) if rewards else math.nan,
         pass_at={k: _over_examples(groups, pass_at_k, k) for k in asked},
         pass_hat={k: _over_examples(groups, pass_hat_k, k) for k in asked},
         figures=_means(listed), spent=_totals(listed),
@@ -154,7 +154,7 @@ def _means(outcomes: Sequence[Outcome]) -> dict[str, float]:
     for name, each in values.items():
         mean = math.fsum(each) / len(each)
         if name.partition("/")[0] in ("reward_part", "agent_reward"):
-            found |= {f"{name}/mean": mean, f"{name}/std": statistics.pstdev(each)}
+            found |= {f"{name}/mean": mean, f"{name}/std": deviation(each)}
         else:
             found[name] = mean
     valid, of = (sum(outcome.tool_turns[i] for outcome in outcomes) for i in (0, 1))

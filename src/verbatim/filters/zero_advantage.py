@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from verbatim.filters.base import Action, Reads
+from verbatim.records.equality import are_equal
 from verbatim.types import Trajectory
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroAdvantage:
-    """Flags a trajectory when the advantage of every one of its sampled tokens is 0.
+    """Flags a trajectory when the advantage of every one of its sampled tokens is 0, or at most 1e-6 away from it.
 
     Turns that are not trained are left out, unless no other turn sampled anything.
     """
@@ -27,5 +28,5 @@ class ZeroAdvantage:
         sampled = [turn for turn in trajectory.turns if len(turn.completion_ids)]
         trained = [turn for turn in sampled if turn.trained]
         return all(
-            (of_trajectory if turn.advantage is None else turn.advantage) == 0.0 for turn in trained or sampled
-        )  # fmt: skip
+            are_equal((of_trajectory if turn.advantage is None else turn.advantage, 0.0)) for turn in trained or sampled
+        )

@@ -4,7 +4,6 @@ counted as dropped."""
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from verbatim.config.schema import LengthPenaltyConfig
 from verbatim.credit import AdvantageFunction, assign_advantages
 from verbatim.filters import Filter, apply_filters
 from verbatim.orchestrator.staleness import age_metrics
+from verbatim.records.equality import deviation
 from verbatim.renderers.conversation import BreakReason
 from verbatim.rollouts.loop import JUDGE_USAGE, RENDERED_ANEW, TOOLS_OFFERED
 from verbatim.trajectories import Fate, OnBreak, age, build
@@ -261,4 +261,4 @@ def _mean(values: Iterable[float]) -> float:
 
 def _std(values: Sequence[float]) -> float:
     """The standard deviation of a population."""
-    return statistics.pstdev(values) if values else float("nan")
+    return deviation(values) if values else float("nan")

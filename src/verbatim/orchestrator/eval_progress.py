@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeGuard
 
 from verbatim.orchestrator.evaluate import Evaluation
+from verbatim.records.equality import is_at_most
 
 logger = logging.getLogger(__name__)
 
@@ -37,10 +38,12 @@ class Criterion:
         return sum(values) / len(values) if values else None
 
     def improves(self, value: float, best: float | None, by: float = 0.0) -> bool:
-        """Whether a value is better than the best before, by more than this. An equal one is not."""
+        """Whether a value is better than the best before, by more than this. An equal one is not: what differs
+        by rounding alone is equal."""
         if best is None:
             return True
-        return value - best > by if self.mode == "max" else best - value > by
+        gain = value - best if self.mode == "max" else best - value
+        return not is_at_most(gain, by)
 
 
 @dataclass(kw_only=True)

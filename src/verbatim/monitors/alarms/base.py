@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from verbatim.records.equality import are_equal
 from verbatim.trajectories import Fate
 
 Figures = Mapping[str, float]
@@ -202,7 +203,7 @@ def is_mastered(window: Window, count: int, env: str | None = None) -> bool:
     now, left = window.median(mean, count, env), window.median(deviation, count, env)
     if was is None or spread is None or now is None or left is None:
         return False
-    return now >= was + spread > was and left < spread / 4
+    return now >= was + spread and not are_equal((was, was + spread)) and left < spread / 4
 
 
 def training_before(steps: Sequence[StepFigures], env: str) -> dict[str, float]:

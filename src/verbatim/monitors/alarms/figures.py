@@ -12,6 +12,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from verbatim.records.equality import deviation, is_at_least
 from verbatim.rollouts.loop import TOOLS_OFFERED
 from verbatim.rollouts.tally import failure_kind
 from verbatim.trajectories import TRAINED, Fate
@@ -166,9 +167,9 @@ def _reward_figures(fates: Sequence[Fate]) -> dict[str, float]:
     in_batch = _rewards(f.trajectory for f in fates if f.trajectory.error is None and f.reason not in _BEFORE_A_BATCH)
     figures: dict[str, float] = {}
     if rewards:
-        figures |= {"reward": statistics.fmean(rewards), "reward_std": statistics.pstdev(rewards)}
+        figures |= {"reward": statistics.fmean(rewards), "reward_std": deviation(rewards)}
     if in_batch:
-        figures["full_reward"] = statistics.fmean(float(reward >= 1) for reward in in_batch)
+        figures["full_reward"] = statistics.fmean(float(is_at_least(reward, 1.0)) for reward in in_batch)
     return figures
 
 

@@ -11,6 +11,7 @@ from typing import ClassVar
 from verbatim.config.sections import Fraction, NonNegativeFloat, PositiveInt
 from verbatim.monitors.alarms.base import TRAINING, TRAINING_ERROR, Figures, Finding, Window, training_before
 from verbatim.monitors.alarms.change import falls, rises
+from verbatim.records.equality import is_at_least
 from verbatim.trajectories import Fate
 
 _SHOWN = 5
@@ -126,5 +127,5 @@ def _parts(window: Window, env: str) -> str:
 def _paid_without_success(fates: Sequence[Fate], env: str) -> tuple[str, ...]:
     """Trajectories with the highest rewards below 1, or with the highest ones where there are none."""
     own = [f.trajectory for f in fates if f.trajectory.env == env and f.trajectory.reward is not None]
-    own.sort(key=lambda t: (t.reward is not None and t.reward >= 1, -(t.reward or 0.0)))
+    own.sort(key=lambda t: (t.reward is not None and is_at_least(t.reward, 1.0), -(t.reward or 0.0)))
     return tuple(t.trajectory_id for t in own[:_SHOWN])
