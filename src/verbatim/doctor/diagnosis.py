@@ -14,6 +14,9 @@ from verbatim.doctor.samples import find_samples
 from verbatim.doctor.text import TokenText
 from verbatim.doctor.windows import Row, side_by_side
 
+_SAYS_LITTLE = frozenset({BreakClass.UNKNOWN, BreakClass.HISTORY_REWRITTEN, BreakClass.NOT_READ_BACK})
+"""What the ids say where they do not tell why."""
+
 
 @dataclass(frozen=True)
 class TemplateLine:
@@ -128,7 +131,7 @@ class Doctor:
         diagnoses = []
         for opening in found.openings:
             difference = Difference(turns, opening, self.text, logged.tools)
-            kind, why = recorded_reason(logged.trajectory.info, opening.turn) or classify(difference)
+            kind, why = _kind_of(recorded_reason(logged.trajectory.info, opening.turn), difference)
             # A new conversation has no history; only its shared prefix is computed twice.
             repeated = difference.at if kind.by_design else difference.alignment.history_end
             diagnosis = Diagnosis(
@@ -169,3 +172,11 @@ class Choice:
         rest = sorted((found for same in self._kept.values() for found in same[1:]), key=lambda found: found[0])
         chosen = [*firsts, *rest][: self._limit]
         yield from (diagnosis for _, diagnosis in sorted(chosen, key=lambda found: found[0]))
+
+
+def _kind_of(recorded: tuple[BreakClass, str] | None, difference: Difference) -> tuple[BreakClass, str]:
+    """The class of a break, and the evidence. That nothing was known of the format says less than the ids may do."""
+    if recorded is not None and recorded[0] is not BreakClass.FORMAT_UNKNOWN:
+        return recorded
+    found = classify(difference)
+    return recorded if recorded is not None and found[0] in _SAYS_LITTLE else found
