@@ -25,7 +25,7 @@ CREDIT = (
     Fault(
         name="the deviation is that of a sample",
         file="credit/moments.py",
-        old="    scale = statistics.pstdev(values) + eps\n",
+        old="    scale = deviation(values) + eps\n",
         new="    scale = statistics.stdev(values) + eps\n",
         harm="Advantages are smaller than the formula says, by 30% in groups of two.",
         tests=_CREDIT,

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Self
 
 from verbatim.errors import RecordError
@@ -13,8 +14,7 @@ from verbatim.records.fields import as_number, fill
 from verbatim.records.identity import RolloutIdentity
 from verbatim.records.messages import Message, StopReason
 from verbatim.records.turn import Turn
-from verbatim.token_tree import Segment, TokenPath, TokenTree
-from verbatim.trajectories.extension import SampleEnds
+from verbatim.token_tree import Segment, TokenTree
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -114,22 +114,8 @@ class TrajectoryRecord:
 
     @property
     def num_breaks(self) -> int:
-        """Turns of agents that had spoken before whose prompt extends no open sample exactly.
-
-        Example: main, sub/1, main, where the last turn extends the first: 0. A sub-agent's first turn is no break.
-        """
-        ends, paths, agents, count = SampleEnds(), list[TokenPath](), set[str](), 0
-        for turn in self.turns:
-            found = ends.longest(turn)
-            if found is None:
-                count += turn.agent in agents
-                ends.open(turn.path)
-                paths.append(turn.path)
-            else:
-                ends.extend(found[0], paths[found[0]], turn.path)
-                paths[found[0]] = turn.path
-            agents.add(turn.agent)
-        return count
+        """Turns whose prompt does not extend the turn before it exactly."""
+        return sum(1 for before, turn in pairwise(self.turns) if not turn.extends(before))
 
     @classmethod
     def of(cls, identity: RolloutIdentity, **fields: Any) -> Self:
