@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import settings
+from hypothesis.internal.conjecture import providers
 
 import warm
 from campaigns import Campaign, CampaignTable, set_whole
@@ -25,6 +26,9 @@ from token_identity import watched
 settings.register_profile("searching", deadline=None)
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
+# Hypothesis also draws numbers that stand in modules of ours, so what it draws would depend on which of them an earlier
+# test has imported.
+providers._get_local_constants = lambda: providers._local_constants
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

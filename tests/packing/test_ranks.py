@@ -84,6 +84,10 @@ def test_every_trained_token_once_in_its_context_and_trajectories_whole(batch, l
     assert all(equal(one, other) for rank, mine in enumerate(ranks)
                for one, other in zip(mine, again.lay(rank), strict=True))  # fmt: skip
 
+    def size_of(name):
+        mine = [each for each in samples if each.trajectory_id == name and each.num_trained_tokens]
+        return unique_tokens(mine) if packing == "tree" else sum(map(len, mine))
+
     places = {}
     for rank, mine in enumerate(ranks):
         for k, micro_batch in enumerate(mine):
@@ -92,9 +96,7 @@ def test_every_trained_token_once_in_its_context_and_trajectories_whole(batch, l
     if keep_whole:
         assert all(len({rank for rank, _ in found}) == 1 for found in places.values())
         for name, found in places.items():
-            mine = [each for each in samples if each.trajectory_id == name and each.num_trained_tokens]
-            fits = unique_tokens(mine) if packing == "tree" else sum(map(len, mine))
-            assert fits > limit or len(found) == 1
+            assert size_of(name) > limit or len(found) == 1
 
     longest = Counter()
     for mine in ranks:
@@ -103,9 +105,15 @@ def test_every_trained_token_once_in_its_context_and_trajectories_whole(batch, l
     assert all(m.num_tokens <= max(limit, longest[k]) for mine in ranks for k, m in enumerate(mine))
 
     cut = {place for found in places.values() if len(found) > 1 and keep_whole for place in found}
+    # a trajectory in several pieces, which one micro-batch took all the same: the pass that follows it may be longer
+    joined = {found[0] for name, found in places.items() if len(found) == 1 and keep_whole and size_of(name) > limit}
     for rank, (mine, costs) in enumerate(zip(ranks, dealt.costs, strict=True)):
-        factors = [FORWARD_TWICE if (rank, k) in cut and num_ranks > 1 else 1.0 for k in range(len(mine))]
-        assert costs == pytest.approx([f * COST.micro_batch(m) for f, m in zip(factors, mine, strict=True)])
+        for k, (m, cost) in enumerate(zip(mine, costs, strict=True)):
+            factor = cost / COST.micro_batch(m)
+            if num_ranks > 1 and (rank, k) in joined - cut:
+                assert factor == pytest.approx(1.0) or factor == pytest.approx(FORWARD_TWICE)
+            else:
+                assert factor == pytest.approx(FORWARD_TWICE if (rank, k) in cut and num_ranks > 1 else 1.0)
 
 
 @given(batch=batches(), limit=limits, keep_whole=st.booleans(), packing=st.sampled_from(PACKINGS))

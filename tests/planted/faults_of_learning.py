@@ -33,8 +33,8 @@ CREDIT = (
     Fault(
         name="rounding becomes an advantage",
         file="credit/moments.py",
-        old="    return values[0] if min(values) == max(values) else statistics.fmean(values)\n",
-        new="    return sum(values) / len(values)\n",
+        old="    if are_equal(values):\n        return [0.0] * len(values)\n    level = statistics.fmean(values)\n",
+        new="    level = sum(values) / len(values)\n",
         harm="Equal rewards teach: their differences in the last bit, divided by their spread.",
         tests=_CREDIT,
     ),
