@@ -150,7 +150,7 @@ def test_twenty_batches_are_sampled_by_vllm_and_trained(place, model):
         version for _, trajectory in read_trajectories(place / "mine") for turn in trajectory.turns
         for version in turn.policy_versions.tolist()
     }  # fmt: skip
-    assert {0, 10, 18} <= versions and max(versions) <= 19
+    assert min(versions) == 0 and 10 < max(versions) <= 19  # which of those between sampled is a matter of speed
 
 
 @pytest.fixture(scope="module")
