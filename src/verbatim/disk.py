@@ -128,6 +128,16 @@ def open_regular(path: Path) -> BinaryIO:
     return open(descriptor, "rb")
 
 
+def read_regular(path: Path) -> bytes:
+    """All of a file, opened by `open_regular`.
+
+    Raises:
+        OSError: it is no regular file, or cannot be read.
+    """
+    with open_regular(path) as file:
+        return file.read()
+
+
 def is_inside(folder: Path, path: Path) -> bool:
     """Whether a path below a folder is a regular file in it, reached by no link."""
     steps = [path, *path.parents]

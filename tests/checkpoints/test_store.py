@@ -239,7 +239,7 @@ def test_a_process_killed_at_any_moment_leaves_only_whole_checkpoints(tmp_path: 
     assert last == 5 and at > 20
 
 
-@pytest.mark.parametrize("reads", ["verbatim.checkpoints.json_files.open_regular", "pathlib.Path.open"])
+@pytest.mark.parametrize("reads", ["verbatim.checkpoints.json_files.read_regular", "pathlib.Path.open"])
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES])
 def test_a_checkpoint_that_this_process_cannot_read_is_not_taken_for_damaged(
     store: CheckpointStore, monkeypatch, reads: str, number: int

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from verbatim.disk import open_regular, write_file
+from verbatim.disk import read_regular, write_file
 from verbatim.errors import CheckpointError
 
 
@@ -22,8 +22,7 @@ def read_json(path: Path) -> Any:
         CheckpointError: no such file, a link, or invalid JSON.
     """
     try:
-        with open_regular(path) as file:
-            return json.loads(file.read().decode("utf-8"))
+        return json.loads(read_regular(path).decode("utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

@@ -18,14 +18,13 @@ import os
 import re
 import secrets
 import shutil
-import stat
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from verbatim.checkpoints.lock import ANOTHER_FOLDER
-from verbatim.disk import make_folder, sync
+from verbatim.disk import make_folder, open_regular, sync
 from verbatim.errors import UsageError
 
 MARKER = "verbatim_run.json"
@@ -118,15 +117,12 @@ def _problem(path: Path) -> str | None:
     """Why this folder is not proven to be a run's."""
     marker = path / MARKER
     try:
-        descriptor = os.open(marker, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open_regular(marker) as file:
+            text = file.read(_MOST_BYTES)
     except FileNotFoundError:
         return f"there is no {MARKER}"
     except OSError as error:
         return f"{marker} cannot be read: {error.strerror}"
-    with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return f"{marker} is no file"
-        text = file.read(_MOST_BYTES)
     try:
         found: Any = json.loads(text)
         known = found["format"], len(bytes.fromhex(found["id"])), {*map(str, found["names"])} <= NAMES

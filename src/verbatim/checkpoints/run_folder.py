@@ -226,7 +226,7 @@ class RunFolder:
             return
         link = self.path.with_name(LATEST)
         if link.exists() and not link.is_symlink():
-            logger.warning("%s is no link of ours, and stays as it is; the run is in %s", link, self.path)
+            logger.warning("%s is not a link that Verbatim made, and is left alone; the run is in %s", link, self.path)
             return
         if link.is_symlink() and os.readlink(link) == self.path.name:
             sync(link.parent)  # a killed process may have created it

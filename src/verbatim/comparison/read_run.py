@@ -16,7 +16,7 @@ from verbatim.checkpoints.run_folder import ORCHESTRATOR, holds_run
 from verbatim.checkpoints.stored_config import CONFIG, leaves
 from verbatim.config.origins import dotted, line_numbers
 from verbatim.config.secrets import redacted_at
-from verbatim.disk import open_regular
+from verbatim.disk import open_regular, read_regular
 from verbatim.errors import CheckpointError, UsageError
 from verbatim.evaluation.stored import evaluated_steps
 from verbatim.monitors.alarm import Alarm
@@ -202,20 +202,15 @@ def _records(path: Path) -> list[Any]:
 def _json(path: Path) -> Mapping[str, Any]:
     """The JSON object in a file; {} where it cannot be read or holds none."""
     try:
-        found = json.loads(_bytes(path).decode("utf-8"))
+        found = json.loads(read_regular(path).decode("utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
-def _bytes(path: Path) -> bytes:
-    with open_regular(path) as file:
-        return file.read()
-
-
 def _text(path: Path) -> str:
     try:
-        return _bytes(path).decode("utf-8", "replace")
+        return read_regular(path).decode("utf-8", "replace")
     except OSError:
         return ""
 

@@ -14,7 +14,7 @@ from verbatim.checkpoints.origin import read_origin
 from verbatim.checkpoints.run_folder import ORCHESTRATOR, TRAINER
 from verbatim.checkpoints.stored_config import CONFIG
 from verbatim.config.secrets import redacted
-from verbatim.disk import is_inside, open_regular
+from verbatim.disk import is_inside, read_regular
 from verbatim.errors import CheckpointError, UsageError
 from verbatim.texts import cut, end_of_file
 
@@ -111,8 +111,7 @@ def summary_text(folder: Path) -> str | None:
 
 
 def _text(path: Path, errors: str = "strict") -> str:
-    with open_regular(path) as file:
-        return file.read().decode("utf-8", errors)
+    return read_regular(path).decode("utf-8", errors)
 
 
 def _state(folder: Path) -> str:

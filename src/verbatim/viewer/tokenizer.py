@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from verbatim.disk import open_regular
+from verbatim.disk import read_regular
 from verbatim.imports import is_installed
 
 FILE = "tokenizer.json"
@@ -37,8 +37,7 @@ def _candidates(run: Path) -> Iterator[Path]:
 
 
 def _text(path: Path) -> str:
-    with open_regular(path) as file:
-        return file.read().decode("utf-8")
+    return read_regular(path).decode("utf-8")
 
 
 class RunTokenizer:
