@@ -55,19 +55,38 @@ def answer(form: str) -> bytes:
     rng = np.random.default_rng(0)
     ids = rng.integers(0, VOCAB, TOKENS, dtype=np.int32)
     logprobs = -rng.random(TOKENS, dtype=np.float32) * 3
-    entries = [{"token_id": token, "logprob": logprob, "rank": 1}
-               for token, logprob in zip(ids.tolist(), logprobs.tolist(), strict=True)]  # fmt: skip
+    entries = [
+        {"token_id": token, "logprob": logprob, "rank": 1}
+        for token, logprob in zip(ids.tolist(), logprobs.tolist(), strict=True)
+    ]
     content = [{**entry, "top_logprobs": [entry]} for entry in entries]
     is_packed = form == "packed"
-    choice = {"index": 0, "finish_reason": "stop", "stop_reason": None,
-              "token_ids": None if is_packed else ids.tolist(), "routed_experts": None, "sampling_mask": None,
-              "weight_versions": [{"version": "3", "start": 0, "end": TOKENS}],
-              "logprobs": None if is_packed else {"content": content}}  # fmt: skip
-    usage = {"prompt_tokens": PROMPT, "total_tokens": PROMPT + TOKENS, "completion_tokens": TOKENS,
-             "prompt_tokens_details": {"cached_tokens": 1_920}}  # fmt: skip
-    body = {"request_id": "generate-tokens-1", "model": "policy", "created": 1, "usage": usage,
-            "prompt_logprobs": None, "output_mode": "tokens", "choices": [choice],
-            **({PACKED: pack(ids, logprobs)} if is_packed else {})}  # fmt: skip
+    choice = {
+        "index": 0,
+        "finish_reason": "stop",
+        "stop_reason": None,
+        "token_ids": None if is_packed else ids.tolist(),
+        "routed_experts": None,
+        "sampling_mask": None,
+        "weight_versions": [{"version": "3", "start": 0, "end": TOKENS}],
+        "logprobs": None if is_packed else {"content": content},
+    }
+    usage = {
+        "prompt_tokens": PROMPT,
+        "total_tokens": PROMPT + TOKENS,
+        "completion_tokens": TOKENS,
+        "prompt_tokens_details": {"cached_tokens": 1_920},
+    }
+    body = {
+        "request_id": "generate-tokens-1",
+        "model": "policy",
+        "created": 1,
+        "usage": usage,
+        "prompt_logprobs": None,
+        "output_mode": "tokens",
+        "choices": [choice],
+        **({PACKED: pack(ids, logprobs)} if is_packed else {}),
+    }
     return json.dumps(body, separators=(",", ":")).encode()
 
 
@@ -87,8 +106,9 @@ def serve(port: Connection) -> None:
 
 async def read_turns(url: str, turns: int) -> float:
     """Microseconds of processor time for a turn."""
-    sampler = HttpSampler(url, context_length=2**16, vocab_size=VOCAB, policy_version=0, ours=False,
-                          processed_logprobs=True)  # fmt: skip
+    sampler = HttpSampler(
+        url, context_length=2**16, vocab_size=VOCAB, policy_version=0, ours=False, processed_logprobs=True
+    )
     ids = np.random.default_rng(1).integers(0, VOCAB, PROMPT, dtype=np.int32)
     request = SampleRequest(prompt_ids=ids, params=SamplingParams(max_tokens=TOKENS), seed=1)
 
@@ -122,8 +142,10 @@ def measure_client(rounds: int, turns: int) -> dict[str, Any]:
 
 def figures(took: dict[str, list[float]], unit: str) -> dict[str, Any]:
     medians = {form: statistics.median(values) for form, values in took.items()}
-    return {**{f"{form}_{unit}": round(value, 2) for form, value in medians.items()},
-            "ratio": round(medians["vllm"] / medians["packed"], 2)}  # fmt: skip
+    return {
+        **{f"{form}_{unit}": round(value, 2) for form, value in medians.items()},
+        "ratio": round(medians["vllm"] / medians["packed"], 2),
+    }
 
 
 # ---- the server
@@ -147,12 +169,26 @@ async def measure_server(python: str, rounds: int) -> dict[str, Any]:
         length = 2 * PROMPT
         texts = ["hello world 123\n", "a longer text\n"] * 20
         tokenizer = build_tokenizer(texts, vocab_size=320, context_length=length)
-        sizes = BuildConfig(hidden_size=64, num_layers=1, num_heads=2, num_kv_heads=2, intermediate_size=64,
-                            vocab_size=320, context_length=length)  # fmt: skip
+        sizes = BuildConfig(
+            hidden_size=64,
+            num_layers=1,
+            num_heads=2,
+            num_kv_heads=2,
+            intermediate_size=64,
+            vocab_size=320,
+            context_length=length,
+        )
         save_model(random_model(sizes, tokenizer, 0), tokenizer, Path(name) / "model")
         settings = VllmSettings(python=python, args=("--enforce-eager",), env={"VLLM_CPU_KVCACHE_SPACE": "1"})
-        process = make_process(settings, 0, model=Path(name) / "model", port=free_port(), context_length=length,
-                               logs=Path(name), num_threads=1)  # fmt: skip
+        process = make_process(
+            settings,
+            0,
+            model=Path(name) / "model",
+            port=free_port(),
+            context_length=length,
+            logs=Path(name),
+            num_threads=1,
+        )
         await process.start(600.0)
         try:
             server = child_of(process.pid)
@@ -176,9 +212,9 @@ async def one_round(client: HttpClient, server: int, form: str) -> float:
     body = protocol.request_body(request, "policy")
     body[protocol.OURS][PACKED] = form == "packed"
     before = processor_seconds(server)
-    answers = await asyncio.gather(*(
-        client.ask("POST", protocol.GENERATE, encode(body), read_json) for _ in range(AT_ONCE)
-    ))  # fmt: skip
+    answers = await asyncio.gather(
+        *(client.ask("POST", protocol.GENERATE, encode(body), read_json) for _ in range(AT_ONCE))
+    )
     took = processor_seconds(server) - before
     for found in answers:
         assert (PACKED in found) == (form == "packed")

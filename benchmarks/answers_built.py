@@ -50,17 +50,29 @@ def engine_output(params: SamplingParams) -> RequestOutput:
     rows = create_sample_logprobs(params.flat_logprobs)
     for token, logprob in zip(ids, (-rng.random(TOKENS, dtype=np.float32) * 3).tolist(), strict=True):
         append_logprobs_for_next_position(rows, [token], [logprob], ["x"], 1, 0)
-    completion = CompletionOutput(index=0, text="", token_ids=ids, cumulative_logprob=0.0, logprobs=rows,
-                                  finish_reason="stop")  # fmt: skip
-    return RequestOutput(request_id="1", prompt=None, prompt_token_ids=[1] * 2_048, prompt_logprobs=None,
-                         outputs=[completion], finished=True, num_cached_tokens=1_920)  # fmt: skip
+    completion = CompletionOutput(
+        index=0, text="", token_ids=ids, cumulative_logprob=0.0, logprobs=rows, finish_reason="stop"
+    )
+    return RequestOutput(
+        request_id="1",
+        prompt=None,
+        prompt_token_ids=[1] * 2_048,
+        prompt_logprobs=None,
+        outputs=[completion],
+        finished=True,
+        num_cached_tokens=1_920,
+    )
 
 
 async def build(is_packed: bool) -> tuple[float, int]:
     """Milliseconds, and bytes of the answer."""
     serving = ServingTokens.__new__(ServingTokens)
-    vars(serving).update(return_tokens_as_token_ids=False, enable_prompt_tokens_details=True, enable_log_outputs=False,
-                         request_logger=None)  # fmt: skip
+    vars(serving).update(
+        return_tokens_as_token_ids=False,
+        enable_prompt_tokens_details=True,
+        enable_log_outputs=False,
+        request_logger=None,
+    )
     raw = SimpleNamespace(began=0.0)
 
     async def body() -> dict[str, Any]:
@@ -82,10 +94,17 @@ def main() -> None:
         for form, runs in found.items():
             runs.append(asyncio.run(build(form == "packed")))
     medians = {form: statistics.median(took for took, _ in runs) for form, runs in found.items()}
-    print(json.dumps({"benchmark": "answers_built", "tokens": TOKENS,
-                      **{f"{form}_ms": round(value, 3) for form, value in medians.items()},
-                      "ratio": round(medians["vllm"] / medians["packed"], 1),
-                      "bytes": {form: runs[0][1] for form, runs in found.items()}}))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "benchmark": "answers_built",
+                "tokens": TOKENS,
+                **{f"{form}_ms": round(value, 3) for form, value in medians.items()},
+                "ratio": round(medians["vllm"] / medians["packed"], 1),
+                "bytes": {form: runs[0][1] for form, runs in found.items()},
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -30,14 +30,24 @@ RANKS = (8, 32, 64)
 MICRO_BATCH_TOKENS = (16_384, 65_536, 131_072, 262_144)
 MODELS = {
     "0.6B": SimpleNamespace(
-        hidden_size=1024, num_attention_heads=16, head_dim=128, num_key_value_heads=8, intermediate_size=3072,
-        num_hidden_layers=28, vocab_size=151_936,
+        hidden_size=1024,
+        num_attention_heads=16,
+        head_dim=128,
+        num_key_value_heads=8,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        vocab_size=151_936,
     ),
     "8B": SimpleNamespace(
-        hidden_size=4096, num_attention_heads=32, head_dim=128, num_key_value_heads=8, intermediate_size=12_288,
-        num_hidden_layers=36, vocab_size=151_936,
+        hidden_size=4096,
+        num_attention_heads=32,
+        head_dim=128,
+        num_key_value_heads=8,
+        intermediate_size=12_288,
+        num_hidden_layers=36,
+        vocab_size=151_936,
     ),
-}  # fmt: skip
+}
 """Shapes of Qwen3 models: the smaller a model, the more of its work is attention."""
 
 

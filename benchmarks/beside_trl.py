@@ -89,15 +89,28 @@ def make_model(folder: Path) -> Path:
     shown = conversations(2000, seed=0)
     template = TEMPLATE.read_text(encoding="utf-8")
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=byte_pairs(json.dumps(shown[:200])), chat_template=template, eos_token=ENDS[2],
-        pad_token=ENDS[0], model_max_length=1024, clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+        tokenizer_object=byte_pairs(json.dumps(shown[:200])),
+        chat_template=template,
+        eos_token=ENDS[2],
+        pad_token=ENDS[0],
+        model_max_length=1024,
+        clean_up_tokenization_spaces=False,
+    )
     end, pad = tokenizer.convert_tokens_to_ids([ENDS[2], ENDS[0]])
     config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=1024, tie_word_embeddings=False, eos_token_id=end,
-        pad_token_id=pad, bos_token_id=None,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        eos_token_id=end,
+        pad_token_id=pad,
+        bos_token_id=None,
+    )
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(config)
     model.generation_config = GenerationConfig(eos_token_id=[end, pad], pad_token_id=pad)
@@ -106,13 +119,16 @@ def make_model(folder: Path) -> Path:
     data = folder / "games.jsonl"
     data.write_text("".join(json.dumps(each) + "\n" for each in shown))
     run = folder / "warm_start.toml"
-    run.write_text(RUN.format(steps=1, model=folder / "random", level=0) + f"""
+    run.write_text(
+        RUN.format(steps=1, model=folder / "random", level=0)
+        + f"""
 [warm_start]
 steps = 400
 batch_size = 8
 data = "{data}"
 optim = {{ lr = 3e-3, schedule = "cosine", warmup_steps = 20 }}
-""")
+"""
+    )
     finish(verbatim("sft", str(run), "--run-dir", str(folder / "sft"), cwd=folder, PYTHONPATH=search_path(folder)))
     return folder / "sft" / "warm_start"
 
@@ -123,9 +139,10 @@ def byte_pairs(text: str) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = BpeTrainer(
-        vocab_size=512 - len(ENDS) - len(MARKS), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        vocab_size=512 - len(ENDS) - len(MARKS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
-    )  # fmt: skip
+    )
     tokenizer.train_from_iterator([text], trainer)
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in ENDS])
     tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in MARKS])
@@ -146,9 +163,14 @@ def ours(folder: Path, model: Path, steps: int, level: int) -> dict[str, Any]:
     finish(process)
     found = train_metrics(run)[SKIPPED:]
     rate = 128 * len(found) / sum(each["time/step"] for each in found)
-    return {"rate": rate, "cores_busy": busy.share(), **{
-        name: statistics.mean(each[name] for each in found) for name in ("turns", "completion_tokens", "reward/mean")
-    }}  # fmt: skip
+    return {
+        "rate": rate,
+        "cores_busy": busy.share(),
+        **{
+            name: statistics.mean(each[name] for each in found)
+            for name in ("turns", "completion_tokens", "reward/mean")
+        },
+    }
 
 
 def theirs(folder: Path, python: Path, model: Path, steps: int) -> dict[str, Any]:
@@ -159,8 +181,10 @@ def theirs(folder: Path, python: Path, model: Path, steps: int) -> dict[str, Any
     found = json.loads(told.splitlines()[-1])
     seconds = found["seconds"][SKIPPED:]
     names = found["steps"][-1]
-    return {"rate": 128 * len(seconds) / sum(seconds),
-            **{name: statistics.mean(each[name] for each in found["steps"][SKIPPED:]) for name in names}}  # fmt: skip
+    return {
+        "rate": 128 * len(seconds) / sum(seconds),
+        **{name: statistics.mean(each[name] for each in found["steps"][SKIPPED:]) for name in names},
+    }
 
 
 def medians(found: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -179,18 +203,30 @@ def main() -> None:
         (folder / "beside_trl_env.py").write_text(ENVIRONMENT)
         model = make_model(folder)
         rounds = [
-            {"trl": theirs(folder, python, model, args.steps),
-             **{side: ours(folder, model, args.steps, level) for side, level in LEVELS.items()}}
+            {
+                "trl": theirs(folder, python, model, args.steps),
+                **{side: ours(folder, model, args.steps, level) for side, level in LEVELS.items()},
+            }
             for _ in range(args.rounds)
-        ]  # fmt: skip
+        ]
     sides = {side: medians([each[side] for each in rounds]) for side in rounds[0]}
     best = max(sides[side]["rate"] for side in LEVELS)
     ratio = [max(each[side]["rate"] for side in LEVELS) / each["trl"]["rate"] for each in rounds]
-    print(json.dumps({
-        "benchmark": "beside_trl", "trl": TRL, "episodes_per_second": {side: sides[side]["rate"] for side in sides},
-        "times_as_fast": round(best / sides["trl"]["rate"], 2), "of_each_round": [round(each, 2) for each in ratio],
-        "what_was_sampled": sides, "rounds": args.rounds, "steps": args.steps, "threads": torch.get_num_threads(),
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "benchmark": "beside_trl",
+                "trl": TRL,
+                "episodes_per_second": {side: sides[side]["rate"] for side in sides},
+                "times_as_fast": round(best / sides["trl"]["rate"], 2),
+                "of_each_round": [round(each, 2) for each in ratio],
+                "what_was_sampled": sides,
+                "rounds": args.rounds,
+                "steps": args.steps,
+                "threads": torch.get_num_threads(),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

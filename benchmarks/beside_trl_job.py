@@ -94,7 +94,12 @@ def _conversation(rng: random.Random) -> list[dict[str, Any]]:
             high = number - 1
         call_id = f"call_{GUESSES - game.left}"
         function = {"name": "guess", "arguments": {"number": number}}
-        messages.append({"role": "assistant", "content": "",
-                         "tool_calls": [{"id": call_id, "type": "function", "function": function}]})  # fmt: skip
+        messages.append(
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"id": call_id, "type": "function", "function": function}],
+            }
+        )
         messages.append({"role": "tool", "name": "guess", "tool_call_id": call_id, "content": answer})
     return [*messages, {"role": "assistant", "content": LAST}]

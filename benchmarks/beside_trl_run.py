@@ -38,16 +38,37 @@ def main(model: str, steps: int) -> None:
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         settings = GRPOConfig(
-            output_dir=folder, use_cpu=True, bf16=False, fp16=False, gradient_checkpointing=False, max_steps=steps,
-            per_device_train_batch_size=EPISODES, num_generations=GROUP, gradient_accumulation_steps=1,
-            max_completion_length=512, max_tool_calling_iterations=GUESSES, temperature=1.0, top_p=1.0, top_k=0,
-            learning_rate=1e-30, beta=0.0, loss_type="dapo", report_to="none", logging_steps=1, save_strategy="no",
-            seed=0, dataloader_num_workers=0,
-        )  # fmt: skip
+            output_dir=folder,
+            use_cpu=True,
+            bf16=False,
+            fp16=False,
+            gradient_checkpointing=False,
+            max_steps=steps,
+            per_device_train_batch_size=EPISODES,
+            num_generations=GROUP,
+            gradient_accumulation_steps=1,
+            max_completion_length=512,
+            max_tool_calling_iterations=GUESSES,
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            learning_rate=1e-30,
+            beta=0.0,
+            loss_type="dapo",
+            report_to="none",
+            logging_steps=1,
+            save_strategy="no",
+            seed=0,
+            dataloader_num_workers=0,
+        )
         trainer = GRPOTrainer(
-            model=model, args=settings, train_dataset=Dataset.from_list(rows()), callbacks=[clock],
-            processing_class=AutoTokenizer.from_pretrained(model), environment_factory=GuessTheNumber,
-        )  # fmt: skip
+            model=model,
+            args=settings,
+            train_dataset=Dataset.from_list(rows()),
+            callbacks=[clock],
+            processing_class=AutoTokenizer.from_pretrained(model),
+            environment_factory=GuessTheNumber,
+        )
         trainer.train()
     names = ("completions/mean_length", "tools/call_frequency", "reward")
     shown = [{name: log[name] for name in names if name in log} for log in clock.logs if "reward" in log]

@@ -94,13 +94,17 @@ def play(folder: Path, *, count: int, turns: int, length: int) -> list[Trajector
         ids: list[int] = tokenizer.encode(text)
         return [*ids, ends]
 
-    sampler = ScriptedSampler(script=script, vocab_size=len(tokenizer), context_length=65536,
-                              logprob=lambda token: -0.5)  # fmt: skip
+    sampler = ScriptedSampler(
+        script=script, vocab_size=len(tokenizer), context_length=65536, logprob=lambda token: -0.5
+    )
     renderer = create_renderer("auto", tokenizer)
     rollout = MultiTurnRollout(
-        sampler=sampler, template=renderer, tool_manager=ToolManager([FunctionTool(look_up)]), max_turns=turns,
+        sampler=sampler,
+        template=renderer,
+        tool_manager=ToolManager([FunctionTool(look_up)]),
+        max_turns=turns,
         sampling_params=SamplingParams(max_tokens=8192, stop_token_ids=(ends,)),
-    )  # fmt: skip
+    )
     conversations = [
         {"messages": [{"role": "user", "content": " ".join(["About", *words()[i : i + 12]])}], "id": f"subject {i}"}
         for i in range(count // GROUP)
@@ -130,20 +134,32 @@ def _fate(step: int, place: int, played: Trajectory, skill: float, draw: np.rand
     error = f"environment: TimeoutError after {int(kind * 1000)} s" if kind < 0.02 else None
     name = f"train-{step * (PER_STEP // GROUP) + group}"
     trajectory = played.replace(
-        turns=turns, trajectory_id=f"{name}-{sample}", group_id=name, sample_index=sample, run_id="big", error=error,
-        env=ENVIRONMENTS[group % len(ENVIRONMENTS)], example_id=f"subject {(step + group) % 500}",
-        reward=None if error else float(draw.random() < 0.2 + 0.7 * skill), advantage=None if error else advantage,
+        turns=turns,
+        trajectory_id=f"{name}-{sample}",
+        group_id=name,
+        sample_index=sample,
+        run_id="big",
+        error=error,
+        env=ENVIRONMENTS[group % len(ENVIRONMENTS)],
+        example_id=f"subject {(step + group) % 500}",
+        reward=None if error else float(draw.random() < 0.2 + 0.7 * skill),
+        advantage=None if error else advantage,
         reward_parts={} if error else {"right": float(draw.random()), "short": float(draw.random())},
-        stop_reason="length" if kind > 0.95 else played.stop_reason, truncated=bool(kind > 0.95),
-    )  # fmt: skip
+        stop_reason="length" if kind > 0.95 else played.stop_reason,
+        truncated=bool(kind > 0.95),
+    )
     if error:
         return Fate.of_dropped(trajectory, "error")
     if kind < 0.07:
         return Fate.of_dropped(trajectory, "filter:repetition", ["repetition"])
     if kind < 0.10:
         return Fate.of_dropped(trajectory, "stale")
-    return Fate(trajectory=trajectory, turns=("trained",) * len(turns), trainer_logprobs=tuple(trainer),
-                gradients=tuple(gradients))  # fmt: skip
+    return Fate(
+        trajectory=trajectory,
+        turns=("trained",) * len(turns),
+        trainer_logprobs=tuple(trainer),
+        gradients=tuple(gradients),
+    )
 
 
 def metrics_of(step: int, fates: Sequence[Fate], draw: np.random.Generator) -> dict[str, Any]:
@@ -153,13 +169,22 @@ def metrics_of(step: int, fates: Sequence[Fate], draw: np.random.Generator) -> d
     trained = sum(fate.num_trained_tokens for fate in fates)
     mean = float(np.mean(rewards))
     return {
-        "reward/mean": mean, "reward/std": float(np.std(rewards)), "success": mean, "rollouts": len(fates),
-        "turns": float(np.mean([len(fate.turns) for fate in fates])), "completion_tokens": sampled / len(fates),
-        "entropy": 2 * math.exp(-step / 500), "grad_norm": float(draw.gamma(2)), "staleness/mean": 1.0,
-        "mismatch_kl": float(draw.exponential(1e-3)), "ledger/sampled": sampled * step,
-        "ledger/trained": trained * step, "ledger/dropped/error": (sampled - trained) * step, "seconds": 12.0,
+        "reward/mean": mean,
+        "reward/std": float(np.std(rewards)),
+        "success": mean,
+        "rollouts": len(fates),
+        "turns": float(np.mean([len(fate.turns) for fate in fates])),
+        "completion_tokens": sampled / len(fates),
+        "entropy": 2 * math.exp(-step / 500),
+        "grad_norm": float(draw.gamma(2)),
+        "staleness/mean": 1.0,
+        "mismatch_kl": float(draw.exponential(1e-3)),
+        "ledger/sampled": sampled * step,
+        "ledger/trained": trained * step,
+        "ledger/dropped/error": (sampled - trained) * step,
+        "seconds": 12.0,
         **{f"replica/{i % 8}/figure_{i // 8}": float(value) for i, value in enumerate(draw.random(_METRICS))},
-    }  # fmt: skip
+    }
 
 
 def write_run(folder: Path, *, trajectories: int, turns: int = 4, length: int = 182, seed: int = 0) -> Written:
@@ -180,19 +205,32 @@ def write_run(folder: Path, *, trajectories: int, turns: int = 4, length: int = 
         metrics.on_step(step, found)
         tokens += sum(fate.trajectory.num_sampled_tokens for fate in fates)
         if step % _EVAL_EVERY == 0:
-            evaluated.write(step, [
-                Fate.of_evaluated(fate.trajectory.replace(trajectory_id=f"eval-{place}-0", group_id=f"eval-{place}"))
-                for place, fate in enumerate(fates[:_EVAL_EPISODES])
-            ])  # fmt: skip
+            evaluated.write(
+                step,
+                [
+                    Fate.of_evaluated(
+                        fate.trajectory.replace(trajectory_id=f"eval-{place}-0", group_id=f"eval-{place}")
+                    )
+                    for place, fate in enumerate(fates[:_EVAL_EPISODES])
+                ],
+            )
             share = {name: found[name] for name in ("success", "reward/mean", "reward/std")}
             metrics.on_eval(step, ENVIRONMENTS[0], {**share, "episodes": _EVAL_EPISODES, "failed": 0})
     metrics.close()
     alarms = JsonlWriter(folder / "alarms.jsonl")
-    alarms.write({
-        "name": "entropy_collapse", "step": steps // 2, "state": "raised", "message": "entropy fell to 0.02 from 1.1",
-        "cause": "the learning rate is too high", "advice": "lower trainer.optim.lr (now 3e-4)",
-        "evidence": {"entropy": 0.02}, "env": None, "trajectory_ids": [f"train-{steps * PER_STEP // GROUP}-0"],
-    })  # fmt: skip
+    alarms.write(
+        {
+            "name": "entropy_collapse",
+            "step": steps // 2,
+            "state": "raised",
+            "message": "entropy fell to 0.02 from 1.1",
+            "cause": "the learning rate is too high",
+            "advice": "lower trainer.optim.lr (now 3e-4)",
+            "evidence": {"entropy": 0.02},
+            "env": None,
+            "trajectory_ids": [f"train-{steps * PER_STEP // GROUP}-0"],
+        }
+    )
     alarms.close()
     (folder / "summary.json").write_text(json.dumps({"steps": steps}))
     size = sum(mark.size for mark in files.files.values())
@@ -207,12 +245,19 @@ def main() -> None:
     args = parser.parse_args()
     began = time.perf_counter()
     found = write_run(args.folder, trajectories=args.trajectories)
-    print(json.dumps({
-        "benchmark": "big_run", "trajectories": found.trajectories, "steps": found.steps,
-        "sampled_tokens": found.sampled_tokens, "gigabytes": round(found.size / 1e9, 3),
-        "bytes_per_sampled_token": round(found.size / found.sampled_tokens, 2),
-        "seconds": round(time.perf_counter() - began, 1),
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "benchmark": "big_run",
+                "trajectories": found.trajectories,
+                "steps": found.steps,
+                "sampled_tokens": found.sampled_tokens,
+                "gigabytes": round(found.size / 1e9, 3),
+                "bytes_per_sampled_token": round(found.size / found.sampled_tokens, 2),
+                "seconds": round(time.perf_counter() - began, 1),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

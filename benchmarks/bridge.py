@@ -46,10 +46,16 @@ from verbatim.renderers import create_renderer  # noqa: E402
 TEMPLATES = ("qwen2_5", "qwen3_instruct_2507", "llama3_1", "qwen3_training")
 TEXT = "the report of a search in old files found that nine ships left for Bonn with salt and iron on a cold day"
 QUESTION = {"role": "user", "content": "Which ships left for Bonn?"}
-TOOLS = [{"type": "function", "function": {
-    "name": "search", "description": "Search the archive.",
-    "parameters": {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]},
-}}]  # fmt: skip
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "search",
+            "description": "Search the archive.",
+            "parameters": {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]},
+        },
+    }
+]
 
 
 def exchanges(number: int) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
@@ -61,8 +67,11 @@ def exchanges(number: int) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
 
     made = []
     for i in range(number):
-        call = {"id": f"call{i:05d}", "type": "function",
-                "function": {"name": "search", "arguments": {"query": words(6)}}}  # fmt: skip
+        call = {
+            "id": f"call{i:05d}",
+            "type": "function",
+            "function": {"name": "search", "arguments": {"query": words(6)}},
+        }
         said = {"role": "assistant", "content": "", "tool_calls": [call]}
         made.append((said, [{"role": "tool", "name": "search", "tool_call_id": call["id"], "content": words(80)}]))
     return made
@@ -80,7 +89,7 @@ def tokenizer_for(template: str, text: str) -> PreTrainedTokenizerFast:
     backend.add_special_tokens([AddedToken(token, special=True) for token in tokens])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>", chat_template=template
-    )  # fmt: skip
+    )
 
 
 class Meter:
@@ -166,13 +175,19 @@ def measure(name: str, turns: int, repeats: int) -> dict[str, Any]:
         seconds.append(took)
     fastest = [round(1000 * min(took), 2) for took in zip(*each, strict=True)]
     return {
-        "benchmark": "bridge", "template": name, "turns": turns, "tokens": len(made["bridge"][-1]),
+        "benchmark": "bridge",
+        "template": name,
+        "turns": turns,
+        "tokens": len(made["bridge"][-1]),
         "characters_at_turn_8_and_last": characters(tokenizer, played),
         "bridge_milliseconds": [fastest[0], fastest[turns // 2 - 1], fastest[-1]],
         "bridge_seconds": round(statistics.median(took["bridge"] for took in seconds), 3),
-        **{f"{way}_over_bridge": round(statistics.median(took[way] / took["bridge"] for took in seconds), 1)
-           for way in ways if way != "bridge"},
-    }  # fmt: skip
+        **{
+            f"{way}_over_bridge": round(statistics.median(took[way] / took["bridge"] for took in seconds), 1)
+            for way in ways
+            if way != "bridge"
+        },
+    }
 
 
 def characters(tokenizer: Any, played: Sequence[Turn]) -> list[int]:

@@ -95,12 +95,23 @@ def main() -> None:
         except ModelError as error:
             print(json.dumps({"template": file.stem, "error": str(error)}), flush=True)
             continue
-        print(json.dumps({
-            "template": file.stem, "dialogues": tally.num_dialogues, "turns": tally.tried, "broken": tally.broken,
-            "refused": tally.refused, "bridged": tally.bridged, "wrong": len(tally.wrong),
-            "first_wrong": tally.wrong[:3], "differs": tally.differs,
-            "seconds": round(time.perf_counter() - started, 1),
-        }), flush=True)  # fmt: skip
+        print(
+            json.dumps(
+                {
+                    "template": file.stem,
+                    "dialogues": tally.num_dialogues,
+                    "turns": tally.tried,
+                    "broken": tally.broken,
+                    "refused": tally.refused,
+                    "bridged": tally.bridged,
+                    "wrong": len(tally.wrong),
+                    "first_wrong": tally.wrong[:3],
+                    "differs": tally.differs,
+                    "seconds": round(time.perf_counter() - started, 1),
+                }
+            ),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -54,8 +54,9 @@ def main() -> None:
     parser.add_argument("--batch-share", type=float, default=0.5, help="a batch, as a share of the episodes at once")
     parser.add_argument("--warm-up", type=int, help="steps before those that are measured; by default 4, 2 of 1,000")
     parser.add_argument("--steps", type=int, help="to be measured; by default 12 of few servers, 2 of 1,000")
-    parser.add_argument("--short", action="store_true", help="three minutes: fewer steps, and 10 episodes on each of "
-                        "1,000 servers")  # fmt: skip
+    parser.add_argument(
+        "--short", action="store_true", help="three minutes: fewer steps, and 10 episodes on each of 1,000 servers"
+    )
     args = parser.parse_args()
     logging.basicConfig(level=logging.CRITICAL)
     rows = []
@@ -63,10 +64,17 @@ def main() -> None:
         for core in ["one"] if args.short else args.core:
             most = max(2, (80 if args.short else 200) // servers)
             per_server = min(args.per_server, max(10, 10_000 // servers)) if args.short else args.per_server
-            row = simulate(Setting(
-                servers=servers, per_server=per_server, core=core, level=args.level, batch_share=args.batch_share,
-                warm_up=args.warm_up or min(4, most), steps=args.steps or min(12, most),
-            ))  # fmt: skip
+            row = simulate(
+                Setting(
+                    servers=servers,
+                    per_server=per_server,
+                    core=core,
+                    level=args.level,
+                    batch_share=args.batch_share,
+                    warm_up=args.warm_up or min(4, most),
+                    steps=args.steps or min(12, most),
+                )
+            )
             rows.append(row)
             print(json.dumps({"benchmark": "cluster", **row}), flush=True)
     print(show(rows))

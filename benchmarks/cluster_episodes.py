@@ -19,8 +19,10 @@ class SimulatedTool:
     """A tool whose answer takes a while."""
 
     name = "work"
-    schema: Mapping[str, Any] = {"type": "function", "function": {
-        "name": "work", "description": "Work.", "parameters": {"type": "object", "properties": {}}}}  # fmt: skip
+    schema: Mapping[str, Any] = {
+        "type": "function",
+        "function": {"name": "work", "description": "Work.", "parameters": {"type": "object", "properties": {}}},
+    }
 
     def __init__(self, world: World, script: Script) -> None:
         self._world, self._script = world, script

@@ -45,9 +45,14 @@ def figures(simulation: Simulation, memory_used: int) -> dict[str, Any]:
     sampled = max(1, simulation.ledger.sampled)
     queries, hits = (sum(getattr(server, name) for server in simulation.servers) for name in ("queries", "hits"))
     return {
-        "servers": setting.servers, "episodes": setting.episodes, "batch": setting.groups * setting.group,
-        "core": setting.core, "level": setting.level, "steps": len(notes.marks[measured]),
-        "virtual_seconds": seconds, "virtual_seconds_before": first.at,
+        "servers": setting.servers,
+        "episodes": setting.episodes,
+        "batch": setting.groups * setting.group,
+        "core": setting.core,
+        "level": setting.level,
+        "steps": len(notes.marks[measured]),
+        "virtual_seconds": seconds,
+        "virtual_seconds_before": first.at,
         "ideal_tokens_per_second": simulation.ideal,
         **of_stretch(simulation, first, last),
         "share_of_each_step": [
@@ -62,12 +67,16 @@ def figures(simulation: Simulation, memory_used: int) -> dict[str, Any]:
         "stale_share": dropped["stale"] / sampled,
         "lost_share": (dropped["lost_replica"] + dropped["error"]) / sampled,
         "in_flight": _mean(notes.in_flight[measured]),
-        "cache_hits": hits / max(1, queries), "deaths": simulation.world.num_deaths,
-        "resent": simulation.pool._roster.counts.resent, "messages": dict(simulation.world.messages),
-        "lag_p99": lags[int(0.99 * (len(lags) - 1))], "lag_max": lags[-1],
+        "cache_hits": hits / max(1, queries),
+        "deaths": simulation.world.num_deaths,
+        "resent": simulation.pool._roster.counts.resent,
+        "messages": dict(simulation.world.messages),
+        "lag_p99": lags[int(0.99 * (len(lags) - 1))],
+        "lag_max": lags[-1],
         "longest_collection": simulation.longest_collection,
-        "memory_mb": memory_used / 2**20, "kb_per_episode": memory_used / setting.episodes / 1024,
-    }  # fmt: skip
+        "memory_mb": memory_used / 2**20,
+        "kb_per_episode": memory_used / setting.episodes / 1024,
+    }
 
 
 def _mean(values: Any) -> float:
@@ -76,15 +85,25 @@ def _mean(values: Any) -> float:
 
 
 COLUMNS = (
-    ("servers", "servers", "{:d}"), ("episodes", "episodes", "{:d}"), ("core", "core", "{}"),
-    ("of ideal", "share_of_ideal", "{:.3f}"), ("trained", "trained_share", "{:.3f}"),
-    ("step s", "step_seconds", "{:.0f}"), ("turns/s", "turns_per_second", "{:.0f}"),
-    ("age", "staleness_mean", "{:.2f}"), ("oldest", "staleness_max", "{:.0f}"),
-    ("messages/s", "messages_per_second", "{:.0f}"), ("us/turn", "microseconds_per_turn", "{:.0f}"),
-    ("cores", "core_used", "{:.2f}"), ("wire", "wire_used", "{:.2f}"), ("threads", "threads_used", "{:.2f}"),
-    ("lag p99", "lag_p99", "{:.3f}"), ("lag max", "lag_max", "{:.1f}"), ("KB/episode", "kb_per_episode", "{:.1f}"),
+    ("servers", "servers", "{:d}"),
+    ("episodes", "episodes", "{:d}"),
+    ("core", "core", "{}"),
+    ("of ideal", "share_of_ideal", "{:.3f}"),
+    ("trained", "trained_share", "{:.3f}"),
+    ("step s", "step_seconds", "{:.0f}"),
+    ("turns/s", "turns_per_second", "{:.0f}"),
+    ("age", "staleness_mean", "{:.2f}"),
+    ("oldest", "staleness_max", "{:.0f}"),
+    ("messages/s", "messages_per_second", "{:.0f}"),
+    ("us/turn", "microseconds_per_turn", "{:.0f}"),
+    ("cores", "core_used", "{:.2f}"),
+    ("wire", "wire_used", "{:.2f}"),
+    ("threads", "threads_used", "{:.2f}"),
+    ("lag p99", "lag_p99", "{:.3f}"),
+    ("lag max", "lag_max", "{:.1f}"),
+    ("KB/episode", "kb_per_episode", "{:.1f}"),
     ("hits", "cache_hits", "{:.2f}"),
-)  # fmt: skip
+)
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> str:

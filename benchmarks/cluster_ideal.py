@@ -49,9 +49,12 @@ def means(tables: Tables, episodes: int = 4096) -> Means:
             tools += min(script.tool_seconds, tables.work.tool_timeout)
             script.go_on()
     return Means(
-        tokens=tokens / turns, new_tokens=new / turns, context=contexts / turns, tool=tools / turns,
+        tokens=tokens / turns,
+        new_tokens=new / turns,
+        context=contexts / turns,
+        tool=tools / turns,
         turns=turns / episodes,
-    )  # fmt: skip
+    )
 
 
 def turns_per_second(episodes: float, curve: Curve, mean: Means) -> float:

@@ -31,12 +31,18 @@ class Progress:
         else:
             self._due, before, self._last = now + self._interval, self._last, mark
         line: dict[str, object] = {
-            "progress": what or "running", "servers": simulation.setting.servers, "core": simulation.setting.core,
-            "virtual_seconds": round(mark.at, 1), "processor_seconds": round(time.thread_time() - self._began),
-            "simulating": round(simulation.loop.simulated_seconds), "steps_done": len(simulation.notes.marks),
-            "turns": mark.turns, "episodes_ended": mark.episodes, "episodes_under_way": len(simulation.world.scripts),
+            "progress": what or "running",
+            "servers": simulation.setting.servers,
+            "core": simulation.setting.core,
+            "virtual_seconds": round(mark.at, 1),
+            "processor_seconds": round(time.thread_time() - self._began),
+            "simulating": round(simulation.loop.simulated_seconds),
+            "steps_done": len(simulation.notes.marks),
+            "turns": mark.turns,
+            "episodes_ended": mark.episodes,
+            "episodes_under_way": len(simulation.world.scripts),
             "memory_mb": memory() >> 20,
-        }  # fmt: skip
+        }
         if before is not None:
             line |= {name: round(value, 3) for name, value in of_stretch(simulation, before, mark).items()}
         if what:

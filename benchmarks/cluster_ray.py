@@ -44,9 +44,15 @@ def memory() -> int:
 async def play(bench: Bench, player: EpisodeRunner, count: int, index: int) -> tuple[int, int]:
     """So many episodes at once: their turns, and the most memory seen meanwhile."""
     setup = RolloutSetup(
-        env="guess_number", environment=bench.environment, sampler=bench.sampler, renderer=bench.renderer,
-        params=bench.params, limits=bench.limits, slots=asyncio.Semaphore(count), runner=player,
-    )  # fmt: skip
+        env="guess_number",
+        environment=bench.environment,
+        sampler=bench.sampler,
+        renderer=bench.renderer,
+        params=bench.params,
+        limits=bench.limits,
+        slots=asyncio.Semaphore(count),
+        runner=player,
+    )
     running = asyncio.ensure_future(GroupRun(setup, bench.example, index=index, size=count, run_seed=0).run())
     most = 0
     while not running.done():
@@ -62,9 +68,11 @@ async def measure(folder: Path, workers: int, counts: list[int]) -> None:
     bench = Bench(folder)
     bench.sampler = Slow(script=bench.sampler.script, vocab_size=bench.sampler.vocab_size, context_length=2048)
     inputs = RunnerInputs(
-        setups=bench.remote(["guess_number"], "guess_number"), sampler=bench.sampler, renderer=bench.renderer,
+        setups=bench.remote(["guess_number"], "guess_number"),
+        sampler=bench.sampler,
+        renderer=bench.renderer,
         workers=workers,
-    )  # fmt: skip
+    )
     async with ray_runner(inputs) as actors:
         await play(bench, actors, 16, 0)
         for index, count in enumerate(counts, start=1):
@@ -74,10 +82,13 @@ async def measure(folder: Path, workers: int, counts: list[int]) -> None:
                 turns, most = await play(bench, player, count, index)
                 used, seconds = time.process_time() - used, time.perf_counter() - began
                 found[name] = {
-                    "turns": turns, "seconds": round(seconds, 2), "turns_per_core": round(turns / used),
-                    "ms_per_turn": round(1000 * used / turns, 3), "ms_per_episode": round(1000 * used / count, 3),
+                    "turns": turns,
+                    "seconds": round(seconds, 2),
+                    "turns_per_core": round(turns / used),
+                    "ms_per_turn": round(1000 * used / turns, 3),
+                    "ms_per_episode": round(1000 * used / count, 3),
                     "kb_per_episode": round((most - before) / count / 1024, 1),
-                }  # fmt: skip
+                }
             row = {"benchmark": "cluster_ray", "workers": workers, "episodes": count, **found}
             print(json.dumps(row), flush=True)
 

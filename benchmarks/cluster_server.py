@@ -114,9 +114,13 @@ class Server:
         with self._loop.uncharged:
             self._advance()
             return ReplicaLoad(
-                running=self._num, waiting=len(self._waiting), cache_queries=self.queries, cache_hits=self.hits,
-                generated_tokens=int(self.generated), kv_usage=min(1.0, self._cached / self._world.curve.cache),
-            )  # fmt: skip
+                running=self._num,
+                waiting=len(self._waiting),
+                cache_queries=self.queries,
+                cache_hits=self.hits,
+                generated_tokens=int(self.generated),
+                kv_usage=min(1.0, self._cached / self._world.curve.cache),
+            )
 
     async def prompt_logprobs(self, token_ids: Int32, temperature: float = 1.0) -> Float32:
         self._world.send("prompt_logprobs")
@@ -226,9 +230,11 @@ class Server:
         world.stood_in += num
         world.turns += 1
         return Completion(
-            ids=ids, logprobs=np.full(num, -1.0, dtype=np.float32), policy_versions=versions,
+            ids=ids,
+            logprobs=np.full(num, -1.0, dtype=np.float32),
+            policy_versions=versions,
             stop_reason=StopReason.STOP,
-        )  # fmt: skip
+        )
 
     def _tell(self, num: int) -> int:
         self._world.told += num

@@ -135,13 +135,18 @@ class Simulation:
         self.setting, self.loop, self._tell = setting, loop, tell
         self.notes = Notes(self)
         wire = WIRE if setting.core == "wire" else {}
-        self.world = world = World(loop=loop, curve=setting.curve, work=setting.work, faults=setting.faults, wire=wire,
-                                   seed=setting.seed)  # fmt: skip
+        self.world = world = World(
+            loop=loop, curve=setting.curve, work=setting.work, faults=setting.faults, wire=wire, seed=setting.seed
+        )
         self.mean = means(world.tables)
         self.ideal, self.never = ideal(
-            setting.servers, setting.episodes, setting.groups * setting.group, setting.curve, self.mean,
+            setting.servers,
+            setting.episodes,
+            setting.groups * setting.group,
+            setting.curve,
+            self.mean,
             update=setting.faults.update,
-        )  # fmt: skip
+        )
         self.servers = [Server(world, index) for index in range(setting.servers)]
         self.pool = ReplicaPool(self.servers, restart=self._restart)  # type: ignore[arg-type]
         self.ledger = Ledger()
@@ -149,18 +154,31 @@ class Simulation:
         self.dispatcher = self._dispatcher()
         step = setting.groups * setting.group * self.mean.turns * self.mean.tokens / self.never
         rules = GroupRules(
-            advantage=default_advantage, filters={}, strategy="interleaved", max_length=CONTEXT,
+            advantage=default_advantage,
+            filters={},
+            strategy="interleaved",
+            max_length=CONTEXT,
             max_off_policy_steps=setting.bound,
-        )  # fmt: skip
+        )
         self.orchestrator = Orchestrator(
             schedule=RunSchedule(
-                max_steps=10_000, eval_setups=[], eval_interval=10_000, eval_episodes=0, eval_seed=0,
+                max_steps=10_000,
+                eval_setups=[],
+                eval_interval=10_000,
+                eval_episodes=0,
+                eval_seed=0,
                 checkpoint_interval=10_000,
-            ), sampler=self.pool, trainer=SimulatedTrainer(world, setting.train_share * step),
-            dispatcher=self.dispatcher, ledger=self.ledger, rules={"errands": rules},
-            environments={"errands": self.environment}, observer=self.notes, checkpointer=self.notes,
+            ),
+            sampler=self.pool,
+            trainer=SimulatedTrainer(world, setting.train_share * step),
+            dispatcher=self.dispatcher,
+            ledger=self.ledger,
+            rules={"errands": rules},
+            environments={"errands": self.environment},
+            observer=self.notes,
+            checkpointer=self.notes,
             probes=world.published(0),
-        )  # fmt: skip
+        )
         self.collecting = 0.0
         """Processor seconds of garbage collection."""
         self.longest_collection = 0.0
@@ -170,20 +188,32 @@ class Simulation:
     def _dispatcher(self) -> Dispatcher:
         setting = self.setting
         setup = RolloutSetup(
-            env="errands", environment=self.environment, sampler=self.pool, renderer=StandInRenderer(setting.work),
-            params=SamplingParams(max_tokens=CONTEXT), limits=EpisodeLimits(
-                max_turns=setting.work.turns[1], max_context=CONTEXT, timeout=36_000.0,
+            env="errands",
+            environment=self.environment,
+            sampler=self.pool,
+            renderer=StandInRenderer(setting.work),
+            params=SamplingParams(max_tokens=CONTEXT),
+            limits=EpisodeLimits(
+                max_turns=setting.work.turns[1],
+                max_context=CONTEXT,
+                timeout=36_000.0,
                 tool_timeout=setting.work.tool_timeout,
-            ), slots=asyncio.Semaphore(setting.episodes),
-        )  # fmt: skip
-        examples = ExampleSchedule(
-            {"errands": self.environment.examples("train")}, {"errands": 1.0}, seed=setting.seed
-        )  # fmt: skip
+            ),
+            slots=asyncio.Semaphore(setting.episodes),
+        )
+        examples = ExampleSchedule({"errands": self.environment.examples("train")}, {"errands": 1.0}, seed=setting.seed)
         return Dispatcher(
-            schedule=examples, setups={"errands": setup}, ledger=self.ledger, group_size=setting.group,
-            groups_per_batch=setting.groups, max_async_level=setting.level, max_off_policy_steps=setting.bound,
-            run_seed=setting.seed, oversampling_factor=setting.level + 1.0, max_steps=10_000,
-        )  # fmt: skip
+            schedule=examples,
+            setups={"errands": setup},
+            ledger=self.ledger,
+            group_size=setting.group,
+            groups_per_batch=setting.groups,
+            max_async_level=setting.level,
+            max_off_policy_steps=setting.bound,
+            run_seed=setting.seed,
+            oversampling_factor=setting.level + 1.0,
+            max_steps=10_000,
+        )
 
     async def _restart(self, index: int) -> Server:
         await self.loop.sleep(self.setting.faults.restart)
@@ -194,10 +224,19 @@ class Simulation:
         """Counts as they are."""
         world, loop = self.world, self.loop
         return Mark(
-            at=loop.time(), drawn=world.drawn, stood_in=world.stood_in, trained=self.ledger.trained, turns=world.turns,
-            episodes=world.episodes, messages=sum(world.messages.values()), code=loop.code_seconds,
-            threads=loop.thread_seconds, wire=loop.wire_seconds, collecting=self.collecting, busy=world.busy,
-        )  # fmt: skip
+            at=loop.time(),
+            drawn=world.drawn,
+            stood_in=world.stood_in,
+            trained=self.ledger.trained,
+            turns=world.turns,
+            episodes=world.episodes,
+            messages=sum(world.messages.values()),
+            code=loop.code_seconds,
+            threads=loop.thread_seconds,
+            wire=loop.wire_seconds,
+            collecting=self.collecting,
+            busy=world.busy,
+        )
 
     @property
     def is_measured(self) -> bool:

@@ -27,9 +27,12 @@ class SimulatedTrainer:
         async with self._turn:
             await running().sleep(self._seconds)
         return StepReport(
-            version=version, weights=Path("weights"), metrics={"loss": 0.0}, probes=self._world.published(version),
+            version=version,
+            weights=Path("weights"),
+            metrics={"loss": 0.0},
+            probes=self._world.published(version),
             num_trained_tokens=sum(sample.num_trained_tokens for sample in samples),
-        )  # fmt: skip
+        )
 
     async def save(self, folder: Path, version: int) -> None:
         pass

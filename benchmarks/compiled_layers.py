@@ -36,9 +36,16 @@ def middle_case(folder: Path) -> list[TrainingSample]:
     """10M parameters; 4 rows of 200 to 1,500 tokens."""
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=320, intermediate_size=960, num_hidden_layers=7, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=80, max_position_embeddings=2048, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=320,
+        intermediate_size=960,
+        num_hidden_layers=7,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=80,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     rng = np.random.default_rng(0)
     return [random_sample(rng, length, str(i), vocab_size=VOCAB) for i, length in enumerate((200, 450, 800, 1500))]
@@ -66,11 +73,12 @@ def compare(folder: Path, samples: Sequence[TrainingSample], packing: str, round
             seconds[compiled].append(time.perf_counter() - began)
     ratios = [compiled / plain for plain, compiled in zip(seconds[False], seconds[True], strict=True)]
     return {
-        "seconds": statistics.median(seconds[False]), "seconds_compiled": statistics.median(seconds[True]),
+        "seconds": statistics.median(seconds[False]),
+        "seconds_compiled": statistics.median(seconds[True]),
         "ratio": statistics.median(seconds[True]) / statistics.median(seconds[False]),
         "ratio_of_pairs": [min(ratios), statistics.median(ratios), max(ratios)],
         "seconds_to_compile": first[True] - first[False],
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

@@ -47,8 +47,12 @@ def draw(curves: Mapping[str, Sequence[Curve]], path: Path) -> None:
             label = name if number == 0 else None
             axes.plot(steps, rewards, color=f"C{index}", linewidth=1.2, label=label)
             axes.plot(len(curve.rewards), success(curve)[1], "o", color=f"C{index}", markersize=5)
-    axes.set(xlabel="step", ylabel=f"training reward, mean of {SMOOTHED} steps", ylim=(0, 1.02),
-             title="guess_number; dots: success in the last evaluation")  # fmt: skip
+    axes.set(
+        xlabel="step",
+        ylabel=f"training reward, mean of {SMOOTHED} steps",
+        ylim=(0, 1.02),
+        title="guess_number; dots: success in the last evaluation",
+    )
     axes.legend(loc="lower right", fontsize="small")
     figure.savefig(path, dpi=120, format="png")
 

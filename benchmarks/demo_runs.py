@@ -26,9 +26,12 @@ def verbatim(*arguments: str, cores: Sequence[int] = (), cwd: Path, **environmen
     name = "-".join(["out", arguments[0], str(len(list(cwd.glob("out-*"))))])
     with (cwd / name).open("wb") as out:
         return subprocess.Popen(
-            [*pin, sys.executable, "-m", "verbatim.cli", *arguments], cwd=cwd, stdout=out, stderr=out,
+            [*pin, sys.executable, "-m", "verbatim.cli", *arguments],
+            cwd=cwd,
+            stdout=out,
+            stderr=out,
             env={**os.environ, **environment},
-        )  # fmt: skip
+        )
 
 
 def finish(process: subprocess.Popen[bytes]) -> None:
@@ -46,9 +49,16 @@ def warm_started_model(folder: Path, steps: int) -> Path:
 def run_options(model: Path, steps: int, level: int) -> list[str]:
     """The recipe with a model that is there already, for so many steps."""
     return [
-        str(RECIPE), "--model", json.dumps({"name": str(model)}).replace(":", " =", 1).replace('"name"', "name"),
-        "--warm-start", "null", "--max-steps", str(steps), "--orchestrator.max-async-level", str(level),
-    ]  # fmt: skip
+        str(RECIPE),
+        "--model",
+        json.dumps({"name": str(model)}).replace(":", " =", 1).replace('"name"', "name"),
+        "--warm-start",
+        "null",
+        "--max-steps",
+        str(steps),
+        "--orchestrator.max-async-level",
+        str(level),
+    ]
 
 
 class CoresBusy:

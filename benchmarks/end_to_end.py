@@ -46,17 +46,21 @@ def main() -> None:
                 found.append(episodes / seconds_per_step(metrics, SKIP))
                 trained.append(sum(m["trained_tokens"] for m in metrics) / metrics[-1]["ledger/sampled"])
     asynchronous, synchronous = statistics.median(rates[1]), statistics.median(rates[0])
-    print(json.dumps({
-        "benchmark": "end_to_end",
-        "episodes_per_second": round(asynchronous, 1),
-        "episodes_per_second_synchronous": round(synchronous, 1),
-        "asynchronous_over_synchronous": round(asynchronous / synchronous, 3),
-        "over_6.3_per_second": round(asynchronous / ELSEWHERE, 1),
-        "share_of_sampled_tokens_trained": round(statistics.median(trained), 3),
-        "each": {str(level): [round(rate, 1) for rate in found] for level, found in rates.items()},
-        "steps": args.steps,
-        "cores": len(os.sched_getaffinity(0)),
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "benchmark": "end_to_end",
+                "episodes_per_second": round(asynchronous, 1),
+                "episodes_per_second_synchronous": round(synchronous, 1),
+                "asynchronous_over_synchronous": round(asynchronous / synchronous, 3),
+                "over_6.3_per_second": round(asynchronous / ELSEWHERE, 1),
+                "share_of_sampled_tokens_trained": round(statistics.median(trained), 3),
+                "each": {str(level): [round(rate, 1) for rate in found] for level, found in rates.items()},
+                "steps": args.steps,
+                "cores": len(os.sched_getaffinity(0)),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

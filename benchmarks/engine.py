@@ -82,10 +82,14 @@ def write_scripts(count: int, vocab_size: int, seed: int) -> list[Script]:
     scripts = []
     for index in range(count):
         turns = int(rng.integers(1, 9))
-        scripts.append(Script(
-            opening=text(48, 150), lengths=tuple(int(n) for n in rng.integers(4, 129, turns)),
-            answers=tuple(text(8, 64) for _ in range(turns - 1)), seed=1000 * seed + index,
-        ))  # fmt: skip
+        scripts.append(
+            Script(
+                opening=text(48, 150),
+                lengths=tuple(int(n) for n in rng.integers(4, 129, turns)),
+                answers=tuple(text(8, 64) for _ in range(turns - 1)),
+                seed=1000 * seed + index,
+            )
+        )
     return scripts
 
 
@@ -102,9 +106,11 @@ async def play_ours(sampler: TorchSampler, scripts: Sequence[Script], concurrenc
             for turn, length in enumerate(script.lengths):
                 before = script.prompt(turn, before, sampled)
                 request = SampleRequest(
-                    prompt_ids=before, params=SamplingParams(max_tokens=length), seed=script.seed + 10**6 * turn,
+                    prompt_ids=before,
+                    params=SamplingParams(max_tokens=length),
+                    seed=script.seed + 10**6 * turn,
                     session=str(script.seed),
-                )  # fmt: skip
+                )
                 completion = await sampler.generate(request)
                 assert completion.logprobs is not None and len(completion.logprobs) == length
                 sampled = completion.ids
@@ -168,16 +174,29 @@ class PaddedBatch:
                 ids[i, end - len(part) : end], mask[i, end - len(part) : end] = part, 1
         lengths = [row.script.lengths[row.turn] for row in rows]
         out = self.model.generate(
-            torch.from_numpy(ids), attention_mask=torch.from_numpy(mask), do_sample=True, top_k=0, top_p=1.0,
-            temperature=1.0, min_new_tokens=max(lengths), max_new_tokens=max(lengths), eos_token_id=None,
-            pad_token_id=0, output_logits=True, return_dict_in_generate=True, use_cache=True,
+            torch.from_numpy(ids),
+            attention_mask=torch.from_numpy(mask),
+            do_sample=True,
+            top_k=0,
+            top_p=1.0,
+            temperature=1.0,
+            min_new_tokens=max(lengths),
+            max_new_tokens=max(lengths),
+            eos_token_id=None,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+            use_cache=True,
             past_key_values=cache if past else None,
-        )  # fmt: skip
+        )
         tokens = out.sequences[:, past + new :]
         # logits - logsumexp at the sampled token: no second array of the vocabulary's size.
-        logprobs = torch.stack([
-            logits.gather(-1, tokens[:, t : t + 1])[:, 0] - logits.logsumexp(-1) for t, logits in enumerate(out.logits)
-        ])  # fmt: skip
+        logprobs = torch.stack(
+            [
+                logits.gather(-1, tokens[:, t : t + 1])[:, 0] - logits.logsumexp(-1)
+                for t, logits in enumerate(out.logits)
+            ]
+        )
         assert logprobs.shape == (max(lengths), len(rows))
         sampled = [tokens[i, :n].numpy().astype(np.int32) for i, n in enumerate(lengths)]
         if not self.keep_cache:
@@ -205,13 +224,20 @@ def _packed(cache: DynamicCache, real: np.ndarray[Any, np.dtype[np.bool_]]) -> D
 async def play_continuous(model: Any, scripts: Sequence[Script], concurrency: int) -> None:
     """Each turn a request; the next one is sent as soon as its result is there."""
     manager = model.init_continuous_batching(
-        generation_config=GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=-1,
-                                           pad_token_id=0, max_new_tokens=128),
-        continuous_batching_config=ContinuousBatchingConfig(
-            page_size=32, num_blocks=64 * concurrency, max_batch_tokens=1024, max_requests_per_batch=concurrency,
-            return_logprobs=True, use_cuda_graph=False, use_async_batching=False, auto_switch_to_flash=False,
+        generation_config=GenerationConfig(
+            do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=-1, pad_token_id=0, max_new_tokens=128
         ),
-    )  # fmt: skip
+        continuous_batching_config=ContinuousBatchingConfig(
+            page_size=32,
+            num_blocks=64 * concurrency,
+            max_batch_tokens=1024,
+            max_requests_per_batch=concurrency,
+            return_logprobs=True,
+            use_cuda_graph=False,
+            use_async_batching=False,
+            auto_switch_to_flash=False,
+        ),
+    )
     waiting = [Row(script, prompt=script.opening) for script in reversed(scripts)]
     running: dict[str, Row] = {}
 
@@ -233,8 +259,10 @@ async def play_continuous(model: Any, scripts: Sequence[Script], concurrency: in
             row = running.pop(result.request_id)
             sampled = np.array(result.generated_tokens, dtype=np.int32)
             if not len(sampled) == len(result.logprobs) == row.script.lengths[row.turn]:
-                raise RuntimeError(f"{len(sampled)} tokens and {len(result.logprobs)} logprobs, asked for "
-                                   f"{row.script.lengths[row.turn]}")  # fmt: skip
+                raise RuntimeError(
+                    f"{len(sampled)} tokens and {len(result.logprobs)} logprobs, asked for "
+                    f"{row.script.lengths[row.turn]}"
+                )
             row.turn += 1
             if row.turn < len(row.script.lengths):
                 row.prompt = row.script.prompt(row.turn, row.prompt, sampled)
@@ -335,24 +363,28 @@ def main() -> None:
 
     opponents = [name for name in rates if not name.startswith("verbatim")]
     best = max(opponents, key=lambda name: statistics.median(rates[name]))
-    print(json.dumps({
-        "benchmark": "engine",
-        "tokens_per_second": {name: round(statistics.median(values)) for name, values in rates.items()},
-        "failed": failures,
-        "best_opponent": best,
-        "ratio_over_best_opponent": ratio(best),
-        "ratio_over": {name: ratio(name) for name in opponents},
-        "deterministic_cost_ratio": None if args.short else ratio("verbatim_deterministic"),
-        "bfloat16_over_float32": round(1 / ratio("verbatim_bfloat16"), 3) if args.bfloat16 else None,
-        "model": args.model or "the demo's",
-        "processor": processor_name(),
-        "threads": args.threads,
-        "cores": len(os.sched_getaffinity(0)),
-        "concurrency": args.concurrency,
-        "episodes": args.episodes,
-        "vocab_size": vocab_size,
-        "repeats": args.repeats,
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "benchmark": "engine",
+                "tokens_per_second": {name: round(statistics.median(values)) for name, values in rates.items()},
+                "failed": failures,
+                "best_opponent": best,
+                "ratio_over_best_opponent": ratio(best),
+                "ratio_over": {name: ratio(name) for name in opponents},
+                "deterministic_cost_ratio": None if args.short else ratio("verbatim_deterministic"),
+                "bfloat16_over_float32": round(1 / ratio("verbatim_bfloat16"), 3) if args.bfloat16 else None,
+                "model": args.model or "the demo's",
+                "processor": processor_name(),
+                "threads": args.threads,
+                "cores": len(os.sched_getaffinity(0)),
+                "concurrency": args.concurrency,
+                "episodes": args.episodes,
+                "vocab_size": vocab_size,
+                "repeats": args.repeats,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -117,9 +117,7 @@ def tokens_per_second(decoder: Decoder, seed: int) -> float:
     """Sampled tokens per second of processor time over whole episodes; each turn is a request that extends the last."""
     rng = np.random.default_rng(seed)
     vocab, table = decoder.model.vocab_size, decoder.table
-    plans = [
-        [(int(rng.integers(14, 31)), text(rng, 24, 40, vocab)) for _ in range(4)] for _ in range(GROUPS * SIZE)
-    ]
+    plans = [[(int(rng.integers(14, 31)), text(rng, 24, 40, vocab)) for _ in range(4)] for _ in range(GROUPS * SIZE)]
     waiting = [(index, 0, ids) for index, ids in enumerate(openings(rng, vocab))]
     running: dict[int, tuple[int, int]] = {}
     decoder.set_version(decoder.version + 1)
@@ -127,8 +125,14 @@ def tokens_per_second(decoder: Decoder, seed: int) -> float:
     while waiting or running:
         for entry in list(waiting):
             index, turn, ids = entry
-            slot = decoder.add(SampleRequest(prompt_ids=ids, params=SamplingParams(max_tokens=plans[index][turn][0]),
-                                             seed=10 * index + turn, session=str(index)))  # fmt: skip
+            slot = decoder.add(
+                SampleRequest(
+                    prompt_ids=ids,
+                    params=SamplingParams(max_tokens=plans[index][turn][0]),
+                    seed=10 * index + turn,
+                    session=str(index),
+                )
+            )
             if slot is not None:
                 running[slot] = (index, turn)
                 waiting.remove(entry)
@@ -169,10 +173,14 @@ def main() -> None:
         model = folder_of(args.model) if args.model else small_model(Path(folder))
         decoders = make(model, LARGE_ENGINES if args.model else ENGINES, 64 if args.model else GROUPS * SIZE)
     kinds: dict[str, Callable[[Decoder, int], float]] = {
-        name: lambda decoder, seed, rows=rows, answers=answers: 1e3 * statistics.median(  # type: ignore[misc]
-            times_of_passes(decoder, rows, answers, 6 if args.model else 12, seed))
+        name: lambda decoder, seed, rows=rows, answers=answers: (
+            1e3
+            * statistics.median(  # type: ignore[misc]
+                times_of_passes(decoder, rows, answers, 6 if args.model else 12, seed)
+            )
+        )
         for name, rows, answers in (LARGE_KINDS if args.model else KINDS)
-    }  # fmt: skip
+    }
     if not args.model:
         kinds["new_weights"] = lambda decoder, seed: 1e3 * seconds_of_rebuild(decoder, seed)
         kinds["episodes_tokens_per_second"] = tokens_per_second
@@ -189,17 +197,34 @@ def main() -> None:
     }
     ratios = {
         engine: {
-            name: round(statistics.median(a / b for a, b in zip(*(
-                (by[engine], by["torch"]) if name.endswith("second") else (by["torch"], by[engine])
-            ), strict=True)), 2)
+            name: round(
+                statistics.median(
+                    a / b
+                    for a, b in zip(
+                        *((by[engine], by["torch"]) if name.endswith("second") else (by["torch"], by[engine])),
+                        strict=True,
+                    )
+                ),
+                2,
+            )
             for name, by in found.items()
         }
-        for engine in decoders if engine != "torch"
-    }  # fmt: skip
+        for engine in decoders
+        if engine != "torch"
+    }
     parameters = sum(p.numel() for p in decoders["torch"].model.model.parameters())
-    print(json.dumps({"benchmark": "engine_passes", "processor": processor_name(), "parameters": parameters,
-                      "milliseconds_or_tokens_per_second": measured, "over_torch": ratios,
-                      "repeats": args.repeats}))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "benchmark": "engine_passes",
+                "processor": processor_name(),
+                "parameters": parameters,
+                "milliseconds_or_tokens_per_second": measured,
+                "over_torch": ratios,
+                "repeats": args.repeats,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -80,17 +80,25 @@ def main() -> None:
         written = bytes_by_kind(files.path)
         size_of_lines = sum(path.stat().st_size for path in Path(name).glob("*.jsonl"))
     median_step = statistics.median(line["metrics"]["time/step"] for line in steps)
-    print(json.dumps({
-        "benchmark": "fates", "steps": len(parquet), "trajectories_per_step": trajectories / len(parquet),
-        "sampled_tokens_per_step": tokens / len(parquet),
-        "seconds_per_step": round(statistics.median(parquet[1:]), 4),
-        "jsonl_seconds_per_step": round(statistics.median(lines[1:]), 4),
-        "jsonl_over_parquet": round(statistics.median(b / a for a, b in zip(parquet[1:], lines[1:], strict=True)), 2),
-        "run_seconds_per_step": round(median_step, 3),
-        "share": round(statistics.median(parquet[1:]) / median_step, 4),
-        **{f"bytes_per_token_{kind}": round(count / tokens, 2) for kind, count in written.items()},
-        "jsonl_bytes_per_token": round(size_of_lines / tokens, 1),
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "benchmark": "fates",
+                "steps": len(parquet),
+                "trajectories_per_step": trajectories / len(parquet),
+                "sampled_tokens_per_step": tokens / len(parquet),
+                "seconds_per_step": round(statistics.median(parquet[1:]), 4),
+                "jsonl_seconds_per_step": round(statistics.median(lines[1:]), 4),
+                "jsonl_over_parquet": round(
+                    statistics.median(b / a for a, b in zip(parquet[1:], lines[1:], strict=True)), 2
+                ),
+                "run_seconds_per_step": round(median_step, 3),
+                "share": round(statistics.median(parquet[1:]) / median_step, 4),
+                **{f"bytes_per_token_{kind}": round(count / tokens, 2) for kind, count in written.items()},
+                "jsonl_bytes_per_token": round(size_of_lines / tokens, 1),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

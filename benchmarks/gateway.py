@@ -126,23 +126,31 @@ def main() -> None:
             stop = template.stop_token_ids[0]
             said = [*template._tokenizer.encode(SAID), stop]
             for _ in range(args.repeat):
-                plain = ScriptedSampler(script=lambda _: np.array(written({"content": SAID}), np.int32),
-                                        vocab_size=VOCAB_SIZE, context_length=100_000)  # fmt: skip
-                small = ScriptedSampler(script=lambda _: np.array(said, np.int32), vocab_size=size,
-                                        context_length=100_000)  # fmt: skip
+                plain = ScriptedSampler(
+                    script=lambda _: np.array(written({"content": SAID}), np.int32),
+                    vocab_size=VOCAB_SIZE,
+                    context_length=100_000,
+                )
+                small = ScriptedSampler(
+                    script=lambda _: np.array(said, np.int32), vocab_size=size, context_length=100_000
+                )
                 found["direct"].append(await directly(plain, args.sessions))
                 found["bytes"].append(await over_gateway(plain, ByteChat(), TOKENS, args.sessions))
                 found["template"].append(await over_gateway(small, template, args.characters, args.sessions))
         medians = {f"{name}_ms": round(statistics.median(times), 3) for name, times in found.items()}
-        return {**medians, "bytes_tokens": len(plain.requests[-1].prompt_ids),
-                "template_tokens": len(small.requests[-1].prompt_ids)}  # fmt: skip
+        return {
+            **medians,
+            "bytes_tokens": len(plain.requests[-1].prompt_ids),
+            "template_tokens": len(small.requests[-1].prompt_ids),
+        }
 
     told = asyncio.run(measure())
     told |= {
         "matching_100_messages_ms": round(matching(100, 1), 3),
         "matching_1000_messages_ms": round(matching(1000, 1), 3),
-        "matching_100_messages_among_1000_sessions_ms": round(matching(100, 1000), 3), "sessions": args.sessions,
-    }  # fmt: skip
+        "matching_100_messages_among_1000_sessions_ms": round(matching(100, 1000), 3),
+        "sessions": args.sessions,
+    }
     print(json.dumps(told))
 
 

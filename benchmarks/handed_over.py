@@ -57,19 +57,29 @@ def play(episode: int, tokens: int, rng: np.random.Generator) -> Trajectory:
     for turn in range(tokens // TURN):
         completion = np.minimum(rng.zipf(1.2, SAMPLED), VOCAB - 1).astype(np.int32)
         recorder.record(
-            prompt_ids=history, completion_ids=completion, logprobs=-rng.exponential(0.5, SAMPLED).astype(np.float32),
-            policy_versions=np.full(SAMPLED, 7 + turn // 20, np.int32), state_key=f"state {turn}",
+            prompt_ids=history,
+            completion_ids=completion,
+            logprobs=-rng.exponential(0.5, SAMPLED).astype(np.float32),
+            policy_versions=np.full(SAMPLED, 7 + turn // 20, np.int32),
+            state_key=f"state {turn}",
             timing=TurnTiming(queued=rng.random(), generated=rng.random(), tools=rng.random()),
-        )  # fmt: skip
+        )
         answer = np.minimum(rng.zipf(1.2, TURN - SAMPLED), VOCAB - 1).astype(np.int32)
         history = np.concatenate([history, completion, answer])
         messages += [_message("assistant", SAMPLED), _message("tool", TURN - SAMPLED)]
     group, place = divmod(episode, GROUP)
     return Trajectory(
-        example_id=f"example {group}", turns=tuple(recorder.turns), messages=tuple(messages), env="big",
-        reward=float(rng.random()), trajectory_id=f"train-{group}-{place}", group_id=f"train-{group}",
-        sample_index=place, seed=episode, stop_reason="stop",
-    )  # fmt: skip
+        example_id=f"example {group}",
+        turns=tuple(recorder.turns),
+        messages=tuple(messages),
+        env="big",
+        reward=float(rng.random()),
+        trajectory_id=f"train-{group}-{place}",
+        group_id=f"train-{group}",
+        sample_index=place,
+        seed=episode,
+        stop_reason="stop",
+    )
 
 
 def _message(role: str, num_tokens: int) -> dict[str, Any]:
@@ -126,14 +136,20 @@ def run(num_episodes: int, tokens: int) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     played = [play(episode, tokens, rng) for episode in range(num_episodes)]
     groups = [
-        Group(group_id=f"train-{g}", example_id=f"example {g}", env="big", index=g,
-              trajectories=tuple(played[g * GROUP : (g + 1) * GROUP]))
+        Group(
+            group_id=f"train-{g}",
+            example_id=f"example {g}",
+            env="big",
+            index=g,
+            trajectories=tuple(played[g * GROUP : (g + 1) * GROUP]),
+        )
         for g in range(num_episodes // GROUP)
-    ]  # fmt: skip
+    ]
     filters = {name: FILTERS[name]() for name in ("gibberish", "repetition", "zero_advantage")}
     advantage = ADVANTAGES["default"]
-    rules = GroupRules(advantage=advantage, filters=filters, strategy="interleaved", max_length=10 * tokens,
-                       max_off_policy_steps=8)  # fmt: skip
+    rules = GroupRules(
+        advantage=advantage, filters=filters, strategy="interleaved", max_length=10 * tokens, max_off_policy_steps=8
+    )
     meter = Meter()
     credited = meter.measure("credit", lambda: [assign_advantages(group, advantage) for group in groups])
     meter.measure("filters", lambda: [apply_filters(t, filters) for g in credited for t in g.trajectories])
@@ -152,8 +168,10 @@ def run(num_episodes: int, tokens: int) -> dict[str, Any]:
         succeeded = {t.trajectory_id: True for t in played}
         meter.measure("metrics", lambda: rollout_metrics(batch, 8, succeeded, 8))
         trained = sum(group.num_trained_tokens for group in batch)
-        said = TrainedTokens(logprobs=-rng.exponential(0.5, trained).astype(np.float32),
-                             gradients=rng.normal(0, 1, trained).astype(np.float32))  # fmt: skip
+        said = TrainedTokens(
+            logprobs=-rng.exponential(0.5, trained).astype(np.float32),
+            gradients=rng.normal(0, 1, trained).astype(np.float32),
+        )
         fates = [fate for group in batch for fate in group.fates]
         fates = meter.measure("report", lambda: _with_tokens(fates, samples, said))
         files = FateFolder(Path(name) / "fates")
@@ -161,20 +179,31 @@ def run(num_episodes: int, tokens: int) -> dict[str, Any]:
         log_bytes = files.files[8].size
     parts["total"] = sum(parts.values()) - parts["read"]
     return {
-        "benchmark": "handed_over", "episodes": num_episodes, "tokens": num_episodes * tokens,
-        "sampled_tokens": trained, "seconds": {name: round(value, 3) for name, value in parts.items()},
+        "benchmark": "handed_over",
+        "episodes": num_episodes,
+        "tokens": num_episodes * tokens,
+        "sampled_tokens": trained,
+        "seconds": {name: round(value, 3) for name, value in parts.items()},
         "longest_hold": {name: round(value, 3) for name, value in meter.longest_hold.items()},
         "order_bytes_per_token": round(order_bytes / (num_episodes * tokens), 2),
-        "log_bytes_per_sampled_token": round(log_bytes / trained, 2), "log_megabytes": round(log_bytes / 1e6, 1),
-    }  # fmt: skip
+        "log_bytes_per_sampled_token": round(log_bytes / trained, 2),
+        "log_megabytes": round(log_bytes / 1e6, 1),
+    }
 
 
 def read(exchange: Exchange) -> list[Any]:
     """The trainer's side: every array of every sample is looked at."""
     samples = exchange.wait_for_message(1, lambda: None).samples
     for sample in samples:
-        for name in ("token_ids", "loss_mask", "logprobs", "advantages", "chunk_ids", "policy_versions",
-                     "temperatures"):  # fmt: skip
+        for name in (
+            "token_ids",
+            "loss_mask",
+            "logprobs",
+            "advantages",
+            "chunk_ids",
+            "policy_versions",
+            "temperatures",
+        ):
             getattr(sample, name)[-1]
     return list(samples)
 

@@ -63,7 +63,9 @@ class Answering(asyncio.Protocol):
 
     def __init__(self, answer: bytes) -> None:
         self.answer = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (
-            len(answer), answer)  # fmt: skip
+            len(answer),
+            answer,
+        )
         self.head = b""
         self.left = 0
 
@@ -87,8 +89,13 @@ def answer() -> bytes:
     """128 sampled ids as our server writes them."""
     rng = np.random.default_rng(0)
     ours = {"policy_versions": None, "policy_version": 3, "seed": 0, "queued_seconds": 0.0, "generated_seconds": 0.1}
-    choice = {"index": 0, "token_ids": None, "logprobs": None, "finish_reason": "stop",
-              "weight_versions": [{"version": "3", "start": 0, "end": SAMPLED}]}  # fmt: skip
+    choice = {
+        "index": 0,
+        "token_ids": None,
+        "logprobs": None,
+        "finish_reason": "stop",
+        "weight_versions": [{"version": "3", "start": 0, "end": SAMPLED}],
+    }
     strings = pack(rng.integers(0, VOCAB, SAMPLED, dtype=np.int32), -rng.random(SAMPLED, dtype=np.float32))
     return json.dumps({"choices": [choice], "packed": strings, "verbatim": ours}).encode()
 
@@ -237,10 +244,12 @@ def codecs() -> dict[str, float]:
     rng = np.random.default_rng(0)
     ids = rng.integers(0, VOCAB, 32_768, dtype=np.int32)
     logprobs = json.dumps((-rng.random(4_096, dtype=np.float32)).tolist()).encode()
-    return {"write_32k_json": milliseconds(lambda: by_json(ids)),
-            "write_32k_orjson": milliseconds(lambda: by_orjson(ids)),
-            "read_4k_json": milliseconds(lambda: json.loads(logprobs)),
-            "read_4k_orjson": milliseconds(lambda: orjson.loads(logprobs))}  # fmt: skip
+    return {
+        "write_32k_json": milliseconds(lambda: by_json(ids)),
+        "write_32k_orjson": milliseconds(lambda: by_orjson(ids)),
+        "read_4k_json": milliseconds(lambda: json.loads(logprobs)),
+        "read_4k_orjson": milliseconds(lambda: orjson.loads(logprobs)),
+    }
 
 
 def main() -> None:

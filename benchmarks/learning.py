@@ -114,15 +114,19 @@ def main() -> None:
         out.mkdir(parents=True, exist_ok=True)
         draw(curves, out / "learning.png")
         (out / "learning.md").write_text(text + "\n", encoding="utf-8")
-    print(json.dumps({
-        "benchmark": "learning",
-        "success": {name: [success(r.curve)[1] for r in runs] for name, runs in outcomes.items()},
-        "success_before": {name: [success(r.curve)[0] for r in runs] for name, runs in outcomes.items()},
-        "steps_until_learned": {name: [r.learned_after for r in runs] for name, runs in outcomes.items()},
-        "masked_by_loss": {name: [round(r.masked, 4) for r in runs] for name, runs in outcomes.items()},
-        "steps": args.steps,
-        "cores": len(os.sched_getaffinity(0)),
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "benchmark": "learning",
+                "success": {name: [success(r.curve)[1] for r in runs] for name, runs in outcomes.items()},
+                "success_before": {name: [success(r.curve)[0] for r in runs] for name, runs in outcomes.items()},
+                "steps_until_learned": {name: [r.learned_after for r in runs] for name, runs in outcomes.items()},
+                "masked_by_loss": {name: [round(r.masked, 4) for r in runs] for name, runs in outcomes.items()},
+                "steps": args.steps,
+                "cores": len(os.sched_getaffinity(0)),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -48,13 +48,21 @@ def main() -> None:
                 print(f"seed {seed}: {found.outside} of {found.drawn} tokens are outside", file=sys.stderr)
             total.add(found)
     shutil.rmtree(model)
-    print(json.dumps({
-        "benchmark": "ledger_campaign", "runs": total.runs, "tokens_drawn": total.drawn,
-        "tokens_outside_the_ledger": total.outside, "after_the_checkpoint_gone_on_from": total.rolled_back,
-        "fates": dict(total.fates.most_common()),
-        "ends": dict(total.ends.most_common()), "failed_episodes": dict(total.errors.most_common()),
-        "seconds": round(time.perf_counter() - began, 1),
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "benchmark": "ledger_campaign",
+                "runs": total.runs,
+                "tokens_drawn": total.drawn,
+                "tokens_outside_the_ledger": total.outside,
+                "after_the_checkpoint_gone_on_from": total.rolled_back,
+                "fates": dict(total.fates.most_common()),
+                "ends": dict(total.ends.most_common()),
+                "failed_episodes": dict(total.errors.most_common()),
+                "seconds": round(time.perf_counter() - began, 1),
+            }
+        )
+    )
     sys.exit(1 if total.outside else 0)
 
 

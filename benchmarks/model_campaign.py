@@ -71,11 +71,13 @@ def document(results: list[Path]) -> str:
     lines = [
         f"{len(verdicts)} configurations with transformers {transformers.__version__}, torch {torch.__version__}: "
         + ", ".join(f"trainer {name} {summary[f'trainer {name}']}" for name in ("trees", "rows", "refused"))
-        + ", " + ", ".join(f"sampler {name} {summary[f'sampler {name}']}" for name in ("yes", "refused"))
-        + f", not made {summary['trainer not made']}; **{wrong} wrong**.", "",
+        + ", "
+        + ", ".join(f"sampler {name} {summary[f'sampler {name}']}" for name in ("yes", "refused"))
+        + f", not made {summary['trainer not made']}; **{wrong} wrong**.",
+        "",
         "| configuration | class | trainer | sampler | largest difference in float64 | why not |",
         "|---|---|---|---|---|---|",
-    ]  # fmt: skip
+    ]
     for v in verdicts:
         packed = {
             k: x for k, x in v["worst"].items() if k.startswith(("logprobs of", "gradients of")) and "sampler" not in k

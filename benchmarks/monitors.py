@@ -35,10 +35,19 @@ def fates_of(step: int) -> list[Fate]:
     messages = tuple({"role": role, "content": "word " * 100} for role in ("system", "user", "assistant", "tool"))
     turn = Turn(prompt_ids=list(range(50)), completion_ids=list(range(40)))
     return [
-        Fate(trajectory=Trajectory(example_id=str(n), trajectory_id=f"{step}-{n}", env="game", reward=n / ROLLOUTS,
-                                   turns=(turn,), messages=messages), turns=("trained",))
+        Fate(
+            trajectory=Trajectory(
+                example_id=str(n),
+                trajectory_id=f"{step}-{n}",
+                env="game",
+                reward=n / ROLLOUTS,
+                turns=(turn,),
+                messages=messages,
+            ),
+            turns=("trained",),
+        )
         for n in range(ROLLOUTS)
-    ]  # fmt: skip
+    ]
 
 
 def monitors(folder: Path) -> Mapping[str, Callable[[], Monitor]]:
@@ -96,8 +105,11 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         os.chdir(place)
-        found = {name: measure(make, args.steps, args.seconds) for name, make in monitors(Path(place)).items()
-                 if not args.only or name in args.only}  # fmt: skip
+        found = {
+            name: measure(make, args.steps, args.seconds)
+            for name, make in monitors(Path(place)).items()
+            if not args.only or name in args.only
+        }
         os.chdir("/")
     print(json.dumps({"milliseconds": found, "steps": args.steps, "seconds_between": args.seconds}))
 

@@ -155,9 +155,11 @@ class ReadySampler:
         ids = self._complete(request)
         count = len(ids)
         return Completion(
-            ids=ids, logprobs=np.full(count, -1.0, dtype=np.float32), policy_versions=np.zeros(count, dtype=np.int32),
+            ids=ids,
+            logprobs=np.full(count, -1.0, dtype=np.float32),
+            policy_versions=np.zeros(count, dtype=np.int32),
             stop_reason=StopReason.STOP,
-        )  # fmt: skip
+        )
 
 
 # ---- the games, rendered and parsed as in a run
@@ -168,10 +170,12 @@ class GuessScript:
 
     def __init__(self, encode: Callable[[str], list[int]], end: int) -> None:
         self._completions = [
-            np.array([*encode(f'<tool_call>\n{{"name": "guess", "arguments": {{"number": {number}}}}}\n</tool_call>'),
-                      end], dtype=np.int32)
+            np.array(
+                [*encode(f'<tool_call>\n{{"name": "guess", "arguments": {{"number": {number}}}}}\n</tool_call>'), end],
+                dtype=np.int32,
+            )
             for number in range(1, 16)
-        ]  # fmt: skip
+        ]
 
     def __call__(self, request: SampleRequest) -> Int32:
         return self._completions[request.seed % 15].copy()
@@ -217,15 +221,27 @@ async def play(name: str, load: Load) -> Mapping[str, Any]:
     """All episodes of one batch, at once."""
     environment, renderer, sampler = (guess_setup if name == "guess" else plain_setup)(load)
     setup = RolloutSetup(
-        env=name, environment=environment, sampler=sampler, renderer=renderer, params=SamplingParams(max_tokens=4096),
-        limits=EpisodeLimits(max_turns=16, max_context=65_536), slots=asyncio.Semaphore(load.episodes),
-    )  # fmt: skip
+        env=name,
+        environment=environment,
+        sampler=sampler,
+        renderer=renderer,
+        params=SamplingParams(max_tokens=4096),
+        limits=EpisodeLimits(max_turns=16, max_context=65_536),
+        slots=asyncio.Semaphore(load.episodes),
+    )
     ledger = Ledger()
     dispatcher = Dispatcher(
-        schedule=ExampleSchedule({name: environment.examples("train")}, {name: 1.0}, seed=0), setups={name: setup},
-        ledger=ledger, group_size=GROUP, groups_per_batch=load.episodes // GROUP, max_async_level=0,
-        max_off_policy_steps=8, oversampling_factor=1.0, run_seed=0, max_steps=1,
-    )  # fmt: skip
+        schedule=ExampleSchedule({name: environment.examples("train")}, {name: 1.0}, seed=0),
+        setups={name: setup},
+        ledger=ledger,
+        group_size=GROUP,
+        groups_per_batch=load.episodes // GROUP,
+        max_async_level=0,
+        max_off_policy_steps=8,
+        oversampling_factor=1.0,
+        run_seed=0,
+        max_steps=1,
+    )
     lags: list[float] = []
     lag = asyncio.create_task(note_lag(lags))
     await asyncio.sleep(0.05)
@@ -248,13 +264,16 @@ async def play(name: str, load: Load) -> Mapping[str, Any]:
     assert turns == sampler.num_turns
     late = np.percentile(lags, (50, 99, 100)) * 1000
     return {
-        "load": name, "episodes": len(trajectories), "turns": turns,
+        "load": name,
+        "episodes": len(trajectories),
+        "turns": turns,
         "tokens_of_an_episode": trajectories[0].turns[-1].path.length,
-        "microseconds_a_turn": round(1e6 * seconds / turns, 1), "turns_a_second": round(turns / seconds),
+        "microseconds_a_turn": round(1e6 * seconds / turns, 1),
+        "turns_a_second": round(turns / seconds),
         "lag_ms": dict(zip(("median", "p99", "most"), (round(float(value), 1) for value in late), strict=True)),
         "kilobytes_an_episode": round((sampler.resident - before) / len(trajectories) / 1000) if load.holds else None,
         "wall_seconds": round(wall, 2),
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

@@ -138,16 +138,20 @@ def main() -> None:
             for name, seconds in measured.items():
                 found.setdefault(name, []).append(seconds)
     medians = {name: statistics.median(seconds) for name, seconds in found.items()}
-    print(json.dumps({
-        "benchmark": "overlap",
-        "ratio": round(statistics.median(ratios), 3),
-        "ratios": [round(ratio, 3) for ratio in ratios],
-        "synchronous_over_asynchronous": round(medians["synchronous"] / medians["asynchronous"], 3),
-        "seconds_per_step": {name: round(seconds, 3) for name, seconds in medians.items()},
-        "steps": args.steps,
-        "threads_of_each_side": 1,
-        "cores": len(os.sched_getaffinity(0)),
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "benchmark": "overlap",
+                "ratio": round(statistics.median(ratios), 3),
+                "ratios": [round(ratio, 3) for ratio in ratios],
+                "synchronous_over_asynchronous": round(medians["synchronous"] / medians["asynchronous"], 3),
+                "seconds_per_step": {name: round(seconds, 3) for name, seconds in medians.items()},
+                "steps": args.steps,
+                "threads_of_each_side": 1,
+                "cores": len(os.sched_getaffinity(0)),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -64,11 +64,26 @@ def main() -> None:
         for pools in (False, True):
             run = folder / f"pools-{pools}"
             thresholds = ["--orchestrator.buffer", "{ easy_threshold = 1.0, hard_threshold = 0.0 }"] if pools else []
-            finish(verbatim(
-                "rl", *run_options(model, args.steps, level=1), "--run-dir", str(run), "--orchestrator.eval", "null",
-                "--orchestrator.train.env", ENVIRONMENT, "--orchestrator.batch-size", str(GROUP * GROUPS),
-                "--orchestrator.group-size", str(GROUP), "--orchestrator.filters", "[]", *thresholds, cwd=folder,
-            ))  # fmt: skip
+            finish(
+                verbatim(
+                    "rl",
+                    *run_options(model, args.steps, level=1),
+                    "--run-dir",
+                    str(run),
+                    "--orchestrator.eval",
+                    "null",
+                    "--orchestrator.train.env",
+                    ENVIRONMENT,
+                    "--orchestrator.batch-size",
+                    str(GROUP * GROUPS),
+                    "--orchestrator.group-size",
+                    str(GROUP),
+                    "--orchestrator.filters",
+                    "[]",
+                    *thresholds,
+                    cwd=folder,
+                )
+            )
             found[pools] = tokens_per_useful_group(run)
             key = "with" if pools else "without"
             result[f"tokens_per_useful_group_{key}"] = round(found[pools][0], 1)

@@ -55,13 +55,27 @@ def children() -> float:
 async def play(folder: Path, count: int, *, reuse: bool, sandbox: bool) -> tuple[float, float]:
     """Seconds until all episodes have ended, and processor time: of the processes that have ended, or what the program
     that is reused says of itself."""
-    sampler = ScriptedSampler(script=lambda _: np.array(written({"content": "hello"}), np.int32), vocab_size=VOCAB_SIZE,
-                              context_length=10_000)  # fmt: skip
-    program = Program([sys.executable, "lines.py" if reuse else "once.py"], [{"id": "0"}], cwd=str(folder),
-                      sandbox=sandbox, reuse=reuse, max_processes=1, episodes_per_process=count)  # fmt: skip
-    setup = RolloutSetup(env="program", environment=program, sampler=sampler, renderer=ByteChat(),
-                         slots=asyncio.Semaphore(count), params=SamplingParams(max_tokens=100),
-                         limits=EpisodeLimits(max_context=10_000, timeout=600.0))  # fmt: skip
+    sampler = ScriptedSampler(
+        script=lambda _: np.array(written({"content": "hello"}), np.int32), vocab_size=VOCAB_SIZE, context_length=10_000
+    )
+    program = Program(
+        [sys.executable, "lines.py" if reuse else "once.py"],
+        [{"id": "0"}],
+        cwd=str(folder),
+        sandbox=sandbox,
+        reuse=reuse,
+        max_processes=1,
+        episodes_per_process=count,
+    )
+    setup = RolloutSetup(
+        env="program",
+        environment=program,
+        sampler=sampler,
+        renderer=ByteChat(),
+        slots=asyncio.Semaphore(count),
+        params=SamplingParams(max_tokens=100),
+        limits=EpisodeLimits(max_context=10_000, timeout=600.0),
+    )
     before, began = children(), time.perf_counter()
     group = await GroupRun(setup, program.examples("train")[0], index=0, size=count, run_seed=0).run()
     assert [trajectory.error for trajectory in group.trajectories] == [None] * count

@@ -89,13 +89,25 @@ class Bench:
             for label in labels
         }
 
-    async def play(self, player: EpisodeRunner, size: int, index: int, label: str = "guess_number",
-                   environment: GuessNumber | None = None) -> int:  # fmt: skip
+    async def play(
+        self,
+        player: EpisodeRunner,
+        size: int,
+        index: int,
+        label: str = "guess_number",
+        environment: GuessNumber | None = None,
+    ) -> int:
         """One group; its turns."""
         setup = RolloutSetup(
-            env=label, environment=environment or self.environment, sampler=self.sampler, renderer=self.renderer,
-            params=self.params, limits=self.limits, slots=asyncio.Semaphore(EPISODES), runner=player,
-        )  # fmt: skip
+            env=label,
+            environment=environment or self.environment,
+            sampler=self.sampler,
+            renderer=self.renderer,
+            params=self.params,
+            limits=self.limits,
+            slots=asyncio.Semaphore(EPISODES),
+            runner=player,
+        )
         group = await GroupRun(setup, self.example, index=index, size=size, run_seed=0).run()
         assert all(t.error is None for t in group.trajectories)
         return sum(len(t.turns) for t in group.trajectories)
@@ -166,8 +178,11 @@ async def gain(bench: Bench, repeats: int) -> dict[str, float]:
                 if index:
                     wall[name].append(time.perf_counter() - began)
     local, apart = (statistics.median(wall[name]) for name in ("local", "processes"))
-    return {"busy_local_s": round(local, 3), "busy_processes_s": round(apart, 3),
-            "busy_speedup": round(local / apart, 2)}  # fmt: skip
+    return {
+        "busy_local_s": round(local, 3),
+        "busy_processes_s": round(apart, 3),
+        "busy_speedup": round(local / apart, 2),
+    }
 
 
 def main() -> None:

@@ -139,9 +139,11 @@ class SteppedSampler:
             self._changed.notify()
         await done
         return Completion(
-            ids=np.full(length, 7, dtype=np.int32), logprobs=np.full(length, -1.0, dtype=np.float32),
-            policy_versions=np.zeros(length, dtype=np.int32), stop_reason=StopReason.STOP,
-        )  # fmt: skip
+            ids=np.full(length, 7, dtype=np.int32),
+            logprobs=np.full(length, -1.0, dtype=np.float32),
+            policy_versions=np.zeros(length, dtype=np.int32),
+            stop_reason=StopReason.STOP,
+        )
 
     def _decode(self) -> None:
         live: list[tuple[int, asyncio.Future[None]]] = []
@@ -186,10 +188,18 @@ class EmbeddedSampler(TorchSampler):
 
 def tiny_model(folder: Path) -> Path:
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(Qwen3Config(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=CONTEXT,
-    )).save_pretrained(folder)  # fmt: skip
+    AutoModelForCausalLM.from_config(
+        Qwen3Config(
+            vocab_size=VOCAB,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            max_position_embeddings=CONTEXT,
+        )
+    ).save_pretrained(folder)
     return folder
 
 
@@ -233,9 +243,13 @@ class LockStepEpisode:
         self.tools = make_tools(script)
         self.recorder = Recorder(sampler.vocab_size)
         self.loop = AgentLoop(
-            sampler=sampler, renderer=renderer, params=SamplingParams(), recorder=self.recorder,
-            limits=EpisodeLimits(max_turns=MAX_TURNS, max_context=CONTEXT), seed=derive_seed(0, index),
-        )  # fmt: skip
+            sampler=sampler,
+            renderer=renderer,
+            params=SamplingParams(),
+            recorder=self.recorder,
+            limits=EpisodeLimits(max_turns=MAX_TURNS, max_context=CONTEXT),
+            seed=derive_seed(0, index),
+        )
 
     async def sample(self) -> None:
         self.messages.append(await self.loop.sample(self.messages, tuple(self.tools.values())))
@@ -301,9 +315,12 @@ def main() -> None:
         sampler = EmbeddedSampler(tiny_model(Path(folder)), config=config, context_length=CONTEXT, num_threads=1)
         result["embedded"] = asyncio.run(measure(sampler, args.episodes, args.repeats))
     result |= {
-        "seconds_per_step": STEP, "tool_seconds": {"median": MEDIAN, "p99": P99}, "episodes": args.episodes,
-        "repeats": args.repeats, "cores": len(os.sched_getaffinity(0)),
-    }  # fmt: skip
+        "seconds_per_step": STEP,
+        "tool_seconds": {"median": MEDIAN, "p99": P99},
+        "episodes": args.episodes,
+        "repeats": args.repeats,
+        "cores": len(os.sched_getaffinity(0)),
+    }
     print(json.dumps(result))
 
 

@@ -53,12 +53,14 @@ def draw_episodes(num: int, turns: int, rng: random.Random) -> list[Episode]:
     episodes = []
     for index in range(num):
         talks = rng.lognormvariate(4.5, 0.5)
-        episodes.append(Episode(
-            session=f"{index}/main",
-            new_tokens=[rng.randint(300, 900), *(rng.randint(20, 400) for _ in range(turns - 1))],
-            completions=[1 + int(talks * rng.lognormvariate(0, 0.7)) for _ in range(turns)],
-            pauses=[rng.expovariate(1 / TOOL_SECONDS) for _ in range(turns)],
-        ))  # fmt: skip
+        episodes.append(
+            Episode(
+                session=f"{index}/main",
+                new_tokens=[rng.randint(300, 900), *(rng.randint(20, 400) for _ in range(turns - 1))],
+                completions=[1 + int(talks * rng.lognormvariate(0, 0.7)) for _ in range(turns)],
+                pauses=[rng.expovariate(1 / TOOL_SECONDS) for _ in range(turns)],
+            )
+        )
     return episodes
 
 
@@ -205,9 +207,12 @@ def simulate(
     """All episodes with one way of routing."""
     rng = random.Random(seed)
     simulation = Simulation(
-        routing=kind(replicas), waiting=draw_episodes(episodes, turns, rng), rng=rng, lost=lost,
+        routing=kind(replicas),
+        waiting=draw_episodes(episodes, turns, rng),
+        rng=rng,
+        lost=lost,
         lose_at=episodes * turns // 3 if lost else -1,
-    )  # fmt: skip
+    )
     simulation.run(concurrent)
     return simulation
 
@@ -220,9 +225,10 @@ def measure(**settings: int) -> Mapping[str, float]:
     for kind in (Routing, Hash, InTurn):
         name, ended = "pool" if kind is Routing else kind.__name__.lower(), simulate(kind, **settings)
         found |= {
-            f"{name}_hits": ended.hits / ended.prompts / rate, f"{name}_imbalance": ended.imbalance,
+            f"{name}_hits": ended.hits / ended.prompts / rate,
+            f"{name}_imbalance": ended.imbalance,
             f"{name}_seconds": ended.now / perfect.now,
-        }  # fmt: skip
+        }
     return found
 
 
@@ -244,10 +250,19 @@ def time_of_a_choice(replicas: int, requests: int = 20_000) -> float:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for option, default in (("replicas", 64), ("episodes", 4096), ("turns", 20), ("lost", 8), ("concurrent", 4096),
-                            ("seed", 0)):  # fmt: skip
+    for option, default in (
+        ("replicas", 64),
+        ("episodes", 4096),
+        ("turns", 20),
+        ("lost", 8),
+        ("concurrent", 4096),
+        ("seed", 0),
+    ):
         parser.add_argument(f"--{option}", type=int, default=default)
     options = vars(parser.parse_args())
     line = {name: round(value, 3) for name, value in measure(**options).items()}
-    print(json.dumps({"benchmark": "routing", **options, **line,
-                      "choice_us": round(time_of_a_choice(options["replicas"]), 1)}))  # fmt: skip
+    print(
+        json.dumps(
+            {"benchmark": "routing", **options, **line, "choice_us": round(time_of_a_choice(options["replicas"]), 1)}
+        )
+    )

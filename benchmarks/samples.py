@@ -117,10 +117,13 @@ def bytes_per_token(episodes: int, turns: int, sampled: int) -> float:
         recorder = Recorder(VOCAB)
         for request in play(turns, rng, breaks=False, lists=False, sampled=sampled):
             recorder.record(
-                prompt_ids=request.prompt, completion_ids=request.completion, logprobs=request.logprobs,
-                policy_versions=request.versions, timing=TurnTiming(generated=rng.random(), tools=rng.random()),
+                prompt_ids=request.prompt,
+                completion_ids=request.completion,
+                logprobs=request.logprobs,
+                policy_versions=request.versions,
+                timing=TurnTiming(generated=rng.random(), tools=rng.random()),
                 state_key="state",
-            )  # fmt: skip
+            )
         kept.append(Trajectory(example_id="x", turns=tuple(recorder.turns)))
     gc.collect()
     added = _resident_bytes() - before

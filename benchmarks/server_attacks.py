@@ -39,8 +39,10 @@ Address = tuple[str, int]
 def request(path: str, body: bytes, *, length: int | None = None, more: str = "") -> bytes:
     """A request as it is sent."""
     size = len(body) if length is None else length
-    return (f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{more}"
-            f"Content-Length: {size}\r\n\r\n").encode() + body  # fmt: skip
+    return (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{more}"
+        f"Content-Length: {size}\r\n\r\n"
+    ).encode() + body
 
 
 def tokens(ids: list[int], **params: Any) -> bytes:
@@ -104,8 +106,10 @@ def repeated(data: bytes, count: int = 8) -> Callable[[Address], list[Awaitable[
     return several(count, lambda address: again_and_again(address, data))
 
 
-CHUNKED = (f"POST {GENERATE} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-           "Transfer-Encoding: chunked\r\n\r\n").encode() + b"1\r\n[\r\n" * 100_000  # fmt: skip
+CHUNKED = (
+    f"POST {GENERATE} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    "Transfer-Encoding: chunked\r\n\r\n"
+).encode() + b"1\r\n[\r\n" * 100_000
 ATTACKS: dict[str, Callable[[Address], list[Awaitable[None]]]] = {
     "a million stop ids": repeated(request(GENERATE, tokens([1], max_tokens=1, stop_token_ids=[2] * 10**6))),
     "4096 stop ids": repeated(request(GENERATE, tokens([1], max_tokens=1, stop_token_ids=[2] * 4096))),
@@ -174,13 +178,33 @@ def serving(folder: Path) -> Iterator[tuple[int, Address]]:
     from verbatim.config.schema import BuildConfig
     from verbatim.models.build import build_model
 
-    sizes = BuildConfig(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=64, vocab_size=512,
-                        context_length=CONTEXT)  # fmt: skip
+    sizes = BuildConfig(
+        hidden_size=32,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        intermediate_size=64,
+        vocab_size=512,
+        context_length=CONTEXT,
+    )
     build_model(folder / "tiny", sizes, ["any words that a tokenizer can be made of, again and again"] * 20, seed=0)
     process = subprocess.Popen(
-        [sys.executable, "-m", "verbatim.cli", "serve", str(folder / "tiny"), "--port", "0", "--device", "cpu",
-         "--threads", "1"], stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "verbatim.cli",
+            "serve",
+            str(folder / "tiny"),
+            "--port",
+            "0",
+            "--device",
+            "cpu",
+            "--threads",
+            "1",
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert process.stdout is not None
         url = urlsplit(process.stdout.readline().split(" at ")[1].split()[0])
@@ -212,9 +236,12 @@ def measure(address: Address, name: str, seconds: float, rounds: int) -> dict[st
         health = max(health, longest)
     p99 = sorted(beside)[min(len(beside) - 1, round(0.99 * len(beside)))]
     return {
-        "ratio": round(statistics.median(ratios), 2), "alone": round(statistics.median(alone), 4),
-        "beside": round(statistics.median(beside), 4), "p99": round(p99, 3), "health": round(health, 3),
-    }  # fmt: skip
+        "ratio": round(statistics.median(ratios), 2),
+        "alone": round(statistics.median(alone), 4),
+        "beside": round(statistics.median(beside), 4),
+        "p99": round(p99, 3),
+        "health": round(health, 3),
+    }
 
 
 def main() -> None:

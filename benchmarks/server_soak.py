@@ -52,8 +52,11 @@ def read(pid: int, began: float) -> Reading:
         except OSError:  # it has ended meanwhile
             continue
         resident += int(status.partition("VmRSS:")[2].split()[0]) if "VmRSS:" in status else 0
-    return Reading(minute=(time.monotonic() - began) / 60, memory=resident / 1024,
-                   descriptors=len(list(Path(f"/proc/{pid}/fd").iterdir())))  # fmt: skip
+    return Reading(
+        minute=(time.monotonic() - began) / 60,
+        memory=resident / 1024,
+        descriptors=len(list(Path(f"/proc/{pid}/fd").iterdir())),
+    )
 
 
 def attack_in_turn(address: Address, pid: int, seconds: float, stop: threading.Event, readings: list[Reading]) -> None:
@@ -93,8 +96,18 @@ def main() -> None:
     early, late = readings[quarter : 2 * quarter] or readings, readings[-quarter:]
     memory = statistics.median(r.memory for r in late) / statistics.median(r.memory for r in early)
     descriptors = statistics.median(r.descriptors for r in late) - statistics.median(r.descriptors for r in early)
-    print(json.dumps({"memory_growth": round(memory, 3), "descriptors_growth": descriptors, "requests": requests,
-                      "longest": round(longest, 3), "minutes": args.minutes, "memory_MiB": round(late[-1].memory)}))
+    print(
+        json.dumps(
+            {
+                "memory_growth": round(memory, 3),
+                "descriptors_growth": descriptors,
+                "requests": requests,
+                "longest": round(longest, 3),
+                "minutes": args.minutes,
+                "memory_MiB": round(late[-1].memory),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -72,9 +72,16 @@ def large_case(folder: Path) -> list[TrainingSample]:
     """Width 512, 8 layers, 32,000 tokens of vocabulary; 4 rows of 200 to 1,500 tokens, a third of them trained."""
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=32_000, hidden_size=512, intermediate_size=1536, num_hidden_layers=8, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=64, max_position_embeddings=2048, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=32_000,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     rng = np.random.default_rng(0)
     return [random_sample(rng, length, str(i)) for i, length in enumerate((200, 450, 800, 1500))]
@@ -86,9 +93,16 @@ def tool_case(folder: Path) -> list[TrainingSample]:
     or 23 sampled tokens, 90 in all, and 20 tokens of the tool's answer between two calls."""
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=512, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=1024, tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     rng = np.random.default_rng(0)
     lengths = ((300, 22), (20, 23), (20, 22), (20, 23))
@@ -225,16 +239,23 @@ def step_ratio(case: Callable[[Path], list[TrainingSample]], args: argparse.Name
         folder = Path(name) / "model"
         samples = case(folder)
         trainers = {
-            packing: Trainer(folder, TrainerConfig(optim=OPTIM, device=args.device, dtype=args.dtype, packing=packing),
-                             loss=LOSSES["default"], total_optimizer_steps=10_000)
+            packing: Trainer(
+                folder,
+                TrainerConfig(optim=OPTIM, device=args.device, dtype=args.dtype, packing=packing),
+                loss=LOSSES["default"],
+                total_optimizer_steps=10_000,
+            )
             for packing in PACKINGS
-        }  # fmt: skip
+        }
         trainer = trainers["rows"]
         plain = Plain(folder, args.device)
     samples = as_sampled(trainer, samples)
     layouts = [Layout("padded", budget) for budget in BUDGETS] + [Layout("packed", budget) for budget in BUDGETS[:2]]
-    layouts = [x for i, x in enumerate(layouts) if all(
-        x.kind != y.kind or len(x.groups(samples)) != len(y.groups(samples)) for y in layouts[:i])]  # fmt: skip
+    layouts = [
+        x
+        for i, x in enumerate(layouts)
+        if all(x.kind != y.kind or len(x.groups(samples)) != len(y.groups(samples)) for y in layouts[:i])
+    ]
     plain.step(samples, layouts[0])  # warms up
     TRIAL = {layout: seconds(lambda at=layout: plain.step(samples, at), args.device) for layout in layouts}
     best = min(TRIAL, key=TRIAL.__getitem__)
@@ -336,15 +357,19 @@ def main() -> None:
         "large": lambda: step_ratio(large_case, args),
         "memory": memory_ratio,
     }
-    print(json.dumps({
-        "benchmark": "train_step",
-        **{name: cases[name]() for name in args.cases},
-        "repeats": args.repeats,
-        "threads": torch.get_num_threads(),
-        "cores": len(os.sched_getaffinity(0)),
-        "device": args.device,
-        "dtype": args.dtype,
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "benchmark": "train_step",
+                **{name: cases[name]() for name in args.cases},
+                "repeats": args.repeats,
+                "threads": torch.get_num_threads(),
+                "cores": len(os.sched_getaffinity(0)),
+                "device": args.device,
+                "dtype": args.dtype,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -52,9 +52,16 @@ def model_folder(folder: Path) -> Path:
     """Width 256, 4 layers, 4 query heads over 2 key/value heads."""
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=64, max_position_embeddings=8192, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 
@@ -99,8 +106,10 @@ def group(num_episodes: int, thinking: int) -> list[TrainingSample]:
 def unshared() -> list[TrainingSample]:
     """Sixteen samples of 200 to 1,700 tokens, each with words of its own; the last third is trained."""
     rng = np.random.default_rng(1)
-    return [sample(np.append(i, rng.integers(0, THINK, n)), 2 * n // 3, str(i), 0)
-            for i, n in enumerate(range(200, 1800, 100))]  # fmt: skip
+    return [
+        sample(np.append(i, rng.integers(0, THINK, n)), 2 * n // 3, str(i), 0)
+        for i, n in enumerate(range(200, 1800, 100))
+    ]
 
 
 # ---- measuring
@@ -162,8 +171,16 @@ def memory(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Both packings at the same most tokens of a micro-batch."""
     peaks = {}
     for packing in PACKINGS:
-        command = [sys.executable, __file__, "--peak-memory", packing, "--model", str(folder),
-                   "--episodes", str(args.episodes)]  # fmt: skip
+        command = [
+            sys.executable,
+            __file__,
+            "--peak-memory",
+            packing,
+            "--model",
+            str(folder),
+            "--episodes",
+            str(args.episodes),
+        ]
         if args.micro_batch_tokens:
             command += ["--micro-batch-tokens", str(args.micro_batch_tokens)]
         peaks[packing] = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
@@ -191,15 +208,19 @@ def main() -> None:
             "memory": lambda: memory(folder, args),
         }
         found = {name: cases[name]() for name in args.cases}
-    print(json.dumps({
-        "benchmark": "tree",
-        **found,
-        "episodes": args.episodes,
-        "micro_batch_tokens": args.micro_batch_tokens or "default",
-        "repeats": args.repeats,
-        "threads": 1,
-        "cores": len(os.sched_getaffinity(0)),
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "benchmark": "tree",
+                **found,
+                "episodes": args.episodes,
+                "micro_batch_tokens": args.micro_batch_tokens or "default",
+                "repeats": args.repeats,
+                "threads": 1,
+                "cores": len(os.sched_getaffinity(0)),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

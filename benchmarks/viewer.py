@@ -40,10 +40,15 @@ from chromium import Chromium, Page, find_chromium
 from big_run import ENVIRONMENTS, write_run
 
 FILTERS: Sequence[dict[str, str]] = (
-    {"env": ENVIRONMENTS[1]}, {"reward": "0.5-1", "kind": "train"}, {"step": "100-200", "env": ENVIRONMENTS[0]},
-    {"stop_reason": "length"}, {"reason": "filter:repetition"}, {"flag": "repetition"}, {"errors": "1"},
+    {"env": ENVIRONMENTS[1]},
+    {"reward": "0.5-1", "kind": "train"},
+    {"step": "100-200", "env": ENVIRONMENTS[0]},
+    {"stop_reason": "length"},
+    {"reason": "filter:repetition"},
+    {"flag": "repetition"},
+    {"errors": "1"},
     {"breaks": "1"},
-)  # fmt: skip
+)
 SORTS = ("-reward", "reward", "-num_sampled_tokens", "trajectory_id", "example_id", "error", "-advantage", "env")
 TRAJECTORIES, EXPORTED = 40, 1000
 
@@ -94,8 +99,9 @@ def ask_server(server: Server) -> dict[str, Any]:
     """Seconds of the API's answers."""
     draw = random.Random(0)
     total = server.get("runs/0/trajectories", limit=0)["total"]
-    rows = [server.get("runs/0/trajectories", offset=draw.randrange(total), limit=1)["rows"][0]
-            for _ in range(TRAJECTORIES)]  # fmt: skip
+    rows = [
+        server.get("runs/0/trajectories", offset=draw.randrange(total), limit=1)["rows"][0] for _ in range(TRAJECTORIES)
+    ]
 
     def get(path: str, **query: Any) -> Callable[[], Any]:
         return lambda: server.get(f"runs/0/{path}", **query)
@@ -113,13 +119,14 @@ def ask_server(server: Server) -> dict[str, Any]:
         "page": timed(*(get("trajectories", sort="-reward", offset=offset) for offset in range(0, total, total // 20))),
         "text_first_answer": timed(*(get("trajectories", text=text) for text in ("TimeoutError after 7", "nowhere"))),
         "text_all_messages": timed(search("no such words in any message"))[1],
-        "facets": timed(get("facets")), "runs": timed(*(lambda: server.get("runs") for _ in range(10))),
+        "facets": timed(get("facets")),
+        "runs": timed(*(lambda: server.get("runs") for _ in range(10))),
         "metrics": timed(get("metrics"), get("metrics"), get("metrics", after=10**6)),
         "trajectory": timed(*(get(f"trajectories/{row['key']}") for row in rows)),
         "trajectory_by_id": timed(*(get(f"trajectories/{row['trajectory_id']}") for row in rows)),
         "raw": timed(*(get(f"trajectories/{row['key']}/raw") for row in rows[:10])),
         "group": timed(*(get(f"groups/{row['group_key']}") for row in rows[:10])),
-    }  # fmt: skip
+    }
 
 
 _LAST_MARK = """(name => {
@@ -156,13 +163,20 @@ def go_to(browser: Page, link: str) -> Callable[[], Any]:
 
 def look(browser: Page, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Milliseconds of what a reader does."""
-    table = [next_mark(browser, "table", go_to(browser, f"#/trajectories/0?{urllib.parse.urlencode(each)}"))
-             for each in ({}, *FILTERS)]  # fmt: skip
+    table = [
+        next_mark(browser, "table", go_to(browser, f"#/trajectories/0?{urllib.parse.urlencode(each)}"))
+        for each in ({}, *FILTERS)
+    ]
     sorts = [next_mark(browser, "table", go_to(browser, f"#/trajectories/0?sort={each}")) for each in SORTS]
     trajectories = [next_mark(browser, "trajectory", go_to(browser, f"#/trajectory/0/{row['key']}")) for row in rows]
     groups = [next_mark(browser, "group", go_to(browser, f"#/group/0/{row['group_key']}")) for row in rows[:5]]
-    return {"table_first": round(table[0]), "filter": milliseconds(table[1:]), "sort": milliseconds(sorts),
-            "trajectory": milliseconds(trajectories), "group": milliseconds(groups)}  # fmt: skip
+    return {
+        "table_first": round(table[0]),
+        "filter": milliseconds(table[1:]),
+        "sort": milliseconds(sorts),
+        "trajectory": milliseconds(trajectories),
+        "group": milliseconds(groups),
+    }
 
 
 def measure_export(folder: Path, out: Path) -> dict[str, Any]:
@@ -197,9 +211,11 @@ def main() -> None:
         folder = args.folder or write_run(Path(temporary) / "run", trajectories=args.trajectories).folder
         files = list((folder / "trajectories").glob("*.parquet"))
         found: dict[str, Any] = {
-            "benchmark": "viewer", "gigabytes": round(sum(file.stat().st_size for file in files) / 1e9, 2),
-            "processors": os.cpu_count(), "browser": None,
-        }  # fmt: skip
+            "benchmark": "viewer",
+            "gigabytes": round(sum(file.stat().st_size for file in files) / 1e9, 2),
+            "processors": os.cpu_count(),
+            "browser": None,
+        }
         server = Server(folder)
         try:
             cold = None

@@ -29,12 +29,37 @@ class PrivateCa:
 def make_private_ca(folder: Path) -> PrivateCa:
     """Make both certificates with openssl; they are good for two days."""
     ca, ca_key, signed, key = (folder / f"{name}.pem" for name in ("ca", "ca_key", "cert", "key"))
-    new = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
-           "-days", "2"]  # fmt: skip
+    new = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-days",
+        "2",
+    ]
     for command in (
         [*new, "-subj", "/CN=an authority", "-keyout", ca_key, "-out", ca],
-        [*new, "-subj", "/CN=a server", "-addext", "subjectAltName=IP:127.0.0.1", "-addext",
-         "basicConstraints=critical,CA:FALSE", "-CA", ca, "-CAkey", ca_key, "-keyout", key, "-out", signed],
-    ):  # fmt: skip
+        [
+            *new,
+            "-subj",
+            "/CN=a server",
+            "-addext",
+            "subjectAltName=IP:127.0.0.1",
+            "-addext",
+            "basicConstraints=critical,CA:FALSE",
+            "-CA",
+            ca,
+            "-CAkey",
+            ca_key,
+            "-keyout",
+            key,
+            "-out",
+            signed,
+        ],
+    ):
         subprocess.run(command, check=True, capture_output=True)
     return PrivateCa(authority=ca, certificate=signed, key=key)

@@ -18,9 +18,13 @@ import pytest
 from durations import ASKS
 
 EVENTS = {
-    "subprocess.Popen": "a process", "os.fork": "a process", "os.forkpty": "a process", "os.posix_spawn": "a process",
-    "socket.bind": "a socket", "socket.connect": "a socket",
-}  # fmt: skip
+    "subprocess.Popen": "a process",
+    "os.fork": "a process",
+    "os.forkpty": "a process",
+    "os.posix_spawn": "a process",
+    "socket.bind": "a socket",
+    "socket.connect": "a socket",
+}
 """What each audit event asks for."""
 COMPILERS = {"cc", "gcc", "clang"}
 """Started once by the first test of a process that uses compiled code, so by any test."""

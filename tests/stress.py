@@ -38,10 +38,25 @@ def main(arguments: Sequence[str]) -> int:
         for number in range(1, given.rounds + 1):
             began = time.monotonic()
             done = subprocess.run(
-                ["nice", "-n", str(given.nice), sys.executable, "-m", "pytest", "-n", str(given.workers), "--dist",
-                 "worksteal", "-p", "no:cacheprovider", *given.pytest],
-                capture_output=True, text=True, check=False,
-            )  # fmt: skip
+                [
+                    "nice",
+                    "-n",
+                    str(given.nice),
+                    sys.executable,
+                    "-m",
+                    "pytest",
+                    "-n",
+                    str(given.workers),
+                    "--dist",
+                    "worksteal",
+                    "-p",
+                    "no:cacheprovider",
+                    *given.pytest,
+                ],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
             names = FAILED.findall(done.stdout)
             failed.update(names)
             broken += done.returncode != 0

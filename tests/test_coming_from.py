@@ -35,9 +35,19 @@ def test_our_example_runs(name: str, model: Path, tmp_path: Path, monkeypatch: p
     train = verbatim.train
 
     def small(**given: Any) -> Any:
-        given = {**given, "model": model, "orchestrator": {
-            **given.get("orchestrator", {}), "batch_size": 8, "group_size": 4, "seq_len": 384, "max_async_level": 0,
-            "filters": [], "sampling": {"max_tokens": 8}}}  # fmt: skip
+        given = {
+            **given,
+            "model": model,
+            "orchestrator": {
+                **given.get("orchestrator", {}),
+                "batch_size": 8,
+                "group_size": 4,
+                "seq_len": 384,
+                "max_async_level": 0,
+                "filters": [],
+                "sampling": {"max_tokens": 8},
+            },
+        }
         given["trainer"] = {**given.get("trainer", {}), "separate_process": False}
         return train(**given, max_steps=1, run_dir="run", quiet=True)
 

@@ -15,11 +15,32 @@ import verbatim
 
 ROOT = Path(verbatim.__file__).parent
 
-FACTORIES = frozenset({
-    "arange", "as_tensor", "asarray", "complex", "empty", "empty_strided", "eye", "full", "linspace", "logspace",
-    "normal", "ones", "rand", "randint", "randn", "randperm", "range", "scalar_tensor", "tensor", "tril_indices",
-    "triu_indices", "zeros",
-})  # fmt: skip
+FACTORIES = frozenset(
+    {
+        "arange",
+        "as_tensor",
+        "asarray",
+        "complex",
+        "empty",
+        "empty_strided",
+        "eye",
+        "full",
+        "linspace",
+        "logspace",
+        "normal",
+        "ones",
+        "rand",
+        "randint",
+        "randn",
+        "randperm",
+        "range",
+        "scalar_tensor",
+        "tensor",
+        "tril_indices",
+        "triu_indices",
+        "zeros",
+    }
+)
 """Functions of torch that make a tensor on the device that they are told, by default on the CPU."""
 HOST_FACTORIES = frozenset({"from_numpy", "frombuffer"})
 """These know no other device: what they return is moved in the same expression."""
@@ -48,8 +69,11 @@ HOST_SIDE = {
 def homeless(source: str) -> list[tuple[int, str, str]]:
     """Calls that make a tensor without a device: line, name of the outermost function or class around it, the call."""
     tree = ast.parse(source)
-    moved = {id(node.func.value) for node in ast.walk(tree) if isinstance(node, ast.Call)
-             and isinstance(node.func, ast.Attribute) and node.func.attr == "to"}  # fmt: skip
+    moved = {
+        id(node.func.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "to"
+    }
     found = []
     for outer in tree.body:
         for node in ast.walk(outer):
@@ -63,7 +87,7 @@ def homeless(source: str) -> list[tuple[int, str, str]]:
 
 
 def _torch_function(node: ast.AST) -> str | None:
-    """"zeros", where the node is a call of `torch.zeros`."""
+    """ "zeros", where the node is a call of `torch.zeros`."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
         return None
     name, owner = node.func.attr, node.func.value
@@ -75,18 +99,34 @@ def _files() -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py"))
 
 
-@pytest.mark.parametrize("source", [
-    "torch.zeros(3)", "torch.tensor([1], dtype=torch.int64)", "x + torch.arange(len(x))", "torch.from_numpy(a)",
-    "torch.Tensor(3)", "def f():\n    return torch.full((2,), 1.0)", "torch.from_numpy(a)[0].to(device)",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "source",
+    [
+        "torch.zeros(3)",
+        "torch.tensor([1], dtype=torch.int64)",
+        "x + torch.arange(len(x))",
+        "torch.from_numpy(a)",
+        "torch.Tensor(3)",
+        "def f():\n    return torch.full((2,), 1.0)",
+        "torch.from_numpy(a)[0].to(device)",
+    ],
+)
 def test_a_tensor_made_without_a_device_is_found(source):
     assert len(homeless(source)) == 1
 
 
-@pytest.mark.parametrize("source", [
-    "torch.zeros(3, device=x.device)", "torch.zeros_like(x)", "x.new_zeros(3)", "torch.from_numpy(a).to(device)",
-    "isinstance(x, torch.Tensor)", "torch.tensor(3, device='cpu')", "np.zeros(3)",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "source",
+    [
+        "torch.zeros(3, device=x.device)",
+        "torch.zeros_like(x)",
+        "x.new_zeros(3)",
+        "torch.from_numpy(a).to(device)",
+        "isinstance(x, torch.Tensor)",
+        "torch.tensor(3, device='cpu')",
+        "np.zeros(3)",
+    ],
+)
 def test_a_tensor_made_on_a_named_device_or_on_another_one_s_is_not(source):
     assert not homeless(source)
 
@@ -103,8 +143,12 @@ def test_no_factory_of_torch_is_imported_by_itself():
 @pytest.mark.slow
 def test_every_tensor_is_made_on_a_named_device_but_in_code_of_the_host():
     found = {file: homeless((ROOT / file).read_text()) for file in _files()}
-    wrong = [f"{file}:{line}: {call}" for file, calls in found.items() for line, outer, call in calls
-             if file not in HOST_SIDE and f"{file}:{outer}" not in HOST_SIDE]  # fmt: skip
+    wrong = [
+        f"{file}:{line}: {call}"
+        for file, calls in found.items()
+        for line, outer, call in calls
+        if file not in HOST_SIDE and f"{file}:{outer}" not in HOST_SIDE
+    ]
     assert not wrong, "\n".join(["say device=..., or name why this is code of the host:", *wrong])
 
 

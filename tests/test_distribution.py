@@ -19,8 +19,17 @@ from verbatim import __version__
 
 ROOT = Path(__file__).parents[1]
 BUILD = "import sys, setuptools.build_meta as b; out = sys.argv[1]; b.build_sdist(out); b.build_wheel(out)"
-TREE = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "constraints.txt",
-        "docs", "src")  # fmt: skip
+TREE = (
+    "pyproject.toml",
+    "MANIFEST.in",
+    "README.md",
+    "LICENSE",
+    "CHANGELOG.md",
+    "CITATION.cff",
+    "constraints.txt",
+    "docs",
+    "src",
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.realtime]
 
@@ -49,8 +58,12 @@ def names(wheel: Path) -> set[str]:
 
 
 def test_the_metadata_is_what_an_index_takes(distributions: tuple[Path, Path]):
-    done = subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *map(str, distributions)],
-                          capture_output=True, text=True, check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "twine", "check", "--strict", *map(str, distributions)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -59,7 +72,7 @@ def test_users_get_ranges_and_an_extra_for_everything(distributions: tuple[Path,
     (path,) = [name for name in archive.namelist() if name == f"verbatim_rl-{__version__}.dist-info/METADATA"]
     metadata = email.message_from_bytes(archive.read(path))
     requires = [line for line in metadata.get_all("Requires-Dist") if "extra == 'dev'" not in line]
-    assert [line for line in requires if "==" in line.partition(";")[0]] == ["verifiers==0.4.*; extra == \"verifiers\""]
+    assert [line for line in requires if "==" in line.partition(";")[0]] == ['verifiers==0.4.*; extra == "verifiers"']
     (everything,) = [line for line in requires if line.startswith("verbatim-rl[")]
     named = set(everything.partition("[")[2].partition("]")[0].split(","))
     assert named == set(metadata.get_all("Provides-Extra")) - {"all", "dev"}
@@ -83,14 +96,17 @@ def test_the_installed_wheel_checks_writes_and_trains_in_an_empty_folder(
 ):
     site, here = tmp_path / "site", tmp_path / "empty"
     here.mkdir()
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site),
-                    str(distributions[1])], check=True)  # fmt: skip
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site), str(distributions[1])],
+        check=True,
+    )
     environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
 
     def typed(*command: str) -> str:
         with warm.cold("the files of the wheel are imported, not those of this tree"):
-            done = subprocess.run([sys.executable, *command], cwd=here, env=environment, capture_output=True, text=True,
-                                  check=False)  # fmt: skip
+            done = subprocess.run(
+                [sys.executable, *command], cwd=here, env=environment, capture_output=True, text=True, check=False
+            )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -102,9 +118,20 @@ def test_the_installed_wheel_checks_writes_and_trains_in_an_empty_folder(
     typed(verbatim, "init", "project")
     assert "nothing wrong" in typed(verbatim, "env", "check", "project/my_env.py")
     typed(verbatim, "config", "guess_number")
-    few = ["--max-steps", "2", "--warm-start.steps", "30", "--orchestrator.batch-size", "8",
-           "--orchestrator.group-size", "4", "--orchestrator.eval.episodes", "4",
-           "--orchestrator.seq-len", "160"]  # fmt: skip
+    few = [
+        "--max-steps",
+        "2",
+        "--warm-start.steps",
+        "30",
+        "--orchestrator.batch-size",
+        "8",
+        "--orchestrator.group-size",
+        "4",
+        "--orchestrator.eval.episodes",
+        "4",
+        "--orchestrator.seq-len",
+        "160",
+    ]
     typed(verbatim, "rl", "parcel_desk", *few)
     summary = json.loads((here / "runs" / "parcel_desk" / "latest" / "summary.json").read_text())
     assert summary["steps"] == 2

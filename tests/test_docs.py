@@ -46,9 +46,18 @@ def place(tmp_path: Path) -> Iterator[Path]:
 
 def test_the_documentation_shows_how_to_write_each_kind_of_plug_in():
     assert set(MODULES) >= {
-        "parcel_desk", "my_losses", "my_token_losses", "my_advantages", "my_turn_advantages", "my_filters",
-        "my_monitors", "my_backends", "my_packers", "my_strategies", "my_reference_losses",
-    }  # fmt: skip
+        "parcel_desk",
+        "my_losses",
+        "my_token_losses",
+        "my_advantages",
+        "my_turn_advantages",
+        "my_filters",
+        "my_monitors",
+        "my_backends",
+        "my_packers",
+        "my_strategies",
+        "my_reference_losses",
+    }
 
 
 @pytest.mark.parametrize("snippet", PYTHON, ids=str)
@@ -77,10 +86,14 @@ def play(*completions: list[int]) -> Trajectory:
     environment = create_environment("parcel_desk.ParcelDesk")
     left = list(completions)
     setup = RolloutSetup(
-        env="parcel_desk", environment=environment, renderer=ByteRenderer(),
+        env="parcel_desk",
+        environment=environment,
+        renderer=ByteRenderer(),
         sampler=ScriptedSampler(script=lambda request: left.pop(0), vocab_size=VOCAB_SIZE, context_length=1000),
-        params=SamplingParams(), limits=EpisodeLimits(), slots=asyncio.Semaphore(1),
-    )  # fmt: skip
+        params=SamplingParams(),
+        limits=EpisodeLimits(),
+        slots=asyncio.Semaphore(1),
+    )
     example = next(e for e in environment.examples("train") if e.payload == {"status": "lost"})
     group = asyncio.run(GroupRun(setup, example, index=0, size=1, run_seed=0).run())
     assert not left
@@ -131,8 +144,18 @@ def tutorial_environments() -> list[str]:
 
 def test_the_tutorial_shows_every_method_that_an_environment_may_have():
     text = "".join(snippet.text for snippet in PYTHON if snippet.page in ("tutorial.md", "README.md"))
-    for method in ("examples", "start", "score", "solution", "reply", "state_key", "close", "run", "score_group",
-                   "demonstrations"):  # fmt: skip
+    for method in (
+        "examples",
+        "start",
+        "score",
+        "solution",
+        "reply",
+        "state_key",
+        "close",
+        "run",
+        "score_group",
+        "demonstrations",
+    ):
         assert re.search(rf"^    (async )?def {method}\(self", text, re.MULTILINE), method
 
 
@@ -190,7 +213,7 @@ def test_the_plug_ins_are_accepted_with_the_tables_beside_them(place: Path):
     ("override", "explained"),
     [
         (["--trainer.loss.clip_esp", "0.1"], 'unknown knob "clip_esp"; did you mean "clip_eps"?'),
-        (["--orchestrator.filters.0.limit", "six"], "limit: found \"six\""),
+        (["--orchestrator.filters.0.limit", "six"], 'limit: found "six"'),
     ],
 )
 def test_a_misspelt_knob_of_a_plug_in_fails_when_the_configuration_is_loaded(

@@ -18,10 +18,24 @@ PAGES = sorted(DOCS.glob("*.md"))
 @pytest.mark.realtime
 def test_the_site_is_built_without_a_warning_and_can_be_searched(tmp_path: Path):
     done = subprocess.run(
-        [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet", "-c", DOCS / "docs_site",
-         "-b", "html", DOCS, tmp_path],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "sphinx",
+            "--fail-on-warning",
+            "--keep-going",
+            "--quiet",
+            "-c",
+            DOCS / "docs_site",
+            "-b",
+            "html",
+            DOCS,
+            tmp_path,
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert {path.stem for path in tmp_path.glob("*.html")} >= {page.stem for page in PAGES}
     index = (tmp_path / "searchindex.js").read_text(encoding="utf-8")

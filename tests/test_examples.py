@@ -17,8 +17,13 @@ pytestmark = pytest.mark.realtime
 
 
 def run(script: Path, place: Path) -> str:
-    done = warm.run([sys.executable, str(script)], cwd=place, capture_output=True, text=True,
-                    env={**os.environ, "MPLBACKEND": "agg"})  # fmt: skip
+    done = warm.run(
+        [sys.executable, str(script)],
+        cwd=place,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "MPLBACKEND": "agg"},
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return str(done.stdout)
 

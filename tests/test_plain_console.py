@@ -30,9 +30,14 @@ def test_control_characters_are_written_out_and_lines_and_tabs_are_kept():
     assert printable("a\n\tb ä 漢 🙂") == "a\n\tb ä 漢 🙂"
 
 
-@pytest.mark.parametrize(("wrap", "expected"), [
-    (str, SHOWN), (Text, ON_CONSOLE), (lambda text: Text.assemble(("error: ", "bold red"), text), ON_CONSOLE),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wrap", "expected"),
+    [
+        (str, SHOWN),
+        (Text, ON_CONSOLE),
+        (lambda text: Text.assemble(("error: ", "bold red"), text), ON_CONSOLE),
+    ],
+)
 def test_a_console_shows_hostile_text_as_it_is(wrap, expected):
     shown_on = console()
     shown_on.print(wrap(HOSTILE), soft_wrap=True)

@@ -5,17 +5,20 @@ import pytest
 from verbatim.texts import end_of_file
 
 
-@pytest.mark.parametrize(("since", "most", "expected"), [
-    (0, 100, ["aa", "bbbb", "cc"]),
-    (0, 11, ["aa", "bbbb", "cc"]),  # the whole file
-    (0, 8, ["bbbb", "cc"]),  # from a line's first byte on
-    (0, 7, ["cc"]),  # from inside of a line, which is left out
-    (0, 1, []),
-    (3, 100, ["bbbb", "cc"]),
-    (5, 100, ["bb", "cc"]),  # what came before is not wanted, also in the middle of a line
-    (11, 100, []),
-    (3, 7, ["cc"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("since", "most", "expected"),
+    [
+        (0, 100, ["aa", "bbbb", "cc"]),
+        (0, 11, ["aa", "bbbb", "cc"]),  # the whole file
+        (0, 8, ["bbbb", "cc"]),  # from a line's first byte on
+        (0, 7, ["cc"]),  # from inside of a line, which is left out
+        (0, 1, []),
+        (3, 100, ["bbbb", "cc"]),
+        (5, 100, ["bb", "cc"]),  # what came before is not wanted, also in the middle of a line
+        (11, 100, []),
+        (3, 7, ["cc"]),
+    ],
+)
 def test_the_last_lines_are_whole(tmp_path, since, most, expected):
     (tmp_path / "log").write_bytes(b"aa\nbbbb\ncc\n")
     assert end_of_file(tmp_path / "log", since=since, most=most) == expected

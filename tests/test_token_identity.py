@@ -26,10 +26,14 @@ def play(renderer=None):
     left = list(answers)
     environment = GuessNumber()
     setup = RolloutSetup(
-        env="g", environment=environment, renderer=renderer or ByteRenderer(),
+        env="g",
+        environment=environment,
+        renderer=renderer or ByteRenderer(),
         sampler=ScriptedSampler(script=lambda request: left.pop(0), vocab_size=VOCAB_SIZE, context_length=4000),
-        params=SamplingParams(), limits=EpisodeLimits(), slots=asyncio.Semaphore(1),
-    )  # fmt: skip
+        params=SamplingParams(),
+        limits=EpisodeLimits(),
+        slots=asyncio.Semaphore(1),
+    )
     example = next(e for e in environment.examples("train") if e.payload["secret"] not in (3, 5))
     with watched() as watch:
         asyncio.run(GroupRun(setup, example, index=0, size=1, run_seed=0).run())
@@ -53,8 +57,11 @@ def test_an_episode_as_it_was_sampled_is_seen_and_right():
 )
 def test_a_recorder_that_changes_what_was_sampled_is_seen(monkeypatch, field, change, complaint):
     record = Recorder.record
-    monkeypatch.setattr(Recorder, "record", lambda self, **fields: record(self, **{
-        **fields, field: change(fields[field]), "extends": None}))  # fmt: skip
+    monkeypatch.setattr(
+        Recorder,
+        "record",
+        lambda self, **fields: record(self, **{**fields, field: change(fields[field]), "extends": None}),
+    )
     watch = play()
     assert any(complaint in wrong for wrong in watch.wrong)
 

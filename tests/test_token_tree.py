@@ -67,9 +67,11 @@ def test_ids_that_are_handed_out_cannot_be_written():
 
 @pytest.mark.parametrize(
     ("prompt", "completion", "message"),
-    [([1, 9], [2], "prompt_ids: id 9 at position 1 is outside the vocabulary of 9"),
-     ([1], [2, -3], "completion_ids: id -3 at position 1 is outside the vocabulary of 9")],
-)  # fmt: skip
+    [
+        ([1, 9], [2], "prompt_ids: id 9 at position 1 is outside the vocabulary of 9"),
+        ([1], [2, -3], "completion_ids: id -3 at position 1 is outside the vocabulary of 9"),
+    ],
+)
 def test_ids_outside_the_vocabulary_are_refused_and_leave_the_tree_alone(prompt, completion, message):
     tree = TokenTree(9)
     tree.add(ids(1), ids(5))

@@ -95,9 +95,7 @@ def test_a_missing_logprob_stays_missing_and_rounding_above_zero_becomes_zero():
 def test_an_unbroken_trajectory_of_many_turns_is_stored_once():
     rng = np.random.default_rng(0)
     ids = rng.integers(0, 1000, 64 * 10)
-    turns = [
-        Turn(prompt_ids=ids[: 10 * t + 6], completion_ids=ids[10 * t + 6 : 10 * t + 10]) for t in range(64)
-    ]
+    turns = [Turn(prompt_ids=ids[: 10 * t + 6], completion_ids=ids[10 * t + 6 : 10 * t + 10]) for t in range(64)]
     trajectory = Trajectory(example_id="x", turns=turns)
     assert trajectory.num_stored_tokens == 640  # 64 full prompts would be 20,544
     for t, turn in enumerate(trajectory.turns):
@@ -175,8 +173,10 @@ def test_one_list_cannot_hold_two_contexts():
 
 
 def broken_trajectory(**fields):
-    turns = (Turn(prompt_ids=[1], completion_ids=[2], logprobs=[-0.5]),
-             Turn(prompt_ids=[9, 8], completion_ids=[3], logprobs=[-0.25]))  # fmt: skip
+    turns = (
+        Turn(prompt_ids=[1], completion_ids=[2], logprobs=[-0.5]),
+        Turn(prompt_ids=[9, 8], completion_ids=[3], logprobs=[-0.25]),
+    )
     return Trajectory(example_id="x", turns=turns, reward=1, **fields)
 
 
@@ -198,9 +198,12 @@ def test_the_mapping_view_is_json(broken):
     task = {"answer": (7,), "row": np.arange(2)}
     details = {
         "info": MappingProxyType({"score": np.float32(0.5), "seen": np.arange(2), "task": task}),
-        "reward_parts": MappingProxyType({"exact": np.float64(1.0)}), "stop_reason": "stop", "advantage": np.float32(2),
-        "messages": ({"role": "user", "content": "hi"},), "tools": ({"type": "function", "function": {"name": "add"}},),
-    }  # fmt: skip
+        "reward_parts": MappingProxyType({"exact": np.float64(1.0)}),
+        "stop_reason": "stop",
+        "advantage": np.float32(2),
+        "messages": ({"role": "user", "content": "hi"},),
+        "tools": ({"type": "function", "function": {"name": "add"}},),
+    }
     trajectory = broken_trajectory(**details)
     if not broken:
         trajectory = trajectory.replace(turns=trajectory.turns[:1])
@@ -241,9 +244,24 @@ def test_a_reward_is_one_number_of_any_type(number):
         assert (type(value), value) == (float, 1.0)
 
 
-@pytest.mark.parametrize("wrong", [[0.5, 1.0], [], (1.0,), np.array([1.0]), "1", {"a": 1.0}, b"1", np.str_("1"),
-                                   np.array(None), np.array("x"), np.datetime64("2020-01-01"),
-                                   np.complex64(1), pytest.param(10**400, id="10**400")])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [0.5, 1.0],
+        [],
+        (1.0,),
+        np.array([1.0]),
+        "1",
+        {"a": 1.0},
+        b"1",
+        np.str_("1"),
+        np.array(None),
+        np.array("x"),
+        np.datetime64("2020-01-01"),
+        np.complex64(1),
+        pytest.param(10**400, id="10**400"),
+    ],
+)
 @pytest.mark.parametrize("name", ["reward", "advantage"])
 def test_a_reward_or_an_advantage_that_is_not_one_number_is_refused_when_it_is_built(name, wrong):
     with pytest.raises(RecordError, match=f"{name}: .*; expected one number or None"):
@@ -277,7 +295,12 @@ def test_row_lengths_are_read_from_positions():
         **{n: np.zeros(0, np.float32) for n in ("temperatures", "inference_logprobs", "advantages")},
     )
     batch = MicroBatch(
-        input_ids=np.array([7, 8, 9]), position_ids=np.array([0, 1, 0]), starts=np.array([0, 1, 2]),
-        ends=np.array([2, 2, 3]), targets=targets, trajectory_ids=(), trajectory_lengths=np.zeros(0, np.int32),
-    )  # fmt: skip
+        input_ids=np.array([7, 8, 9]),
+        position_ids=np.array([0, 1, 0]),
+        starts=np.array([0, 1, 2]),
+        ends=np.array([2, 2, 3]),
+        targets=targets,
+        trajectory_ids=(),
+        trajectory_lengths=np.zeros(0, np.int32),
+    )
     assert batch.row_lengths.tolist() == [2, 1]

@@ -79,16 +79,25 @@ def test_a_module_finds_what_a_new_process_finds(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", [
-    "import sys; sys.exit('bye')", "import sys; sys.exit(7)", "import sys; sys.exit()", "import os; os._exit(9)",
-    "import os; os.kill(os.getpid(), 9)", "import signal; signal.raise_signal(15)",
-    "def fail():\n    1 / 0\n\n\nfail()", "x = (", "import os; os.close(1); print('lost')",
-    "import atexit, threading, time\natexit.register(print, 'last')\n"
-    "threading.Thread(target=lambda: (time.sleep(0.1), print('thread'))).start()\nprint('first')",
-    "class A:\n    def __del__(self):\n        print('gone')\n\n\na = A()\na.self = a",
-    "import sys\nsys.excepthook = lambda kind, error, trace: print(kind, trace.tb_frame.f_code.co_filename)\n1 / 0",
-    "print(input(), input())",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "script",
+    [
+        "import sys; sys.exit('bye')",
+        "import sys; sys.exit(7)",
+        "import sys; sys.exit()",
+        "import os; os._exit(9)",
+        "import os; os.kill(os.getpid(), 9)",
+        "import signal; signal.raise_signal(15)",
+        "def fail():\n    1 / 0\n\n\nfail()",
+        "x = (",
+        "import os; os.close(1); print('lost')",
+        "import atexit, threading, time\natexit.register(print, 'last')\n"
+        "threading.Thread(target=lambda: (time.sleep(0.1), print('thread'))).start()\nprint('first')",
+        "class A:\n    def __del__(self):\n        print('gone')\n\n\na = A()\na.self = a",
+        "import sys\nsys.excepthook = lambda kind, error, trace: print(kind, trace.tb_frame.f_code.co_filename)\n1 / 0",
+        "print(input(), input())",
+    ],
+)
 def test_a_script_says_and_ends_as_in_a_new_process(script: str):
     alike(["-c", script], input="one\ntwo\n")
 
@@ -114,11 +123,15 @@ def test_random_numbers_are_other_ones_in_each_process():
 
 
 def test_processes_live_side_by_side_and_hear_signals():
-    script = ("import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: print('heard', flush=True))\n"
-              "print('ready', flush=True)\nprint(sys.stdin.readline())")  # fmt: skip
+    script = (
+        "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: print('heard', flush=True))\n"
+        "print('ready', flush=True)\nprint(sys.stdin.readline())"
+    )
     options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with warm.Popen([sys.executable, "-c", script], **options) as one, \
-         warm.Popen([sys.executable, "-c", script], **options) as two:  # fmt: skip
+    with (
+        warm.Popen([sys.executable, "-c", script], **options) as one,
+        warm.Popen([sys.executable, "-c", script], **options) as two,
+    ):
         assert one.stdout.readline() == two.stdout.readline() == "ready\n"
         one.terminate()
         assert one.stdout.readline() == "heard\n"
@@ -195,15 +208,22 @@ def test_another_verbatim_is_not_taken_for_this_one(tmp_path: Path):
     (tmp_path / "verbatim" / "cli" / "__init__.py").touch()
     (tmp_path / "verbatim" / "cli" / "__main__.py").write_text("print('another')")
     for options in ({"cwd": tmp_path}, {"env": {**os.environ, "PYTHONPATH": str(tmp_path)}}):
-        done = subprocess.run([sys.executable, "-m", "verbatim.cli"], capture_output=True, text=True, check=True,
-                              **options)  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-m", "verbatim.cli"], capture_output=True, text=True, check=True, **options
+        )
         assert done.stdout == "another\n"
 
 
-@pytest.mark.parametrize(("args", "options"), [
-    (["/bin/true"], {}), ([sys.executable, "-I", "-c", "1"], {}), ([sys.executable, "-c", "1"], {"umask": 0o77}),
-    ([sys.executable, "-c", "1"], {"env": {"PYTHONHASHSEED": "3"}}), ([sys.executable, "none.py"], {}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("args", "options"),
+    [
+        (["/bin/true"], {}),
+        ([sys.executable, "-I", "-c", "1"], {}),
+        ([sys.executable, "-c", "1"], {"umask": 0o77}),
+        ([sys.executable, "-c", "1"], {"env": {"PYTHONHASHSEED": "3"}}),
+        ([sys.executable, "none.py"], {}),
+    ],
+)
 def test_what_python_must_know_at_its_start_is_refused(args, options):
     with pytest.raises(ValueError, match="start it by subprocess"):
         warm.Popen(args, **options)
@@ -216,8 +236,9 @@ def test_a_process_that_os_fork_made_starts_new_ones():
     if child == 0:
         status = 1
         try:
-            status = subprocess.run([sys.executable, "-m", "verbatim.cli", "--version"], capture_output=True,
-                                    check=False).returncode  # fmt: skip
+            status = subprocess.run(
+                [sys.executable, "-m", "verbatim.cli", "--version"], capture_output=True, check=False
+            ).returncode
         finally:
             os._exit(status)
     assert os.waitpid(child, 0)[1] == 0

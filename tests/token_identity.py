@@ -102,11 +102,15 @@ def watched() -> Iterator[Watch]:
         index = record(loop, answer, prompt, state_key)
         completion = completions.pop(answer)
         stream = streams.setdefault(loop.recorder, [])
-        stream.append(Told(
-            prompt=np.asarray(answer.prompt_ids).tolist(),
-            completion=np.asarray(completion.ids).tolist(), logprobs=_listed(completion.logprobs),
-            versions=_listed(completion.policy_versions), trained=prompt.trained,
-        ))  # fmt: skip
+        stream.append(
+            Told(
+                prompt=np.asarray(answer.prompt_ids).tolist(),
+                completion=np.asarray(completion.ids).tolist(),
+                logprobs=_listed(completion.logprobs),
+                versions=_listed(completion.policy_versions),
+                trained=prompt.trained,
+            )
+        )
         watch.num_turns += 1
         if answer in cut:
             cut.remove(answer)
@@ -156,9 +160,11 @@ def _compare(watch: Watch, recorder: Recorder, stream: list[Told]) -> None:
             places = np.flatnonzero(sample.chunk_ids == index)
             watch.expect(index not in found, f"{where}: turn {index} is trained in two samples")
             found[index] = (
-                sample.token_ids[: places[0]].tolist(), sample.token_ids[places].tolist(),
-                sample.logprobs[places].tolist(), sample.policy_versions[places].tolist(),
-            )  # fmt: skip
+                sample.token_ids[: places[0]].tolist(),
+                sample.token_ids[places].tolist(),
+                sample.logprobs[places].tolist(),
+                sample.policy_versions[places].tolist(),
+            )
     for index, told in enumerate(stream):
         trained = found.pop(index, None)
         if not told.trained or told.logprobs is None or not told.completion or not told.prompt:
@@ -166,10 +172,12 @@ def _compare(watch: Watch, recorder: Recorder, stream: list[Told]) -> None:
             continue
         expected = (told.prompt, told.completion, told.logprobs)
         watch.expect(
-            trained is not None and trained[:2] == expected[:2] and _same(trained[2], expected[2])
+            trained is not None
+            and trained[:2] == expected[:2]
+            and _same(trained[2], expected[2])
             and (told.versions is None or trained[3] == told.versions),
             f"{where}: turn {index} is not trained as it was sampled",
-        )  # fmt: skip
+        )
     watch.expect(not found, f"{where}: trained tokens that nobody sampled, of turns {sorted(found)}")
     extends = all(_begins(b.prompt, [*a.prompt, *a.completion]) for a, b in pairwise(stream))
     has_trained = any(told.trained and told.logprobs is not None for told in stream)

@@ -38,8 +38,10 @@ _READ_AT_START = ("PYTHON", "LC_", "LANG", "LD_", "OMP_", "MKL_", "HF_", "TRANSF
 _READ_LATER = ("PYTHONPATH", "PYTHONUNBUFFERED")
 
 HANDLERS: dict[int, Any] = {
-    signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL
-}  # fmt: skip
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGHUP: signal.SIG_DFL,
+}
 """Those of a new process. Others are never changed by who starts commands."""
 
 _LIMITS = (resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_CORE)
@@ -77,18 +79,33 @@ class Popen(NewProcess):  # type: ignore[type-arg]
         streams = [options[name] for name in ("p2cread", "c2pwrite", "errwrite")]
         passed = [int(fd) for fd in options["pass_fds"]]
         request = {
-            "args": args, "env": {os.fsdecode(name): os.fsdecode(value) for name, value in env.items()},
-            "cwd": os.path.abspath(os.fsdecode(options["cwd"] or os.getcwd())), "fds": [0, 1, 2, *passed],
-            "parent": os.getpid(), "session": options["start_new_session"],
+            "args": args,
+            "env": {os.fsdecode(name): os.fsdecode(value) for name, value in env.items()},
+            "cwd": os.path.abspath(os.fsdecode(options["cwd"] or os.getcwd())),
+            "fds": [0, 1, 2, *passed],
+            "parent": os.getpid(),
+            "session": options["start_new_session"],
             "group": {-1: os.getpgrp()}.get(options["process_group"], options["process_group"]),
             "ignored": [number for number in HANDLERS if signal.getsignal(number) is signal.SIG_IGN],
-            "cores": sorted(os.sched_getaffinity(0)), "limits": [[each, resource.getrlimit(each)] for each in _LIMITS],
-        }  # fmt: skip
+            "cores": sorted(os.sched_getaffinity(0)),
+            "limits": [[each, resource.getrlimit(each)] for each in _LIMITS],
+        }
         fds = [own if fd == -1 else fd for own, fd in enumerate(streams)] + passed
         self.pid = _running().fork(request, fds)
         self._child_created = True
-        self._close_pipe_fds(*(options[name] for name in (  # type: ignore[attr-defined]
-            "p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")))  # fmt: skip
+        self._close_pipe_fds(
+            *(
+                options[name]
+                for name in (  # type: ignore[attr-defined]
+                    "p2cread",
+                    "p2cwrite",
+                    "c2pread",
+                    "c2pwrite",
+                    "errread",
+                    "errwrite",
+                )
+            )
+        )
 
 
 class CommandPopen(Popen):
@@ -105,8 +122,15 @@ class CommandPopen(Popen):
             NewProcess._execute_child(**options)  # type: ignore[attr-defined]
 
 
-def run(args: Sequence[str | Path], *, input: Any = None, capture_output: bool = False, timeout: float | None = None,
-        check: bool = False, **options: Any) -> subprocess.CompletedProcess[Any]:  # fmt: skip
+def run(
+    args: Sequence[str | Path],
+    *,
+    input: Any = None,
+    capture_output: bool = False,
+    timeout: float | None = None,
+    check: bool = False,
+    **options: Any,
+) -> subprocess.CompletedProcess[Any]:
     """As `subprocess.run`, by `Popen`."""
     if capture_output:
         options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -162,8 +186,16 @@ def _problem(args: Any, options: Mapping[str, Any]) -> str | None:
     what, *words = script(args)
     if what.startswith("-") and (what not in ("-m", "-c") or not words):
         return f"{args[:2]}: only -m, -c and files are run"
-    needs = {"executable": None, "preexec_fn": None, "shell": False, "close_fds": True, "gid": None, "gids": None,
-             "uid": None, "umask": -1}  # fmt: skip
+    needs = {
+        "executable": None,
+        "preexec_fn": None,
+        "shell": False,
+        "close_fds": True,
+        "gid": None,
+        "gids": None,
+        "uid": None,
+        "umask": -1,
+    }
     if wrong := [name for name, usual in needs.items() if options[name] != usual]:
         return f"{wrong[0]} = {options[wrong[0]]!r}"
     cwd, env = options["cwd"], os.environ if options["env"] is None else options["env"]
@@ -237,9 +269,11 @@ def _running() -> Server:
             with theirs:
                 # A group of its own: Ctrl-C in the terminal is not for it. In this session: so are its children.
                 process = NewProcess(
-                    [sys.executable, str(PROGRAM), str(theirs.fileno()), "-" * 4000], process_group=0,
-                    pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL,
-                )  # fmt: skip
+                    [sys.executable, str(PROGRAM), str(theirs.fileno()), "-" * 4000],
+                    process_group=0,
+                    pass_fds=(theirs.fileno(),),
+                    stdin=subprocess.DEVNULL,
+                )
             server = Server(ours, process)
         return server
 

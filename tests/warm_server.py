@@ -33,9 +33,19 @@ from typing import Any, NoReturn
 
 import warm
 
-_MODULES = ("numpy", "httpx", "safetensors.torch", "matplotlib.figure", "matplotlib.backends.backend_agg",
-            "PIL.BmpImagePlugin", "PIL.GifImagePlugin", "PIL.JpegImagePlugin", "PIL.PpmImagePlugin",
-            "transformers.models.qwen3.modeling_qwen3", "transformers.models.llama.modeling_llama")  # fmt: skip
+_MODULES = (
+    "numpy",
+    "httpx",
+    "safetensors.torch",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
+    "PIL.BmpImagePlugin",
+    "PIL.GifImagePlugin",
+    "PIL.JpegImagePlugin",
+    "PIL.PpmImagePlugin",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.llama.modeling_llama",
+)
 """Imported by the server, beside all of Verbatim but what `_LEFT_OUT` says."""
 _LEFT_OUT = ("__main__", "verbatim.gateway.verifiers")
 """The second costs three seconds, for which most workers have no use."""
@@ -94,9 +104,12 @@ def import_everything() -> None:
 
     import verbatim
 
-    found = [module.name for package in (renderers, verbatim)
-             for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
-             if not module.name.endswith(_LEFT_OUT) and not module.name.startswith(_LEFT_OUT)]  # fmt: skip
+    found = [
+        module.name
+        for package in (renderers, verbatim)
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+        if not module.name.endswith(_LEFT_OUT) and not module.name.startswith(_LEFT_OUT)
+    ]
     for name in (*_MODULES, *found):
         with contextlib.suppress(ImportError):  # an extra that is not installed
             importlib.import_module(name)
@@ -196,9 +209,12 @@ def _open_stream(name: str, mode: str, unbuffered: bool) -> Any:
     buffer: Any = open(fd, f"{mode}b", buffering=0 if unbuffered else -1, closefd=False)  # noqa: SIM115
     getattr(buffer, "raw", buffer).name = f"<{name}>"
     stream = io.TextIOWrapper(
-        buffer, encoding=before.encoding, errors=before.errors, write_through=unbuffered,
+        buffer,
+        encoding=before.encoding,
+        errors=before.errors,
+        write_through=unbuffered,
         line_buffering=not unbuffered and (name == "stderr" or buffer.isatty()),
-    )  # fmt: skip
+    )
     stream.mode = mode  # type: ignore[misc]
     return stream
 

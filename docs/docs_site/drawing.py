@@ -59,11 +59,19 @@ class Drawing:
     def svg(self) -> str:
         """The file's text."""
         width, height = self._size
-        head = ("<marker id='head' viewBox='0 0 8 8' refX='7' refY='4' markerWidth='8' markerHeight='8' orient='auto'>"
-                f"<path d='M0,0 L8,4 L0,8 z' fill='{INK}'/></marker>")  # fmt: skip
-        return "\n".join([
-            f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' height='{height}' "
-            "role='img'>",
-            f"<title>{escape(self._title)}</title>", f"<defs>{head}</defs>",
-            f"<rect width='{width}' height='{height}' rx='8' fill='#ffffff'/>", *self._shapes, "</svg>", "",
-        ])  # fmt: skip
+        head = (
+            "<marker id='head' viewBox='0 0 8 8' refX='7' refY='4' markerWidth='8' markerHeight='8' orient='auto'>"
+            f"<path d='M0,0 L8,4 L0,8 z' fill='{INK}'/></marker>"
+        )
+        return "\n".join(
+            [
+                f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' height='{height}' "
+                "role='img'>",
+                f"<title>{escape(self._title)}</title>",
+                f"<defs>{head}</defs>",
+                f"<rect width='{width}' height='{height}' rx='8' fill='#ffffff'/>",
+                *self._shapes,
+                "</svg>",
+                "",
+            ]
+        )

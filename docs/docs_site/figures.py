@@ -10,9 +10,12 @@ from docs_site.drawing import CODE, CONTEXT, TRAINED, Drawing
 def drawings() -> Mapping[str, str]:
     """The SVG of each picture, by its name."""
     figures = {
-        "data_flow": _data_flow(), "samples": _samples(), "asynchrony": _asynchrony(),
-        "weight_update": _weight_update(), "packing": _packing(),
-    }  # fmt: skip
+        "data_flow": _data_flow(),
+        "samples": _samples(),
+        "asynchrony": _asynchrony(),
+        "weight_update": _weight_update(),
+        "packing": _packing(),
+    }
     return {name: drawing.svg() for name, drawing in figures.items()}
 
 
@@ -37,8 +40,13 @@ def _data_flow() -> Drawing:
             d.arrow((6 + i * 206, 270), (30 + i * 206, 270))
     d.arrow((195, 200), (195, 245))
     d.area(10, 325, 840, 95, "trainer: a step")
-    step = ("new weights\nversion n + 1", "optimizer\nclip, AdamW", "gradient\nbackward pass", "loss\nforward pass",
-            "packing\nto micro-batches")  # fmt: skip
+    step = (
+        "new weights\nversion n + 1",
+        "optimizer\nclip, AdamW",
+        "gradient\nbackward pass",
+        "loss\nforward pass",
+        "packing\nto micro-batches",
+    )
     for i, name in enumerate(step):
         d.box(30 + i * 165, 355, 140, 50, name)
         if i:
@@ -60,7 +68,7 @@ def _samples() -> Drawing:
         d.tokens(80, 44 + 34 * i, row)
     d.text(320, 96, "turn 2 extends turn 1, id for id")
     d.text(320, 130, "turn 3 does not: 8 stands where 3 was, so this is a break")
-    d.text(20, 178, "interleaved, on_break = \"split\"", bold=True)
+    d.text(20, 178, 'interleaved, on_break = "split"', bold=True)
     d.tokens(80, 190, "1 2 [3] 4 [5]")
     d.text(320, 208, "turns 1 and 2 in one sample")
     d.tokens(80, 224, "1 2 8 4 [9]")
@@ -100,10 +108,12 @@ def _weight_update() -> Drawing:
         d.box(x - 70, 14, 140, 30, name, CODE)
         d.arrow((x, 44), (x, 286), dashed=True)
     for y, a, b, text in (
-        (80, 0, 1, "weights of version n + 1, whole"), (110, 0, 1, "its logprobs of five probes"),
-        (140, 1, 2, "there is a new version"), (170, 2, 3, "load it, between two decode steps"),
+        (80, 0, 1, "weights of version n + 1, whole"),
+        (110, 0, 1, "its logprobs of five probes"),
+        (140, 1, 2, "there is a new version"),
+        (170, 2, 3, "load it, between two decode steps"),
         (230, 3, 2, "logprobs of the probes"),
-    ):  # fmt: skip
+    ):
         step = 4 if xs[b] > xs[a] else -4
         d.arrow((xs[a] + step, y), (xs[b] - step, y))
         d.text((xs[a] + xs[b]) / 2, y - 6, text, anchor="middle", size=11)
@@ -118,10 +128,10 @@ def _packing() -> Drawing:
     d.text(20, 30, "two samples that begin alike", bold=True)
     d.tokens(40, 42, "1 2 [3]")
     d.tokens(180, 42, "1 2 [4] [5]")
-    d.text(20, 110, "packing = \"rows\": one after the other, 7 tokens are computed", bold=True)
+    d.text(20, 110, 'packing = "rows": one after the other, 7 tokens are computed', bold=True)
     d.tokens(40, 122, "1 2 [3] 1 2 [4] [5]")
     d.text(260, 140, "a token sees those before it in its own row")
-    d.text(20, 190, "packing = \"tree\": what they share once, 5 tokens are computed", bold=True)
+    d.text(20, 190, 'packing = "tree": what they share once, 5 tokens are computed', bold=True)
     d.tokens(40, 222, "1 2")
     d.tokens(140, 206, "[3]")
     d.tokens(140, 240, "[4] [5]")

@@ -41,6 +41,8 @@ def _see(metric: Metric) -> str:
 
 
 _NAMES: Mapping[str, str] = {
-    "asynchrony.md#what-to-look-at": "asynchrony", "vllm.md#weights-from-the-trainers-devices": "broadcast",
-    "vllm.md#one-gpu": "one GPU", "environments.md#a-judge-or-a-reward-model": "judges",
-}  # fmt: skip
+    "asynchrony.md#what-to-look-at": "asynchrony",
+    "vllm.md#weights-from-the-trainers-devices": "broadcast",
+    "vllm.md#one-gpu": "one GPU",
+    "environments.md#a-judge-or-a-reward-model": "judges",
+}

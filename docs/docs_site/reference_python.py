@@ -22,11 +22,26 @@ from docstring_parser.attrdoc import add_attribute_docstrings
 from docs_site.markdown import cell, code, table
 
 PACKAGES = (
-    "verbatim", "verbatim.types", "verbatim.environments", "verbatim.tools", "verbatim.inference",
-    "verbatim.inference.openai", "verbatim.rollouts", "verbatim.renderers", "verbatim.trajectories", "verbatim.credit",
-    "verbatim.filters", "verbatim.losses", "verbatim.packing", "verbatim.curriculum", "verbatim.monitors",
-    "verbatim.envcheck", "verbatim.doctor", "verbatim.config", "verbatim.errors",
-)  # fmt: skip
+    "verbatim",
+    "verbatim.types",
+    "verbatim.environments",
+    "verbatim.tools",
+    "verbatim.inference",
+    "verbatim.inference.openai",
+    "verbatim.rollouts",
+    "verbatim.renderers",
+    "verbatim.trajectories",
+    "verbatim.credit",
+    "verbatim.filters",
+    "verbatim.losses",
+    "verbatim.packing",
+    "verbatim.curriculum",
+    "verbatim.monitors",
+    "verbatim.envcheck",
+    "verbatim.doctor",
+    "verbatim.config",
+    "verbatim.errors",
+)
 
 HEAD = """# Python reference
 
@@ -49,8 +64,11 @@ def public_names(module: ModuleType) -> list[str]:
     names = getattr(module, "__all__", None)
     if names is not None:
         return list(names)
-    return [name for name, value in vars(module).items() if not name.startswith("_")
-            and getattr(value, "__module__", None) == module.__name__]  # fmt: skip
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
+    ]
 
 
 def _package(name: str, shown: dict[int, str]) -> str:
@@ -138,8 +156,11 @@ def _fields(cls: type) -> list[list[str]]:
             add_attribute_docstrings(base, found)
         about |= {p.arg_name: p.description or "" for p in found.params}
     if dataclasses.is_dataclass(cls):
-        return [[code(f.name), code(str(f.type)), _default(f), cell(about.get(f.name, ""))]
-                for f in dataclasses.fields(cls) if not f.name.startswith("_")]  # fmt: skip
+        return [
+            [code(f.name), code(str(f.type)), _default(f), cell(about.get(f.name, ""))]
+            for f in dataclasses.fields(cls)
+            if not f.name.startswith("_")
+        ]
     if typing.is_typeddict(cls):
         types = {k: v for base in reversed(cls.__mro__) for k, v in vars(base).get("__annotations__", {}).items()}
         return [[code(k), code(_annotation(types.get(k, ""))), "", cell(about.get(k, ""))] for k in cls.__annotations__]

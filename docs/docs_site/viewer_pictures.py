@@ -1,6 +1,6 @@
 """Takes the pictures of docs/viewer.md in headless Chromium, from a finished run.
 
-    PYTHONPATH=src:docs python -m docs_site.viewer_pictures runs/guess_number/latest
+PYTHONPATH=src:docs python -m docs_site.viewer_pictures runs/guess_number/latest
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def find_views(url: str) -> dict[str, tuple[str, str]]:
         "trajectory": (f"#/trajectory/0/{shown['key']}", tokens),
         "logprobs": (f"#/trajectory/0/{shown['key']}?color=logprob", tokens),
         "group": (f"#/group/0/{shown['group_key']}", links),
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

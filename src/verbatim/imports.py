@@ -63,16 +63,20 @@ def import_object(import_path: str) -> Any:
     if not import_path:
         raise ComponentError("import_path is empty; expected module.name, for example my_module.MyClass")
     if not module_name:
-        raise ComponentError(f"import_path {import_path!r} names a module only; expected module.name, for example "
-                             f"{import_path}.MyClass or {import_path}.my_function")  # fmt: skip
+        raise ComponentError(
+            f"import_path {import_path!r} names a module only; expected module.name, for example "
+            f"{import_path}.MyClass or {import_path}.my_function"
+        )
     here = _here()
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise ComponentError(f"importing {module_name} failed: {told(error)}; install the package that has "
-                                 f"{error.name}, with this Python's pip: {sys.executable} -m pip install PACKAGE (it "
-                                 "may have another name than the module)") from error  # fmt: skip
+            raise ComponentError(
+                f"importing {module_name} failed: {told(error)}; install the package that has "
+                f"{error.name}, with this Python's pip: {sys.executable} -m pip install PACKAGE (it "
+                "may have another name than the module)"
+            ) from error
         raise ComponentError(
             f"there is no module {error.name!r}; looked in the current directory, {here}{_beside()}, and in the "
             f"installed packages{_where_else(module_name, attribute)}"
@@ -90,8 +94,9 @@ def import_object(import_path: str) -> Any:
         hint = f'; did you mean "{near[0]}"?' if near else f"; it has {', '.join(own[:8])}" if own else ""
         if attribute == "py":
             hint = f"; an import_path has the name behind the module, without .py: {module_name}.MyClass"
-        raise ComponentError(f"{module_name} ({getattr(module, '__file__', 'built in')}) has no "
-                             f"{attribute!r}{hint}") from None  # fmt: skip
+        raise ComponentError(
+            f"{module_name} ({getattr(module, '__file__', 'built in')}) has no {attribute!r}{hint}"
+        ) from None
 
 
 def search_beside(file: Path) -> None:
@@ -119,8 +124,10 @@ def _remembered(stored: Path) -> list[str]:
     else:
         why = ""
     if not isinstance(folders, list) or not all(isinstance(folder, str) for folder in folders):
-        raise UsageError(f"{stored} is damaged{why}: expected a JSON list of the folders that hold the run's modules, "
-                         '["/home/me/tasks"]; write it anew, or remove it and run the command in that folder')
+        raise UsageError(
+            f"{stored} is damaged{why}: expected a JSON list of the folders that hold the run's modules, "
+            '["/home/me/tasks"]; write it anew, or remove it and run the command in that folder'
+        )
     return folders
 
 

@@ -11,10 +11,20 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-ERRNOS = frozenset({
-    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM,
-    errno.EAGAIN, errno.ENOLCK,
-})  # fmt: skip
+ERRNOS = frozenset(
+    {
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EFBIG,
+        errno.EIO,
+        errno.ESTALE,
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ENOMEM,
+        errno.EAGAIN,
+        errno.ENOLCK,
+    }
+)
 """System errors that another command line would meet too. Missing or forbidden folders are not among them: the user can
 name another one."""
 
@@ -48,8 +58,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     """
     if isinstance(error, MemoryError):
         return True
-    return isinstance(error, RuntimeError) and not isinstance(error, RecursionError) and (
-        type(error).__name__ == "OutOfMemoryError" or any(text in str(error).lower() for text in _NO_MEMORY)
+    return (
+        isinstance(error, RuntimeError)
+        and not isinstance(error, RecursionError)
+        and (type(error).__name__ == "OutOfMemoryError" or any(text in str(error).lower() for text in _NO_MEMORY))
     )
 
 

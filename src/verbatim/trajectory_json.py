@@ -44,10 +44,14 @@ def trajectory_from_json(record: Mapping[str, Any]) -> Trajectory:
     turns: list[Turn] = []
     for turn in record["turns"]:
         turns.append(_turn_from_json(turn, turns))
-    fields = {**record, "turns": turns, "reward": _number(record["reward"]),
-              "advantage": _number(record["advantage"]),
-              "reward_parts": {name: float(part) for name, part in record["reward_parts"].items()},
-              "agent_rewards": {name: float(own) for name, own in record.get("agent_rewards", {}).items()}}  # fmt: skip
+    fields = {
+        **record,
+        "turns": turns,
+        "reward": _number(record["reward"]),
+        "advantage": _number(record["advantage"]),
+        "reward_parts": {name: float(part) for name, part in record["reward_parts"].items()},
+        "agent_rewards": {name: float(own) for name, own in record.get("agent_rewards", {}).items()},
+    }
     return Trajectory(**fields)
 
 
@@ -58,8 +62,10 @@ def plain(value: Any) -> Any:
     if kind in _AS_THEY_ARE:
         return value
     if kind is dict:
-        return {key if type(key) is str else str(key): inner if type(inner) in _AS_THEY_ARE else plain(inner)
-                for key, inner in value.items()}  # fmt: skip
+        return {
+            key if type(key) is str else str(key): inner if type(inner) in _AS_THEY_ARE else plain(inner)
+            for key, inner in value.items()
+        }
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, float) and not math.isfinite(value):

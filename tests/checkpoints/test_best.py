@@ -85,7 +85,7 @@ def test_a_checkpoint_is_found_by_what_people_call_it(run: Path, which: str, ste
         ("", "expected latest, best or a step"),
         ("²", "expected latest, best or a step"),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_there_is_refused_with_what_is(run: Path, which: str, said: str):
     with pytest.raises(UsageError) as refused:
         find_checkpoint(run, which)
@@ -152,11 +152,15 @@ def test_a_link_is_removed_when_there_is_no_best_and_what_is_somebody_elses_stay
     ("tables", "said"),
     [
         ("[checkpoint]\nkeep_best = {}", "and there is none; add [orchestrator.eval], or remove keep_best"),
-        ('[orchestrator.eval]\n[checkpoint]\nkeep_best = { metric = "sucess" }',
-         "checkpoint.keep_best.metric: found 'sucess', expected a metric of evaluations: success, success/low"),
+        (
+            '[orchestrator.eval]\n[checkpoint]\nkeep_best = { metric = "sucess" }',
+            "checkpoint.keep_best.metric: found 'sucess', expected a metric of evaluations: success, success/low",
+        ),
         ('[orchestrator.eval]\n[checkpoint]\nkeep_best = { mode = "most" }', "expected 'max' or 'min'"),
-        ('[orchestrator.eval]\n[checkpoint]\nkeep_best = { env = "other" }',
-         "checkpoint.keep_best.env: found 'other', expected an environment that is evaluated: guess_number"),
+        (
+            '[orchestrator.eval]\n[checkpoint]\nkeep_best = { env = "other" }',
+            "checkpoint.keep_best.env: found 'other', expected an environment that is evaluated: guess_number",
+        ),
         ('[orchestrator.eval]\nearly_stopping = { env = "other" }', "eval.early_stopping.env: found 'other'"),
         ("[orchestrator.eval]\nearly_stopping = { patience = 0 }", "expected greater than or equal to 1"),
         ("[orchestrator.eval]\nearly_stopping = { min_delta = -0.1 }", "expected greater than or equal to 0"),
@@ -164,7 +168,7 @@ def test_a_link_is_removed_when_there_is_no_best_and_what_is_somebody_elses_stay
         ("[orchestrator.eval]\nearly_stopping = { patients = 3 }", 'did you mean "patience"?'),
         ("[orchestrator.eval]\nearly_stopping = 3", "expected a table"),
     ],
-)  # fmt: skip
+)
 def test_a_criterion_that_cannot_be_is_refused(tmp_path: Path, tables: str, said: str):
     file = tmp_path / "run.toml"
     file.write_text(f'[model]\nname = "x"\n[[orchestrator.train.env]]\nid = "guess_number"\n{tables}\n')
@@ -179,7 +183,7 @@ def test_the_environments_of_the_evaluation_are_the_ones_that_can_be_named(tmp_p
         '[model]\nname = "x"\n[[orchestrator.train.env]]\nid = "guess_number"\n'
         '[[orchestrator.eval.env]]\nid = "calculator"\nname = "sums"\n'
         '[checkpoint]\nkeep_best = { metric = "reward_part/right/mean", env = "sums" }\n'
-    )  # fmt: skip
+    )
     assert load_config(file).checkpoint.keep_best.env == "sums"
     with pytest.raises(ConfigError, match="expected an environment that is evaluated: sums"):
         load_config(file, ["--checkpoint.keep-best.env", "guess_number"])

@@ -17,11 +17,28 @@ from verbatim.config.schema import RunConfig
 from verbatim.errors import UsageError
 
 NOON = datetime(2026, 1, 31, 12)
-OTHERS = ("notes.txt", "src", "run.toml", ".git", ".probe-7", ".latest-1", "latest", "x.tmp", ".x.partial",
-          "step_000001", f".{MARKER}.77")  # fmt: skip
-FORGED = (b"", b"{}", b"[]", b"\xff", b'{"format": 1, "id": "00", "names": []}',
-          json.dumps({"format": 2, "id": "00" * 16, "names": []}).encode(),
-          json.dumps({"format": 1, "id": "00" * 16, "names": ["src"]}).encode())  # fmt: skip
+OTHERS = (
+    "notes.txt",
+    "src",
+    "run.toml",
+    ".git",
+    ".probe-7",
+    ".latest-1",
+    "latest",
+    "x.tmp",
+    ".x.partial",
+    "step_000001",
+    f".{MARKER}.77",
+)
+FORGED = (
+    b"",
+    b"{}",
+    b"[]",
+    b"\xff",
+    b'{"format": 1, "id": "00", "names": []}',
+    json.dumps({"format": 2, "id": "00" * 16, "names": []}).encode(),
+    json.dumps({"format": 1, "id": "00" * 16, "names": ["src"]}).encode(),
+)
 """Files of the marker's name that no run has written."""
 TOML = """
 [model.build]
@@ -105,11 +122,19 @@ def test_a_run_that_removes_what_it_finds_is_noticed(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("typed", [
-    ["rl", "run.toml", "--run-dir", "."], ["rl", "run.toml", "--resume", "."], ["sft", "data.jsonl", "--run-dir", "."],
-    ["orchestrator", "run.toml", "--run-dir", "."], ["trainer", "run.toml", "--run-dir", "."],
-    ["rl", "--replay", "1", "--run-dir", "."], ["rl", "--fork", ".", "--run-dir", "."],
-], ids=" ".join)  # fmt: skip
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ["rl", "run.toml", "--run-dir", "."],
+        ["rl", "run.toml", "--resume", "."],
+        ["sft", "data.jsonl", "--run-dir", "."],
+        ["orchestrator", "run.toml", "--run-dir", "."],
+        ["trainer", "run.toml", "--run-dir", "."],
+        ["rl", "--replay", "1", "--run-dir", "."],
+        ["rl", "--fork", ".", "--run-dir", "."],
+    ],
+    ids=" ".join,
+)
 def test_a_command_in_a_project_changes_nothing(tmp_path: Path, typed, monkeypatch):
     assert main(["init", str(tmp_path / "project")]) == 0
     monkeypatch.chdir(tmp_path / "project")

@@ -89,7 +89,7 @@ def test_resume_without_a_run_lists_the_runs_there_are(tmp_path: Path, root: Pat
 
 
 def test_resume_with_a_folder_here_names_the_current_folder(tmp_path: Path, monkeypatch):
-    """"none in .." would be another folder."""
+    """ "none in .." would be another folder."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=r"no run to resume in mine; found none in the current folder\. Give its"):
         RunFolder.resume(config_of(tmp_path), name="guess", folder=Path("mine"))
@@ -188,8 +188,11 @@ def test_both_processes_of_a_run_join_the_folder_that_the_first_one_makes(tmp_pa
         assert trainer.path == orchestrator.path == tmp_path / "mine"
         assert load_config(trainer.path / "config.toml") == config
     assert sorted(p.name for p in (tmp_path / "mine").iterdir()) == [
-        "config.toml", "orchestrator.lock", "trainer.lock", "verbatim_run.json",
-    ]  # fmt: skip
+        "config.toml",
+        "orchestrator.lock",
+        "trainer.lock",
+        "verbatim_run.json",
+    ]
 
 
 def test_another_configuration_than_that_of_the_other_process_is_refused_naming_every_key(tmp_path: Path):
@@ -257,8 +260,14 @@ def test_what_a_killed_process_left_half_written_is_removed_and_nothing_else(tmp
     config = config_of(tmp_path, "--run-dir", str(tmp_path / "mine"))
     RunFolder.create(config, name="x", now=NOON).close()
     mine = tmp_path / "mine"
-    left = {".trainer_state", "states", ".final.partial", ".summary.json.tmp", ".metrics.jsonl.tmp",
-            ".config.toml.orchestrator.tmp"}  # fmt: skip
+    left = {
+        ".trainer_state",
+        "states",
+        ".final.partial",
+        ".summary.json.tmp",
+        ".metrics.jsonl.tmp",
+        ".config.toml.orchestrator.tmp",
+    }
     for name in left:
         if name.endswith(".tmp"):
             (mine / name).write_text("half")

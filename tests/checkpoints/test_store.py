@@ -291,7 +291,10 @@ def test_damaged_checkpoints_that_a_run_does_not_go_on_from_count_no_more(store:
     assert "the damaged checkpoint of step 3 is kept aside as" in caplog.text
     save(store, 3)
     assert {p.name for p in store.folder.iterdir()} == {
-        "step_000001", "step_000002.damaged-1", "step_000003", "step_000003.damaged-1"
+        "step_000001",
+        "step_000002.damaged-1",
+        "step_000003",
+        "step_000003.damaged-1",
     }
 
 

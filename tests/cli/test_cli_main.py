@@ -91,8 +91,11 @@ def test_memory_that_runs_out_is_one_message(command, capsys, error: Exception):
         (OSError(errno.ENOSPC, "No space left on device", "a/b"), 1, "stopped: No space left on device (a/b)\n"),
         (caused(UsageError("a cannot be read"), OSError(errno.EIO, "I/O error")), 1, "stopped: a cannot be read\n"),
         (caused(UsageError("there is no a"), FileNotFoundError(errno.ENOENT, "No")), 2, "error: there is no a\n"),
-        (caused(CheckpointNotWritten("step 0: disk full"), OSError(errno.ENOSPC, "No space")), 1,
-         "stopped: step 0: disk full\n"),
+        (
+            caused(CheckpointNotWritten("step 0: disk full"), OSError(errno.ENOSPC, "No space")),
+            1,
+            "stopped: step 0: disk full\n",
+        ),
     ],
 )
 def test_each_end_has_its_status_and_one_message(command, capsys, outcome, status: int, said: str):

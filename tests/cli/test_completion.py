@@ -27,9 +27,17 @@ def completions(line: str, folder: Path) -> list[str]:
 def asked(line: str, folder: Path, *python: str) -> tuple[list[str], str]:
     """The words, and what is on the standard error."""
     out = folder / "completions"
-    env = {**os.environ, "COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9", "_ARGCOMPLETE": "1",
-           "_ARGCOMPLETE_STDOUT_FILENAME": str(out), "_ARGCOMPLETE_SHELL": "bash",
-           "_ARGCOMPLETE_COMP_WORDBREAKS": " \t\n", "_ARGCOMPLETE_IFS": "\n"}  # fmt: skip
+    env = {
+        **os.environ,
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+        "COMP_TYPE": "9",
+        "_ARGCOMPLETE": "1",
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(out),
+        "_ARGCOMPLETE_SHELL": "bash",
+        "_ARGCOMPLETE_COMP_WORDBREAKS": " \t\n",
+        "_ARGCOMPLETE_IFS": "\n",
+    }
     done = subprocess.run([sys.executable, *python], cwd=folder, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return [word.strip() for word in out.read_text().split("\n")], done.stderr
@@ -38,8 +46,9 @@ def asked(line: str, folder: Path, *python: str) -> tuple[list[str], str]:
 @pytest.mark.slow
 def test_asking_for_a_key_imports_no_torch(tmp_path: Path):
     with warm.cold("it tells what is imported"):
-        words, imported = asked("verbatim rl mine.toml --trainer.optim.l", tmp_path, "-X", "importtime", "-m",
-                                "verbatim.cli")  # fmt: skip
+        words, imported = asked(
+            "verbatim rl mine.toml --trainer.optim.l", tmp_path, "-X", "importtime", "-m", "verbatim.cli"
+        )
     assert words == ["--trainer.optim.lr"]
     names = {line.rpartition("|")[2].strip().partition(".")[0] for line in imported.splitlines()}
     assert "pydantic" in names
@@ -103,7 +112,7 @@ def test_bash_reads_its_lines_and_completes(tmp_path: Path):
     script = lines.stdout + (
         "\nset -- $(complete -p verbatim)\nwhile [ $# -gt 0 ]; do [ $1 = -F ] && f=$2; shift; done\n"
         "COMP_LINE='verbatim rec' COMP_POINT=12 COMP_WORDS=(verbatim rec) COMP_CWORD=1 COMP_TYPE=9\n"
-        "$f verbatim rec verbatim\necho \"${COMPREPLY[@]}\"\n"
+        '$f verbatim rec verbatim\necho "${COMPREPLY[@]}"\n'
     )
     bash = shutil.which("bash")
     assert bash is not None

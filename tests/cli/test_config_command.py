@@ -71,17 +71,25 @@ FILTERING = ["--orchestrator.buffer.online-difficulty-filtering", "true"]
     ("options", "notes"),
     [
         (["--orchestrator.oversampling-factor", "2"], []),
-        (["--orchestrator.oversampling-factor", "2.5"],
-         ["oversampling_factor = 2.5 acts as 2: with max_async_level = 1"]),
-        (["--orchestrator.oversampling-factor", "3", "--orchestrator.max-async-level", "0"],
-         ["oversampling_factor = 3 acts as 1: with max_async_level = 0 rollouts may start for 1 batch at a time"]),
+        (
+            ["--orchestrator.oversampling-factor", "2.5"],
+            ["oversampling_factor = 2.5 acts as 2: with max_async_level = 1"],
+        ),
+        (
+            ["--orchestrator.oversampling-factor", "3", "--orchestrator.max-async-level", "0"],
+            ["oversampling_factor = 3 acts as 1: with max_async_level = 0 rollouts may start for 1 batch at a time"],
+        ),
         (["--orchestrator.oversampling-factor", "2", "--orchestrator.max-async-level", "0", *FILTERING], []),
-        (["--orchestrator.oversampling-factor", "3", "--orchestrator.max-async-level", "0", *FILTERING],
-         ["max_concurrent = 256 holds less than the 384 episodes in flight that oversampling_factor = 3 asks for"]),
-        (["--orchestrator.max-async-level", "3", "--orchestrator.max-off-policy-steps", "1"],
-         ["max_async_level = 3 acts as 1: a rollout that started 3 batches ahead would be older than"]),
+        (
+            ["--orchestrator.oversampling-factor", "3", "--orchestrator.max-async-level", "0", *FILTERING],
+            ["max_concurrent = 256 holds less than the 384 episodes in flight that oversampling_factor = 3 asks for"],
+        ),
+        (
+            ["--orchestrator.max-async-level", "3", "--orchestrator.max-off-policy-steps", "1"],
+            ["max_async_level = 3 acts as 1: a rollout that started 3 batches ahead would be older than"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_the_staleness_rule_caps_is_said(file: Path, capsys, options, notes):
     assert main(["config", str(file), *options]) == 0
     printed = capsys.readouterr()
@@ -92,18 +100,22 @@ def test_what_the_staleness_rule_caps_is_said(file: Path, capsys, options, notes
         assert line.startswith(f"note: orchestrator.{note}")
 
 
-@pytest.mark.parametrize(("retention", "outcome"), [
-    ("tool_cycle", "starts a new sample: the user has spoken, and the format drops what was thought before"),
-    ("all", "continues what was sampled"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("retention", "outcome"),
+    [
+        ("tool_cycle", "starts a new sample: the user has spoken, and the format drops what was thought before"),
+        ("all", "continues what was sampled"),
+    ],
+)
 def test_which_turns_of_the_model_continue_is_told(retention: str, outcome: str):
     renderer = create_renderer("qwen3", tokenizer(), thinking_retention=retention)
     told = list(_continued(renderer, RendererConfig(thinking_retention=retention)))
     assert told[0] == f'renderer "qwen3", thinking_retention = "{retention}", history = "verbatim":'
     assert told[1:4] == [
-        "a tool's answer continues what was sampled", "a tool's answer, after a thought continues what was sampled",
+        "a tool's answer continues what was sampled",
+        "a tool's answer, after a thought continues what was sampled",
         "a user's message continues what was sampled",
-    ]  # fmt: skip
+    ]
     assert told[4].startswith(f"a user's message, after a thought {outcome}")
     assert told[5].startswith("a system message starts a new sample")
 
@@ -111,4 +123,4 @@ def test_which_turns_of_the_model_continue_is_told(retention: str, outcome: str)
 def test_history_as_a_chat_endpoint_has_it_continues_nothing():
     renderer = create_renderer("qwen3", tokenizer(), history="template")
     told = list(_continued(renderer, RendererConfig(history="template")))
-    assert all("starts a new sample: history = \"template\" renders every prompt" in line for line in told[1:])
+    assert all('starts a new sample: history = "template" renders every prompt' in line for line in told[1:])

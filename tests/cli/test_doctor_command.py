@@ -67,8 +67,10 @@ def test_a_machine_with_a_compiler_answers_0_and_names_what_is_compiled(capsys):
     status, out, _ = run(capsys, "--machine")
     assert status == 0
     assert [line.split()[:2] for line in out.splitlines()[3:]] == [
-        ["kernel.c", "compiled"], ["tree.c", "compiled"], ["layers.c", "compiled"],
-    ]  # fmt: skip
+        ["kernel.c", "compiled"],
+        ["tree.c", "compiled"],
+        ["layers.c", "compiled"],
+    ]
     assert str(native.library_folder()) in out
     status, out, _ = run(capsys, "--machine", "--json")
     found = json.loads(out)
@@ -221,11 +223,15 @@ def test_a_broken_configuration_beside_the_log_is_named(tmp_path: Path, capsys):
 
 
 def test_nothing_in_a_log_reaches_the_terminal_as_a_command(tmp_path: Path, model: Path, capsys):
-    hostile = Trajectory(example_id="x", trajectory_id="\x1b[2J[red]", turns=[
-        turn(render(ASK), f"<think>\n\x1b[31mR\n</think>\n\nA\x1b[0m{END}"),
-        turn(render(ASK, assistant("A\x1b[0m"), NEXT), f"W{END}", agent="main"),
-        turn(render(NEXT), f"W{END}", agent="\x1b]0;title"),
-    ])  # fmt: skip
+    hostile = Trajectory(
+        example_id="x",
+        trajectory_id="\x1b[2J[red]",
+        turns=[
+            turn(render(ASK), f"<think>\n\x1b[31mR\n</think>\n\nA\x1b[0m{END}"),
+            turn(render(ASK, assistant("A\x1b[0m"), NEXT), f"W{END}", agent="main"),
+            turn(render(NEXT), f"W{END}", agent="\x1b]0;title"),
+        ],
+    )
     log = write(tmp_path / "log.jsonl", hostile)
     log.write_text(log.read_text() + '{"\\u001b[2J": 1}\n')
     status, out, _ = run(capsys, log, "--model", model)
@@ -301,8 +307,11 @@ def test_json_holds_every_break_with_the_documented_keys(tmp_path: Path, model: 
     assert len(report["breaks"]) == 13
     first, last = report["breaks"][0], report["breaks"][-1]
     assert (first["class"], first["by_design"], last["class"], last["by_design"]) == (
-        "thinking_stripped", False, "sub_agent", True,
-    )  # fmt: skip
+        "thinking_stripped",
+        False,
+        "sub_agent",
+        True,
+    )
     assert (first["line"], first["turn"], first["position"]) == (1, 1, 10)
     at = first["recorded"]["positions"].index(10)
     assert first["recorded"]["tokens"][at] == "<think>"
@@ -355,8 +364,13 @@ def test_the_same_break_is_found_in_a_log_of_vllm(tmp_path: Path, model: Path, c
 @pytest.mark.slow
 @pytest.mark.realtime
 def test_neither_torch_nor_transformers_is_imported_without_a_tokenizer(tmp_path: Path):
-    log = write(tmp_path / "log.jsonl", WHOLE, Trajectory(example_id="x", turns=[
-        turn(render(ASK), f"W{END}"), turn(render(ASK, assistant("C"), NEXT), f"W{END}")]))  # fmt: skip
+    log = write(
+        tmp_path / "log.jsonl",
+        WHOLE,
+        Trajectory(
+            example_id="x", turns=[turn(render(ASK), f"W{END}"), turn(render(ASK, assistant("C"), NEXT), f"W{END}")]
+        ),
+    )
     script = (
         "import sys; from verbatim.cli.main import main; status = main(['doctor', sys.argv[1]]); "
         "print([m for m in ('torch', 'transformers', 'jinja2') if m in sys.modules], file=sys.stderr); sys.exit(status)"
@@ -405,9 +419,7 @@ def test_messages_that_a_template_refuses_or_leaves_out_are_told(capsys: pytest.
     assert probes(capsys.readouterr().out)["a system message", "plain"]["outcome"] != "bridged"
 
 
-def test_a_template_without_tools_is_told_and_status_1(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_template_without_tools_is_told_and_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "chat_template.jinja"
     file.write_text(
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -420,9 +432,13 @@ def test_a_template_without_tools_is_told_and_status_1(
     told = {(row["outcome"], row["reason"]) for row in rows if row["appended"] == "a system message"}
     assert told == {("refused", "the environment appended a message that is not of a tool or a user")}
     assert found["tools"] == {
-        "shown": False, "shown_below_system": False, "called": False, "read": False, "answered": True,
+        "shown": False,
+        "shown_below_system": False,
+        "called": False,
+        "read": False,
+        "answered": True,
         "hermes": "schemas in a system message, answers in a tool message",
-    }  # fmt: skip
+    }
     assert main(["doctor", "--template", str(file)]) == 1
     shown = " ".join(capsys.readouterr().out.split())
     assert "Tools: the chat template shows no tools and writes no tool calls" in shown
@@ -431,9 +447,15 @@ def test_a_template_without_tools_is_told_and_status_1(
 
 @pytest.mark.parametrize(
     ("name", "lacks"),
-    [("qwen3", []), ("llama3_1", []), ("deepseekv3", ["shown", "shown_below_system"]), ("gemma4", ["read"]),
-     ("lfm2", ["called", "read"]), ("phi3", ["shown", "shown_below_system", "called", "read", "answered"])],
-)  # fmt: skip
+    [
+        ("qwen3", []),
+        ("llama3_1", []),
+        ("deepseekv3", ["shown", "shown_below_system"]),
+        ("gemma4", ["read"]),
+        ("lfm2", ["called", "read"]),
+        ("phi3", ["shown", "shown_below_system", "called", "read", "answered"]),
+    ],
+)
 def test_what_published_templates_write_of_tools(
     name: str, lacks: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

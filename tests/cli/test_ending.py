@@ -56,8 +56,13 @@ ENDING = """
 
 
 def started(script, popen=warm.Popen):
-    return popen([sys.executable, "-c", textwrap.dedent(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                 stderr=subprocess.PIPE, text=True)  # fmt: skip
+    return popen(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 THREADS = """
@@ -126,11 +131,18 @@ def test_a_thread_that_was_left_behind_does_not_hold_the_process(main, status):
 @pytest.mark.realtime
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_after_the_command_is_done_does_not_change_its_status(number):
-    script = ENDING.format(main=3).replace("PATIENCE = 0.2", "PATIENCE = 600").replace("    shell.program()\n", """
+    script = (
+        ENDING.format(main=3)
+        .replace("PATIENCE = 0.2", "PATIENCE = 600")
+        .replace(
+            "    shell.program()\n",
+            """
     leave = shell.end_without_stragglers
     shell.end_without_stragglers = lambda status: (leave(status), print("done", flush=True))
     shell.program()
-""")
+""",
+        )
+    )
     with started(script) as process:
         assert process.stdout.readline() == "done\n"
         process.send_signal(number)
@@ -204,8 +216,13 @@ def test_the_second_sigterm_does_not_wait_for_what_the_first_one_started():
 def test_output_that_cannot_be_written_is_no_success():
     script = textwrap.dedent(ENDING.format(main='print("a figure") or 0')).replace(", args=(600,)", ", args=(0,)")
     with open("/dev/full", "w") as full:
-        done = warm.run([sys.executable, "-c", script], stdout=full, stderr=subprocess.PIPE, text=True,
-                        env={**os.environ, "PYTHONUNBUFFERED": ""})  # fmt: skip
+        done = warm.run(
+            [sys.executable, "-c", script],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": ""},
+        )
     assert (done.returncode, done.stderr) == (1, "stopped: No space left on device (standard output)\n")
 
 

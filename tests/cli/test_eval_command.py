@@ -72,7 +72,7 @@ max_turns = 2
 
 
 def solve(body: dict[str, Any]) -> dict[str, Any]:
-    """"good" is right; "bad" is right about 0 and, with an even seed, about 3; "broken" breaks the score of sum-1."""
+    """ "good" is right; "bad" is right about 0 and, with an even seed, about 3; "broken" breaks the score of sum-1."""
     a, b = map(int, body["messages"][0]["content"].split())
     right = body["model"] == "good" or a == 0 or (a == 3 and body["seed"] % 2 == 0)
     if body["model"] == "broken" and a == 1:
@@ -115,8 +115,12 @@ def test_two_models_are_compared_in_pairs(place: Path, capsys):
     bad, good = (model["environments"]["sums"] for model in found["models"])
     assert (bad["episodes"], bad["failed"], bad["episodes_per_example"], found["seed"]) == (8, 0, "2", 7)
     expected = share_interval(won)
-    assert bad["success"] == {"value": expected.value, "interval_95": [expected.low, expected.high], "examples": 4,
-                              "episodes": 8}  # fmt: skip
+    assert bad["success"] == {
+        "value": expected.value,
+        "interval_95": [expected.low, expected.high],
+        "examples": 4,
+        "episodes": 8,
+    }
     rewards = mean_interval({name: [1.0 if x else 0.25 for x in each] for name, each in won.items()})
     assert bad["reward"]["interval_95"] == pytest.approx([rewards.low, rewards.high])
     assert good["reward"] == good["success"] and good["success"]["value"] == 1.0  # rewards that are all 0 or 1
@@ -134,8 +138,10 @@ def test_two_models_are_compared_in_pairs(place: Path, capsys):
 def test_both_models_play_the_same_episodes(place: Path):
     with chat_server(solve) as server:
         evaluate(server, "--out", "episodes.jsonl", models=("bad", "good"))
-    seeds = {model: sorted((r["messages"][0]["content"], r["seed"]) for r in server.requests if r["model"] == model)
-             for model in ("bad", "good")}  # fmt: skip
+    seeds = {
+        model: sorted((r["messages"][0]["content"], r["seed"]) for r in server.requests if r["model"] == model)
+        for model in ("bad", "good")
+    }
     assert seeds["bad"] == seeds["good"] and len(set(seeds["bad"])) == 8
     assert {r["temperature"] for r in server.requests} == {0.5} and {r["max_tokens"] for r in server.requests} == {9}
 
@@ -151,8 +157,10 @@ def test_tables_report_and_examples_say_the_same(place: Path, capsys):
     assert "B - A" in out and said in " ".join(out.split())
     examples = [json.loads(line) for line in Path("examples.jsonl").read_text().splitlines()]
     assert [(e["model"][:3], e["example_id"], e["successes"]) for e in examples[:3]] == [
-        ("bad", "sum-0", 2), ("bad", "sum-1", 0), ("bad", "sum-2", 0)
-    ]  # fmt: skip
+        ("bad", "sum-0", 2),
+        ("bad", "sum-1", 0),
+        ("bad", "sum-2", 0),
+    ]
     broken = next(e for e in examples if e["model"].startswith("broken") and e["example_id"] == "sum-1")
     assert (broken["failed"], broken["reward"]) == (2, None)
     assert broken["first_error"].startswith("environment: score raised LookupError")
@@ -250,12 +258,15 @@ def test_a_line_that_a_killed_command_left_torn_is_played_again(place: Path, cap
     assert len(Path("episodes.jsonl").read_text().splitlines()) == 8
 
 
-@pytest.mark.parametrize(("options", "said"), [
-    (["--seed", "8"], "seed: 7 there, 8 now"),
-    (["--orchestrator.sampling.temperature", "0.7"], "sampling.temperature: 0.5 there, 0.7 now"),
-    (["--orchestrator.train.env.0.args", "{ size = 5 }"], "args: {} there, {'size': 5} now"),
-    (["--extra-body", '{"top_k": 3}'], "extra_body: not set there, {'top_k': 3} now"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--seed", "8"], "seed: 7 there, 8 now"),
+        (["--orchestrator.sampling.temperature", "0.7"], "sampling.temperature: 0.5 there, 0.7 now"),
+        (["--orchestrator.train.env.0.args", "{ size = 5 }"], "args: {} there, {'size': 5} now"),
+        (["--extra-body", '{"top_k": 3}'], "extra_body: not set there, {'top_k': 3} now"),
+    ],
+)
 def test_episodes_under_other_conditions_are_not_mixed(place: Path, capsys, options: list[str], said: str):
     with chat_server(solve) as server:
         evaluate(server, "--out", "episodes.jsonl")
@@ -282,8 +293,18 @@ def test_an_api_that_is_dead_ends_the_command_and_what_was_played_is_kept(place:
     def fault(body: dict[str, Any], tries: int) -> Raw | None:
         return Raw(500) if int(body["messages"][0]["content"].split()[0]) >= 4 else None
 
-    options = ("--out", "episodes.jsonl", "--max-retries", "0", "--concurrency", "1", "--episodes-per-example", "1",
-               "--orchestrator.train.env.0.args", "{ size = 40 }")  # fmt: skip
+    options = (
+        "--out",
+        "episodes.jsonl",
+        "--max-retries",
+        "0",
+        "--concurrency",
+        "1",
+        "--episodes-per-example",
+        "1",
+        "--orchestrator.train.env.0.args",
+        "{ size = 40 }",
+    )
     with chat_server(solve, fault) as server:
         evaluate(server, *options, status=1)
         assert len(server.requests) == 4 + 16
@@ -393,13 +414,16 @@ def test_a_models_name_is_a_run_a_checkpoint_a_folder_or_an_api(tmp_path: Path):
     assert found(str(run)) == [("run/final", 2)]
 
 
-@pytest.mark.parametrize(("models", "said"), [
-    (["nowhere@best"], "nowhere is no folder; expected the folder of a run before @"),
-    (["{run}@7"], "no checkpoint of step 7"),
-    (["{run}@soon"], "expected latest, best or a step"),
-    (["{run}@4", "{run}"], "is the same model as --model"),
-    (["m@http://"], "expected the folder of a run before @"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("models", "said"),
+    [
+        (["nowhere@best"], "nowhere is no folder; expected the folder of a run before @"),
+        (["{run}@7"], "no checkpoint of step 7"),
+        (["{run}@soon"], "expected latest, best or a step"),
+        (["{run}@4", "{run}"], "is the same model as --model"),
+        (["m@http://"], "expected the folder of a run before @"),
+    ],
+)
 def test_a_model_that_is_not_there_is_told(place: Path, capsys, models: list[str], said: str):
     with CheckpointStore(place / "run" / "checkpoints").writing(4) as folder:
         (folder / "weights").mkdir()
@@ -409,15 +433,18 @@ def test_a_model_that_is_not_there_is_told(place: Path, capsys, models: list[str
     assert said in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize(("options", "said"), [
-    (["--episodes-per-example", "0"], "'0': expected a whole number of at least 1"),
-    (["--k", "1,x"], "'x': expected a whole number of at least 1"),
-    (["--price", "1"], "expected two prices of a million tokens"),
-    (["--price", "good=1,-2"], "expected two prices of a million tokens"),
-    (["--extra-body", "[]"], "is no JSON object"),
-    (["--report", "."], "is a folder; name a file"),
-    (["--orchestrator.train.env.0.isolated", "true"], "sums' plays in other processes"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--episodes-per-example", "0"], "'0': expected a whole number of at least 1"),
+        (["--k", "1,x"], "'x': expected a whole number of at least 1"),
+        (["--price", "1"], "expected two prices of a million tokens"),
+        (["--price", "good=1,-2"], "expected two prices of a million tokens"),
+        (["--extra-body", "[]"], "is no JSON object"),
+        (["--report", "."], "is a folder; name a file"),
+        (["--orchestrator.train.env.0.isolated", "true"], "sums' plays in other processes"),
+    ],
+)
 def test_a_mistake_is_told(place: Path, capsys, options: list[str], said: str):
     with chat_server(solve) as server:
         try:

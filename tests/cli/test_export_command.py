@@ -35,13 +35,16 @@ def test_every_trajectory_of_the_steps_is_a_line(run: Path, capsys, options, ste
     assert [t.trajectory_id for _, t in read_trajectories(Path("out.jsonl"))] == [f"t{step}" for step in steps]
 
 
-@pytest.mark.parametrize(("arguments", "says"), [
-    (["nowhere", "--out", "out.jsonl"], "there is no file nowhere"),
-    (["run", "--out", "out.jsonl", "--steps", "9-2"], "--steps 9-2: expected a step or a range, such as 7 or 3-9"),
-    (["run", "--out", "out.jsonl", "--steps", "5"], "run has no trajectories of the steps 5; out.jsonl was not"),
-    (["run", "--out", "out.jsonl", "--steps", "0"], "run has no trajectories of the steps 0; out.jsonl was not"),
-    (["run", "--out", "run"], "--out run is there already; name a new file"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nowhere", "--out", "out.jsonl"], "there is no file nowhere"),
+        (["run", "--out", "out.jsonl", "--steps", "9-2"], "--steps 9-2: expected a step or a range, such as 7 or 3-9"),
+        (["run", "--out", "out.jsonl", "--steps", "5"], "run has no trajectories of the steps 5; out.jsonl was not"),
+        (["run", "--out", "out.jsonl", "--steps", "0"], "run has no trajectories of the steps 0; out.jsonl was not"),
+        (["run", "--out", "run"], "--out run is there already; name a new file"),
+    ],
+)
 def test_what_cannot_be_exported_is_refused(run: Path, capsys, arguments, says):
     assert main(["export", *arguments]) == 2
     assert says in capsys.readouterr().err

@@ -105,10 +105,15 @@ def test_a_server_on_all_addresses_is_told_by_one_that_other_hosts_reach(file, m
     inference_command._say_how(PlainConsole(), config, urls, typed)
     said = capsys.readouterr().out
     assert said.splitlines()[:3] == ["http://10.0.0.7:8000", "http://10.0.0.7:8001", "in the run's file:"]
-    assert tomllib.loads(said.partition("file:")[2]) == {"inference": {"vllm": {
-        "urls": ["http://10.0.0.7:8000", "http://10.0.0.7:8001"], "api_key_env": "VERBATIM_KEY",
-        "weight_transfer": "http",
-    }}}  # fmt: skip
+    assert tomllib.loads(said.partition("file:")[2]) == {
+        "inference": {
+            "vllm": {
+                "urls": ["http://10.0.0.7:8000", "http://10.0.0.7:8001"],
+                "api_key_env": "VERBATIM_KEY",
+                "weight_transfer": "http",
+            }
+        }
+    }
 
 
 @pytest.mark.realtime
@@ -187,8 +192,9 @@ def test_a_torch_backend_is_served_until_it_is_told_to_end(file, tmp_path):
     build_tiny_model(tmp_path / "model")
     port = free_ports(1)
     command = [sys.executable, "-m", "verbatim.cli", "inference", str(file), "--port", str(port), "--api-key-env", "K"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path,
-                          env={**os.environ, "K": "a-long-secret"}) as child:  # fmt: skip
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env={**os.environ, "K": "a-long-secret"}
+    ) as child:
         assert child.stdout is not None
         url = child.stdout.readline().strip()
         assert url == f"http://127.0.0.1:{port}"

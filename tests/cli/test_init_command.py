@@ -68,8 +68,7 @@ def test_a_project_is_clean_passes_its_own_test_and_trains(kind: str, tmp_path: 
     environment.pop("PYTEST_ADDOPTS", None)  # options of these tests, which the project's pytest does not know
 
     def typed(*command: str, folder: Path) -> str:
-        done = warm.run([sys.executable, "-m", *command], cwd=folder, env=environment, capture_output=True,
-                              text=True)  # fmt: skip
+        done = warm.run([sys.executable, "-m", *command], cwd=folder, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -84,9 +83,20 @@ def test_a_project_is_clean_passes_its_own_test_and_trains(kind: str, tmp_path: 
         assert "ended well" in typed("verbatim.cli", "gateway", "check", own, *options, folder=project)
     typed("pytest", "-q", "-p", "no:cacheprovider", folder=project)
     typed("verbatim.cli", "config", "run.toml", folder=project)
-    few = ["--max-steps", "2", "--warm-start.steps", "30", "--warm-start.conversations", "60",
-           "--orchestrator.batch-size", "8", "--orchestrator.group-size", "4",
-           "--orchestrator.eval.episodes", "2"]  # fmt: skip
+    few = [
+        "--max-steps",
+        "2",
+        "--warm-start.steps",
+        "30",
+        "--warm-start.conversations",
+        "60",
+        "--orchestrator.batch-size",
+        "8",
+        "--orchestrator.group-size",
+        "4",
+        "--orchestrator.eval.episodes",
+        "2",
+    ]
     typed("verbatim.cli", "rl", "project/run.toml", *few, folder=tmp_path)  # from elsewhere: the file's folder counts
     summary = json.loads((tmp_path / "runs" / "run" / "latest" / "summary.json").read_text())
     assert summary["steps"] == 2

@@ -28,13 +28,16 @@ def test_a_recipe_is_copied_with_its_module(tmp_path: Path, capsys):
     assert "parcel_desk.toml exists; remove it, or name another folder" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("typed", "told"), [
-    (["copy"], "which one? There are alphabet_sort, calculator,"),
-    (["copy", "chess"], "there is no recipe 'chess'. There are alphabet_sort, calculator,"),
-    (["copy", "gues_number"], "there is no recipe 'gues_number'; did you mean guess_number?"),
-    (["list", "guess_number"], "verbatim recipes list takes no name, found guess_number"),
-    (["list", "--json"], "verbatim recipes has no option --json"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        (["copy"], "which one? There are alphabet_sort, calculator,"),
+        (["copy", "chess"], "there is no recipe 'chess'. There are alphabet_sort, calculator,"),
+        (["copy", "gues_number"], "there is no recipe 'gues_number'; did you mean guess_number?"),
+        (["list", "guess_number"], "verbatim recipes list takes no name, found guess_number"),
+        (["list", "--json"], "verbatim recipes has no option --json"),
+    ],
+)
 def test_what_cannot_be_copied_is_refused(typed: list[str], told: str, capsys):
     assert main(["recipes", *typed]) == 2
     assert told in capsys.readouterr().err

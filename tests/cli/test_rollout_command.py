@@ -65,8 +65,19 @@ def task(text: str, **more: Any) -> dict[str, Any]:
 
 
 def arguments(server: ChatServer, *more: str) -> list[str]:
-    return ["rollout", "tasks.jsonl", "--base-url", server.url, "--model", "adder", "--out", "out.jsonl",
-            "--tools", "adding.tools", *more]  # fmt: skip
+    return [
+        "rollout",
+        "tasks.jsonl",
+        "--base-url",
+        server.url,
+        "--model",
+        "adder",
+        "--out",
+        "out.jsonl",
+        "--tools",
+        "adding.tools",
+        *more,
+    ]
 
 
 def results() -> list[dict[str, Any]]:
@@ -92,13 +103,26 @@ def test_every_task_gets_its_result(place: Path):
 def test_options_reach_the_server(place: Path):
     write_tasks("5")
     with chat_server() as server:
-        options = ["--temperature", "0.5", "--max-tokens", "9", "--extra-body", '{"x": 1}', "--seed", "3",
-                   "--api-key-env", "OPENAI_API_KEY"]  # fmt: skip
+        options = [
+            "--temperature",
+            "0.5",
+            "--max-tokens",
+            "9",
+            "--extra-body",
+            '{"x": 1}',
+            "--seed",
+            "3",
+            "--api-key-env",
+            "OPENAI_API_KEY",
+        ]
         assert main(arguments(server, *options)) == 0
     (request,) = server.requests
     assert {name: request[name] for name in ("model", "temperature", "max_tokens", "x")} == {
-        "model": "adder", "temperature": 0.5, "max_tokens": 9, "x": 1
-    }  # fmt: skip
+        "model": "adder",
+        "temperature": 0.5,
+        "max_tokens": 9,
+        "x": 1,
+    }
     assert "seed" in request
     assert server.headers[0]["authorization"] == f"Bearer {KEY}"
 
@@ -275,13 +299,15 @@ def test_a_result_of_another_task_is_not_taken_for_this_ones(place: Path, capsys
         ('{"messages": []}', "tasks.jsonl:1: expected {"),
         ("[]", "tasks.jsonl:1: found [], expected a JSON object"),
         ("", "tasks.jsonl holds no task"),
-        ('{"messages": [{"role": "user"}], "tools": "add"}', "tasks.jsonl:1: expected \"tools\": [{"),
-        ('{"messages": [{"role": "user"}], "tools": [{"name": "add"}]}', "tasks.jsonl:1: expected \"tools\": [{"),
+        ('{"messages": [{"role": "user"}], "tools": "add"}', 'tasks.jsonl:1: expected "tools": [{'),
+        ('{"messages": [{"role": "user"}], "tools": [{"name": "add"}]}', 'tasks.jsonl:1: expected "tools": [{'),
         ("\udcff", "tasks.jsonl is not UTF-8 text"),
-        ('{"id": 1, "messages": [{"role": "user"}]}\n\n{"id": "1", "messages": [{"role": "user"}]}',
-         "tasks.jsonl:3: the id '1' stands in line 1 too"),
+        (
+            '{"id": 1, "messages": [{"role": "user"}]}\n\n{"id": "1", "messages": [{"role": "user"}]}',
+            "tasks.jsonl:3: the id '1' stands in line 1 too",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_in_the_tasks_is_named(place: Path, capsys, content: str, said: str):
     Path("tasks.jsonl").write_bytes(content.encode(errors="surrogateescape"))
     with chat_server() as server:
@@ -330,7 +356,7 @@ def test_an_out_file_of_something_else_is_left_alone(place: Path, capsys, conten
 
 # ---- environments, simulated users and scores
 
-GRADED = '''
+GRADED = """
 def right(trajectory, task):
     return {"right": 0.75 * (trajectory.messages[-1]["content"] == str(task["answer"])), "short": 0.25}
 
@@ -338,10 +364,10 @@ async def later(trajectory, task):
     return 1.0
 
 nothing = 3
-'''
+"""
 
 
-WINNING = '''
+WINNING = """
 from verbatim import Example
 from verbatim.environments import Episode
 
@@ -360,7 +386,7 @@ class Winning:
 
     def is_success(self, trajectory):
         return trajectory.reward == 0.5
-'''
+"""
 
 
 @pytest.fixture
@@ -439,13 +465,19 @@ def test_a_model_plays_the_user_from_the_other_side(place: Path):
         assert main(ask(server, "tasks.jsonl", "--user-model", "person", "--user-prompt", "user.txt")) == 0
     trajectory = results()[0]["trajectory"]
     assert [(m["role"], m["content"]) for m in trajectory["messages"]] == [
-        ("user", "hello"), ("assistant", "You said hello"), ("user", "And now?"), ("assistant", "You said And now?")
-    ]  # fmt: skip
+        ("user", "hello"),
+        ("assistant", "You said hello"),
+        ("user", "And now?"),
+        ("assistant", "You said And now?"),
+    ]
     asked = [request["messages"] for request in server.requests if request["model"] == "person"]
     assert [(m["role"], m["content"]) for m in asked[-1]] == [
-        ("system", "Be a user.\n\nYou are Ada."), ("assistant", "hello"), ("user", "You said hello"),
-        ("assistant", "And now?"), ("user", "You said And now?"),
-    ]  # fmt: skip
+        ("system", "Be a user.\n\nYou are Ada."),
+        ("assistant", "hello"),
+        ("user", "You said hello"),
+        ("assistant", "And now?"),
+        ("user", "You said And now?"),
+    ]
     assert trajectory["info"]["user_usage"]["completion_tokens"] > 0
     assert trajectory["stop_reason"] == "stop"
 
@@ -458,7 +490,7 @@ def test_the_server_of_the_user_is_not_given_the_key_of_the_other(place: Path, m
     with (
         chat_server(lambda body: {"content": "hello"}) as server,
         chat_server(lambda body: {"content": "###STOP###"}) as users,
-    ):  # fmt: skip
+    ):
         assert main([*ask(server, *more), "--user-base-url", users.url, "--user-api-key-env", "OTHER"]) == 0
         Path("out.jsonl").unlink()
         assert main([*ask(server, *more), "--user-base-url", users.url]) == 0
@@ -512,10 +544,14 @@ def test_results_of_other_samplers_are_not_mixed(place: Path, monkeypatch: pytes
         assert main([*common, "--base-url", server.url, "--model", "trained"]) == 0
     assert main([*common, "--inference", "torch.toml"]) == 2
     assert "holds results of other settings (without --inference)" in " ".join(capsys.readouterr().err.split())
-    told = [rollout_engines.engine_of(parse([*common, "--inference", f"{name}.toml"])).settings
-            for name in ("torch", "vllm")]  # fmt: skip
-    assert told == [{"inference": "torch.toml with inference.backend = torch"},
-                    {"inference": "vllm.toml with inference.backend = vllm"}]  # fmt: skip
+    told = [
+        rollout_engines.engine_of(parse([*common, "--inference", f"{name}.toml"])).settings
+        for name in ("torch", "vllm")
+    ]
+    assert told == [
+        {"inference": "torch.toml with inference.backend = torch"},
+        {"inference": "vllm.toml with inference.backend = vllm"},
+    ]
 
 
 def test_the_seeds_of_episodes_do_not_depend_on_what_was_done_before(place: Path):
@@ -534,16 +570,19 @@ def test_the_seeds_of_episodes_do_not_depend_on_what_was_done_before(place: Path
     assert given == [9, 9]
 
 
-@pytest.mark.parametrize(("typed", "told"), [
-    ([], "either the tasks of a file or an environment"),
-    (["tasks.jsonl", "--env", "guess_number"], "either the tasks of a file or an environment"),
-    (["tasks.jsonl", "--split", "train"], "--split: it needs --env NAME"),
-    (["--env", "guess_number", "--score", "graded.right"], "--score: an environment has tools, a user and a score"),
-    (["--env", "guess_numbr"], "there is no environment 'guess_numbr'"),
-    (["tasks.jsonl", "--score", "graded.nothing"], "--score graded.nothing is a int; expected a function"),
-    (["tasks.jsonl", "--user-prompt", "user.txt"], "a simulated user needs a model: --user-model NAME"),
-    (["tasks.jsonl", "--user-model", "x", "--user-prompt", "none.txt"], "--user-prompt: there is no file none.txt"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ([], "either the tasks of a file or an environment"),
+        (["tasks.jsonl", "--env", "guess_number"], "either the tasks of a file or an environment"),
+        (["tasks.jsonl", "--split", "train"], "--split: it needs --env NAME"),
+        (["--env", "guess_number", "--score", "graded.right"], "--score: an environment has tools, a user and a score"),
+        (["--env", "guess_numbr"], "there is no environment 'guess_numbr'"),
+        (["tasks.jsonl", "--score", "graded.nothing"], "--score graded.nothing is a int; expected a function"),
+        (["tasks.jsonl", "--user-prompt", "user.txt"], "a simulated user needs a model: --user-model NAME"),
+        (["tasks.jsonl", "--user-model", "x", "--user-prompt", "none.txt"], "--user-prompt: there is no file none.txt"),
+    ],
+)
 def test_options_that_do_not_go_together_are_refused(graded: None, typed: list[str], told: str, capsys):
     write_tasks("1 2")
     with chat_server() as server:

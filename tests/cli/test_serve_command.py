@@ -33,8 +33,10 @@ def test_a_port_that_is_taken_is_a_mistake_too(tmp_path, capsys):
 
     model = build_tiny_model(tmp_path / "model")
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert main(["serve", str(model), "--port", str(taken.getsockname()[1]), "--device", "cpu",
-                     "--dtype", "auto"]) == 2  # fmt: skip
+        assert (
+            main(["serve", str(model), "--port", str(taken.getsockname()[1]), "--device", "cpu", "--dtype", "auto"])
+            == 2
+        )
     out, err = capsys.readouterr()
     assert "give another port" in err
     assert out.startswith("dtype float32: a tiny model, ")

@@ -35,10 +35,16 @@ TOML = '[model]\nname = "x"\n[[orchestrator.train.env]]\nid = "guess_number"\n'
 
 
 def make_run(
-    folder: Path, *overrides: str, rewards: Sequence[float] = (0.1, 0.2, 0.3), wins: dict[int, int] | None = None,
-    keeps: bool = True, finished: bool = True, env: str = "guess_number", log: Sequence[str] = (),
+    folder: Path,
+    *overrides: str,
+    rewards: Sequence[float] = (0.1, 0.2, 0.3),
+    wins: dict[int, int] | None = None,
+    keeps: bool = True,
+    finished: bool = True,
+    env: str = "guess_number",
+    log: Sequence[str] = (),
     metrics: dict[str, float] | None = None,
-) -> Path:  # fmt: skip
+) -> Path:
     """A run of some steps; `wins` of the 20 episodes (10 examples of 2) of the evaluation after each step succeed."""
     folder.mkdir()
     (folder / "run.toml").write_text(TOML)
@@ -47,18 +53,42 @@ def make_run(
     clock = iter(range(0, 10**6, 5))
     lines = MetricsLog(folder / "metrics.jsonl", now=lambda: float(next(clock)))
     for step, reward in enumerate(rewards, start=1):
-        ledger = {"ledger/sampled": 100.0 * step, "ledger/trained": 60.0 * step, "ledger/pending": 10.0 * step,
-                  "ledger/dropped/stale": 30.0 * step}  # fmt: skip
+        ledger = {
+            "ledger/sampled": 100.0 * step,
+            "ledger/trained": 60.0 * step,
+            "ledger/pending": 10.0 * step,
+            "ledger/dropped/stale": 30.0 * step,
+        }
         lines.on_step(step, {"reward/mean": reward, "tokens_per_second": 50.0, **ledger, **(metrics or {})})
     for step, count in (wins or {}).items():
-        lines.on_eval(step, env, {"success": count / 20, "episodes": 20, "failed": 0, "reward/mean": count / 20,
-                                  "success/low": count / 20 - 0.1, "success/high": count / 20 + 0.1})  # fmt: skip
+        lines.on_eval(
+            step,
+            env,
+            {
+                "success": count / 20,
+                "episodes": 20,
+                "failed": 0,
+                "reward/mean": count / 20,
+                "success/low": count / 20 - 0.1,
+                "success/high": count / 20 + 0.1,
+            },
+        )
         if keeps:
-            FateFolder(folder / "evaluations").write(step, [
-                Fate.of_evaluated(Trajectory(example_id=str(index // 2), sample_index=index % 2, seed=index, env=env,
-                                             reward=float(index < count)))
-                for index in range(20)
-            ])  # fmt: skip
+            FateFolder(folder / "evaluations").write(
+                step,
+                [
+                    Fate.of_evaluated(
+                        Trajectory(
+                            example_id=str(index // 2),
+                            sample_index=index % 2,
+                            seed=index,
+                            env=env,
+                            reward=float(index < count),
+                        )
+                    )
+                    for index in range(20)
+                ],
+            )
     lines.close()
     (folder / "logs").mkdir()
     (folder / "orchestrator.lock").write_text("1\n")
@@ -79,8 +109,10 @@ def shown(folders: Sequence[Path], width: int = 300, **options) -> str:
 
 
 def test_a_run_is_told_as_it_is(tmp_path: Path):
-    resumed = ["2026-01-31 11:00:00,000 INFO started (process 8)",
-               "2026-01-31 11:00:01,000 WARNING the configuration changed since this run started: max_steps: 2 -> 3"]
+    resumed = [
+        "2026-01-31 11:00:00,000 INFO started (process 8)",
+        "2026-01-31 11:00:01,000 WARNING the configuration changed since this run started: max_steps: 2 -> 3",
+    ]
     stopped = read_run(make_run(tmp_path / "a", finished=False, log=resumed))
     assert state_line(stopped) == "stopped, 3 of 3 steps, resumed once"
     assert stopped.changed == ["max_steps: 2 -> 3"]
@@ -118,12 +150,15 @@ def test_damaged_files_are_left_out_and_told(tmp_path: Path):
     assert "evaluations/step-000003.parquet cannot be read as trajectories of ours" in " ".join(text.split())
 
 
-@pytest.mark.parametrize(("make", "said"), [
-    (lambda place: place / "nowhere", "no such folder"),
-    (lambda place: place / "empty", "it is empty"),
-    (lambda place: place / "file.txt", "it is a file"),
-    (lambda place: place / "notes", "it has a.txt, b.txt"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda place: place / "nowhere", "no such folder"),
+        (lambda place: place / "empty", "it is empty"),
+        (lambda place: place / "file.txt", "it is a file"),
+        (lambda place: place / "notes", "it has a.txt, b.txt"),
+    ],
+)
 def test_a_folder_without_a_run_is_refused_with_what_was_found(tmp_path: Path, capsys, make, said: str):
     make_run(tmp_path / "run")
     for name in ("empty", "notes"):
@@ -174,8 +209,9 @@ def test_defaults_of_a_table_that_a_run_does_not_have_are_one_row(tmp_path: Path
     every = config_differences(runs[:2])
     assert len(every) > 8 and all(each.key.startswith("warm_start.") for each in every)
     assert [(each.key, each.values) for each in told(every)] == [
-        ("[warm_start]", ["there", None]), ("warm_start.optim.lr", [1e-3, None])
-    ]  # fmt: skip
+        ("[warm_start]", ["there", None]),
+        ("warm_start.optim.lr", [1e-3, None]),
+    ]
     assert [each.key for each in told(config_differences(runs[1:]))] == ["warm_start.steps", "warm_start.optim.lr"]
 
 
@@ -184,8 +220,10 @@ def test_defaults_of_a_table_that_a_run_does_not_have_are_one_row(tmp_path: Path
 
 def test_last_evaluations_are_compared_in_pairs_and_shared_ones_too(tmp_path: Path):
     """By hand: 4 and 14 of 20 win at the end, so examples 2 to 6 gain both episodes; after step 2 1 and 3 win."""
-    runs = [read_run(make_run(tmp_path / "a", wins={0: 2, 2: 1, 3: 4})),
-            read_run(make_run(tmp_path / "b", rewards=[0.1] * 5, wins={0: 2, 2: 3, 5: 14}))]  # fmt: skip
+    runs = [
+        read_run(make_run(tmp_path / "a", wins={0: 2, 2: 1, 3: 4})),
+        read_run(make_run(tmp_path / "b", rewards=[0.1] * 5, wins={0: 2, 2: 3, 5: 14})),
+    ]
     last, shared = compare_evals(runs, problems := [])
     assert (last.at, last.steps, shared.at, shared.steps, problems) == ("last", [3, 5], "shared", [2, 2], [])
     (pair,) = last.pairs
@@ -228,14 +266,19 @@ def test_figures_are_of_the_last_steps_and_ledgers_are_shares(tmp_path: Path):
     assert math.isnan(rows["x"][0]) and rows["x"][1] == 2.0
     assert "entropy" not in rows
     assert dict(speed.rows)["seconds per step"] == [5.0, 5.0] and dict(speed.rows)["seconds"] == [61.5, 61.5]
-    assert dict(ledger.rows) == {"trained": pytest.approx([0.6, 0.6]), "pending": pytest.approx([0.1, 0.1]),
-                                 "dropped: stale": pytest.approx([0.3, 0.3])}  # fmt: skip
+    assert dict(ledger.rows) == {
+        "trained": pytest.approx([0.6, 0.6]),
+        "pending": pytest.approx([0.1, 0.1]),
+        "dropped: stale": pytest.approx([0.3, 0.3]),
+    }
 
 
 def test_seconds_per_step_leave_out_pauses(tmp_path: Path):
     run = make_run(tmp_path / "a", rewards=())
-    lines = [{"step": step, "kind": "train", "time": time, "metrics": {}}
-             for step, time in ((1, 0), (2, 4), (3, 8), (4, 1000), (5, 1004))]  # fmt: skip
+    lines = [
+        {"step": step, "kind": "train", "time": time, "metrics": {}}
+        for step, time in ((1, 0), (2, 4), (3, 8), (4, 1000), (5, 1004))
+    ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert seconds_per_step(read_run(run)) == 4.0
 
@@ -243,8 +286,13 @@ def test_seconds_per_step_leave_out_pauses(tmp_path: Path):
 def test_alarms_are_counted_by_name_and_environment(tmp_path: Path):
     run = make_run(tmp_path / "a")
     log = AlarmLog(run / "alarms.jsonl")
-    for name, state, env in (("dry", "raised", None), ("dry", "cleared", None), ("dry", "raised", None),
-                             ("starved", "raised", "game"), ("starved", "cleared", "game")):  # fmt: skip
+    for name, state, env in (
+        ("dry", "raised", None),
+        ("dry", "cleared", None),
+        ("dry", "raised", None),
+        ("starved", "raised", "game"),
+        ("starved", "cleared", "game"),
+    ):
         log.on_alarm(Alarm(name=name, step=1, state=state, message="m", cause="c", advice="a", env=env))
     log.close()
     assert alarm_counts(read_run(run)) == {"dry": (2, True), "starved (game)": (1, False)}

@@ -47,10 +47,17 @@ def pack(samples: Any, *, micro_batch_tokens: int, keep_whole: bool) -> None: ..
 
 
 TABLES = ComponentTables(
-    losses={"default": anything}, advantages={"default": anything}, filters={}, strategies={"interleaved": anything},
-    environments={"game": anything}, monitors={}, packers={"auto": pack}, samplers={"torch": small, "other": Other},
-    runners={"local": small}, renderers=("auto",),
-)  # fmt: skip
+    losses={"default": anything},
+    advantages={"default": anything},
+    filters={},
+    strategies={"interleaved": anything},
+    environments={"game": anything},
+    monitors={},
+    packers={"auto": pack},
+    samplers={"torch": small, "other": Other},
+    runners={"local": small},
+    renderers=("auto",),
+)
 
 FILE = """\
 [model]
@@ -140,36 +147,61 @@ def test_a_backend_of_ones_own_has_its_table_under_its_last_name(file: Path):
     [
         ("speed = 4\n", "FILE:8: inference.speed is now inference.torch.speed"),
         ("spee = 4\n", 'FILE:8: inference.spee: unknown key "spee" in [inference]. The keys of [inference] are back'),
-        ('backend = "trch"\n', "FILE:8: inference.backend: there is no inference backend 'trch'; did you mean "
-         '"torch"? There are other, torch; or import your own: backend = "my_module.MyBackend"'),
+        (
+            'backend = "trch"\n',
+            "FILE:8: inference.backend: there is no inference backend 'trch'; did you mean "
+            '"torch"? There are other, torch; or import your own: backend = "my_module.MyBackend"',
+        ),
         ('backend = "my_backends.MySmpler"\n', "FILE:8: inference.backend: my_backends ("),
         ('backend = "my_backends.number"\n', "FILE:8: inference.backend: inference backend 'my_backends.number' is i"),
-        ('backend = "my_backends.without_settings"\n', "FILE:8: inference.backend: inference backend "
-         "'my_backends.without_settings' takes (inputs); expected a function or class that is called as"),
-        ('backend = "my_backends.third"\n', "FILE:8: inference.backend: inference backend 'my_backends.third' takes "
-         "(inputs, settings, more); expected"),
-        ('backend = "my_backends.plain_settings"\n', "FILE:8: inference.backend: inference backend "
-         "'my_backends.plain_settings': settings is annotated with <class 'dict'>; expected a subclass of"),
-        ('backend = "my_backends.unknown_settings"\n', "FILE:8: inference.backend: inference backend "
-         "'my_backends.unknown_settings': the annotation of settings cannot be read: name 'Nowhere'"),
-        ('backend = "my_backends.canary_tolerance"\n', "FILE:8: inference.backend: the table of "
-         "'my_backends.canary_tolerance' would be [inference.canary_tolerance], which is a key of all backends; "),
+        (
+            'backend = "my_backends.without_settings"\n',
+            "FILE:8: inference.backend: inference backend "
+            "'my_backends.without_settings' takes (inputs); expected a function or class that is called as",
+        ),
+        (
+            'backend = "my_backends.third"\n',
+            "FILE:8: inference.backend: inference backend 'my_backends.third' takes (inputs, settings, more); expected",
+        ),
+        (
+            'backend = "my_backends.plain_settings"\n',
+            "FILE:8: inference.backend: inference backend "
+            "'my_backends.plain_settings': settings is annotated with <class 'dict'>; expected a subclass of",
+        ),
+        (
+            'backend = "my_backends.unknown_settings"\n',
+            "FILE:8: inference.backend: inference backend "
+            "'my_backends.unknown_settings': the annotation of settings cannot be read: name 'Nowhere'",
+        ),
+        (
+            'backend = "my_backends.canary_tolerance"\n',
+            "FILE:8: inference.backend: the table of "
+            "'my_backends.canary_tolerance' would be [inference.canary_tolerance], which is a key of all backends; ",
+        ),
         ('backend = "my_backends.far"\n', "FILE:7: inference.far.url is missing: where the server is."),
-        ('backend = "my_backends.MySampler"\n[inference.MySampler]\nstep = 4\n',
-         'FILE:10: inference.MySampler.step: unknown key "step" in [inference.MySampler]; did you mean "steps"?'),
-        ('backend = "my_backends.MySampler"\n[inference.MySampler]\nsteps = "4"\n',
-         'FILE:10: inference.MySampler.steps: found "4" (a string), expected a valid integer'),
+        (
+            'backend = "my_backends.MySampler"\n[inference.MySampler]\nstep = 4\n',
+            'FILE:10: inference.MySampler.step: unknown key "step" in [inference.MySampler]; did you mean "steps"?',
+        ),
+        (
+            'backend = "my_backends.MySampler"\n[inference.MySampler]\nsteps = "4"\n',
+            'FILE:10: inference.MySampler.steps: found "4" (a string), expected a valid integer',
+        ),
         ("[inference.MySampler]\nsteps = 4\n", 'FILE:8: inference.MySampler: unknown key "MySampler" in [inference]'),
-        ("[inference.torhc]\nspeed = 4\n", 'FILE:8: inference.torhc: unknown key "torhc" in [inference]; did you mean '
-         '"torch"?'),
+        (
+            "[inference.torhc]\nspeed = 4\n",
+            'FILE:8: inference.torhc: unknown key "torhc" in [inference]; did you mean "torch"?',
+        ),
         ("[inference.torch]\nspeed = 0\n", "FILE:9: inference.torch.speed: found 0 (an integer), expected greater"),
-        ("[inference.other]\nspeed = 4\n", 'FILE:9: inference.other.speed: unknown key "speed" in [inference.other]; '
-         "it belongs to [inference.torch]."),
+        (
+            "[inference.other]\nspeed = 4\n",
+            'FILE:9: inference.other.speed: unknown key "speed" in [inference.other]; it belongs to [inference.torch].',
+        ),
         ('backend = ["torch"]\n', 'FILE:8: inference.backend: found ["torch"] (a list), expected a valid string'),
         ("torch = 3\n", "FILE:8: inference.torch: found 3 (an integer), expected a table"),
         ("[inference]\nbackend = 3\n", None),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_names_file_line_key_and_what_to_type(file: Path, toml: str, expected: str | None):
     if expected is None:  # a section twice is no TOML; a backend that is no text is refused like any other key
         file.write_text(FILE + "backend = 3\n")

@@ -35,8 +35,14 @@ def project(tmp_path: Path) -> Path:
 def said(folder: Path, *command: str) -> str:
     """What `verbatim` complains of, typed in a folder."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, "-m", "verbatim.cli", *command], cwd=folder, env=environment,
-                          capture_output=True, text=True, check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "verbatim.cli", *command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 2, done.stderr
     return done.stderr
 

@@ -61,8 +61,13 @@ class Record:
 
 
 TABLE = {
-    "scaled": scaled, "needy": needy, "open": open_ended, "odd": odd, "rule": Rule, "record": Record(scaled, "chunk"),
-}  # fmt: skip
+    "scaled": scaled,
+    "needy": needy,
+    "open": open_ended,
+    "odd": odd,
+    "rule": Rule,
+    "record": Record(scaled, "chunk"),
+}
 
 
 def resolved(kind: str, **knobs: Any) -> Any:
@@ -97,14 +102,17 @@ def test_a_record_keeps_its_level_and_gets_its_knobs():
 
 
 def test_an_unknown_name_lists_the_names_and_the_nearest():
-    assert error_of("scald") == ("trainer.loss.type: there is no loss 'scald'; did you mean \"scaled\"? There are "
-                                 "needy, odd, open, record, rule, scaled; or import your own: type = "
-                                 '"my_module.name"')  # fmt: skip
+    assert error_of("scald") == (
+        "trainer.loss.type: there is no loss 'scald'; did you mean \"scaled\"? There are "
+        "needy, odd, open, record, rule, scaled; or import your own: type = "
+        '"my_module.name"'
+    )
 
 
 def test_an_unknown_knob_lists_the_knobs_and_the_nearest():
-    assert error_of("scaled", scal=1) == ('trainer.loss.scal: unknown knob "scal"; did you mean "scale"? The knobs of '
-                                          "loss scaled: scale, window, mode")  # fmt: skip
+    assert error_of("scaled", scal=1) == (
+        'trainer.loss.scal: unknown knob "scal"; did you mean "scale"? The knobs of loss scaled: scale, window, mode'
+    )
 
 
 def test_the_data_parameter_is_no_knob():
@@ -113,9 +121,13 @@ def test_the_data_parameter_is_no_knob():
 
 @pytest.mark.parametrize(
     ("knob", "value", "expected"),
-    [("window", "5", 'found "5", expected a valid integer'), ("window", True, "found true, expected a valid integer"),
-     ("scale", "x", 'found "x", expected a valid number'), ("mode", "max", "found \"max\", expected 'sum' or 'mean'")],
-)  # fmt: skip
+    [
+        ("window", "5", 'found "5", expected a valid integer'),
+        ("window", True, "found true, expected a valid integer"),
+        ("scale", "x", 'found "x", expected a valid number'),
+        ("mode", "max", "found \"max\", expected 'sum' or 'mean'"),
+    ],
+)
 def test_a_knob_of_the_wrong_type_is_refused(knob: str, value: Any, expected: str):
     assert error_of("scaled", **{knob: value}) == f"trainer.loss.{knob}: {expected} for this knob of loss scaled"
 
@@ -173,7 +185,7 @@ def test_a_custom_function_comes_from_the_current_directory():
 @pytest.mark.parametrize(
     ("import_path", "expected"),
     [
-        ("my_losses.plian", 'has no \'plian\'; did you mean "plain"?'),
+        ("my_losses.plian", "has no 'plian'; did you mean \"plain\"?"),
         ("nowhere.loss", "there is no module 'nowhere'; looked in the current directory"),
         ("my_losses.inner.loss", "there is no module 'my_losses.inner'"),
         ("my_needs.loss", "importing my_needs failed: ModuleNotFoundError: No module named 'nowhere_to_be_found' ("),
@@ -204,6 +216,7 @@ def test_custom_knobs_are_named_inside_kwargs():
 
 # -- a whole file
 
+
 def pack(samples: object, *, micro_batch_tokens: int, keep_whole: bool) -> list[object]:
     return []
 
@@ -212,10 +225,17 @@ def backend(inputs: object, settings: BackendSettings) -> None: ...
 
 
 TABLES = ComponentTables(
-    losses=TABLE, advantages=TABLE, filters=TABLE, strategies=TABLE, environments={"game": Rule},
-    monitors=TABLE, packers={"auto": pack}, samplers={"torch": backend}, runners={"local": backend},
+    losses=TABLE,
+    advantages=TABLE,
+    filters=TABLE,
+    strategies=TABLE,
+    environments={"game": Rule},
+    monitors=TABLE,
+    packers={"auto": pack},
+    samplers={"torch": backend},
+    runners={"local": backend},
     renderers=("auto", "qwen3"),
-)  # fmt: skip
+)
 
 FILE = """\
 [model]
@@ -251,16 +271,28 @@ def test_a_file_whose_components_exist_is_loaded(tmp_path: Path):
     [
         ("window = 4", "windw = 4", 'FILE:12: trainer.loss.windw: unknown knob "windw"; did you mean "window"?'),
         ('id = "game"', 'id = "gme"', "FILE:9: orchestrator.train.env.0.id: there is no environment 'gme'"),
-        ('id = "game"', 'id = "game"\nargs = { thresold = 1 }',
-         'FILE:10: orchestrator.train.env.0.args.thresold: unknown knob "thresold"; did you mean "threshold"?'),
-        ('"scaled"\nfilters', '"scald"\nfilters',
-         "FILE:4: orchestrator.trajectory_strategy: there is no trajectory strategy 'scald'"),
-        ("filters = []", 'filters = [{ type = "rule" }, { type = "rul" }]',
-         "FILE:5: orchestrator.filters.1.type: there is no filter 'rul'"),
-        ('id = "game"', 'id = "game"\nadvantage = { type = "needy" }',
-         "FILE:10: orchestrator.train.env.0.advantage.target: missing"),
+        (
+            'id = "game"',
+            'id = "game"\nargs = { thresold = 1 }',
+            'FILE:10: orchestrator.train.env.0.args.thresold: unknown knob "thresold"; did you mean "threshold"?',
+        ),
+        (
+            '"scaled"\nfilters',
+            '"scald"\nfilters',
+            "FILE:4: orchestrator.trajectory_strategy: there is no trajectory strategy 'scald'",
+        ),
+        (
+            "filters = []",
+            'filters = [{ type = "rule" }, { type = "rul" }]',
+            "FILE:5: orchestrator.filters.1.type: there is no filter 'rul'",
+        ),
+        (
+            'id = "game"',
+            'id = "game"\nadvantage = { type = "needy" }',
+            "FILE:10: orchestrator.train.env.0.advantage.target: missing",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_component_is_named_with_file_and_line(tmp_path: Path, old: str, new: str, expected: str):
     assert old in FILE
     assert problems_of(tmp_path, FILE.replace(old, new)).startswith(expected)
@@ -294,9 +326,14 @@ TEACHER = '[orchestrator.teacher]\nmodel = "t"\nbase_url = "http://127.0.0.1:1/v
         ('type = "both"', "rl", "", None),
         ('type = "both"\nscale = 0.0\nwindow = 1', "rl", TEACHER, None),
         ('type = "both"\nwindow = 1', "rl", "", "trainer.loss.window: it needs an [orchestrator.teacher] table"),
-        ('type = "both"\nscale = 0.0\nwindow = 0', "rl", TEACHER, "trainer.loss.scale: found 0, which learns nothing;"
-         " expected a number above 0, or a teacher to follow instead: an [orchestrator.teacher] table and "
-         "trainer.loss.window = 1.0"),
+        (
+            'type = "both"\nscale = 0.0\nwindow = 0',
+            "rl",
+            TEACHER,
+            "trainer.loss.scale: found 0, which learns nothing;"
+            " expected a number above 0, or a teacher to follow instead: an [orchestrator.teacher] table and "
+            "trainer.loss.window = 1.0",
+        ),
         ('type = "default"\nscale = 0.0', "rl", "", None),  # its record does not say that this knob weighs rewards
         ('type = "follow"', "opd", TEACHER, None),
         ("", "opd", TEACHER, None),
@@ -308,7 +345,7 @@ TEACHER = '[orchestrator.teacher]\nmodel = "t"\nbase_url = "http://127.0.0.1:1/v
         ("", "sft", "", 'training_mode = "sft" needs an [orchestrator.teacher] table with model and base_url'),
         ("", "opd", "", 'training_mode = "opd" needs an [orchestrator.teacher] table with a model'),
     ],
-)  # fmt: skip
+)
 def test_what_a_loss_can_be_used_for_is_read_from_its_record(
     tmp_path: Path, loss: str, mode: str, teacher: str, expected: str | None
 ):
@@ -332,8 +369,9 @@ def test_a_table_of_monitor_is_a_component_by_its_key(tmp_path: Path):
     monitor = load_config(tmp_path / "run.toml").monitor
     assert not monitor.save_trajectories
     assert {name: (m.type, m.knobs) for name, m in monitor.components.items()} == {
-        "scaled": ("scaled", {"scale": 2.0}), "own": ("custom", {}),
-    }  # fmt: skip
+        "scaled": ("scaled", {"scale": 2.0}),
+        "own": ("custom", {}),
+    }
 
 
 def test_monitors_survive_the_dump_and_overrides(tmp_path: Path):
@@ -350,14 +388,19 @@ def test_monitors_survive_the_dump_and_overrides(tmp_path: Path):
     ("toml", "expected"),
     [
         ("[monitor.scald]\n", "FILE:13: monitor.scald: there is no monitor 'scald'; did you mean \"scaled\"?"),
-        ("[monitor.scaled]\nwindw = 4\n",
-         'FILE:14: monitor.scaled.windw: unknown knob "windw"; did you mean "window"?'),
-        ("[monitor]\nsave_trajectory = true\n", 'FILE:14: monitor.save_trajectory: unknown key "save_trajectory" in '
-         '[monitor]; did you mean "save_trajectories"?'),
+        (
+            "[monitor.scaled]\nwindw = 4\n",
+            'FILE:14: monitor.scaled.windw: unknown knob "windw"; did you mean "window"?',
+        ),
+        (
+            "[monitor]\nsave_trajectory = true\n",
+            'FILE:14: monitor.save_trajectory: unknown key "save_trajectory" in '
+            '[monitor]; did you mean "save_trajectories"?',
+        ),
         ("[monitor]\nscaled = true\n", "FILE:14: monitor.scaled: found true (a boolean), expected a table"),
         ("monitor = 3\n", "FILE:13: trainer.loss.monitor: unknown knob"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_monitor_is_named_with_file_and_line(tmp_path: Path, toml: str, expected: str):
     assert problems_of(tmp_path, FILE + toml).startswith(expected)
 
@@ -382,13 +425,16 @@ def alarm_problems(tmp_path: Path, toml: str) -> str:
 
 def test_an_alarm_is_set_switched_off_or_imported_by_its_key(tmp_path: Path):
     file = tmp_path / "run.toml"
-    file.write_text(FILE + '[monitor.alarms]\nstop = ["scaled"]\nrule = false\n[monitor.alarms.scaled]\nwindow = 9\n'
-                    '[monitor.alarms.mine]\ntype = "os.path.join"\n')  # fmt: skip
+    file.write_text(
+        FILE + '[monitor.alarms]\nstop = ["scaled"]\nrule = false\n[monitor.alarms.scaled]\nwindow = 9\n'
+        '[monitor.alarms.mine]\ntype = "os.path.join"\n'
+    )
     config = load_config(file, tables=ALARM_TABLES)
     assert {name: (a.type, a.enabled, a.knobs) for name, a in config.monitor.alarms.components.items()} == {
-        "rule": ("rule", False, {}), "scaled": ("scaled", True, {"window": 9}),
+        "rule": ("rule", False, {}),
+        "scaled": ("scaled", True, {"window": 9}),
         "mine": ("os.path.join", True, {}),
-    }  # fmt: skip
+    }
     assert config.monitor.alarms.stop == ("scaled",) and config.monitor.components == {}
     file.write_text(dump_config(config))
     assert load_config(file, tables=ALARM_TABLES) == config
@@ -397,19 +443,29 @@ def test_an_alarm_is_set_switched_off_or_imported_by_its_key(tmp_path: Path):
 @pytest.mark.parametrize(
     ("toml", "expected"),
     [
-        ("[monitor.alarms]\nrul = false\n",
-         "FILE:14: monitor.alarms.rul: there is no alarm 'rul'; did you mean \"rule\"? There are rule, scaled; or "
-         'import your own: type = "my_module.name"'),
-        ("[monitor.alarms.scaled]\nwindw = 4\n",
-         'FILE:14: monitor.alarms.scaled.windw: unknown knob "windw"; did you mean "window"?'),
+        (
+            "[monitor.alarms]\nrul = false\n",
+            "FILE:14: monitor.alarms.rul: there is no alarm 'rul'; did you mean \"rule\"? There are rule, scaled; or "
+            'import your own: type = "my_module.name"',
+        ),
+        (
+            "[monitor.alarms.scaled]\nwindw = 4\n",
+            'FILE:14: monitor.alarms.scaled.windw: unknown knob "windw"; did you mean "window"?',
+        ),
         ("[monitor.alarms]\nrule = 3\n", "FILE:14: monitor.alarms.rule: found 3 (an integer), expected a table"),
-        ('[monitor.alarms]\nstop = ["rul"]\n',
-         'FILE:14: monitor.alarms.stop.0: "rul" is no alarm; did you mean "rule"? There are rule, scaled'),
-        ('[monitor.alarms]\nstop = ["rule"]\nrule = false\n',
-         'FILE:14: monitor.alarms.stop.0: "rule" is switched off. There are scaled'),
-        ('[monitor.alarms]\nstop = ["rule"]\nenabled = false\n',
-         'FILE:14: monitor.alarms.stop.0: "rule" is switched off.'),
+        (
+            '[monitor.alarms]\nstop = ["rul"]\n',
+            'FILE:14: monitor.alarms.stop.0: "rul" is no alarm; did you mean "rule"? There are rule, scaled',
+        ),
+        (
+            '[monitor.alarms]\nstop = ["rule"]\nrule = false\n',
+            'FILE:14: monitor.alarms.stop.0: "rule" is switched off. There are scaled',
+        ),
+        (
+            '[monitor.alarms]\nstop = ["rule"]\nenabled = false\n',
+            'FILE:14: monitor.alarms.stop.0: "rule" is switched off.',
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_alarm_is_named_with_file_and_line(tmp_path: Path, toml: str, expected: str):
     assert alarm_problems(tmp_path, toml).startswith(expected)

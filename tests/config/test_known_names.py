@@ -24,12 +24,19 @@ def refusal(what: str, name: str) -> str:
 @pytest.mark.parametrize(
     ("name", "loss", "advantage"),
     [
-        ("grpo", "ppo", "normalized"), ("GRPO", "ppo", "normalized"), ("grpo_loss", "ppo", "normalized"),
-        ("dapo", "ppo", "normalized"), ("dr_grpo", "ppo", "default"), ("Dr-GRPO", "ppo", "default"),
-        ("drgrpo", "ppo", "default"), ("reinforce", "tis", "rloo"), ("reinforce++", "tis", "default"),
-        ("ipa_chunk", "ipa", "chunk_returns"), ("step_reinforce", "ipa", "chunk_returns"),
+        ("grpo", "ppo", "normalized"),
+        ("GRPO", "ppo", "normalized"),
+        ("grpo_loss", "ppo", "normalized"),
+        ("dapo", "ppo", "normalized"),
+        ("dr_grpo", "ppo", "default"),
+        ("Dr-GRPO", "ppo", "default"),
+        ("drgrpo", "ppo", "default"),
+        ("reinforce", "tis", "rloo"),
+        ("reinforce++", "tis", "default"),
+        ("ipa_chunk", "ipa", "chunk_returns"),
+        ("step_reinforce", "ipa", "chunk_returns"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("what", ["loss", "advantage"])
 def test_a_name_of_another_framework_is_answered_with_loss_and_advantage(what, name, loss, advantage):
     said = refusal(what, name)

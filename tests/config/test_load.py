@@ -94,8 +94,10 @@ def test_a_run_is_named_by_its_file_where_it_has_no_name(file: Path):
 
 def test_a_misspelt_key_names_line_table_and_nearest_key(file: Path):
     message = error_of(edited(file, "batch_size", "bach_size"))
-    assert message.startswith(f'{file}:4: orchestrator.bach_size: unknown key "bach_size" in [orchestrator]; did you '
-                              'mean "batch_size"? The keys of [orchestrator] are train, eval, batch_size')  # fmt: skip
+    assert message.startswith(
+        f'{file}:4: orchestrator.bach_size: unknown key "bach_size" in [orchestrator]; did you '
+        'mean "batch_size"? The keys of [orchestrator] are train, eval, batch_size'
+    )
 
 
 def test_a_misspelt_override_names_itself(file: Path):
@@ -115,18 +117,30 @@ def test_a_key_of_another_table_says_where_it_belongs(file: Path):
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        ("batch_size = 32", 'batch_size = "32"',
-         ':4: orchestrator.batch_size: found "32" (a string), expected a valid integer'),
-        ("batch_size = 32", "batch_size = true",
-         ":4: orchestrator.batch_size: found true (a boolean), expected a valid integer"),
-        ("batch_size = 32", "batch_size = 0",
-         ":4: orchestrator.batch_size: found 0 (an integer), expected greater than or equal to 1"),
-        ("max_turns = 4", "max_turns = 1.5",
-         ":9: orchestrator.train.env.0.max_turns: found 1.5 (a number), expected a valid integer"),
+        (
+            "batch_size = 32",
+            'batch_size = "32"',
+            ':4: orchestrator.batch_size: found "32" (a string), expected a valid integer',
+        ),
+        (
+            "batch_size = 32",
+            "batch_size = true",
+            ":4: orchestrator.batch_size: found true (a boolean), expected a valid integer",
+        ),
+        (
+            "batch_size = 32",
+            "batch_size = 0",
+            ":4: orchestrator.batch_size: found 0 (an integer), expected greater than or equal to 1",
+        ),
+        (
+            "max_turns = 4",
+            "max_turns = 1.5",
+            ":9: orchestrator.train.env.0.max_turns: found 1.5 (a number), expected a valid integer",
+        ),
         ("[[orchestrator.train.env]]", "[orchestrator.train.env]", ":6: orchestrator.train.env: found"),
         ("[model]", "[modle]", 'unknown key "modle" in the top level; did you mean "model"?'),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_type_names_line_key_found_and_expected(file: Path, old: str, new: str, expected: str):
     assert expected in error_of(edited(file, old, new))
 
@@ -173,9 +187,7 @@ def test_a_temperature_that_no_engine_takes_is_refused(file: Path, temperature: 
         ("ray.port", "70000", "found 70000 (an integer), expected less than or equal to 65535"),
     ],
 )
-def test_where_episodes_are_played_is_checked_before_anything_starts(
-    file: Path, option: str, found: str, message: str
-):
+def test_where_episodes_are_played_is_checked_before_anything_starts(file: Path, option: str, found: str, message: str):
     with pytest.raises(ConfigError) as caught:
         load_config(file, (f"--orchestrator.rollout.{option}", found), component_tables())
     assert message in str(caught.value)
@@ -208,8 +220,10 @@ def test_a_missing_key_has_the_line_of_its_table(file: Path):
 
 def test_an_impossible_combination_names_the_overrides_that_may_have_made_it(file: Path):
     message = error_of(file, "--orchestrator.batch-size", "30")
-    assert message == (f"{file}:3 (with --orchestrator.batch-size 30): orchestrator: batch_size = 30 is not a whole "
-                       "number of groups of group_size = 8; for example batch_size = 24")  # fmt: skip
+    assert message == (
+        f"{file}:3 (with --orchestrator.batch-size 30): orchestrator: batch_size = 30 is not a whole "
+        "number of groups of group_size = 8; for example batch_size = 24"
+    )
 
 
 def test_greedy_sampling_is_refused_for_training(file: Path):
@@ -241,10 +255,19 @@ def test_a_missing_file_names_the_nearest_one(file: Path):
     assert str(caught.value) == f"there is no file {wrong}; did you mean {file}?"
 
 
-@pytest.mark.parametrize(("lines", "message"), [
-    ('import_path = ""', "train.env.0.import_path: import_path is empty; expected module.name, for example my_module"),
-    ('id = "guess_number"\n[trainer.loss]\ntype = "custom"\nimport_path = ""', 'type = "custom" needs import_path = '),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (
+            'import_path = ""',
+            "train.env.0.import_path: import_path is empty; expected module.name, for example my_module",
+        ),
+        (
+            'id = "guess_number"\n[trainer.loss]\ntype = "custom"\nimport_path = ""',
+            'type = "custom" needs import_path = ',
+        ),
+    ],
+)
 def test_an_empty_import_path_is_refused(file: Path, lines: str, message: str):
     file.write_text(f'[model]\nname = "x"\n[[orchestrator.train.env]]\n{lines}\n')
     with pytest.raises(ConfigError) as caught:

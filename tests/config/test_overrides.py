@@ -27,11 +27,21 @@ def test_a_key_that_is_spelt_with_a_dash_in_the_file_keeps_its_dash():
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("64", 64), ("-0.5", -0.5), ("true", True), ("inf", float("inf")), ("[1, 2]", [1, 2]), ("a/text", "a/text"),
-        ('"64"', "64"), ("{a = 1}", {"a": 1}), ('{"a": {"b": [true]}}', {"a": {"b": [True]}}), ("", ""),
-        ("2026-01-31", "2026-01-31"), ('{"a": 1, "b": null}', {"a": 1}), ("1\nb = 2", "1\nb = 2"),
+        ("64", 64),
+        ("-0.5", -0.5),
+        ("true", True),
+        ("inf", float("inf")),
+        ("[1, 2]", [1, 2]),
+        ("a/text", "a/text"),
+        ('"64"', "64"),
+        ("{a = 1}", {"a": 1}),
+        ('{"a": {"b": [true]}}', {"a": {"b": [True]}}),
+        ("", ""),
+        ("2026-01-31", "2026-01-31"),
+        ('{"a": 1, "b": null}', {"a": 1}),
+        ("1\nb = 2", "1\nb = 2"),
     ],
-)  # fmt: skip
+)
 def test_values_are_toml_then_json_then_text(text: str, value: Any):
     found = parse_value(text)
     assert found == value

@@ -21,21 +21,31 @@ def test_keys_are_redacted_wherever_they_are_and_nothing_else_is():
             "teacher": {"base_url": "https://[redacted]@host/v1?key=[redacted]&x=1", "api_key_env": "OPENAI_API_KEY"},
             "train": {
                 "env": [
-                    {"args": {"api_key": "[redacted]", "headers": {"Authorization": "[redacted]"},
-                              "tokens": "[redacted]"}}
+                    {
+                        "args": {
+                            "api_key": "[redacted]",
+                            "headers": {"Authorization": "[redacted]"},
+                            "tokens": "[redacted]",
+                        }
+                    }
                 ]
             },
             "sampling": {"max_tokens": 8, "temperature": 1.0, "token": ""},
         },
         "monitor": {"mine": {"kwargs": {"HF-Token": "[redacted]", "keyboard": "de", "password": "[redacted]"}}},
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize(
     "secret",
-    ["sk-proj-abcdefghijklmnop", "hf_abcdefghijklmnop", "0123456789abcdef0123456789abcdef01234567",
-     "local-0123456789abcdef0123456789abcdef01234567", "wandb_v1_abcdefghijklmnopqrst"],
-)  # fmt: skip
+    [
+        "sk-proj-abcdefghijklmnop",
+        "hf_abcdefghijklmnop",
+        "0123456789abcdef0123456789abcdef01234567",
+        "local-0123456789abcdef0123456789abcdef01234567",
+        "wandb_v1_abcdefghijklmnopqrst",
+    ],
+)
 def test_what_looks_like_a_key_is_cut_out_of_a_text(secret: str):
     assert without_secrets(f"403 for {secret}, sorry") == "403 for [redacted], sorry"
 

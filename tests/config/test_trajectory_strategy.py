@@ -56,8 +56,10 @@ def test_what_is_printed_reads_back(write, tmp_path):
 
 def test_two_names_that_disagree_are_refused(write):
     both = 'formulate_mode = "step"\ntrajectory_strategy = "interleaved"'
-    message = ('formulate_mode = "step" means trajectory_strategy = "branching", found trajectory_strategy = '
-               '"interleaved"; give one of the two')  # fmt: skip
+    message = (
+        'formulate_mode = "step" means trajectory_strategy = "branching", found trajectory_strategy = '
+        '"interleaved"; give one of the two'
+    )
     with pytest.raises(ConfigError, match=rf"run.toml:2: orchestrator: {re.escape(message)}"):
         load_config(write(orchestrator=both))
     with pytest.raises(ConfigError, match=rf"orchestrator.train.env.0: {re.escape(message)}"):
@@ -66,10 +68,12 @@ def test_two_names_that_disagree_are_refused(write):
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [('formulate_mode = "steps"', 'expected \'traj\' or \'step\'; did you mean "step"'),
-     ('on_break = "stop"', "expected 'split' or 'error'"),
-     ('trajectory_strategy = "branch"', "there is no trajectory strategy 'branch'")],
-)  # fmt: skip
+    [
+        ('formulate_mode = "steps"', "expected 'traj' or 'step'; did you mean \"step\""),
+        ('on_break = "stop"', "expected 'split' or 'error'"),
+        ('trajectory_strategy = "branch"', "there is no trajectory strategy 'branch'"),
+    ],
+)
 def test_unknown_values_are_refused_with_the_known_ones(write, given, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         load_config(write(orchestrator=given), tables=component_tables())

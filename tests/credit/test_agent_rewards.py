@@ -18,10 +18,15 @@ from verbatim.filters.zero_advantage import ZeroAdvantage
 def played(agents: str, rewards: dict[str, float], *, reward: float = 0.0, untrained: str = "", tokens: int = 1):
     """A rollout whose turns are by these agents, a letter each; prompts of two agents differ."""
     turns = [
-        Turn(prompt_ids=[ord(agent), k + 1], completion_ids=[7] * tokens, logprobs=[-0.5] * tokens, agent=agent,
-             trained=agent not in untrained)
+        Turn(
+            prompt_ids=[ord(agent), k + 1],
+            completion_ids=[7] * tokens,
+            logprobs=[-0.5] * tokens,
+            agent=agent,
+            trained=agent not in untrained,
+        )
         for k, agent in enumerate(agents)
-    ]  # fmt: skip
+    ]
     return Trajectory(example_id="x", turns=tuple(turns), reward=reward, agent_rewards=rewards)
 
 
@@ -36,9 +41,7 @@ def test_each_agent_has_its_own_baseline():
     again = played("ab", {"a": 1.0, "b": -1.0})
     credited = assign_advantages(group_of(won, lost, drawn, again), default_advantage)
     # a: 1, -1, 0, 1 around 0.25; b: -1, 1, 0, -1 around -0.25
-    assert advantages(credited) == [
-        [0.75, -0.75, 0.75, -0.75], [-1.25, 1.25, -1.25], [-0.25, 0.25], [0.75, -0.75]
-    ]  # fmt: skip
+    assert advantages(credited) == [[0.75, -0.75, 0.75, -0.75], [-1.25, 1.25, -1.25], [-0.25, 0.25], [0.75, -0.75]]
     assert [t.reward for t in credited.trajectories] == [0.0] * 4
     assert credited.trajectories[0].agent_rewards == {"a": 1.0, "b": -1.0}
 
@@ -78,9 +81,9 @@ def test_credit_for_each_turn_is_taken_over_the_agents_own_turns():
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_every_advantage_gives_agents_what_they_would_get_alone(name):
     pairs = [(1.0, 0.0), (0.0, 0.5), (0.25, 1.0)]
-    together = advantages(assign_advantages(
-        group_of(*(played("aba", {"a": a, "b": b}) for a, b in pairs)), ADVANTAGES[name]
-    ))  # fmt: skip
+    together = advantages(
+        assign_advantages(group_of(*(played("aba", {"a": a, "b": b}) for a, b in pairs)), ADVANTAGES[name])
+    )
     for agent, places in ("a", (0, 2)), ("b", (1,)):
         own = group_of(*(played(agent * len(places), {}, reward=pair["ab".index(agent)]) for pair in pairs))
         for found, alone in zip(together, assign_advantages(own, ADVANTAGES[name]).trajectories, strict=True):

@@ -84,9 +84,16 @@ def test_one_list_per_rollout_becomes_the_turns_own_advantages():
     assert credited.trajectories[0].advantage is None
 
 
-@pytest.mark.parametrize("advantages", [
-    np.array([0.5, -0.5]), (np.float32(0.5), np.float32(-0.5)), [np.array(0.5), np.array(-0.5)], iter([0.5, -0.5]),
-], ids=["array", "scalars", "0-d arrays", "iterator"])  # fmt: skip
+@pytest.mark.parametrize(
+    "advantages",
+    [
+        np.array([0.5, -0.5]),
+        (np.float32(0.5), np.float32(-0.5)),
+        [np.array(0.5), np.array(-0.5)],
+        iter([0.5, -0.5]),
+    ],
+    ids=["array", "scalars", "0-d arrays", "iterator"],
+)
 def test_numbers_may_be_numpys(advantages):
     credited = assign_advantages(group(1.0, 0.0), returning(advantages))
     assert [t.advantage for t in credited.trajectories] == [0.5, -0.5]
@@ -98,10 +105,14 @@ def test_a_row_of_an_array_is_one_number_for_each_turn():
     assert [t.advantage for t in credited.trajectories[0].turns] == [0.5, -2.0]
 
 
-@pytest.mark.parametrize(("advantage", "said"), [
-    (1e39, "1e+39 is larger than float32 holds"), ([-1e39], "[-1e+39] is larger than float32 holds"),
-    pytest.param(10**400, "inf is not finite", id="10**400"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("advantage", "said"),
+    [
+        (1e39, "1e+39 is larger than float32 holds"),
+        ([-1e39], "[-1e+39] is larger than float32 holds"),
+        pytest.param(10**400, "inf is not finite", id="10**400"),
+    ],
+)
 def test_an_advantage_beyond_float32_fails_its_rollout_alone(advantage, said):
     """In a sample it would be infinite, and stop the run."""
     credited = assign_advantages(group(1.0, 0.0), returning([advantage, 0.5]))

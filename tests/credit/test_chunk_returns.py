@@ -80,11 +80,14 @@ def test_an_episode_that_said_nothing_is_in_no_baseline():
     assert of(rollout(1.0).replace(turns=()), baseline="group") == [[]]
 
 
-@pytest.mark.parametrize(("knobs", "explained"), [
-    ({"gamma": 1.5}, "gamma = 1.5; expected a discount from 0 to 1"),
-    ({"gamma": -0.1}, "gamma = -0.1"),
-    ({"baseline": "mean"}, "baseline = 'mean'; expected \"none\" or \"group\""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("knobs", "explained"),
+    [
+        ({"gamma": 1.5}, "gamma = 1.5; expected a discount from 0 to 1"),
+        ({"gamma": -0.1}, "gamma = -0.1"),
+        ({"baseline": "mean"}, 'baseline = \'mean\'; expected "none" or "group"'),
+    ],
+)
 def test_knobs_that_cannot_be_are_refused(knobs, explained):
     with pytest.raises(ComponentError, match=explained):
         of(rollout(1.0), **knobs)

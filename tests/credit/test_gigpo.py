@@ -61,11 +61,14 @@ def test_a_turn_that_sampled_nothing_gets_zero_and_is_in_no_state():
     assert of(first, rollout(0.0, turn(state="a"))) == [[0.0, 1.0], [-1.0]]
 
 
-@pytest.mark.parametrize(("knobs", "explained"), [
-    ({"gamma": 2.0}, "gamma = 2.0"),
-    ({"w_step": -1.0}, "w_step = -1.0; expected a number >= 0"),
-    ({"scale": "max"}, "scale = 'max'; expected \"std\" or \"none\""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("knobs", "explained"),
+    [
+        ({"gamma": 2.0}, "gamma = 2.0"),
+        ({"w_step": -1.0}, "w_step = -1.0; expected a number >= 0"),
+        ({"scale": "max"}, 'scale = \'max\'; expected "std" or "none"'),
+    ],
+)
 def test_knobs_that_cannot_be_are_refused(knobs, explained):
     with pytest.raises(ComponentError, match=explained):
         of(*two(), **knobs)

@@ -13,8 +13,12 @@ def rewards(penalty, *rollouts):
 
 
 def test_tokens_above_the_target_cost_a_thousandth_each():
-    found = rewards({"type": "tokens", "target": 200}, rollout(1.0, turn(100), turn(600)), rollout(1.0, turn(200)),
-                    rollout(1.0, turn(50)))  # fmt: skip
+    found = rewards(
+        {"type": "tokens", "target": 200},
+        rollout(1.0, turn(100), turn(600)),
+        rollout(1.0, turn(200)),
+        rollout(1.0, turn(50)),
+    )
     assert found == pytest.approx([0.5, 1.0, 1.0], abs=1e-12)
 
 
@@ -55,12 +59,15 @@ def test_the_relative_form_counts_tokens_or_turns():
     assert rewards({"type": "turns", "kind": "relative"}, long, short) == [1.0, 1.5]
 
 
-@pytest.mark.parametrize(("penalty", "explained"), [
-    ({"type": "tokens"}, "how many tokens cost nothing"),
-    ({"type": "turns", "kind": "relative", "target": 3}, 'found kind = "relative"'),
-    ({"type": "words", "target": 3}, "tokens"),
-    ({"type": "turns", "target": 3, "slope": -0.1}, "greater than or equal to 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("penalty", "explained"),
+    [
+        ({"type": "tokens"}, "how many tokens cost nothing"),
+        ({"type": "turns", "kind": "relative", "target": 3}, 'found kind = "relative"'),
+        ({"type": "words", "target": 3}, "tokens"),
+        ({"type": "turns", "target": 3, "slope": -0.1}, "greater than or equal to 0"),
+    ],
+)
 def test_a_penalty_that_makes_no_sense_is_refused(penalty, explained):
     with pytest.raises(ValidationError, match=explained):
         LengthPenaltyConfig(**penalty)

@@ -75,18 +75,29 @@ def test_a_list_of_filters_replaces_the_defaults(rules):
     assert rules(top="filters = []")[0].filters == {}
 
 
-@pytest.mark.parametrize(("settings", "explained"), [
-    ({"top": 'filters = [{ type = "gibberish", threshold = 1 }]'},
-     r"run.toml:\d+: orchestrator.filters.0.threshold: found 1, expected less than or equal to 0"),
-    ({"top": 'advantage = { type = "gigpo", gamma = 1.5 }'},
-     r"run.toml:\d+: orchestrator.advantage.gamma: found 1.5, expected less than or equal to 1"),
-    ({"top": 'length_penalty = { type = "turns" }'}, "how many turns cost nothing"),
-    ({"end": '[trainer.loss]\ntype = "ppo"\ndual_clip = 0.5'},
-     r"run.toml:\d+: trainer.loss.dual_clip: found 0.5, expected greater than 1"),
-    ({"size": 1}, 'orchestrator.group_size: found 1, which gives every rollout the advantage 0 under "default"'),
-    ({"size": 1, "top": 'advantage = { type = "chunk_returns" }', "other": 'advantage = { type = "rloo" }'},
-     'the advantage 0 under "rloo"'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "explained"),
+    [
+        (
+            {"top": 'filters = [{ type = "gibberish", threshold = 1 }]'},
+            r"run.toml:\d+: orchestrator.filters.0.threshold: found 1, expected less than or equal to 0",
+        ),
+        (
+            {"top": 'advantage = { type = "gigpo", gamma = 1.5 }'},
+            r"run.toml:\d+: orchestrator.advantage.gamma: found 1.5, expected less than or equal to 1",
+        ),
+        ({"top": 'length_penalty = { type = "turns" }'}, "how many turns cost nothing"),
+        (
+            {"end": '[trainer.loss]\ntype = "ppo"\ndual_clip = 0.5'},
+            r"run.toml:\d+: trainer.loss.dual_clip: found 0.5, expected greater than 1",
+        ),
+        ({"size": 1}, 'orchestrator.group_size: found 1, which gives every rollout the advantage 0 under "default"'),
+        (
+            {"size": 1, "top": 'advantage = { type = "chunk_returns" }', "other": 'advantage = { type = "rloo" }'},
+            'the advantage 0 under "rloo"',
+        ),
+    ],
+)
 def test_what_cannot_work_is_refused_when_the_file_is_loaded(rules, settings, explained):
     with pytest.raises(ConfigError, match=explained):
         rules(**settings)
@@ -101,9 +112,13 @@ def test_groups_of_one_may_have_chunk_returns(rules):
 
 def assembled(*rollouts, **fields):
     rules = GroupRules(
-        advantage=ADVANTAGES["default"], filters={"zero_advantage": ZeroAdvantage()}, strategy="interleaved",
-        max_length=100, max_off_policy_steps=8, **fields,
-    )  # fmt: skip
+        advantage=ADVANTAGES["default"],
+        filters={"zero_advantage": ZeroAdvantage()},
+        strategy="interleaved",
+        max_length=100,
+        max_off_policy_steps=8,
+        **fields,
+    )
     return assemble_group(group_of(*rollouts), rules, step=0)
 
 
@@ -127,13 +142,18 @@ def test_a_reward_that_is_no_number_is_dropped_and_counted():
 
 def test_where_a_teacher_is_followed_rollouts_without_a_reward_are_trained_and_in_no_baseline():
     rollouts = [
-        rollout(1.0, turn(2), trajectory_id="a"), rollout(None, turn(3), trajectory_id="b", index=1),
+        rollout(1.0, turn(2), trajectory_id="a"),
+        rollout(None, turn(3), trajectory_id="b", index=1),
         rollout(0.0, turn(4), trajectory_id="c", index=2),
-    ]  # fmt: skip
+    ]
     rules = GroupRules(
-        advantage=ADVANTAGES["default"], filters={}, strategy="interleaved", max_length=100, max_off_policy_steps=8,
+        advantage=ADVANTAGES["default"],
+        filters={},
+        strategy="interleaved",
+        max_length=100,
+        max_off_policy_steps=8,
         needs_rewards=False,
-    )  # fmt: skip
+    )
     group = assemble_group(group_of(*rollouts), rules, step=0)
     found = {s.trajectory_id: set(s.advantages[s.loss_mask].tolist()) for s in group.samples}
     assert found == {"a": {0.5}, "b": {0.0}, "c": {-0.5}}

@@ -131,8 +131,10 @@ def _step(node, grads, pending, accumulate):
     given = [grads.get(i) for i in range(len(about))]
     following = list(node.next_functions)
     if isinstance(node, torch.autograd.function.BackwardCFunction):
-        given = [torch.zeros(tuple(meta.shape), dtype=meta.dtype, device=meta.device) if grad is None else grad
-                 for grad, meta in zip(given, about, strict=True)]  # fmt: skip
+        given = [
+            torch.zeros(tuple(meta.shape), dtype=meta.dtype, device=meta.device) if grad is None else grad
+            for grad, meta in zip(given, about, strict=True)
+        ]
         results = node.apply(*given)
         results = results if isinstance(results, tuple) else (results,)
         results = [grad for grad, needed in zip(results, node.needs_input_grad, strict=True) if needed]

@@ -49,8 +49,14 @@ def play(decoder):
     """Prompts in parts beside decoding, next turns on what is cached, sessions that are parked and come back."""
     first = played(decoder, [request(range(20), "a"), request(range(5), "b", temperature=0.0)])
     hits = decoder.counts.prefix_hit_tokens
-    played(decoder, [request([*first[0], 1, 2], "a", top_k=5, top_p=0.9, min_p=0.01), request(range(20), "c"),
-                     request([*range(17), 9], "d")])  # fmt: skip
+    played(
+        decoder,
+        [
+            request([*first[0], 1, 2], "a", top_k=5, top_p=0.9, min_p=0.01),
+            request(range(20), "c"),
+            request([*range(17), 9], "d"),
+        ],
+    )
     played(decoder, [request([*first[1], 3], "b"), request([7], "e"), request(range(30), "f", max_tokens=1)])
     assert decoder.counts.prefix_hit_tokens > hits
     decoder.set_version(1)

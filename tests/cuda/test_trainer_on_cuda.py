@@ -82,18 +82,30 @@ def test_every_loss_on_trajectories_that_are_cut(cuda, folders, loss):
     assert train(folders("dense"), samples, loss=loss, packing="rows", micro_batch_tokens=20, logprob_chunk=4)
 
 
-@pytest.mark.parametrize("settings", [
-    {"dtype": "bfloat16"}, {"gradient_checkpointing": True}, {"lora": LoraConfig(r=4)},
-    {"lora": LoraConfig(r=4), "dtype": "bfloat16", "gradient_checkpointing": True},
-], ids=["bfloat16", "checkpointing", "adapters", "all of them"])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dtype": "bfloat16"},
+        {"gradient_checkpointing": True},
+        {"lora": LoraConfig(r=4)},
+        {"lora": LoraConfig(r=4), "dtype": "bfloat16", "gradient_checkpointing": True},
+    ],
+    ids=["bfloat16", "checkpointing", "adapters", "all of them"],
+)
 @pytest.mark.parametrize("packing", ["rows", "tree"])
 def test_numbers_memory_and_adapters(cuda, folders, settings, packing):
     train(folders("dense"), shared_prefixes(), packing=packing, **settings)
 
 
-@pytest.mark.parametrize(("reference", "settings"), [
-    ("other", {}), ("dense", {"lora": LoraConfig(r=4)}), ("dense", {"dtype": "bfloat16"}),
-], ids=["another model", "the base under adapters", "bfloat16"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("reference", "settings"),
+    [
+        ("other", {}),
+        ("dense", {"lora": LoraConfig(r=4)}),
+        ("dense", {"dtype": "bfloat16"}),
+    ],
+    ids=["another model", "the base under adapters", "bfloat16"],
+)
 def test_a_reference_and_its_term(cuda, folders, reference, settings):
     frozen = {"reference": folders(reference)}
     found = train(folders("dense"), shared_prefixes(), loss=KL, frozen=frozen, packing="tree", **settings)
@@ -103,8 +115,13 @@ def test_a_reference_and_its_term(cuda, folders, reference, settings):
 @pytest.mark.parametrize("packing", ["rows", "tree"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_experts_are_balanced_and_replayed(cuda, folders, packing, checkpointing):
-    found = train(folders("experts"), routed_samples(known=0.5), packing=packing, router_aux_loss_coef=0.01,
-                  gradient_checkpointing=checkpointing)  # fmt: skip
+    found = train(
+        folders("experts"),
+        routed_samples(known=0.5),
+        packing=packing,
+        router_aux_loss_coef=0.01,
+        gradient_checkpointing=checkpointing,
+    )
     assert found.keys() >= {"router/aux_loss", "router/replayed"}
 
 

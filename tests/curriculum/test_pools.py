@@ -70,9 +70,12 @@ def test_metrics_are_shares_of_the_data_set_and_of_the_groups_since_last_asked()
     for example, mean in (("e0", 1.0), ("e1", 0.0), ("e2", 0.5), ("e3", 0.5), ("e2", 0.0)):
         p.observe("a", example, mean)
     assert p.metrics() == {
-        "pool/a/easy": 0.25, "pool/a/hard": 0.5, "pool/a/normal": 0.25,
-        "evicted_examples/a/easy": 0.2, "evicted_examples/a/hard": 0.4,
-    }  # fmt: skip
+        "pool/a/easy": 0.25,
+        "pool/a/hard": 0.5,
+        "pool/a/normal": 0.25,
+        "evicted_examples/a/easy": 0.2,
+        "evicted_examples/a/hard": 0.4,
+    }
     assert p.metrics()["evicted_examples/a/hard"] == 0.0
 
 
@@ -111,8 +114,12 @@ def test_a_drained_set_is_an_end_that_says_how_to_go_on():
 
 
 def test_a_drained_environment_leaves_the_others_their_ratios():
-    s = ExampleSchedule({"a": rows(2), "b": rows(3), "c": rows(3)}, {"a": 5.0, "b": 3.0, "c": 1.0}, seed=0,
-                        pool_rules=PoolRules(hard_threshold=0.0))  # fmt: skip
+    s = ExampleSchedule(
+        {"a": rows(2), "b": rows(3), "c": rows(3)},
+        {"a": 5.0, "b": 3.0, "c": 1.0},
+        seed=0,
+        pool_rules=PoolRules(hard_threshold=0.0),
+    )
     for i in range(2):
         s.pools.observe("a", f"e{i}", 0.0)
     drawn = [s.draw().env for _ in range(4000)]
@@ -122,14 +129,28 @@ def test_a_drained_environment_leaves_the_others_their_ratios():
 
 @pytest.mark.parametrize(
     ("rewards", "kind"),
-    [([0.0, 0.0], "hard"), ([-1.0, -1.0], "hard"), ([1.0, 1.0, 1.0], "easy"), ([0.5, 0.5], "flat"), ([0.0, 1.0], None),
-     ([], None), ([None, None], None), ([1.0, None], "easy"), ([0.0, None], "hard"), ([0.0, 1.0, None], None),
-     ([float("nan"), 0.5], "flat")],
-)  # fmt: skip
+    [
+        ([0.0, 0.0], "hard"),
+        ([-1.0, -1.0], "hard"),
+        ([1.0, 1.0, 1.0], "easy"),
+        ([0.5, 0.5], "flat"),
+        ([0.0, 1.0], None),
+        ([], None),
+        ([None, None], None),
+        ([1.0, None], "easy"),
+        ([0.0, None], "hard"),
+        ([0.0, 1.0, None], None),
+        ([float("nan"), 0.5], "flat"),
+    ],
+)
 def test_a_group_of_equal_rewards_is_flat_and_a_missing_one_is_not_0(rewards, kind):
     failed = Trajectory(example_id="x", reward=0.7, error="environment: broke")
-    group = Group(group_id="g", example_id="x", env="a",
-                  trajectories=(failed, *(Trajectory(example_id="x", reward=r) for r in rewards)))  # fmt: skip
+    group = Group(
+        group_id="g",
+        example_id="x",
+        env="a",
+        trajectories=(failed, *(Trajectory(example_id="x", reward=r) for r in rewards)),
+    )
     assert flatness(group) == kind
 
 
@@ -149,9 +170,11 @@ steps = st.lists(
 def test_the_three_pools_always_partition_the_data_set_and_a_resume_draws_the_same(script, seed, fraction, window):
     def make():
         return ExampleSchedule(
-            {"a": rows(4), "b": rows(2)}, {"a": 1.0, "b": 2.0}, seed=seed,
+            {"a": rows(4), "b": rows(2)},
+            {"a": 1.0, "b": 2.0},
+            seed=seed,
             pool_rules=PoolRules(easy_threshold=1.0, hard_threshold=0.0, easy_fraction=fraction, window=window),
-        )  # fmt: skip
+        )
 
     def draw(from_schedule):
         try:

@@ -114,8 +114,9 @@ def turn(prompt, completion, **fields) -> Turn:
 
 def _case(name, kind, *turns, at=None, tools=()):
     trajectory = Trajectory(example_id="x", trajectory_id=name.replace(" ", "-"), turns=turns)
-    return Case(name, kind, LoggedTrajectory(trajectory=trajectory, line=1, tools=tools),
-                len(turns) - 1 if at is None else at)  # fmt: skip
+    return Case(
+        name, kind, LoggedTrajectory(trajectory=trajectory, line=1, tools=tools), len(turns) - 1 if at is None else at
+    )
 
 
 def _rendered(name, kind, *steps, tools=None, **fields):
@@ -129,35 +130,50 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {"place": "Bonn"}}\n</tool_ca
 def _thinking():
     kind = BreakClass.THINKING_STRIPPED
     yield _rendered(
-        "the Qwen3 example of the documents", kind,
+        "the Qwen3 example of the documents",
+        kind,
         ([user("U1")], f"<think>R1</think>A1{END}"),
         ([user("U1"), assistant("<think>R1</think>A1"), user("U2")], f"<think>R2</think>A2{END}"),
-    )  # fmt: skip
+    )
     thought = "The user asks for the weather.\n\nSo look first. Then say what was seen."
     looked = assistant("", thought, calls=[{"place": "Bonn"}])
     yield _rendered(
-        "kept between tool calls and stripped when the user speaks", kind,
+        "kept between tool calls and stripped when the user speaks",
+        kind,
         ([ASK], f"<think>\n{thought}\n</think>\n\n{CALL}{END}"),
         ([ASK, looked, tool("20")], f"<think>\n20 is warm.\n</think>\n\nIt is 20 degrees.{END}"),
-        ([ASK, looked, tool("20"), assistant("It is 20 degrees.", "20 is warm."), NEXT], f"Warmer.{END}"), tools=[LOOK],
-    )  # fmt: skip
+        ([ASK, looked, tool("20"), assistant("It is 20 degrees.", "20 is warm."), NEXT], f"Warmer.{END}"),
+        tools=[LOOK],
+    )
     yield _rendered(
-        "of the second answer only", kind,
+        "of the second answer only",
+        kind,
         ([ASK], f"It is 20 degrees.{END}"),
         ([ASK, assistant("It is 20 degrees."), NEXT], f"<think>\n{thought}\n</think>\n\nWarmer.{END}"),
         ([ASK, assistant("It is 20 degrees."), NEXT, assistant("Warmer.", thought), LAST], f"Colder.{END}"),
-    )  # fmt: skip
+    )
     first = render(ASK)
-    yield _case("opened by the generation prompt", kind,
-                turn(f"{first}<think>\n", f"{thought}\n</think>\n\nIt is 20 degrees.{END}"),
-                turn(f"{first}It is 20 degrees.{END}\n<|im_start|>user\nAnd?{END}\n<|im_start|>assistant\n<think>\n",
-                     f"No.\n</think>\n\nWarm.{END}"))  # fmt: skip
-    yield _case("emptied", kind,
-                turn(first, f"<think>\n{thought}\n</think>\n\nIt is 20 degrees.{END}"),
-                turn(f"{first}<think>\n\n</think>\n\nIt is 20 degrees.{END}\n<|im_start|>user\nAnd?{END}\n", f"W{END}"))
-    yield _case("an empty one that the generation prompt wrote", kind,
-                turn(f"{first}<think>\n\n</think>\n\n", f"It is 20 degrees.{END}"),
-                turn(f"{first}It is 20 degrees.{END}\n<|im_start|>user\nAnd?{END}\n<|im_start|>assistant\n", f"W{END}"))
+    yield _case(
+        "opened by the generation prompt",
+        kind,
+        turn(f"{first}<think>\n", f"{thought}\n</think>\n\nIt is 20 degrees.{END}"),
+        turn(
+            f"{first}It is 20 degrees.{END}\n<|im_start|>user\nAnd?{END}\n<|im_start|>assistant\n<think>\n",
+            f"No.\n</think>\n\nWarm.{END}",
+        ),
+    )
+    yield _case(
+        "emptied",
+        kind,
+        turn(first, f"<think>\n{thought}\n</think>\n\nIt is 20 degrees.{END}"),
+        turn(f"{first}<think>\n\n</think>\n\nIt is 20 degrees.{END}\n<|im_start|>user\nAnd?{END}\n", f"W{END}"),
+    )
+    yield _case(
+        "an empty one that the generation prompt wrote",
+        kind,
+        turn(f"{first}<think>\n\n</think>\n\n", f"It is 20 degrees.{END}"),
+        turn(f"{first}It is 20 degrees.{END}\n<|im_start|>user\nAnd?{END}\n<|im_start|>assistant\n", f"W{END}"),
+    )
     bad = '<tool_call>\n{"name": look}\n</tool_call>'
     silent = f"{first}{END}\n<|im_start|>user\n"
     for name, said in (
@@ -166,19 +182,32 @@ def _thinking():
         ("an open one", f"<think>\n{thought}"),
         ("two empty ones and nothing else", "<think>\n\n</think>\n\n<think></think>"),
     ):
-        yield _case(name, kind, turn(first, f"{said}{END}"),
-                    turn(f"{silent}And?{END}\n<|im_start|>assistant\n", f"W{END}"))  # fmt: skip
-    yield _rendered("two empty ones before an answer", kind,
-                    ([ASK], f"<think></think><think></think>It is 20.{END}"),
-                    ([ASK, assistant("It is 20."), NEXT], f"W{END}"))  # fmt: skip
-    yield _case("in Mistral's brackets", kind,
-                turn("[INST]How warm?[/INST]", f"[THINK]{thought}[/THINK]It is 20 degrees.{END}"),
-                turn(f"[INST]How warm?[/INST]It is 20 degrees.{END}[INST]And?[/INST]", f"W{END}"))  # fmt: skip
+        yield _case(
+            name, kind, turn(first, f"{said}{END}"), turn(f"{silent}And?{END}\n<|im_start|>assistant\n", f"W{END}")
+        )
+    yield _rendered(
+        "two empty ones before an answer",
+        kind,
+        ([ASK], f"<think></think><think></think>It is 20.{END}"),
+        ([ASK, assistant("It is 20."), NEXT], f"W{END}"),
+    )
+    yield _case(
+        "in Mistral's brackets",
+        kind,
+        turn("[INST]How warm?[/INST]", f"[THINK]{thought}[/THINK]It is 20 degrees.{END}"),
+        turn(f"[INST]How warm?[/INST]It is 20 degrees.{END}[INST]And?[/INST]", f"W{END}"),
+    )
     harmony = "<|start|>user<|message|>How warm?<|end|><|start|>assistant"
-    yield _case("in harmony's analysis channel", kind,
-                turn(harmony, f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant<|channel|>final"
-                              "<|message|>It is 20 degrees.<|return|>"),
-                turn(f"{harmony}<|channel|>final<|message|>It is 20 degrees.<|end|><|start|>user", "W<|return|>"))
+    yield _case(
+        "in harmony's analysis channel",
+        kind,
+        turn(
+            harmony,
+            f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant<|channel|>final"
+            "<|message|>It is 20 degrees.<|return|>",
+        ),
+        turn(f"{harmony}<|channel|>final<|message|>It is 20 degrees.<|end|><|start|>user", "W<|return|>"),
+    )
 
 
 def _retokenised():
@@ -186,26 +215,49 @@ def _retokenised():
     said = "It is 20 degrees in Bonn."
     first, second = render(ASK), render(ASK, assistant(said), NEXT)
     yield _case("sampled letter by letter", kind, turn(first, [*letters(said), *ids(END)]), turn(second, f"W{END}"))
-    yield _case("one word in two tokens", kind,
-                turn(first, [*ids("It is 20"), *letters(" deg"), *letters("rees in Bonn."), *ids(END)]),
-                turn(second, f"W{END}"))  # fmt: skip
+    yield _case(
+        "one word in two tokens",
+        kind,
+        turn(first, [*ids("It is 20"), *letters(" deg"), *letters("rees in Bonn."), *ids(END)]),
+        turn(second, f"W{END}"),
+    )
     emoji = "Sonnig 🙂 und schön 日本"
-    yield _case("the bytes of a character in other tokens", kind,
-                turn(first, [*letters("Sonnig 🙂 und schön"), *ids(" 日本"), *ids(END)]),
-                turn(render(ASK, assistant(emoji), NEXT), f"W{END}"))  # fmt: skip
+    yield _case(
+        "the bytes of a character in other tokens",
+        kind,
+        turn(first, [*letters("Sonnig 🙂 und schön"), *ids(" 日本"), *ids(END)]),
+        turn(render(ASK, assistant(emoji), NEXT), f"W{END}"),
+    )
     spoken = [*ids("<|im_start|>user\nSay "), *letters("<|im_end|>"), *ids(f".{END}\n<|im_start|>assistant\n")]
-    yield _case("a control token of the user's text becomes one", kind,
-                turn(spoken, f"No.{END}"),
-                turn(f"<|im_start|>user\nSay <|im_end|>.{END}\n<|im_start|>assistant\nNo.{END}\n", f"W{END}"))
-    yield _case("two texts joined at a stop string", kind,
-                turn(first, letters("It is twenty deg")),
-                turn(f"{first}It is twenty degrees.{END}\n", f"W{END}"))  # fmt: skip
-    result = [*ids(f"{render(ASK)}{CALL}{END}\n<|im_start|>user\n<tool_response>\n"), *letters("20 degrees"),
-              *ids(f"\n</tool_response>{END}\n<|im_start|>assistant\n")]  # fmt: skip
-    yield _case("a tool's answer in other tokens", kind,
-                turn(first, f"{CALL}{END}"), turn(result, f"It is 20 degrees.{END}"),
-                turn(render(ASK, assistant("", calls=[{"place": "Bonn"}]), tool("20 degrees"),
-                            assistant("It is 20 degrees."), NEXT), f"W{END}"))  # fmt: skip
+    yield _case(
+        "a control token of the user's text becomes one",
+        kind,
+        turn(spoken, f"No.{END}"),
+        turn(f"<|im_start|>user\nSay <|im_end|>.{END}\n<|im_start|>assistant\nNo.{END}\n", f"W{END}"),
+    )
+    yield _case(
+        "two texts joined at a stop string",
+        kind,
+        turn(first, letters("It is twenty deg")),
+        turn(f"{first}It is twenty degrees.{END}\n", f"W{END}"),
+    )
+    result = [
+        *ids(f"{render(ASK)}{CALL}{END}\n<|im_start|>user\n<tool_response>\n"),
+        *letters("20 degrees"),
+        *ids(f"\n</tool_response>{END}\n<|im_start|>assistant\n"),
+    ]
+    yield _case(
+        "a tool's answer in other tokens",
+        kind,
+        turn(first, f"{CALL}{END}"),
+        turn(result, f"It is 20 degrees.{END}"),
+        turn(
+            render(
+                ASK, assistant("", calls=[{"place": "Bonn"}]), tool("20 degrees"), assistant("It is 20 degrees."), NEXT
+            ),
+            f"W{END}",
+        ),
+    )
 
 
 def _whitespace():
@@ -219,13 +271,19 @@ def _whitespace():
         ("a space added", "It is 20,and sunny.", "It is 20, and sunny."),
     ):
         yield _rendered(name, kind, ([ASK], f"{said}{END}"), ([ASK, assistant(kept), NEXT], f"W{END}"))
-    yield _rendered("a space stripped from the user's text", kind,
-                    ([user("How warm? ")], f"Very.{END}"),
-                    ([user("How warm?"), assistant("Very."), NEXT], f"W{END}"))  # fmt: skip
+    yield _rendered(
+        "a space stripped from the user's text",
+        kind,
+        ([user("How warm? ")], f"Very.{END}"),
+        ([user("How warm?"), assistant("Very."), NEXT], f"W{END}"),
+    )
     thought = "<think>\nLook.\n</think>\n\n"
-    yield _case("between the thinking and the answer", kind,
-                turn(render(ASK), f"<think>\nLook.\n</think>\nIt is 20.{END}"),
-                turn(f"{render(ASK)}{thought}It is 20.{END}\n<|im_start|>user\n", f"W{END}"))  # fmt: skip
+    yield _case(
+        "between the thinking and the answer",
+        kind,
+        turn(render(ASK), f"<think>\nLook.\n</think>\nIt is 20.{END}"),
+        turn(f"{render(ASK)}{thought}It is 20.{END}\n<|im_start|>user\n", f"W{END}"),
+    )
 
 
 def _arguments():
@@ -240,9 +298,12 @@ def _arguments():
         ("the name last", '{"arguments": {"place": "Bonn"}, "name": "look"}', {"place": "Bonn"}),
         ("nested", '{"name": "look", "arguments": {"a": {"b": [ {"c":null} ]}}}', {"a": {"b": [{"c": None}]}}),
     ):
-        yield _rendered(name, kind,
-                        ([ASK], f"<tool_call>\n{said}\n</tool_call>{END}"),
-                        ([ASK, assistant("", calls=[arguments]), tool("20")], f"It is 20.{END}"))  # fmt: skip
+        yield _rendered(
+            name,
+            kind,
+            ([ASK], f"<tool_call>\n{said}\n</tool_call>{END}"),
+            ([ASK, assistant("", calls=[arguments]), tool("20")], f"It is 20.{END}"),
+        )
 
 
 def _not_read_back():
@@ -255,9 +316,12 @@ def _not_read_back():
         ("a tag after a call", f"{CALL}</tool_call>", looked, "ok"),
         ("a second call that is no JSON", f"{CALL}\n<tool_call>\n[\n</tool_call>", looked, "malformed_structure"),
     ):
-        yield _case(name, kind,
-                    turn(render(ASK), f"{said}{END}", parse_status=status),
-                    turn(render(ASK, read, tool("20") if "after" in name or "second" in name else NEXT), f"W{END}"))
+        yield _case(
+            name,
+            kind,
+            turn(render(ASK), f"{said}{END}", parse_status=status),
+            turn(render(ASK, read, tool("20") if "after" in name or "second" in name else NEXT), f"W{END}"),
+        )
 
 
 def _stops():
@@ -265,24 +329,43 @@ def _stops():
     first = render(ASK)
     asked = f"\n<|im_start|>user\nAnd tomorrow?{END}\n<|im_start|>assistant\n"
     more = f"\n<|im_start|>user\nAnd on Sunday?{END}\n<|im_start|>assistant\n"
-    yield _case("missing in the history", kind,
-                turn(first, f"It is 20.{END}"), turn(f"{first}It is 20.{asked}", f"W{END}"))  # fmt: skip
-    yield _case("doubled by the client, not by the template", kind,
-                turn(first, f"It is 20.{END}"), turn(f"{first}It is 20.{END}{END}{asked}", f"W{END}"),
-                turn(f"{first}It is 20.{END}{asked}W{END}{more}", f"C{END}"))  # fmt: skip
-    yield _case("doubled by the template", kind,
-                turn(first, f"It is 20.{END}"), turn(f"{first}It is 20.{END}{asked}", f"W{END}"),
-                turn(f"{first}It is 20.{END}{END}{asked}W{END}{END}{more}", f"C{END}"))  # fmt: skip
-    yield _case("another one", kind,
-                turn(first, "It is 20.<|endoftext|>"), turn(f"{first}It is 20.{END}{asked}", f"W{END}"))  # fmt: skip
-    yield _case("not returned by the engine, then written by the template", kind,
-                turn(first, "It is 20."), turn(f"{first}It is 20.{asked}", f"W{END}"),
-                turn(f"{first}It is 20.{END}{asked}W{END}{more}", f"C{END}"))  # fmt: skip
-    yield _case("missing after the second answer", kind,
-                turn(first, f"It is 20.{END}"), turn(f"{first}It is 20.{END}{asked}", f"W{END}"),
-                turn(f"{first}It is 20.{END}{asked}W{more}", f"C{END}"))  # fmt: skip
-    yield _case("sampled twice", kind,
-                turn(first, f"It is 20.{END}{END}"), turn(f"{first}It is 20.{END}{asked}", f"W{END}"))  # fmt: skip
+    yield _case(
+        "missing in the history", kind, turn(first, f"It is 20.{END}"), turn(f"{first}It is 20.{asked}", f"W{END}")
+    )
+    yield _case(
+        "doubled by the client, not by the template",
+        kind,
+        turn(first, f"It is 20.{END}"),
+        turn(f"{first}It is 20.{END}{END}{asked}", f"W{END}"),
+        turn(f"{first}It is 20.{END}{asked}W{END}{more}", f"C{END}"),
+    )
+    yield _case(
+        "doubled by the template",
+        kind,
+        turn(first, f"It is 20.{END}"),
+        turn(f"{first}It is 20.{END}{asked}", f"W{END}"),
+        turn(f"{first}It is 20.{END}{END}{asked}W{END}{END}{more}", f"C{END}"),
+    )
+    yield _case(
+        "another one", kind, turn(first, "It is 20.<|endoftext|>"), turn(f"{first}It is 20.{END}{asked}", f"W{END}")
+    )
+    yield _case(
+        "not returned by the engine, then written by the template",
+        kind,
+        turn(first, "It is 20."),
+        turn(f"{first}It is 20.{asked}", f"W{END}"),
+        turn(f"{first}It is 20.{END}{asked}W{END}{more}", f"C{END}"),
+    )
+    yield _case(
+        "missing after the second answer",
+        kind,
+        turn(first, f"It is 20.{END}"),
+        turn(f"{first}It is 20.{END}{asked}", f"W{END}"),
+        turn(f"{first}It is 20.{END}{asked}W{more}", f"C{END}"),
+    )
+    yield _case(
+        "sampled twice", kind, turn(first, f"It is 20.{END}{END}"), turn(f"{first}It is 20.{END}{asked}", f"W{END}")
+    )
 
 
 LONG = " ".join(f"Line {n}: it was {n} degrees in Bonn, and the wind came from the west." for n in range(30))
@@ -294,17 +377,32 @@ def _compacted():
     looked = [assistant("", calls=[{"place": "Bonn"}]), tool(LONG)]
     answered = [*looked, assistant("It is 20 degrees in Bonn. Tomorrow it will be warmer.")]
     begin = [(opening, f"{CALL}{END}"), ([*opening, *looked], f"{answered[-1]['content']}{END}")]
-    yield _rendered("a summary instead of the turns", kind, *begin,
-                    ([*opening, user("Summary: it was 20 degrees. Go on."), NEXT], f"W{END}"))  # fmt: skip
-    yield _rendered("a tool's answer left out", kind, *begin,
-                    ([*opening, looked[0], tool("[left out]"), answered[-1], NEXT], f"W{END}"))  # fmt: skip
-    yield _rendered("a tool's answer cut short", kind, *begin,
-                    ([*opening, looked[0], tool(LONG[:200]), answered[-1], NEXT], f"W{END}"))  # fmt: skip
+    yield _rendered(
+        "a summary instead of the turns",
+        kind,
+        *begin,
+        ([*opening, user("Summary: it was 20 degrees. Go on."), NEXT], f"W{END}"),
+    )
+    yield _rendered(
+        "a tool's answer left out",
+        kind,
+        *begin,
+        ([*opening, looked[0], tool("[left out]"), answered[-1], NEXT], f"W{END}"),
+    )
+    yield _rendered(
+        "a tool's answer cut short",
+        kind,
+        *begin,
+        ([*opening, looked[0], tool(LONG[:200]), answered[-1], NEXT], f"W{END}"),
+    )
     yield _rendered("the turns in the middle dropped", kind, *begin, ([*opening, answered[-1], NEXT], f"W{END}"))
-    yield _rendered("the oldest messages dropped", kind,
-                    ([ASK], f"It is 20 degrees in Bonn.{END}"),
-                    ([ASK, assistant("It is 20 degrees in Bonn."), NEXT], f"Warmer.{END}"),
-                    ([NEXT, assistant("Warmer."), LAST], f"C{END}"))  # fmt: skip
+    yield _rendered(
+        "the oldest messages dropped",
+        kind,
+        ([ASK], f"It is 20 degrees in Bonn.{END}"),
+        ([ASK, assistant("It is 20 degrees in Bonn."), NEXT], f"Warmer.{END}"),
+        ([NEXT, assistant("Warmer."), LAST], f"C{END}"),
+    )
     yield _rendered("only the newest message kept", kind, *begin, ([SYSTEM, LAST], f"C{END}"))
 
 
@@ -312,28 +410,46 @@ def _rewritten():
     kind = BreakClass.HISTORY_REWRITTEN
     said = assistant("It is 20 degrees.")
     clock = "It is {} now. You are a careful assistant."
-    yield _rendered("a clock in the system prompt", kind,
-                    ([system(clock.format("12:01")), ASK], f"It is 20 degrees.{END}"),
-                    ([system(clock.format("12:02")), ASK, said, NEXT], f"W{END}"))  # fmt: skip
-    yield _rendered("the user's question edited", kind,
-                    ([ASK], f"It is 20 degrees.{END}"),
-                    ([user("How warm is it in Rome?"), said, NEXT], f"W{END}"))  # fmt: skip
-    yield _rendered("an answer edited", kind,
-                    ([ASK], f"It is 20 degrees.{END}"),
-                    ([ASK, assistant("It is 25 degrees."), NEXT], f"W{END}"))  # fmt: skip
-    yield _rendered("a hint added to an answer", kind,
-                    ([ASK], f"It is 20 degrees.{END}"),
-                    ([ASK, assistant("It is 20 degrees. (checked)"), NEXT], f"W{END}"))  # fmt: skip
-    yield _rendered("another call than was sampled", kind,
-                    ([ASK], f"{CALL}{END}"),
-                    ([ASK, assistant("", calls=[{"place": "Rome"}]), tool("20")], f"W{END}"))  # fmt: skip
-    yield _rendered("sampled again from the same prompt", kind,
-                    ([ASK], f"It is 20 degrees.{END}"), ([ASK], f"Warm.{END}"))  # fmt: skip
-    yield _rendered("a longer tool's answer", kind,
-                    ([ASK], f"{CALL}{END}"),
-                    ([ASK, assistant("", calls=[{"place": "Bonn"}]), tool("20")], f"It is 20 degrees.{END}"),
-                    ([ASK, assistant("", calls=[{"place": "Bonn"}]), tool("20 degrees and sunny"), said, NEXT],
-                     f"W{END}"))  # fmt: skip
+    yield _rendered(
+        "a clock in the system prompt",
+        kind,
+        ([system(clock.format("12:01")), ASK], f"It is 20 degrees.{END}"),
+        ([system(clock.format("12:02")), ASK, said, NEXT], f"W{END}"),
+    )
+    yield _rendered(
+        "the user's question edited",
+        kind,
+        ([ASK], f"It is 20 degrees.{END}"),
+        ([user("How warm is it in Rome?"), said, NEXT], f"W{END}"),
+    )
+    yield _rendered(
+        "an answer edited",
+        kind,
+        ([ASK], f"It is 20 degrees.{END}"),
+        ([ASK, assistant("It is 25 degrees."), NEXT], f"W{END}"),
+    )
+    yield _rendered(
+        "a hint added to an answer",
+        kind,
+        ([ASK], f"It is 20 degrees.{END}"),
+        ([ASK, assistant("It is 20 degrees. (checked)"), NEXT], f"W{END}"),
+    )
+    yield _rendered(
+        "another call than was sampled",
+        kind,
+        ([ASK], f"{CALL}{END}"),
+        ([ASK, assistant("", calls=[{"place": "Rome"}]), tool("20")], f"W{END}"),
+    )
+    yield _rendered(
+        "sampled again from the same prompt", kind, ([ASK], f"It is 20 degrees.{END}"), ([ASK], f"Warm.{END}")
+    )
+    yield _rendered(
+        "a longer tool's answer",
+        kind,
+        ([ASK], f"{CALL}{END}"),
+        ([ASK, assistant("", calls=[{"place": "Bonn"}]), tool("20")], f"It is 20 degrees.{END}"),
+        ([ASK, assistant("", calls=[{"place": "Bonn"}]), tool("20 degrees and sunny"), said, NEXT], f"W{END}"),
+    )
 
 
 def _tools():
@@ -348,12 +464,19 @@ def _tools():
         ("no more", [LOOK], None),
         ("another parameter", [LOOK], [schema("look", place={"type": "string"}, days={"type": "integer"})]),
     ):
-        yield _case(name, kind, turn(render(SYSTEM, ASK, tools=before), f"It is 20 degrees.{END}"),
-                    turn(render(SYSTEM, ASK, said, NEXT, tools=after), f"W{END}"))  # fmt: skip
+        yield _case(
+            name,
+            kind,
+            turn(render(SYSTEM, ASK, tools=before), f"It is 20 degrees.{END}"),
+            turn(render(SYSTEM, ASK, said, NEXT, tools=after), f"W{END}"),
+        )
     compact = render(SYSTEM, ASK, tools=[LOOK])
-    yield _case("written with other spaces", kind, turn(compact, f"It is 20 degrees.{END}"),
-                turn(compact.replace(json.dumps(LOOK), json.dumps(LOOK, indent=1)) + f"It is 20 degrees.{END}\n",
-                     f"W{END}"))  # fmt: skip
+    yield _case(
+        "written with other spaces",
+        kind,
+        turn(compact, f"It is 20 degrees.{END}"),
+        turn(compact.replace(json.dumps(LOOK), json.dumps(LOOK, indent=1)) + f"It is 20 degrees.{END}\n", f"W{END}"),
+    )
 
 
 def _sub_agents():
@@ -362,53 +485,107 @@ def _sub_agents():
     said = assistant("It is 20 degrees.")
     first, later = turn(render(SYSTEM, ASK), f"It is 20 degrees.{END}"), render(SYSTEM, ASK, said, NEXT)
     yield _case("its name is recorded", kind, first, turn(render(*sub), f"20{END}", agent="sub/1"))
-    yield _case("its name is recorded, and its parent goes on", kind, first,
-                turn(render(*sub), f"20{END}", agent="sub/1"), turn(later, f"W{END}"), at=1)  # fmt: skip
-    yield _case("without a name, and its parent goes on", kind, first,
-                turn(render(*sub), f"20{END}"), turn(later, f"W{END}"), at=1)  # fmt: skip
-    yield _case("with its parent's system prompt", kind, first,
-                turn(render(SYSTEM, user("Only a number: how warm is it?")), f"20{END}"), turn(later, f"W{END}"), at=1)
+    yield _case(
+        "its name is recorded, and its parent goes on",
+        kind,
+        first,
+        turn(render(*sub), f"20{END}", agent="sub/1"),
+        turn(later, f"W{END}"),
+        at=1,
+    )
+    yield _case(
+        "without a name, and its parent goes on",
+        kind,
+        first,
+        turn(render(*sub), f"20{END}"),
+        turn(later, f"W{END}"),
+        at=1,
+    )
+    yield _case(
+        "with its parent's system prompt",
+        kind,
+        first,
+        turn(render(SYSTEM, user("Only a number: how warm is it?")), f"20{END}"),
+        turn(later, f"W{END}"),
+        at=1,
+    )
     yield _case("without a name or a return, under another system prompt", kind, first, turn(render(*sub), f"20{END}"))
-    yield _case("with other tools, and its parent goes on", kind,
-                turn(render(SYSTEM, ASK, tools=[LOOK]), f"It is 20 degrees.{END}"),
-                turn(render(SYSTEM, user("Bonn"), tools=[BOOK]), f"20{END}"),
-                turn(render(SYSTEM, ASK, said, NEXT, tools=[LOOK]), f"W{END}"), at=1)  # fmt: skip
+    yield _case(
+        "with other tools, and its parent goes on",
+        kind,
+        turn(render(SYSTEM, ASK, tools=[LOOK]), f"It is 20 degrees.{END}"),
+        turn(render(SYSTEM, user("Bonn"), tools=[BOOK]), f"20{END}"),
+        turn(render(SYSTEM, ASK, said, NEXT, tools=[LOOK]), f"W{END}"),
+        at=1,
+    )
 
 
 def _truncated():
     kind = BreakClass.TRUNCATED
     first = render(ASK)
     cut = {"stop_reason": "length"}
-    yield _case("in the middle of a thought, which is dropped", kind,
-                turn(first, "<think>\nThe user asks for the weather, so look first. Then", **cut),
-                turn(f"{first}{END}\n<|im_start|>user\nGo on.{END}\n<|im_start|>assistant\n", f"W{END}"))  # fmt: skip
-    yield _case("in the middle of a call, which is dropped", kind,
-                turn(first, 'Let me see.\n<tool_call>\n{"name": "look", "arg', **cut),
-                turn(f"{first}Let me see.{END}\n<|im_start|>user\nGo on.{END}\n", f"W{END}"))  # fmt: skip
+    yield _case(
+        "in the middle of a thought, which is dropped",
+        kind,
+        turn(first, "<think>\nThe user asks for the weather, so look first. Then", **cut),
+        turn(f"{first}{END}\n<|im_start|>user\nGo on.{END}\n<|im_start|>assistant\n", f"W{END}"),
+    )
+    yield _case(
+        "in the middle of a call, which is dropped",
+        kind,
+        turn(first, 'Let me see.\n<tool_call>\n{"name": "look", "arg', **cut),
+        turn(f"{first}Let me see.{END}\n<|im_start|>user\nGo on.{END}\n", f"W{END}"),
+    )
     character = ids("It is 20 °C 🙂")[:-2]
-    yield _case("in the middle of a character", kind,
-                turn(first, character, **cut),
-                turn(f"{first}{tokenizer().decode(character)}{END}\n".replace("\ufffd", "?"), f"W{END}"))  # fmt: skip
-    yield _case("in the middle of a word, then marked", kind,
-                turn(first, "It is 20 degrees in Bonn and it will be warm", **cut),
-                turn(f"{first}It is 20 degrees in Bonn and it will be [...]{END}\n<|im_start|>user\n", f"W{END}"))
-    yield _case("the prompt without its first tokens", kind,
-                turn(render(SYSTEM, ASK), f"It is 20 degrees.{END}"),
-                turn(ids(render(SYSTEM, ASK, assistant("It is 20 degrees."), NEXT))[7:], f"W{END}"))  # fmt: skip
+    yield _case(
+        "in the middle of a character",
+        kind,
+        turn(first, character, **cut),
+        turn(f"{first}{tokenizer().decode(character)}{END}\n".replace("\ufffd", "?"), f"W{END}"),
+    )
+    yield _case(
+        "in the middle of a word, then marked",
+        kind,
+        turn(first, "It is 20 degrees in Bonn and it will be warm", **cut),
+        turn(f"{first}It is 20 degrees in Bonn and it will be [...]{END}\n<|im_start|>user\n", f"W{END}"),
+    )
+    yield _case(
+        "the prompt without its first tokens",
+        kind,
+        turn(render(SYSTEM, ASK), f"It is 20 degrees.{END}"),
+        turn(ids(render(SYSTEM, ASK, assistant("It is 20 degrees."), NEXT))[7:], f"W{END}"),
+    )
     begin = ids("<|endoftext|>")
-    yield _case("the prompt without its first tokens, but for the one that begins every text", kind,
-                turn([*begin, *ids(render(SYSTEM, ASK))], f"It is 20 degrees.{END}"),
-                turn([*begin, *ids(render(SYSTEM, ASK, assistant("It is 20 degrees."), NEXT))[7:]], f"W{END}"))
+    yield _case(
+        "the prompt without its first tokens, but for the one that begins every text",
+        kind,
+        turn([*begin, *ids(render(SYSTEM, ASK))], f"It is 20 degrees.{END}"),
+        turn([*begin, *ids(render(SYSTEM, ASK, assistant("It is 20 degrees."), NEXT))[7:]], f"W{END}"),
+    )
     again = f"{first}It is 20.{END}\n<|im_start|>user\nAnd?{END}\n<|im_start|>assistant\n"
     repaired = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
-    yield _case("in the middle of the second answer, which is repaired", kind,
-                turn(first, f"It is 20.{END}"),
-                turn(again, '<tool_call>\n{"name": "look", "arguments": {"place": "Bo', **cut),
-                turn(f"{again}{repaired}{END}\n", f"W{END}"))  # fmt: skip
+    yield _case(
+        "in the middle of the second answer, which is repaired",
+        kind,
+        turn(first, f"It is 20.{END}"),
+        turn(again, '<tool_call>\n{"name": "look", "arguments": {"place": "Bo', **cut),
+        turn(f"{again}{repaired}{END}\n", f"W{END}"),
+    )
 
 
 @functools.cache
 def cases() -> tuple[Case, ...]:
-    makers = (_thinking, _retokenised, _whitespace, _arguments, _stops, _not_read_back, _compacted, _rewritten, _tools,
-              _sub_agents, _truncated)  # fmt: skip
+    makers = (
+        _thinking,
+        _retokenised,
+        _whitespace,
+        _arguments,
+        _stops,
+        _not_read_back,
+        _compacted,
+        _rewritten,
+        _tools,
+        _sub_agents,
+        _truncated,
+    )
     return tuple(case for make in makers for case in make())

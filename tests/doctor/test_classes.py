@@ -27,9 +27,14 @@ def examine(*turns, text: TokenText | None) -> list[Diagnosis]:
 def test_the_corpus_has_at_least_five_cases_of_every_class_that_text_can_tell():
     counts = Counter(case.kind for case in cases())
     told_by_the_record = {
-        BreakClass.UNKNOWN, BreakClass.PARALLEL, BreakClass.CONTROL_TOKEN, BreakClass.OPEN_THOUGHT,
-        BreakClass.OTHER_MESSAGES, BreakClass.FORMAT_UNKNOWN, BreakClass.HISTORY_TEMPLATE,
-    }  # fmt: skip
+        BreakClass.UNKNOWN,
+        BreakClass.PARALLEL,
+        BreakClass.CONTROL_TOKEN,
+        BreakClass.OPEN_THOUGHT,
+        BreakClass.OTHER_MESSAGES,
+        BreakClass.FORMAT_UNKNOWN,
+        BreakClass.HISTORY_TEMPLATE,
+    }
     assert set(counts) == set(BreakClass) - told_by_the_record
     assert min(counts.values()) >= 5
 
@@ -85,8 +90,10 @@ def test_a_turn_that_sampled_nothing_is_no_break(text: TokenText):
 
 
 def test_only_the_first_turn_of_a_sub_agent_is_by_design(text: TokenText):
-    sub = [turn(render(NEXT), f"<think>\nR\n</think>\n\nA{END}", agent="sub"),
-           turn(render(NEXT, assistant("A", "R"), ASK), f"B{END}", agent="sub")]  # fmt: skip
+    sub = [
+        turn(render(NEXT), f"<think>\nR\n</think>\n\nA{END}", agent="sub"),
+        turn(render(NEXT, assistant("A", "R"), ASK), f"B{END}", agent="sub"),
+    ]
     found = examine(turn(render(ASK), f"It is 20.{END}"), *sub, text=text)
     assert [(d.turn, d.kind) for d in found] == [(1, "sub_agent"), (2, "thinking_stripped")]
     assert found[1].against == 1
@@ -101,8 +108,9 @@ def test_a_break_is_held_against_what_the_agent_said_last(text: TokenText):
         text=text,
     )
     assert [(d.turn, d.against, d.kind.value) for d in found] == [
-        (1, 0, "thinking_stripped"), (2, 1, "thinking_stripped"),
-    ]  # fmt: skip
+        (1, 0, "thinking_stripped"),
+        (2, 1, "thinking_stripped"),
+    ]
 
 
 def test_thinking_that_is_stripped_with_the_whole_answer_is_no_stripped_thinking(text: TokenText):
@@ -147,8 +155,11 @@ def test_a_thought_alone_that_is_sampled_again_is_not_stripped(text: TokenText):
 def test_unequal_values_are_not_re_serialised(text: TokenText, value: str, other: str):
     call = '<tool_call>\n{{"name": "look", "arguments": {{"x": {}}}}}\n</tool_call>'
     asked = f"{END}\n<|im_start|>user\nAnd?{END}\n"
-    (found,) = examine(turn(render(ASK), f"{call.format(value)}{END}"),
-                       turn(f"{render(ASK)}{call.format(other)}{asked}", f"W{END}"), text=text)  # fmt: skip
+    (found,) = examine(
+        turn(render(ASK), f"{call.format(value)}{END}"),
+        turn(f"{render(ASK)}{call.format(other)}{asked}", f"W{END}"),
+        text=text,
+    )
     assert found.kind is BreakClass.HISTORY_REWRITTEN
 
 
@@ -156,11 +167,19 @@ def test_nothing_that_a_terminal_obeys_is_shown():
     assert printable("a b\n\x1b[31m\u202e\x00é") == "a·b\\n\\x1b[31m\\u202e\\x00é"
 
 
-@pytest.mark.parametrize(("reason", "kind"), [
-    ("control_token", "control_token"), ("other_end", "stop_token"), ("open_thought", "open_thought"),
-    ("tools_changed", "tools_changed"), ("other_messages", "other_messages"), ("thought_dropped", "thinking_stripped"),
-    ("format_unknown", "format_unknown"), ("history_template", "history_template"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("reason", "kind"),
+    [
+        ("control_token", "control_token"),
+        ("other_end", "stop_token"),
+        ("open_thought", "open_thought"),
+        ("tools_changed", "tools_changed"),
+        ("other_messages", "other_messages"),
+        ("thought_dropped", "thinking_stripped"),
+        ("format_unknown", "format_unknown"),
+        ("history_template", "history_template"),
+    ],
+)
 def test_the_reason_that_a_run_has_noted_is_told_in_words(reason: str, kind: str):
     turns = (Turn(prompt_ids=[1, 2], completion_ids=[3]), Turn(prompt_ids=[1, 2, 4], completion_ids=[5]))
     info = {"rendered_anew": [{"turn": 1, "after": 0, "reason": reason}]}

@@ -11,9 +11,7 @@ from verbatim.doctor.samples import find_samples
 
 
 def turns_of(*pairs, agent="main"):
-    return Trajectory(
-        example_id="x", turns=[Turn(prompt_ids=p, completion_ids=c, agent=agent) for p, c in pairs]
-    ).turns
+    return Trajectory(example_id="x", turns=[Turn(prompt_ids=p, completion_ids=c, agent=agent) for p, c in pairs]).turns
 
 
 def test_a_deletion_costs_the_history_that_is_left():

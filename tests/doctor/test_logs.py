@@ -34,10 +34,20 @@ def path(tmp_path: Path) -> Path:
 
 def chat(prompt, completion, finish="stop", **more):
     """A chat completion of vLLM, as it comes with return_token_ids."""
-    choice = {"index": 0, "message": {"role": "assistant", "content": "x"}, "finish_reason": finish,
-              "stop_reason": None, "token_ids": completion}  # fmt: skip
-    return {"id": f"chatcmpl-{prompt}", "object": "chat.completion", "choices": [choice],
-            "prompt_token_ids": prompt, **more}  # fmt: skip
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": "x"},
+        "finish_reason": finish,
+        "stop_reason": None,
+        "token_ids": completion,
+    }
+    return {
+        "id": f"chatcmpl-{prompt}",
+        "object": "chat.completion",
+        "choices": [choice],
+        "prompt_token_ids": prompt,
+        **more,
+    }
 
 
 def plain(prompt, completion):
@@ -70,13 +80,16 @@ def test_our_own_log_is_read_as_it_was_written(path: Path):
 
 def test_answers_of_one_conversation_are_one_trajectory_however_they_are_mixed(path: Path):
     lines = [
-        chat([1, 2], [3], conversation_id="a"), chat([7], [8], conversation_id="b"),
-        chat([1, 2, 3, 4], [5], conversation_id="a"), chat([7, 9], [8], conversation_id="b"),
-    ]  # fmt: skip
+        chat([1, 2], [3], conversation_id="a"),
+        chat([7], [8], conversation_id="b"),
+        chat([1, 2, 3, 4], [5], conversation_id="a"),
+        chat([7, 9], [8], conversation_id="b"),
+    ]
     found, _, note = read(path, *lines)
     assert [(f.trajectory.trajectory_id, f.line, pairs(f)) for f in found] == [
-        ("a", 1, TWO), ("b", 2, [([7], [8]), ([7, 9], [8])]),
-    ]  # fmt: skip
+        ("a", 1, TWO),
+        ("b", 2, [([7], [8]), ([7, 9], [8])]),
+    ]
     assert note == 'vllm: answers of vLLM, those with the same "conversation_id" taken together'
 
 
@@ -130,8 +143,15 @@ def test_the_chunks_of_a_stream_are_one_answer(path: Path):
         return {"id": name, "object": "chat.completion.chunk", "choices": [choice], **more}
 
     usage = {"id": "a", "object": "chat.completion.chunk", "choices": [], "usage": {}}
-    lines = [chunk("a", None, prompt_token_ids=[1, 2]), chunk("a", [3]), chunk("b", [5], prompt_token_ids=[1, 2, 3, 4]),
-             chunk("a", [6, 7]), chunk("a", [], "length"), usage, chunk("b", [8], "stop")]  # fmt: skip
+    lines = [
+        chunk("a", None, prompt_token_ids=[1, 2]),
+        chunk("a", [3]),
+        chunk("b", [5], prompt_token_ids=[1, 2, 3, 4]),
+        chunk("a", [6, 7]),
+        chunk("a", [], "length"),
+        usage,
+        chunk("b", [8], "stop"),
+    ]
     (found,), file, _ = read(path, *lines)
     assert pairs(found) == [([1, 2], [3, 6, 7]), ([1, 2, 3, 4], [5, 8])]
     assert [t.stop_reason for t in found.trajectory.turns] == [StopReason.LENGTH, StopReason.STOP]
@@ -166,11 +186,27 @@ def test_an_answer_without_ids_says_how_to_get_them(path: Path):
 
 
 def step(prompt, completion, **more):
-    tokens = {"prompt_ids": prompt, "prompt_mask": [0] * len(prompt), "completion_ids": completion,
-              "completion_mask": [1] * len(completion), "completion_logprobs": [-1.0] * len(completion),
-              "overlong_prompt": False, "is_truncated": False}  # fmt: skip
-    return {"prompt": [], "completion": [], "response": {}, "tokens": tokens, "reward": None, "advantage": None,
-            "is_truncated": False, "trajectory_id": "t", "extras": {}, **more}  # fmt: skip
+    tokens = {
+        "prompt_ids": prompt,
+        "prompt_mask": [0] * len(prompt),
+        "completion_ids": completion,
+        "completion_mask": [1] * len(completion),
+        "completion_logprobs": [-1.0] * len(completion),
+        "overlong_prompt": False,
+        "is_truncated": False,
+    }
+    return {
+        "prompt": [],
+        "completion": [],
+        "response": {},
+        "tokens": tokens,
+        "reward": None,
+        "advantage": None,
+        "is_truncated": False,
+        "trajectory_id": "t",
+        "extras": {},
+        **more,
+    }
 
 
 def test_a_rollout_of_verifiers_is_a_trajectory(path: Path):
@@ -184,8 +220,12 @@ def test_a_rollout_of_verifiers_is_a_trajectory(path: Path):
 
 
 def test_a_sub_agent_of_verifiers_has_a_name_of_its_own(path: Path):
-    steps = [step([9], [8], trajectory_id="sub_1", extras={"is_sub_llm_call": True}), step([1], [2]),
-             step([7], [6], trajectory_id="other"), step([5], [4], tokens=None)]  # fmt: skip
+    steps = [
+        step([9], [8], trajectory_id="sub_1", extras={"is_sub_llm_call": True}),
+        step([1], [2]),
+        step([7], [6], trajectory_id="other"),
+        step([5], [4], tokens=None),
+    ]
     (found,), *_ = read(path, {"trajectory": steps})
     assert [t.agent for t in found.trajectory.turns] == ["sub_1", "main", "other"]
 

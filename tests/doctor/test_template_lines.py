@@ -30,17 +30,23 @@ REFUSES = "{{ raise_exception('no') }}</think>"
         (QWEN3.read_text(), BreakClass.TOOL_ARGUMENTS, "{{- tool_call.arguments | tojson }}"),
         (QWEN3.read_text(), BreakClass.TOOLS_CHANGED, "{%- for tool in tools %}"),
         (QWEN3.read_text(), BreakClass.RETOKENISED, None),
-        (chat_template(), BreakClass.THINKING_STRIPPED,
-         "{%- if loop.index0 > query.index and (thinking or loop.last) -%}"),
+        (
+            chat_template(),
+            BreakClass.THINKING_STRIPPED,
+            "{%- if loop.index0 > query.index and (thinking or loop.last) -%}",
+        ),
         (CUT_ALWAYS, BreakClass.THINKING_STRIPPED, "{%- if '</think>' in content %}"),
         (CUT_ALWAYS, BreakClass.WHITESPACE, None),
         (CUT_ALWAYS, BreakClass.TOOLS_CHANGED, None),
-        (CUT_ALWAYS.replace(" | trim", "").replace("+ content", "+ content.strip()"), BreakClass.WHITESPACE,
-         "{{- '<' + message['role'] + '>' + content.strip() }}"),
+        (
+            CUT_ALWAYS.replace(" | trim", "").replace("+ content", "+ content.strip()"),
+            BreakClass.WHITESPACE,
+            "{{- '<' + message['role'] + '>' + content.strip() }}",
+        ),
         (KEPT_ALWAYS, BreakClass.THINKING_STRIPPED, None),
         (REFUSES, BreakClass.THINKING_STRIPPED, None),
     ],
-)  # fmt: skip
+)
 def test_the_line_that_does_it_is_named(template: str, kind: BreakClass, line: str | None):
     found = template_lines(template)(kind)
     if line is None:

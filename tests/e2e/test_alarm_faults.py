@@ -118,9 +118,13 @@ def model(tmp_path_factory) -> Path:
 
 
 def alarms(
-    folder: Path, model: Path, tables: str, replaced: Mapping[str, str], status: int = 0,
+    folder: Path,
+    model: Path,
+    tables: str,
+    replaced: Mapping[str, str],
+    status: int = 0,
     environment: str = "lots.Lots",
-) -> list[Alarm]:  # fmt: skip
+) -> list[Alarm]:
     """Those of `verbatim rl` on the tiny run, with keys replaced and these tables behind its environment."""
     with workplace(folder, {"lots": LOTS, "planted": PLANTED}):
         text = TOML.format(model=model)
@@ -154,14 +158,21 @@ def test_a_sampler_whose_logprobs_are_of_another_distribution_is_named(tmp_path:
 @pytest.mark.realtime
 @pytest.mark.parametrize(
     ("name", "environment", "tables"),
-    [("trainer_idle", "planted.SlowEpisodes", ""),
-     ("sampler_idle", "planted.Counted", '[trainer.loss]\ntype = "planted.slow_loss"\n')],
-)  # fmt: skip
+    [
+        ("trainer_idle", "planted.SlowEpisodes", ""),
+        ("sampler_idle", "planted.Counted", '[trainer.loss]\ntype = "planted.slow_loss"\n'),
+    ],
+)
 def test_a_side_that_waits_is_named(tmp_path: Path, model: Path, name: str, environment: str, tables: str):
     """It waits three quarters of each step; steps are short, so 0.05 s count."""
     tables += f"[monitor.alarms.{name}]\nseconds = 0.05\nshare = 0.4\nsteps = 5\n"
-    found = alarms(tmp_path, model, tables, {"max_steps": "7", "max_async_level": "1", "separate_process": "true"},
-                   environment=environment)  # fmt: skip
+    found = alarms(
+        tmp_path,
+        model,
+        tables,
+        {"max_steps": "7", "max_async_level": "1", "separate_process": "true"},
+        environment=environment,
+    )
     assert [alarm.name for alarm in found if alarm.state == "raised"] == [name]
 
 

@@ -26,7 +26,7 @@ from e2e.tiny_runs import (
 from verbatim.cli.main import main
 
 # Every fourth episode that is started fails in the way it is told to.
-FAULTY = '''
+FAULTY = """
 import itertools
 
 from verbatim import Example
@@ -60,10 +60,10 @@ class Faulty:
         if fails and self.fault == "start":
             raise RuntimeError("start broke")
         return Once(seed, self.fault if fails else None)
-'''
+"""
 
 # Its tool raises at every other call; every call is counted. Rewards follow the seed, so that every group trains.
-BROKEN_TOOL = '''
+BROKEN_TOOL = """
 from verbatim.environments.guess_number import Game, GuessNumber
 from verbatim.tools import FunctionTool
 
@@ -91,10 +91,10 @@ class BrokenGame(Game):
 class BrokenTool(GuessNumber):
     async def start(self, example, seed):
         return BrokenGame(self, int(example.payload["secret"]), seed)
-'''
+"""
 
 # After `after` episodes no file may grow beyond `limit` bytes: a disk that fills up while a run is under way.
-FILLING = '''
+FILLING = """
 import resource
 
 from lots import Lots
@@ -110,7 +110,7 @@ class Filling(Lots):
         if self.after == 0:
             resource.setrlimit(resource.RLIMIT_FSIZE, (self.limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
         return await super().start(example, seed)
-'''
+"""
 
 MODULES = {
     "lots": LOTS,
@@ -338,14 +338,19 @@ def test_a_disk_that_is_full_at_the_first_checkpoint_stops_the_run_which_can_be_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("interval", [1, 100])
-def test_a_disk_that_fills_up_in_the_middle_of_a_run_loses_nothing_that_was_written(
-    typed, place: Path, interval: int
-):
+def test_a_disk_that_fills_up_in_the_middle_of_a_run_loses_nothing_that_was_written(typed, place: Path, interval: int):
     """16 episodes are two batches; no file may be large from the 17th on."""
     run = [
-        "--run-dir", "mine", "--max-steps", "4", "--checkpoint.interval", interval,
-        "--orchestrator.train.env.0.import_path", "filling.Filling", "--orchestrator.train.env.0.args",
-    ]  # fmt: skip
+        "--run-dir",
+        "mine",
+        "--max-steps",
+        "4",
+        "--checkpoint.interval",
+        interval,
+        "--orchestrator.train.env.0.import_path",
+        "filling.Filling",
+        "--orchestrator.train.env.0.args",
+    ]
     with disk_that_fills_up():
         status, said = typed(*run, f"{{after = 17, limit = {ALL_BUT_WEIGHTS}}}")
     assert status == 1
@@ -381,9 +386,13 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_run_loses_nothing_that_was_writ
 def test_a_rollout_that_fails_fails_alone_and_is_counted(typed, place: Path, fault: str, reason: str):
     """Two batches of 8 episodes, of which every fourth fails: 4 in all, and 12 that are not touched."""
     status, _ = typed(
-        "--run-dir", "mine", "--orchestrator.train.env.0.import_path", "faulty.Faulty",
-        "--orchestrator.train.env.0.args", f'{{fault = "{fault}"}}',
-    )  # fmt: skip
+        "--run-dir",
+        "mine",
+        "--orchestrator.train.env.0.import_path",
+        "faulty.Faulty",
+        "--orchestrator.train.env.0.args",
+        f'{{fault = "{fault}"}}',
+    )
     assert status == 0
     steps = [line["metrics"] for line in train_lines(place / "mine")]
     assert [m["rollouts"] for m in steps] == [8, 8]
@@ -411,9 +420,15 @@ def test_a_rollout_that_fails_fails_alone_and_is_counted(typed, place: Path, fau
 )
 def test_a_run_in_which_every_rollout_fails_stops_and_says_why(typed, place: Path, fault: str, reason: str):
     status, said = typed(
-        "--run-dir", "mine", "--max-steps", "50", "--orchestrator.train.env.0.import_path", "faulty.Faulty",
-        "--orchestrator.train.env.0.args", f'{{fault = "{fault}", every = 1}}',
-    )  # fmt: skip
+        "--run-dir",
+        "mine",
+        "--max-steps",
+        "50",
+        "--orchestrator.train.env.0.import_path",
+        "faulty.Faulty",
+        "--orchestrator.train.env.0.args",
+        f'{{fault = "{fault}", every = 1}}',
+    )
     assert status == 1
     assert "every rollout of the last" in said
     assert reason in said
@@ -424,10 +439,15 @@ def test_a_run_in_which_every_rollout_fails_stops_and_says_why(typed, place: Pat
 @pytest.mark.slow
 def test_a_tool_that_raises_answers_the_model_and_is_counted(typed, place: Path):
     status, _ = typed(
-        "--run-dir", "mine", "--orchestrator.train.env.0.import_path", "broken_tool.BrokenTool",
-        "--orchestrator.sampling.max-tokens", "32", "--warm-start",
+        "--run-dir",
+        "mine",
+        "--orchestrator.train.env.0.import_path",
+        "broken_tool.BrokenTool",
+        "--orchestrator.sampling.max-tokens",
+        "32",
+        "--warm-start",
         "{steps = 300, batch_size = 8, conversations = 200, optim = {lr = 1e-2}}",
-    )  # fmt: skip
+    )
     assert status == 0
     module = sys.modules["broken_tool"]
     assert module.raised > 0

@@ -17,8 +17,13 @@ from verbatim.cli.main import main
 pytestmark = pytest.mark.slow
 
 STEPS = MEASURED_STEPS
-STOPPING = ["--max-steps", "50", "--orchestrator.eval.early-stopping.metric", METRIC,
-            "--orchestrator.eval.early-stopping.patience"]  # fmt: skip
+STOPPING = [
+    "--max-steps",
+    "50",
+    "--orchestrator.eval.early-stopping.metric",
+    METRIC,
+    "--orchestrator.eval.early-stopping.patience",
+]
 
 
 @pytest.fixture(scope="module")
@@ -121,9 +126,12 @@ def test_a_run_that_is_resumed_without_its_best_checkpoint_says_so_and_goes_on(p
 
 def test_from_python_the_result_says_both(place: Path):
     result = verbatim.run(
-        "run.toml", max_steps=50, run_dir="python", quiet=True,
+        "run.toml",
+        max_steps=50,
+        run_dir="python",
+        quiet=True,
         orchestrator={"eval": {"early_stopping": {"metric": METRIC, "patience": 1, "min_delta": 10.0}}},
-    )  # fmt: skip
+    )
     assert result.summary["steps"] == 1
     assert result.summary["stopped_early"] == (
         f"{METRIC} did not rise by more than 10 above {values(result.folder)[0]:.3f} (step 0) in the evaluation after "

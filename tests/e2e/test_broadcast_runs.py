@@ -69,10 +69,18 @@ def start(place: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
     """A run, which does not outlive a test that fails."""
     with (place / "out").open("ab") as out:
         run = subprocess.Popen(
-            [sys.executable, "-m", "verbatim.cli", "rl", *arguments], cwd=place, stdout=out, stderr=out,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(place), *sys.path]), "OMP_NUM_THREADS": "1",
-                 "DOUBLE_RECEIVED": str(place / "received"), "DOUBLE_STRIKE": str(place / "strike")},
-        )  # fmt: skip
+            [sys.executable, "-m", "verbatim.cli", "rl", *arguments],
+            cwd=place,
+            stdout=out,
+            stderr=out,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join([str(place), *sys.path]),
+                "OMP_NUM_THREADS": "1",
+                "DOUBLE_RECEIVED": str(place / "received"),
+                "DOUBLE_STRIKE": str(place / "strike"),
+            },
+        )
     try:
         yield run
     finally:

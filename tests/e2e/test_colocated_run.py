@@ -65,9 +65,10 @@ def place(tmp_path: Path):
 def start(place: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
     """A run, which does not outlive a test that fails."""
     with subprocess.Popen(
-        [sys.executable, "-m", "verbatim.cli", "rl", *arguments], cwd=place,
+        [sys.executable, "-m", "verbatim.cli", "rl", *arguments],
+        cwd=place,
         env={**os.environ, "DOUBLE_SLEEPS": "1", "PYTHONPATH": os.pathsep.join([str(place), *sys.path])},
-    ) as run:  # fmt: skip
+    ) as run:
         try:
             yield run
         finally:
@@ -98,10 +99,18 @@ def turns(text: str) -> list[list[str]]:
 
 
 UPDATE = [
-    "/pause", "/wake_up?tags=weights", "/start_weight_update", "/update_weights", "/finish_weight_update",
-    "/collective_rpc", "/update_weight_version", "/weight_info", "/reset_prefix_cache", "/wake_up?tags=kv_cache",
+    "/pause",
+    "/wake_up?tags=weights",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/collective_rpc",
+    "/update_weight_version",
+    "/weight_info",
+    "/reset_prefix_cache",
+    "/wake_up?tags=kv_cache",
     "/resume",
-]  # fmt: skip
+]
 
 
 def test_sampler_and_trainer_take_turns_until_the_end_also_in_a_run_that_was_killed_and_goes_on(place):

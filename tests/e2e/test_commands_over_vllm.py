@@ -108,8 +108,10 @@ def test_conversations_over_a_server_that_is_there(place: Path, model: Path, cap
         assert main([*ROLLOUT, "--samples", "3"]) == 0
         assert_logprobs_are_the_models(model, 6)
         assert main([*ROLLOUT, "--samples", "3", "--model", "elsewhere"]) == 2
-    drawn = [tuple(json.loads(line)["trajectory"]["turns"][0]["completion_ids"])
-             for line in Path("out.jsonl").read_text().splitlines()]  # fmt: skip
+    drawn = [
+        tuple(json.loads(line)["trajectory"]["turns"][0]["completion_ids"])
+        for line in Path("out.jsonl").read_text().splitlines()
+    ]
     assert len(set(drawn)) == 6
 
 
@@ -121,13 +123,17 @@ def test_conversations_with_the_embedded_engine_never_draw_with_a_seed_again(pla
     for samples in ("1", "2", "4"):
         assert main([*engine, "--samples", samples]) == 0
     assert_logprobs_are_the_models(model, 8)
-    drawn = [tuple(json.loads(line)["trajectory"]["turns"][0]["completion_ids"])
-             for line in Path("out.jsonl").read_text().splitlines()]  # fmt: skip
+    drawn = [
+        tuple(json.loads(line)["trajectory"]["turns"][0]["completion_ids"])
+        for line in Path("out.jsonl").read_text().splitlines()
+    ]
     assert len(set(drawn)) == 8
     Path("out.jsonl").unlink()
     assert main([*engine, "--samples", "1"]) == 0
-    again = {line["task"]: tuple(line["trajectory"]["turns"][0]["completion_ids"])
-             for line in map(json.loads, Path("out.jsonl").read_text().splitlines())}  # fmt: skip
+    again = {
+        line["task"]: tuple(line["trajectory"]["turns"][0]["completion_ids"])
+        for line in map(json.loads, Path("out.jsonl").read_text().splitlines())
+    }
     assert set(again.values()) == set(drawn[:2])
 
 
@@ -154,15 +160,18 @@ def test_a_server_that_the_command_starts_ends_with_it(place: Path, model: Path,
 
 
 @pytest.mark.parametrize("command", [ROLLOUT, EVAL], ids=["rollout", "eval"])
-@pytest.mark.parametrize(("servers", "status", "said"), [
-    ('python = "/no/python"', 2, 'inference.vllm.python: there is no program "/no/python"'),
-    ('python = "/bin/true-is-no-python"', 2, "inference.vllm.python: there is no program"),
-    ('urls = ["10.0.0.7:8000"]', 2, "inference.vllm.urls: url '10.0.0.7:8000'; expected an address such as"),
-    ('urls = ["http://127.0.0.1:1"]\napi_key_env = "NO_KEY"', 2, "the environment variable NO_KEY is empty"),
-    ('urls = ["http://127.0.0.1:{port}"]', 1, "replica 0 (http://127.0.0.1:{port})"),
-    ("max_model_len = 100\nurls = [\"http://127.0.0.1:{port}\"]", 2, "is shorter than orchestrator.seq_len = 384"),
-    ("replica = 2", 2, "replica"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("servers", "status", "said"),
+    [
+        ('python = "/no/python"', 2, 'inference.vllm.python: there is no program "/no/python"'),
+        ('python = "/bin/true-is-no-python"', 2, "inference.vllm.python: there is no program"),
+        ('urls = ["10.0.0.7:8000"]', 2, "inference.vllm.urls: url '10.0.0.7:8000'; expected an address such as"),
+        ('urls = ["http://127.0.0.1:1"]\napi_key_env = "NO_KEY"', 2, "the environment variable NO_KEY is empty"),
+        ('urls = ["http://127.0.0.1:{port}"]', 1, "replica 0 (http://127.0.0.1:{port})"),
+        ('max_model_len = 100\nurls = ["http://127.0.0.1:{port}"]', 2, "is shorter than orchestrator.seq_len = 384"),
+        ("replica = 2", 2, "replica"),
+    ],
+)
 def test_servers_that_cannot_be_used_are_told(place: Path, model: Path, capsys, command, servers, status, said):
     port = str(free_port())
     write_run(model, servers.replace("{port}", port))
@@ -185,14 +194,20 @@ def test_a_server_with_another_key_or_another_model_is_told(place: Path, model: 
     assert double.generated == 0
 
 
-@pytest.mark.parametrize(("more", "said"), [
-    (["--base-url", "http://127.0.0.1:1/v1"], "--base-url is for a chat server, and --inference samples by a run's"),
-    (["--extra-body", "{}"], "--extra-body is for a chat server"),
-    (["--max-turns", "0"], "max_turns = 0; expected a number above 0"),
-    (["--orchestrator.seq-length", "5"], "seq_length"),
-    (["--inference", "none.toml"], "none.toml"),
-    (["--model", "none"], "none"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (
+            ["--base-url", "http://127.0.0.1:1/v1"],
+            "--base-url is for a chat server, and --inference samples by a run's",
+        ),
+        (["--extra-body", "{}"], "--extra-body is for a chat server"),
+        (["--max-turns", "0"], "max_turns = 0; expected a number above 0"),
+        (["--orchestrator.seq-length", "5"], "seq_length"),
+        (["--inference", "none.toml"], "none.toml"),
+        (["--model", "none"], "none"),
+    ],
+)
 def test_options_of_a_rollout_that_do_not_go_together_are_refused(place: Path, model: Path, capsys, more, said):
     write_run(model, at(f"http://127.0.0.1:{free_port()}"))
     assert main([*ROLLOUT, *more]) == 2

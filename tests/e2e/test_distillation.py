@@ -59,7 +59,7 @@ class Sums:
         return Sum(example.payload["numbers"])
 '''
 
-DISTIL = '''
+DISTIL = """
 from verbatim.losses import LossInputs, LossOutputs
 
 
@@ -68,7 +68,7 @@ def distil(inputs: LossInputs, scale: float = 2.0) -> LossOutputs:
     behind = (inputs.teacher_logprobs - inputs.trainer_logprobs.detach())[here]
     ratio = (inputs.trainer_logprobs - inputs.inference_logprobs)[here].exp()
     return LossOutputs(loss=-scale * (behind * ratio).sum(), metrics={"distance": -behind.mean()})
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +91,18 @@ def run(*arguments):
 @pytest.mark.slow
 def test_a_student_comes_nearer_to_its_teacher(place):
     """The rewards are those of a lottery: what falls is the distance, measured on the student's own samples."""
-    options = ["--orchestrator.training-mode", "opd", "--orchestrator.teacher", '{ model = "teacher" }',
-               "--orchestrator.batch-size", "32", "--max-steps", "40", "--run-dir", "nearer"]  # fmt: skip
+    options = [
+        "--orchestrator.training-mode",
+        "opd",
+        "--orchestrator.teacher",
+        '{ model = "teacher" }',
+        "--orchestrator.batch-size",
+        "32",
+        "--max-steps",
+        "40",
+        "--run-dir",
+        "nearer",
+    ]
     assert run(*options) == 0
     lines = train_lines(place / "nearer")
     kl = [line["metrics"]["teacher_kl"] for line in lines]
@@ -105,10 +115,20 @@ def test_a_student_comes_nearer_to_its_teacher(place):
 def test_a_loss_of_ones_own_distils_with_the_teachers_logprobs(place):
     """Its gradient at `w = 1` is that of `opd` without the KL term, so it comes nearer to the teacher too."""
     (place / "my_distillation.py").write_text(DISTIL)
-    options = ["--orchestrator.training-mode", "opd", "--orchestrator.teacher", '{ model = "teacher" }',
-               "--trainer.loss",
-               '{ type = "custom", import_path = "my_distillation.distil", kwargs = { scale = 1.0 } }',
-               "--orchestrator.batch-size", "32", "--max-steps", "40", "--run-dir", "own"]  # fmt: skip
+    options = [
+        "--orchestrator.training-mode",
+        "opd",
+        "--orchestrator.teacher",
+        '{ model = "teacher" }',
+        "--trainer.loss",
+        '{ type = "custom", import_path = "my_distillation.distil", kwargs = { scale = 1.0 } }',
+        "--orchestrator.batch-size",
+        "32",
+        "--max-steps",
+        "40",
+        "--run-dir",
+        "own",
+    ]
     assert run(*options) == 0
     distance = [line["metrics"]["distance"] for line in train_lines(place / "own")]
     assert sum(distance[-5:]) < 0.5 * sum(distance[:5]), distance
@@ -117,8 +137,16 @@ def test_a_loss_of_ones_own_distils_with_the_teachers_logprobs(place):
 
 @pytest.mark.slow
 def test_a_reward_and_a_teacher_are_followed_together(place):
-    options = ["--trainer.loss", '{ type = "default", adv_tau = 0.0, teacher_tau = 1.0 }',
-               "--orchestrator.teacher", '{ model = "teacher" }', "--max-steps", "3", "--run-dir", "both"]  # fmt: skip
+    options = [
+        "--trainer.loss",
+        '{ type = "default", adv_tau = 0.0, teacher_tau = 1.0 }',
+        "--orchestrator.teacher",
+        '{ model = "teacher" }',
+        "--max-steps",
+        "3",
+        "--run-dir",
+        "both",
+    ]
     assert run(*options) == 0
     assert all("teacher_kl" in line["metrics"] for line in train_lines(place / "both"))
 
@@ -129,8 +157,18 @@ def test_a_student_imitates_what_a_teacher_behind_a_server_says(place):
     """The server's model adds numbers with a tool; every reward is 1, so that nothing but its texts can teach."""
     with chat_server() as server:
         teacher = f'{{ model = "adder", base_url = "{server.url}" }}'
-        options = ["--orchestrator.training-mode", "sft", "--orchestrator.teacher", teacher, "--max-steps", "12",
-                   "--orchestrator.train.env.0.import-path", "sums.Sums", "--run-dir", "imitation"]  # fmt: skip
+        options = [
+            "--orchestrator.training-mode",
+            "sft",
+            "--orchestrator.teacher",
+            teacher,
+            "--max-steps",
+            "12",
+            "--orchestrator.train.env.0.import-path",
+            "sums.Sums",
+            "--run-dir",
+            "imitation",
+        ]
         assert run(*options) == 0
     lines = [line["metrics"] for line in train_lines(place / "imitation")]
     assert lines[-1]["loss"] < 0.5 * lines[0]["loss"]
@@ -149,8 +187,16 @@ def assert_everything_was_trained(folder):
 
 @pytest.mark.slow
 def test_distillation_needs_no_reward(place):
-    options = ["--orchestrator.training-mode", "opd", "--orchestrator.teacher", '{ model = "teacher" }',
-               "--orchestrator.train.env.0.import-path", "sums.UnscoredSums", "--run-dir", "unscored"]  # fmt: skip
+    options = [
+        "--orchestrator.training-mode",
+        "opd",
+        "--orchestrator.teacher",
+        '{ model = "teacher" }',
+        "--orchestrator.train.env.0.import-path",
+        "sums.UnscoredSums",
+        "--run-dir",
+        "unscored",
+    ]
     assert run(*options) == 0
     assert_everything_was_trained(place / "unscored")
 
@@ -158,9 +204,18 @@ def test_distillation_needs_no_reward(place):
 @pytest.mark.slow
 def test_a_loss_of_ones_own_distils_without_a_reward(place):
     (place / "my_distillation.py").write_text(DISTIL)
-    options = ["--orchestrator.training-mode", "opd", "--orchestrator.teacher", '{ model = "teacher" }',
-               "--trainer.loss", '{ type = "custom", import_path = "my_distillation.distil" }',
-               "--orchestrator.train.env.0.import-path", "sums.UnscoredSums", "--run-dir", "own_unscored"]  # fmt: skip
+    options = [
+        "--orchestrator.training-mode",
+        "opd",
+        "--orchestrator.teacher",
+        '{ model = "teacher" }',
+        "--trainer.loss",
+        '{ type = "custom", import_path = "my_distillation.distil" }',
+        "--orchestrator.train.env.0.import-path",
+        "sums.UnscoredSums",
+        "--run-dir",
+        "own_unscored",
+    ]
     assert run(*options) == 0
     assert_everything_was_trained(place / "own_unscored")
 
@@ -170,8 +225,16 @@ def test_a_loss_of_ones_own_distils_without_a_reward(place):
 def test_imitation_needs_no_reward(place):
     with chat_server() as server:
         teacher = f'{{ model = "adder", base_url = "{server.url}" }}'
-        options = ["--orchestrator.training-mode", "sft", "--orchestrator.teacher", teacher,
-                   "--orchestrator.train.env.0.import-path", "sums.UnscoredSums", "--run-dir", "copy"]  # fmt: skip
+        options = [
+            "--orchestrator.training-mode",
+            "sft",
+            "--orchestrator.teacher",
+            teacher,
+            "--orchestrator.train.env.0.import-path",
+            "sums.UnscoredSums",
+            "--run-dir",
+            "copy",
+        ]
         assert run(*options) == 0
     assert_everything_was_trained(place / "copy")
 
@@ -179,23 +242,53 @@ def test_imitation_needs_no_reward(place):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--orchestrator.training-mode", "sft", "--orchestrator.teacher", '{ model = "teacher" }'],
-         "needs an [orchestrator.teacher] table with model and base_url"),
+        (
+            ["--orchestrator.training-mode", "sft", "--orchestrator.teacher", '{ model = "teacher" }'],
+            "needs an [orchestrator.teacher] table with model and base_url",
+        ),
         (["--orchestrator.training-mode", "opd"], "needs an [orchestrator.teacher] table"),
         (["--trainer.loss", '{ type = "default", teacher_tau = 1.0 }'], "needs an [orchestrator.teacher] table"),
         (["--trainer.loss.adv-tau", "0"], "or a teacher to follow instead"),
-        (["--orchestrator.training-mode", "opd", "--orchestrator.teacher", '{ model = "teacher" }',
-          "--trainer.loss.type", "ppo"], "which brings its own loss"),
-        (["--orchestrator.training-mode", "sft", "--orchestrator.teacher",
-          '{ model = "t", base_url = "http://127.0.0.1:1/v1" }', "--trainer.loss",
-          '{ type = "custom", import_path = "math.fsum" }'], 'training_mode = "sft" brings its own loss'),
+        (
+            [
+                "--orchestrator.training-mode",
+                "opd",
+                "--orchestrator.teacher",
+                '{ model = "teacher" }',
+                "--trainer.loss.type",
+                "ppo",
+            ],
+            "which brings its own loss",
+        ),
+        (
+            [
+                "--orchestrator.training-mode",
+                "sft",
+                "--orchestrator.teacher",
+                '{ model = "t", base_url = "http://127.0.0.1:1/v1" }',
+                "--trainer.loss",
+                '{ type = "custom", import_path = "math.fsum" }',
+            ],
+            'training_mode = "sft" brings its own loss',
+        ),
         (["--trainer.loss.type", "opd"], "needs an [orchestrator.teacher] table"),
-        (["--orchestrator.training-mode", "opd", "--orchestrator.sampling.temperature", "0.7",
-          "--orchestrator.teacher", '{ model = "t", base_url = "http://127.0.0.1:1/v1" }'], "at temperature 1 only"),
-        (["--orchestrator.training-mode", "opd", "--orchestrator.teacher", '{ model = "./nowhere" }'],
-         "no model folder"),
+        (
+            [
+                "--orchestrator.training-mode",
+                "opd",
+                "--orchestrator.sampling.temperature",
+                "0.7",
+                "--orchestrator.teacher",
+                '{ model = "t", base_url = "http://127.0.0.1:1/v1" }',
+            ],
+            "at temperature 1 only",
+        ),
+        (
+            ["--orchestrator.training-mode", "opd", "--orchestrator.teacher", '{ model = "./nowhere" }'],
+            "no model folder",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_work_is_refused_before_anything_starts(place, capsys, arguments, message):
     assert run(*arguments, "--run-dir", "refused") == 2
     assert message in " ".join(capsys.readouterr().err.split())

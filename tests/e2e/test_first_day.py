@@ -55,8 +55,10 @@ def test_a_mistake_is_answered(mistake: Mistake, place: Path, monkeypatch: pytes
         sys.modules.pop(module, None)
     capsys.readouterr()
     before = {path.name for path in (place / "runs").rglob("*") if path.is_dir()}
-    typed = ["PORT" in mistake.command and (place / "port").read_text() if word == "PORT" else word
-             for word in mistake.command.split()]  # fmt: skip
+    typed = [
+        "PORT" in mistake.command and (place / "port").read_text() if word == "PORT" else word
+        for word in mistake.command.split()
+    ]
     assert main(typed) == mistake.status
     told = capsys.readouterr()
     said = " ".join(f"{told.out}\n{told.err}\n{caplog.text}".split())

@@ -84,8 +84,10 @@ def test_an_untouched_fork_goes_on_bit_for_bit_as_the_run_did_and_stands_alone(p
     before = snapshot(whole)
     copy = place / "copy"
     shutil.copytree(whole, copy, symlinks=True)
-    reasons = [{"key": key, "dtype": dtype, "reason": "measured"}
-               for key, dtype in (("trainer.dtype", "float32"), ("inference.torch.dtype", "bfloat16"))]  # fmt: skip
+    reasons = [
+        {"key": key, "dtype": dtype, "reason": "measured"}
+        for key, dtype in (("trainer.dtype", "float32"), ("inference.torch.dtype", "bfloat16"))
+    ]
     (copy / "precision.json").write_text(json.dumps(reasons))  # the second is not what the run computes in
     assert main(["rl", "--fork", f"{copy}@{AT}", "--run-dir", "alone", "--max-steps", str(AT + 1)]) == 0
     shutil.rmtree(copy)  # from here on it needs nothing of that run
@@ -134,8 +136,12 @@ def test_a_fork_of_a_fork_says_both_and_best_and_latest_are_steps_too(place: Pat
 def test_a_fork_begins_with_the_logs_and_episodes_up_to_its_step(place: Path, whole: Path):
     run = begun(place, f"whole@{AT}", "beginning")
     assert [(line["kind"], line["step"]) for line in lines(run / "metrics.jsonl")] == [
-        ("eval", 0), ("train", 1), ("train", 2), ("eval", 2), ("train", 3)
-    ]  # fmt: skip
+        ("eval", 0),
+        ("train", 1),
+        ("train", 2),
+        ("eval", 2),
+        ("train", 3),
+    ]
     assert list(files_in(run / "trajectories")) == [1, 2, 3] and list(files_in(run / "evaluations")) == [0, 2]
 
 
@@ -177,8 +183,19 @@ def test_fresh_examples_forget_what_is_gone_and_groups_count_on(place: Path, who
         "from verbatim import Example\nfrom spoken import Spoken\n\n\nclass Others(Spoken):\n"
         "    def examples(self, split):\n        return [Example(id=f'other-{n}') for n in range(3)]\n"
     )
-    fork = ["rl", "--fork", f"whole@{AT}", "--run-dir", "others", "--max-steps", str(AT + 1), "--fresh", "examples",
-            "--orchestrator.train.env.0.import-path", "others.Others"]  # fmt: skip
+    fork = [
+        "rl",
+        "--fork",
+        f"whole@{AT}",
+        "--run-dir",
+        "others",
+        "--max-steps",
+        str(AT + 1),
+        "--fresh",
+        "examples",
+        "--orchestrator.train.env.0.import-path",
+        "others.Others",
+    ]
     assert main(fork) == 0
     later = [t for t in trajectory_lines(place / "others") if t["env"] == "others.Others"]
     assert later and {t["example_id"] for t in later} <= {"other-0", "other-1", "other-2"}
@@ -276,8 +293,9 @@ def test_what_cannot_begin_after_all_is_taken_back(place: Path, whole: Path):
     seal(state, {"step": AT, "logs": manifest["logs"]})
     assert main(["rl", "--fork", f"{broken}@{AT}", "--run-dir", "taken-back"]) == 2
     assert sorted(path.name for path in (place / "taken-back").iterdir() if path.suffix != ".lock") == [
-        "logs", "verbatim_run.json",
-    ]  # fmt: skip
+        "logs",
+        "verbatim_run.json",
+    ]
     run = begun(place, f"{whole}@{AT}", "taken-back")
     assert find_checkpoint(run).step == AT
 
@@ -303,7 +321,7 @@ def test_what_cannot_begin_after_all_is_taken_back(place: Path, whole: Path):
         (["--fork", "whole@3", "--warm-start.steps", "8"], "warm_start.steps: 'not set' -> 8: it came before step 0"),
         (["--fork", "whole@3", "--trainer.optim.lrr", "8"], 'unknown key "lrr"'),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_forked_is_refused_before_there_is_a_folder(place: Path, typed, said: str, capsys):
     folder = [] if "--run-dir" in typed else ["--run-dir", "refused"]
     kept = snapshot(place / "whole")
@@ -329,8 +347,10 @@ def test_groups_in_flight_of_examples_that_are_gone_are_named(place: Path, whole
     shutil.copytree(whole, held, symlinks=True)
     folder = held / f"checkpoints/step_{AT:06d}"
     state = read_json(folder / "orchestrator.json")
-    state["dispatcher"]["held"] = [{"index": 99, "env": "gone", "example_id": "e1"},
-                                   {"index": 98, "env": "spoken.Spoken", "example_id": "lot-77"}]  # fmt: skip
+    state["dispatcher"]["held"] = [
+        {"index": 99, "env": "gone", "example_id": "e1"},
+        {"index": 98, "env": "spoken.Spoken", "example_id": "lot-77"},
+    ]
     (folder / "orchestrator.json").write_text(json.dumps(state))
     from verbatim.checkpoints import seal
 

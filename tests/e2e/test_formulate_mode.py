@@ -17,17 +17,41 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "guess_number.toml"
 STEPS = 3
 LR = 1e-3
 SMALL = [
-    "--max-steps", str(STEPS), "--orchestrator.eval", "null", "--trainer.separate-process", "false",
-    "--model.build", "{hidden_size = 32, num_layers = 1, num_heads = 2, num_kv_heads = 1, intermediate_size = 64, "
-    "vocab_size = 512}",
-    "--warm-start.steps", "150", "--warm-start.conversations", "200", "--warm-start.optim.lr", "1e-2",
-    "--orchestrator.batch-size", "16", "--orchestrator.group-size", "8", "--orchestrator.max-async-level", "0",
-    "--inference.torch.deterministic", "true", "--inference.torch.max-batch-size", "16",
-    "--trainer.optimizer-steps-per-batch", "1",
-    "--trainer.optim", f'{{lr = {LR}, schedule = "linear", max_grad_norm = 1e9}}',
-]  # fmt: skip
-IPA = ["--trainer.loss.type", "ipa", "--orchestrator.advantage",
-       '{type = "chunk_returns", gamma = 0.5, baseline = "group"}']  # fmt: skip
+    "--max-steps",
+    str(STEPS),
+    "--orchestrator.eval",
+    "null",
+    "--trainer.separate-process",
+    "false",
+    "--model.build",
+    "{hidden_size = 32, num_layers = 1, num_heads = 2, num_kv_heads = 1, intermediate_size = 64, vocab_size = 512}",
+    "--warm-start.steps",
+    "150",
+    "--warm-start.conversations",
+    "200",
+    "--warm-start.optim.lr",
+    "1e-2",
+    "--orchestrator.batch-size",
+    "16",
+    "--orchestrator.group-size",
+    "8",
+    "--orchestrator.max-async-level",
+    "0",
+    "--inference.torch.deterministic",
+    "true",
+    "--inference.torch.max-batch-size",
+    "16",
+    "--trainer.optimizer-steps-per-batch",
+    "1",
+    "--trainer.optim",
+    f'{{lr = {LR}, schedule = "linear", max_grad_norm = 1e9}}',
+]
+IPA = [
+    "--trainer.loss.type",
+    "ipa",
+    "--orchestrator.advantage",
+    '{type = "chunk_returns", gamma = 0.5, baseline = "group"}',
+]
 LOSSES = {"default": [], "ipa": IPA}
 Run = Callable[[str, str], Path]
 

@@ -49,8 +49,11 @@ WARM = "\n[warm_start]\nsteps = 60\nbatch_size = 16\nconversations = 100\noptim 
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hermes") / "model"
     wrap = HermesFormat(opening="system", answering="tool").wrap
-    texts = [message["content"] for shown in GuessNumber().demonstrations(100, seed=0)
-             for message in wrap(shown.messages, shown.tools)]  # fmt: skip
+    texts = [
+        message["content"]
+        for shown in GuessNumber().demonstrations(100, seed=0)
+        for message in wrap(shown.messages, shown.tools)
+    ]
     build_model(folder, SIZES, texts, seed=0)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder

@@ -24,7 +24,9 @@ from waiting import HANGS
 
 pytestmark = pytest.mark.slow
 
-NOISY = LOTS.replace("return self.reward", "print('NOISE', flush=True); return self.reward") + '''
+NOISY = (
+    LOTS.replace("return self.reward", "print('NOISE', flush=True); return self.reward")
+    + '''
 from pathlib import Path
 
 
@@ -41,6 +43,7 @@ class Held(Lots):
             await asyncio.sleep(0.01)
         return await super().start(example, seed)
 '''
+)
 IN_A_TERMINAL = """
 import os
 os.close(os.open(os.ttyname(0), os.O_RDWR))  # it becomes that of this session: Ctrl-C comes from there
@@ -71,8 +74,13 @@ def test_json_has_one_object_for_each_step_evaluation_and_the_end_and_nothing_el
     said = capfd.readouterr()
     records = [json.loads(line) for line in said.out.splitlines()]
     assert [(record["kind"], record.get("step")) for record in records] == [
-        ("eval", 0), ("step", 1), ("eval", 1), ("step", 2), ("eval", 2), ("end", None)
-    ]  # fmt: skip
+        ("eval", 0),
+        ("step", 1),
+        ("eval", 1),
+        ("step", 2),
+        ("eval", 2),
+        ("end", None),
+    ]
     assert [record["metrics"] for record in records if record["kind"] == "step"] == [
         line["metrics"] for line in train_lines(place / "run")
     ]
@@ -113,9 +121,14 @@ class Terminal:
         self._descriptor, theirs = pty.openpty()
         fcntl.ioctl(self._descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
         self._process = warm.Popen(
-            [sys.executable, "-c", IN_A_TERMINAL, *command], cwd=folder, stdin=theirs, stdout=theirs, stderr=theirs,
-            start_new_session=True, env={**os.environ, "TERM": "xterm-256color"},
-        )  # fmt: skip
+            [sys.executable, "-c", IN_A_TERMINAL, *command],
+            cwd=folder,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+            env={**os.environ, "TERM": "xterm-256color"},
+        )
         os.close(theirs)
         self.screen = pyte.Screen(80, 40)
         self._stream = pyte.ByteStream(self.screen)

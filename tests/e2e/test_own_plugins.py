@@ -67,7 +67,7 @@ def generate_only(inputs, settings: BackendSettings):
     return type("Half", (), {"generate": print})()
 """
 
-OWN = '''\
+OWN = """\
 [inference]
 backend = "mine.MySampler"
 [inference.MySampler]
@@ -76,7 +76,7 @@ log = "sampler.jsonl"
 [monitor.notes]
 type = "mine.MyMonitor"
 file = "notes.txt"
-'''  # fmt: skip
+"""
 
 
 @pytest.fixture(scope="module")

@@ -105,8 +105,9 @@ def test_two_processes_warm_start_train_evaluate_and_resume_as_one_does(place: P
 
 def test_another_shape_of_adapters_is_refused_when_two_processes_resume(place: Path):
     shutil.copytree(trained(place, "lora"), place / "other", symlinks=True)
-    status, said = verbatim("rl", "lora.toml", "--run-dir", "other", "--resume", "--max-steps", "9",
-                            "--trainer.lora.r", "8")  # fmt: skip
+    status, said = verbatim(
+        "rl", "lora.toml", "--run-dir", "other", "--resume", "--max-steps", "9", "--trainer.lora.r", "8"
+    )
     assert status in (1, 2) and "resume with trainer.lora.r = 3" in " ".join(said.split()), said
 
 
@@ -118,8 +119,16 @@ def test_adapters_of_layers_that_are_not_there_are_refused_before_a_process_is_s
 
 def test_two_processes_distil_on_policy(place: Path):
     teacher = build_tiny_model(place / "teacher")
-    run("opd.toml", "opd-2", "--orchestrator.training-mode", "opd", "--orchestrator.teacher",
-        f'{{ model = "{teacher}" }}', "--max-steps", "3")  # fmt: skip
+    run(
+        "opd.toml",
+        "opd-2",
+        "--orchestrator.training-mode",
+        "opd",
+        "--orchestrator.teacher",
+        f'{{ model = "{teacher}" }}',
+        "--max-steps",
+        "3",
+    )
     kl = [line["metrics"]["teacher_kl"] for line in train_lines(place / "opd-2")]
     assert kl[0] == pytest.approx(0.0, abs=1e-5)  # the teacher has the student's first weights
     assert len(kl) == 3 and all(line["metrics"]["trained_tokens"] > 0 for line in train_lines(place / "opd-2"))

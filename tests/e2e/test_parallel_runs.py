@@ -155,11 +155,24 @@ def test_a_launcher_starts_the_processes_of_a_supervised_run_too(place, sequence
     name = f"sft-{sequence}"
     (place / f"{name}.toml").write_text(GUESS.replace("parallel = { processes = 2 }\n", ""))
     done = warm.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-         "-m", "verbatim.cli", "sft", f"{name}.toml", "--trainer.parallel.sequence", str(sequence)],
-        capture_output=True, text=True,
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "-m",
+            "verbatim.cli",
+            "sft",
+            f"{name}.toml",
+            "--trainer.parallel.sequence",
+            str(sequence),
+        ],
+        capture_output=True,
+        text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "GLOO_SOCKET_IFNAME": "lo"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("trained model") == 1
     (run,) = (place / "runs").glob(f"{name}-sft/2*")

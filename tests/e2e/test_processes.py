@@ -84,7 +84,7 @@ class Fatal(Lots):
 '''
 
 # While there is a file `poison`, the loss is NaN from the thirteenth trajectory of a process on.
-POISON = '''
+POISON = """
 import dataclasses
 from pathlib import Path
 
@@ -98,7 +98,7 @@ def loss(inputs):
     seen += 1
     out = LOSSES["default"](inputs)
     return dataclasses.replace(out, loss=out.loss * float("nan")) if seen > 12 and Path("poison").exists() else out
-'''
+"""
 
 MODULES = {"lots": LOTS, "fatal": FATAL, "poison": POISON}
 STEPS, BATCH = 8, 8
@@ -142,9 +142,12 @@ def typed(*arguments: object) -> tuple[int, str]:
 def process(*arguments: object) -> Iterator[subprocess.Popen[str]]:
     """`verbatim ...` in a process of its own, which does not outlive the block."""
     running = subprocess.Popen(
-        [sys.executable, "-m", "verbatim.cli", *map(str, arguments)], text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, env=ONE_THREAD,
-    )  # fmt: skip
+        [sys.executable, "-m", "verbatim.cli", *map(str, arguments)],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=ONE_THREAD,
+    )
     try:
         yield running
     finally:
@@ -309,8 +312,16 @@ def test_a_frozen_trainer_is_named_and_ended(place: Path, unstopped: Path, monke
 
 def test_a_loss_that_is_no_number_stops_the_run_which_goes_on_when_it_is_mended(place: Path):
     run = place / "poisoned"
-    arguments = ["rl", "overlapping.toml", "--run-dir", run, "--max-steps", "3", "--trainer.loss",
-                 '{type = "custom", import_path = "poison.loss"}']  # fmt: skip
+    arguments = [
+        "rl",
+        "overlapping.toml",
+        "--run-dir",
+        run,
+        "--max-steps",
+        "3",
+        "--trainer.loss",
+        '{type = "custom", import_path = "poison.loss"}',
+    ]
     Path("poison").touch()
     status, text = typed(*arguments)
     Path("poison").unlink()
@@ -372,9 +383,7 @@ def test_a_damaged_newest_checkpoint_is_said_and_the_one_before_is_used(place: P
 # ---- started one by one
 
 
-def test_trainer_and_orchestrator_are_started_one_by_one_stopped_at_either_side_and_go_on(
-    place: Path, unstopped: Path
-):
+def test_trainer_and_orchestrator_are_started_one_by_one_stopped_at_either_side_and_go_on(place: Path, unstopped: Path):
     run = place / "one_by_one"
     resumed = ["run.toml", "--run-dir", run, "--resume"]
 
@@ -444,8 +453,12 @@ TRAINER_ASKED = """
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
 def test_a_trainer_asks_its_orchestrator_to_end_and_without_one_it_leaves(tmp_path: Path, number, name: str):
     def started(attached: str) -> subprocess.Popen[str]:
-        return warm.Popen([sys.executable, "-c", textwrap.dedent(TRAINER_ASKED), tmp_path / attached, attached],
-                          text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+        return warm.Popen(
+            [sys.executable, "-c", textwrap.dedent(TRAINER_ASKED), tmp_path / attached, attached],
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
 
     with started("alone") as alone, started("attached") as attached:
         assert (alone.stdout.readline(), attached.stdout.readline()) == ("ready\n", "ready\n")

@@ -86,7 +86,7 @@ def test_a_trainer_on_another_host_is_offered_the_first_model_beside_the_checkpo
         (["--trainer.reference.modle", "m"], "trainer.reference.modle"),
         (["--trainer.loss.type", "gspo", "--trainer.loss.kl_ref_tau", "-1"], "trainer.loss.kl_ref_tau: found -1"),
     ],
-)  # fmt: skip
+)
 def test_a_reference_that_cannot_be_is_refused_before_a_folder_is_made(place: Path, extra, said, capsys):
     assert main(["rl", "run.toml", "--run-dir", "refused", *extra]) == 2
     found = capsys.readouterr()

@@ -202,13 +202,24 @@ def test_a_file_of_other_columns_is_refused(place: Path, run: Path):
         (["--replay", "1", "--run-dir", "run", "--seed", "7"], "seed: 0 -> 7 changes nothing in it; keys that may"),
         (["--replay", "1", "--run-dir", "run", "--model.name", "x"], "changes nothing in it"),
         (["--replay", "1", "--run-dir", "run", "--trainer.lora.r", "4"], "changes nothing in it"),
-        (["--replay", "1", "--run-dir", "run", "--trainer.separate-process", "true", "--trainer.parallel.processes",
-          "2"], "changes nothing in it; keys that may change: trainer.* but for trainer.lora and trainer.parallel (it "
-         "trains in one process), "),
+        (
+            [
+                "--replay",
+                "1",
+                "--run-dir",
+                "run",
+                "--trainer.separate-process",
+                "true",
+                "--trainer.parallel.processes",
+                "2",
+            ],
+            "changes nothing in it; keys that may change: trainer.* but for trainer.lora and trainer.parallel (it "
+            "trains in one process), ",
+        ),
         (["--replay", "1", "--run-dir", "run", "--orchestrator.group-size", "2"], "changes nothing in it"),
         (["--replay", "1", "--run-dir", "run", "--trainer.optim.lrr", "1"], 'unknown key "lrr"'),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_replayed_is_refused_with_what_to_type(run: Path, typed, said: str, capsys):
     assert main(["rl", *typed]) == 2
     assert said in " ".join(capsys.readouterr().err.split())
@@ -238,14 +249,15 @@ def test_the_result_is_printed_as_json(run: Path, capsys):
 
 KINDS = {
     "overlapping": (
-        ("max_async_level = 0", "max_async_level = 1"), ("separate_process = false", "num_threads = 1"),
+        ("max_async_level = 0", "max_async_level = 1"),
+        ("separate_process = false", "num_threads = 1"),
         ("[trainer.optim]", 'packing = "tree"\noptimizer_steps_per_batch = 2\n[trainer.optim]'),
     ),
     "taught adapters": (
         ("[trainer.optim]", "[trainer.loss]\nkl_ref_tau = 0.1\n[trainer.lora]\nr = 4\n[trainer.optim]"),
         ("sampling =", 'training_mode = "opd"\nteacher = { model = "MODEL" }\nsampling ='),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.extras

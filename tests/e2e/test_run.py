@@ -52,13 +52,25 @@ BATCH = 2 * GROUP
 STEPS = 3
 SECRETS = 15
 SMALL = [
-    "--max-steps", str(STEPS),
-    "--model.build", "{hidden_size = 32, num_layers = 1, num_heads = 2, num_kv_heads = 1, intermediate_size = 64, "
-    "vocab_size = 512}",
-    "--warm-start.steps", "150", "--warm-start.conversations", "200", "--warm-start.optim.lr", "1e-2",
-    "--orchestrator.batch-size", str(BATCH), "--orchestrator.group-size", str(GROUP),
-    "--orchestrator.eval.interval", "2", "--orchestrator.eval.episodes", str(SECRETS),
-]  # fmt: skip
+    "--max-steps",
+    str(STEPS),
+    "--model.build",
+    "{hidden_size = 32, num_layers = 1, num_heads = 2, num_kv_heads = 1, intermediate_size = 64, vocab_size = 512}",
+    "--warm-start.steps",
+    "150",
+    "--warm-start.conversations",
+    "200",
+    "--warm-start.optim.lr",
+    "1e-2",
+    "--orchestrator.batch-size",
+    str(BATCH),
+    "--orchestrator.group-size",
+    str(GROUP),
+    "--orchestrator.eval.interval",
+    "2",
+    "--orchestrator.eval.episodes",
+    str(SECRETS),
+]
 
 
 # ---- one run, from start to end
@@ -185,8 +197,12 @@ def test_the_fate_of_every_token_is_in_the_files_with_what_the_trainer_said_of_i
     assert totals.pop("trained") == train_lines(finished.folder)[-1]["metrics"]["ledger/trained"]
     assert set(totals) <= {"filter:zero_advantage"}
     for line in train_lines(finished.folder):
-        turns = [found for step, fate in kept if step == line["step"] and fate.trainer_logprobs for found in zip(
-            fate.turns, fate.trajectory.turns, fate.trainer_logprobs, fate.gradients, strict=True)]  # fmt: skip
+        turns = [
+            found
+            for step, fate in kept
+            if step == line["step"] and fate.trainer_logprobs
+            for found in zip(fate.turns, fate.trajectory.turns, fate.trainer_logprobs, fate.gradients, strict=True)
+        ]
         assert all((logprobs is None) == (name != "trained") for name, _, logprobs, _ in turns)
         trained = [(turn.logprobs, logprobs) for name, turn, logprobs, _ in turns if name == "trained"]
         if not trained:
@@ -201,9 +217,19 @@ def test_the_fate_of_every_token_is_in_the_files_with_what_the_trainer_said_of_i
 def test_the_summary_says_what_was_measured(finished: Finished):
     summary = read_json(finished.folder / "summary.json")
     assert set(summary) == {
-        "success_before_rl", "valid_format_before_rl", "success_after_rl", "success_best_constant_policy", "seconds",
-        "steps", "rollouts", "failed_rollouts", "sampled_tokens", "trained_tokens", "gain", "gain_interval_95",
-    }  # fmt: skip
+        "success_before_rl",
+        "valid_format_before_rl",
+        "success_after_rl",
+        "success_best_constant_policy",
+        "seconds",
+        "steps",
+        "rollouts",
+        "failed_rollouts",
+        "sampled_tokens",
+        "trained_tokens",
+        "gain",
+        "gain_interval_95",
+    }
     evals = {m["step"]: m["metrics"] for m in lines(finished.folder / "metrics.jsonl") if m["kind"] == "eval"}
     assert summary["success_before_rl"] == evals[0]["success"]
     assert summary["valid_format_before_rl"] == evals[0]["valid_format"]
@@ -217,8 +243,13 @@ def test_the_summary_says_what_was_measured(finished: Finished):
 
 def test_the_report_ends_what_is_printed_and_is_kept(finished: Finished):
     kept = (finished.folder / "summary.txt").read_text()
-    for part in ("guess_number: learning curve", "one episode before and after: guess_number", "before (step 0)",
-                 "after (step 3)", "success_after_rl"):  # fmt: skip
+    for part in (
+        "guess_number: learning curve",
+        "one episode before and after: guess_number",
+        "before (step 0)",
+        "after (step 3)",
+        "success_after_rl",
+    ):
         assert part in kept and part in finished.printed
     evaluated = list(read_trajectories(finished.folder / "evaluations"))
     assert [step for step, _ in evaluated] == [step for step in (0, 2, 3) for _ in range(SECRETS)]
@@ -388,9 +419,13 @@ def unstopped(place: Path) -> Path:
 def process(place: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """`verbatim ...` in a process of its own, which does not outlive the block."""
     running = subprocess.Popen(
-        [sys.executable, "-m", "verbatim.cli", *arguments], cwd=place, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        [sys.executable, "-m", "verbatim.cli", *arguments],
+        cwd=place,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     try:
         yield running
     finally:

@@ -106,9 +106,14 @@ def recorded(tmp_path_factory) -> Iterator[Recorded]:
         first, second = (finished_record(path) for path in records(run))
         metrics = {line["step"]: line["metrics"] for line in train_lines(run)}
         yield Recorded(
-            folder=run, model=model, metrics=metrics, first=first, second=second,
-            tensorboard=ReadTensorboard(run / "tensorboard"), mlflow=ReadMlflow("sqlite:///mlflow.db", run),
-        )  # fmt: skip
+            folder=run,
+            model=model,
+            metrics=metrics,
+            first=first,
+            second=second,
+            tensorboard=ReadTensorboard(run / "tensorboard"),
+            mlflow=ReadMlflow("sqlite:///mlflow.db", run),
+        )
 
 
 def records(run: Path) -> list[Path]:
@@ -241,9 +246,13 @@ def test_a_server_that_cannot_be_reached_leaves_an_offline_record(tmp_path: Path
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     env = {**inherited, "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0123456789" * 4}
     done = subprocess.run(
-        [sys.executable, "-c", UNREACHABLE, str(tmp_path)], env=env, capture_output=True, text=True, check=True,
+        [sys.executable, "-c", UNREACHABLE, str(tmp_path)],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
         stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+    )
     assert "W&B: the service cannot be used (" in done.stderr
     assert "0123456789" not in done.stderr
     (path,) = records(tmp_path)

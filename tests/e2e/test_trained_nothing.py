@@ -83,8 +83,17 @@ def run(place, capsys, request):
 
     def go(environment, *options):
         folder = f"{request.node.name}-{environment}-{len(options)}"
-        status = main(["rl", "run.toml", "--orchestrator.train.env.0.import-path", f"silent.{environment}",
-                       "--run-dir", folder, *options])  # fmt: skip
+        status = main(
+            [
+                "rl",
+                "run.toml",
+                "--orchestrator.train.env.0.import-path",
+                f"silent.{environment}",
+                "--run-dir",
+                folder,
+                *options,
+            ]
+        )
         printed = capsys.readouterr()
         log = (place / folder / "logs" / "orchestrator.log").read_text()
         return status, " ".join((printed.out + printed.err + log).split()), place / folder
@@ -142,8 +151,20 @@ def test_rewards_that_are_all_equal(run):
 @pytest.mark.slow
 def test_a_run_that_trained_nothing_says_so_again_when_it_is_resumed(run, place, capsys):
     _, _, folder = run("Flat")
-    assert main(["rl", "run.toml", "--orchestrator.train.env.0.import-path", "silent.Flat", "--run-dir", str(folder),
-                 "--resume"]) == NOTHING_TRAINED  # fmt: skip
+    assert (
+        main(
+            [
+                "rl",
+                "run.toml",
+                "--orchestrator.train.env.0.import-path",
+                "silent.Flat",
+                "--run-dir",
+                str(folder),
+                "--resume",
+            ]
+        )
+        == NOTHING_TRAINED
+    )
     assert "the rewards of each group were equal" in " ".join(capsys.readouterr().err.split())
     assert not (folder / "final").exists()
 

@@ -38,7 +38,9 @@ KEY = "0123456789abcdef-key"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "RUN_KEY": KEY, "OTHER_KEY": "fedcba9876543210-key"}
 
 
-HELD = LOTS + '''
+HELD = (
+    LOTS
+    + '''
 from pathlib import Path
 
 import watched
@@ -56,6 +58,7 @@ class Held(Lots):
             await asyncio.sleep(0.01)
         return await super().start(example, seed)
 '''
+)
 WATCHED = '''
 import sys
 from pathlib import Path
@@ -157,8 +160,13 @@ def typed(*arguments: object) -> tuple[int, str]:
 def process(*arguments: object) -> Iterator[subprocess.Popen[str]]:
     log = Path(f"said-{time.monotonic_ns()}")
     with log.open("w") as file:
-        running = subprocess.Popen([sys.executable, "-m", "verbatim.cli", *map(str, arguments)], text=True, stdout=file,
-                                   stderr=subprocess.STDOUT, env=ENVIRONMENT)  # fmt: skip
+        running = subprocess.Popen(
+            [sys.executable, "-m", "verbatim.cli", *map(str, arguments)],
+            text=True,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=ENVIRONMENT,
+        )
     running.said = log.read_text  # type: ignore[attr-defined]
     try:
         yield running
@@ -195,8 +203,17 @@ def orchestrator(run: Path, *more: object) -> Iterator[tuple[subprocess.Popen[st
 
 
 def trainer(run: Path, port: int, *more: object):
-    return process("trainer", "run.toml", "--run-dir", run, "--connect", f"http://127.0.0.1:{port}",
-                   "--api-key-env", "RUN_KEY", *more)  # fmt: skip
+    return process(
+        "trainer",
+        "run.toml",
+        "--run-dir",
+        run,
+        "--connect",
+        f"http://127.0.0.1:{port}",
+        "--api-key-env",
+        "RUN_KEY",
+        *more,
+    )
 
 
 def steps_of(run: Path) -> int:
@@ -269,8 +286,9 @@ def test_a_trainer_whose_orchestrator_is_killed_ends_and_both_go_on_from_the_che
         (place / "impatient").touch()
         assert training.wait(timeout=HANGS) == 1
         said = " ".join(training.said().split())
-        assert re.search(r"stopped: the orchestrator \(process \d+\) has given no sign of life for \d+ s; the last was",
-                         said)  # fmt: skip
+        assert re.search(
+            r"stopped: the orchestrator \(process \d+\) has given no sign of life for \d+ s; the last was", said
+        )
         assert f"the connection to http://127.0.0.1:{port} is broken" in said
         assert "Traceback" not in said
     held.unlink()
@@ -308,16 +326,23 @@ def test_two_hosts_that_do_not_fit_together_are_told_what_to_type(place: Path, m
         assert rollouts.wait(timeout=HANGS) == 130
 
 
-@pytest.mark.parametrize(("command", "options", "said"), [
-    ("orchestrator", ["--listen", "8400"], "whoever reaches this port could send weights; give it a key"),
-    ("orchestrator", ["--listen", "host:http", "--api-key-env", "RUN_KEY"], "expected [HOST:]PORT, such as 8400"),
-    ("orchestrator", ["--listen", "1", "--api-key-env", "NO_KEY"], "that variable is empty; put the key into it"),
-    ("orchestrator", ["--tls-cert", "x.pem"], "--tls-cert is for --listen [HOST:]PORT"),
-    ("orchestrator", ["--listen", "1", "--api-key-env", "RUN_KEY", "--tls-key", "x"], "give that too: --tls-cert FILE"),
-    ("trainer", ["--connect", "http://127.0.0.1:1"], "--connect needs the key of the orchestrator's host"),
-    ("trainer", ["--connect", "127.0.0.1:1", "--api-key-env", "RUN_KEY"], "expected an address such as"),
-    ("trainer", ["--api-key-env", "RUN_KEY"], "--api-key-env is for --connect URL"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("command", "options", "said"),
+    [
+        ("orchestrator", ["--listen", "8400"], "whoever reaches this port could send weights; give it a key"),
+        ("orchestrator", ["--listen", "host:http", "--api-key-env", "RUN_KEY"], "expected [HOST:]PORT, such as 8400"),
+        ("orchestrator", ["--listen", "1", "--api-key-env", "NO_KEY"], "that variable is empty; put the key into it"),
+        ("orchestrator", ["--tls-cert", "x.pem"], "--tls-cert is for --listen [HOST:]PORT"),
+        (
+            "orchestrator",
+            ["--listen", "1", "--api-key-env", "RUN_KEY", "--tls-key", "x"],
+            "give that too: --tls-cert FILE",
+        ),
+        ("trainer", ["--connect", "http://127.0.0.1:1"], "--connect needs the key of the orchestrator's host"),
+        ("trainer", ["--connect", "127.0.0.1:1", "--api-key-env", "RUN_KEY"], "expected an address such as"),
+        ("trainer", ["--api-key-env", "RUN_KEY"], "--api-key-env is for --connect URL"),
+    ],
+)
 def test_options_that_cannot_be_used_are_refused(place: Path, monkeypatch, command, options, said):
     monkeypatch.setenv("RUN_KEY", KEY)
     status, text = typed(command, "run.toml", "--run-dir", place / "never", *options)

@@ -67,8 +67,15 @@ def model(tmp_path_factory) -> Path:
     from verbatim.environments.guess_number import GuessNumber
     from verbatim.models.build import build_model, chat_text
 
-    sizes = BuildConfig(hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=64,
-                        vocab_size=512, context_length=384)  # fmt: skip
+    sizes = BuildConfig(
+        hidden_size=64,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        intermediate_size=64,
+        vocab_size=512,
+        context_length=384,
+    )
     folder: Path = tmp_path_factory.mktemp("vllm") / "model"
     texts = [chat_text(shown.messages, shown.tools) for shown in GuessNumber().demonstrations(100, seed=0)]
     build_model(folder, sizes, texts, seed=0)
@@ -96,9 +103,11 @@ def command(
     """`verbatim` with these arguments, beside a run's file; it does not outlive a test that fails."""
     (place / "run.toml").write_text(text.format(model=model, steps=steps, replicas=replicas))
     with subprocess.Popen(
-        [sys.executable, "-m", "verbatim.cli", *arguments], cwd=place, **options,
+        [sys.executable, "-m", "verbatim.cli", *arguments],
+        cwd=place,
+        **options,
         env={**os.environ, MARK: str(place), "PYTHONPATH": os.pathsep.join([str(place), *sys.path])},
-    ) as run:  # fmt: skip
+    ) as run:
         try:
             yield run
         finally:
@@ -147,9 +156,11 @@ def test_twenty_batches_are_sampled_by_vllm_and_trained(place, model):
     assert servers(place) == []
     assert "the check for old prefixes is off" not in (place / "mine" / "logs" / "orchestrator.log").read_text()
     versions = {
-        version for _, trajectory in read_trajectories(place / "mine") for turn in trajectory.turns
+        version
+        for _, trajectory in read_trajectories(place / "mine")
+        for turn in trajectory.turns
         for version in turn.policy_versions.tolist()
-    }  # fmt: skip
+    }
     assert min(versions) == 0 and 10 < max(versions) <= 19  # which of those between sampled is a matter of speed
 
 
@@ -157,8 +168,15 @@ def test_twenty_batches_are_sampled_by_vllm_and_trained(place, model):
 def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server of this model that the commands find."""
     settings = VllmSettings(python=str(PYTHON), args=SMALL_CACHE, env={"VLLM_CPU_KVCACHE_SPACE": "1", **ONE_PROCESS})
-    server = make_process(settings, 0, model=model, port=free_port(), context_length=384, num_threads=1,
-                          logs=tmp_path_factory.mktemp("found"))  # fmt: skip
+    server = make_process(
+        settings,
+        0,
+        model=model,
+        port=free_port(),
+        context_length=384,
+        num_threads=1,
+        logs=tmp_path_factory.mktemp("found"),
+    )
     with asyncio.Runner() as runner:
         runner.run(server.start(LONGEST_START))
         try:
@@ -174,8 +192,17 @@ def test_an_evaluation_samples_through_vllm_and_its_logprobs_are_the_models(plac
     from verbatim.models.loading import load_model
     from verbatim.trajectory_json import trajectory_from_json
 
-    arguments = ("eval", "run.toml", "--out", "said.jsonl", "--json", "--orchestrator.eval", "{ episodes = 10 }",
-                 "--inference.vllm.urls", f'["{url}"]')  # fmt: skip
+    arguments = (
+        "eval",
+        "run.toml",
+        "--out",
+        "said.jsonl",
+        "--json",
+        "--orchestrator.eval",
+        "{ episodes = 10 }",
+        "--inference.vllm.urls",
+        f'["{url}"]',
+    )
     with command(place, model, *arguments, stdout=subprocess.PIPE) as evaluation:
         assert evaluation.stdout is not None
         printed = evaluation.stdout.read().decode()
@@ -199,9 +226,18 @@ def test_an_evaluation_samples_through_vllm_and_its_logprobs_are_the_models(plac
 def test_a_student_follows_a_teacher_behind_vllm(place, model, url):
     """The teacher has the student's own first weights: over vLLM too their logprobs of the first batch are the same."""
     teacher = f'{{ model = "policy", base_url = "{url}/v1" }}'
-    options = ("--inference.backend", "torch", "--orchestrator.training-mode", "opd",
-               "--orchestrator.seq-len", "383",  # vLLM scores what leaves room for one token more
-               "--orchestrator.teacher", teacher, "--run-dir", "mine")  # fmt: skip
+    options = (
+        "--inference.backend",
+        "torch",
+        "--orchestrator.training-mode",
+        "opd",
+        "--orchestrator.seq-len",
+        "383",  # vLLM scores what leaves room for one token more
+        "--orchestrator.teacher",
+        teacher,
+        "--run-dir",
+        "mine",
+    )
     with command(place, model, "rl", "run.toml", *options, steps=4) as run:
         assert run.wait(LONGEST) == 0
     kl = [line["metrics"]["teacher_kl"] for line in train_steps(place)]

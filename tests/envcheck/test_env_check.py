@@ -158,7 +158,7 @@ def test_the_bundled_environments_are_clean(name: str, capsys):
 
 # ---- the command
 
-MINE = '''\
+MINE = """\
 from verbatim import Example
 from verbatim.environments import Episode, Reply
 
@@ -187,7 +187,7 @@ class Echoes:
 
     async def start(self, example, seed):
         return Echo(example.payload["word"])
-'''
+"""
 
 
 @pytest.fixture
@@ -231,19 +231,22 @@ def test_a_report_says_what_was_found_and_expected_and_what_to_change(capsys, wa
     assert "  change: write a docstring" in said
 
 
-@pytest.mark.parametrize(("typed", "told"), [
-    (["check"], "which environment?"),
-    (["check", "guess_numbr"], "there is no environment 'guess_numbr'"),
-    (["check", "nothing_here.py"], "there is no file nothing_here.py"),
-    (["check", "guess_number", "--args", "[1]"], "found a list, expected an object"),
-    (["check", "guess_number", "--args", "{"], "this is not JSON"),
-    (["check", "guess_number", "--turns", "3"], "verbatim env has no option --turns"),
-    (["check", "guess_number", "--examples", "0"], "--examples 0: expected at least 1"),
-    (["check", "guess_number", "--timeout", "-1"], "--timeout -1: expected seconds"),
-    (["check", "verifiers"], "taskset"),
-    (["list", "--args", "{}"], "--args is for verbatim env check ENVIRONMENT"),
-    (["list", "reasoning_gym", "--max-turns", "3"], "--max-turns is for verbatim env check ENVIRONMENT"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        (["check"], "which environment?"),
+        (["check", "guess_numbr"], "there is no environment 'guess_numbr'"),
+        (["check", "nothing_here.py"], "there is no file nothing_here.py"),
+        (["check", "guess_number", "--args", "[1]"], "found a list, expected an object"),
+        (["check", "guess_number", "--args", "{"], "this is not JSON"),
+        (["check", "guess_number", "--turns", "3"], "verbatim env has no option --turns"),
+        (["check", "guess_number", "--examples", "0"], "--examples 0: expected at least 1"),
+        (["check", "guess_number", "--timeout", "-1"], "--timeout -1: expected seconds"),
+        (["check", "verifiers"], "taskset"),
+        (["list", "--args", "{}"], "--args is for verbatim env check ENVIRONMENT"),
+        (["list", "reasoning_gym", "--max-turns", "3"], "--max-turns is for verbatim env check ENVIRONMENT"),
+    ],
+)
 def test_what_cannot_be_checked_is_refused(typed: list[str], told: str, capsys):
     assert main(["env", *typed]) == 2
     assert told in capsys.readouterr().err

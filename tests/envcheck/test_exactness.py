@@ -22,8 +22,12 @@ def played():
 
     first = asyncio.run(generate([1, 3]))
     second = asyncio.run(generate([1, 3, 5, 5, 2, 4]))
-    turns = [Turn(prompt_ids=request.prompt_ids, completion_ids=c.ids, logprobs=c.logprobs,
-                  policy_versions=c.policy_versions) for request, c in sampler.returned]  # fmt: skip
+    turns = [
+        Turn(
+            prompt_ids=request.prompt_ids, completion_ids=c.ids, logprobs=c.logprobs, policy_versions=c.policy_versions
+        )
+        for request, c in sampler.returned
+    ]
     assert np.unique([*first.logprobs, *second.logprobs]).size == 5
     return sampler, turns
 
@@ -42,18 +46,23 @@ def test_what_is_trained_as_it_was_returned_does_not_differ():
     sampler, turns = played()
     (sample,) = samples_of(turns)
     assert num_differences(sampler.returned, [sample]) == 0
-    assert num_differences(sampler.returned, build_samples(Trajectory(example_id="x", turns=tuple(turns)),
-                                                           "branching")) == 0  # fmt: skip
+    assert (
+        num_differences(sampler.returned, build_samples(Trajectory(example_id="x", turns=tuple(turns)), "branching"))
+        == 0
+    )
 
 
-@pytest.mark.parametrize(("change", "expected"), [
-    (lambda t: [t[0]], 2),  # the second is lost
-    (lambda t: [*t, t[1]], 2),  # the second is trained twice
-    (lambda t: [t[0], but(t[1], prompt_ids=np.array([1, 4], np.int32))], 2),  # in another context
-    (lambda t: [but(t[0], completion_ids=np.array([5, 7, 2], np.int32)), t[1]], 1),  # another id
-    (lambda t: [t[0], but(t[1], policy_versions=np.array([1, 2], np.int32))], 1),
-    (lambda t: [t[0], but(t[1], logprobs=-np.ones(2, np.float32))], 4),  # unknown twice, lost twice
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda t: [t[0]], 2),  # the second is lost
+        (lambda t: [*t, t[1]], 2),  # the second is trained twice
+        (lambda t: [t[0], but(t[1], prompt_ids=np.array([1, 4], np.int32))], 2),  # in another context
+        (lambda t: [but(t[0], completion_ids=np.array([5, 7, 2], np.int32)), t[1]], 1),  # another id
+        (lambda t: [t[0], but(t[1], policy_versions=np.array([1, 2], np.int32))], 1),
+        (lambda t: [t[0], but(t[1], logprobs=-np.ones(2, np.float32))], 4),  # unknown twice, lost twice
+    ],
+)
 def test_differences(change, expected):
     sampler, turns = played()
     assert num_differences(sampler.returned, samples_of(change(turns))) == expected

@@ -15,11 +15,16 @@ from verbatim.inference.chat.protocol import ChatReply, ChatRequest, Stamp
 from verbatim.types import ToolCall
 
 REPLY = ChatReply(
-    content="so", reasoning_content="hm", ids=np.array([1], np.int32),
+    content="so",
+    reasoning_content="hm",
+    ids=np.array([1], np.int32),
     tool_calls=(ToolCall(name="add", arguments={"b": 1.0, "a": 2}, raw="", id="call_0"),),
-)  # fmt: skip
-PROTOCOLS = {"openai_chat": OpenAIChat(), "openai_responses": OpenAIResponses(),
-             "anthropic_messages": AnthropicMessages()}  # fmt: skip
+)
+PROTOCOLS = {
+    "openai_chat": OpenAIChat(),
+    "openai_responses": OpenAIResponses(),
+    "anthropic_messages": AnthropicMessages(),
+}
 HI = {"role": "user", "content": "hi"}
 
 
@@ -53,22 +58,37 @@ def test_ways_of_chat_completions():
     def change(message):
         (call,) = message["tool_calls"]
         call["id"], call["function"]["arguments"], call["index"] = "own", '{"a": 2, "b": 1.0}', 0
-        return {"role": "assistant", "content": [{"type": "text", "text": "so"}], "tool_calls": [call],
-                "refusal": None, "annotations": [], "name": "x"}  # fmt: skip
+        return {
+            "role": "assistant",
+            "content": [{"type": "text", "text": "so"}],
+            "tool_calls": [call],
+            "refusal": None,
+            "annotations": [],
+            "name": "x",
+        }
 
     assert told("openai_chat", change) == [
-        "without reasoning_content", "with an empty refusal", "with an empty annotations", "with name",
-        "content as parts", "with index of the call of add", "another id of the call of add",
+        "without reasoning_content",
+        "with an empty refusal",
+        "with an empty annotations",
+        "with name",
+        "content as parts",
+        "with index of the call of add",
+        "another id of the call of add",
         "arguments of add in another order",
-    ]  # fmt: skip
+    ]
     assert told("openai_chat", lambda m: {**m, "content": " so\n"}) == ["other white space around the text"]
     assert told("openai_chat", lambda m: {**m, "content": None}) == ["content null"]
 
 
-@pytest.mark.parametrize(("arguments", "way"), [
-    ('{"b":1.0,"a":2}', "in other white space"), ('{"b": 1, "a": 2}', "written otherwise"),
-    ('{"a": 2, "b": 1.0}', "in another order"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "way"),
+    [
+        ('{"b":1.0,"a":2}', "in other white space"),
+        ('{"b": 1, "a": 2}', "written otherwise"),
+        ('{"a": 2, "b": 1.0}', "in another order"),
+    ],
+)
 def test_arguments(arguments, way):
     def change(message):
         message["tool_calls"][0]["function"]["arguments"] = arguments
@@ -84,9 +104,13 @@ def test_ways_of_responses():
         return [{"role": "assistant", "content": "so"}, {**call, "arguments": '{"b":1.0,"a":2}'}]
 
     assert told("openai_responses", change) == [
-        "without reasoning", "without type of message", "without status of message", "without id of message",
-        "without id of the call of add", "arguments of add in other white space",
-    ]  # fmt: skip
+        "without reasoning",
+        "without type of message",
+        "without status of message",
+        "without id of message",
+        "without id of the call of add",
+        "arguments of add in other white space",
+    ]
 
 
 def test_ways_of_anthropic():
@@ -96,17 +120,26 @@ def test_ways_of_anthropic():
         return [{**text, "cache_control": {"type": "ephemeral"}}, {**call, "id": "toolu_1"}]
 
     assert told("anthropic_messages", change) == [
-        "without thinking", "with cache_control of text", "another id of the call of add",
+        "without thinking",
+        "with cache_control of text",
+        "another id of the call of add",
         "arguments of add in another order",
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_each_way_of_a_turn_is_told_once(protocol):
     first = {"messages": [HI], "input": "hi", "max_tokens": 9}
     seen, reader = Rewritten(), PROTOCOLS[protocol]
-    request = reader.read({k: v for k, v in first.items() if (k == "input") == (protocol == "openai_responses")
-                           and (k != "max_tokens" or protocol == "anthropic_messages")}, {})  # fmt: skip
+    request = reader.read(
+        {
+            k: v
+            for k, v in first.items()
+            if (k == "input") == (protocol == "openai_responses")
+            and (k != "max_tokens" or protocol == "anthropic_messages")
+        },
+        {},
+    )
     seen.placed(request, {"input": "hi"} if "input" in protocol else first, {})
     seen.answered(request, REPLY, 0)
     body = body_with(protocol, lambda answer: answer[1:] if isinstance(answer, list) else {**answer, "refusal": None})

@@ -13,19 +13,32 @@ from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import AgentLoop, EpisodeLimits, Recorder, run_episode
 
-PRIME_RL = {"min_turns": 3, "max_turns": 3, "min_names_per_turn": 1, "max_names_per_turn": 4, "similarity_power": 8,
-            "power_per_turn": False}  # fmt: skip
+PRIME_RL = {
+    "min_turns": 3,
+    "max_turns": 3,
+    "min_names_per_turn": 1,
+    "max_names_per_turn": 4,
+    "similarity_power": 8,
+    "power_per_turn": False,
+}
 """The settings of prime-rl's example."""
 TASK = {"asked": ["first?", "second?"], "answers": [["AdaByron", "ZoeAdler"], ["AdaByron", "BenXu // new name!"]]}
 
 
 async def play(environment, task, said):
     sampler = ScriptedSampler(script=[say(text) for text in said], vocab_size=VOCAB_SIZE, context_length=9000)
-    loop = AgentLoop(sampler=sampler, renderer=ByteRenderer(), params=SamplingParams(max_tokens=4000),
-                     limits=EpisodeLimits(max_context=9000), recorder=Recorder(VOCAB_SIZE), seed=0)  # fmt: skip
+    loop = AgentLoop(
+        sampler=sampler,
+        renderer=ByteRenderer(),
+        params=SamplingParams(max_tokens=4000),
+        limits=EpisodeLimits(max_context=9000),
+        recorder=Recorder(VOCAB_SIZE),
+        seed=0,
+    )
     example = Example(id="x", payload=task)
-    return await run_episode(environment=environment, example=example, seed=0, loop=loop,
-                             identity=RolloutIdentity(example_id="x"))  # fmt: skip
+    return await run_episode(
+        environment=environment, example=example, seed=0, loop=loop, identity=RolloutIdentity(example_id="x")
+    )
 
 
 def first(*names):
@@ -104,8 +117,15 @@ def _split(name):
 
 def test_the_names_may_come_from_a_file(tmp_path):
     (tmp_path / "names.jsonl").write_text('{"names": ["Zoe Byron", "Ada Xu", "Zoe Byron"]}\n{"names": ["Bo Li"]}\n')
-    environment = AlphabetSortTags(names=str(tmp_path / "names.jsonl"), min_turns=1, max_turns=1, min_names_per_turn=2,
-                                   max_names_per_turn=2, num_train=3, num_eval=1)  # fmt: skip
+    environment = AlphabetSortTags(
+        names=str(tmp_path / "names.jsonl"),
+        min_turns=1,
+        max_turns=1,
+        min_names_per_turn=2,
+        max_names_per_turn=2,
+        num_train=3,
+        num_eval=1,
+    )
     for example in environment.examples("train"):  # the second list is too short
         ordered = ["AdaXu", "ZoeByron"] if " FIRST " in example.payload["asked"][0] else ["ZoeByron", "AdaXu"]
         assert example.payload["answers"] == [ordered]

@@ -33,10 +33,16 @@ __all__ = ["warm_replay"]
 SUMS = [{"prompt": f"{n} + 1?", "answer": str(n + 1)} for n in range(3)]
 CODES = [{"prompt": "Open the vault.", "code": n} for n in (4, 7)]
 SETTINGS: dict[str, Any] = {
-    "orchestrator": {"batch_size": 8, "group_size": 4, "seq_len": 384, "max_async_level": 0,
-                     "sampling": {"max_tokens": 8}, "filters": [{"type": "zero_advantage"}]},
+    "orchestrator": {
+        "batch_size": 8,
+        "group_size": 4,
+        "seq_len": 384,
+        "max_async_level": 0,
+        "sampling": {"max_tokens": 8},
+        "filters": [{"type": "zero_advantage"}],
+    },
     "trainer": {"separate_process": False, "optim": {"lr": 1e-2}},
-}  # fmt: skip
+}
 
 
 def say(text: str) -> Message:
@@ -91,7 +97,11 @@ def test_done_ends_the_episode_and_a_value_error_is_told_to_the_model_and_no_fau
     wrong = [tool_call("enter", {"code": code}, call_id=str(code)) for code in (-1, 1, 2, 3)]
     trajectory = play(brought("Vault", data=CODES), [*wrong, say("one more")])
     assert [m["content"] for m in trajectory.messages if m["role"] == "tool"] == [
-        "Error: enter failed: codes are not negative", "closed", "closed", "closed"]  # fmt: skip
+        "Error: enter failed: codes are not negative",
+        "closed",
+        "closed",
+        "closed",
+    ]
     assert len(trajectory.turns) == 4
     assert trajectory.reward == 0.0
     assert "tool_faults" not in trajectory.info
@@ -134,7 +144,7 @@ def test_without_data_every_example_is_a_seed_that_reset_may_name():
         ("HotCold", {"environment": "x"}, "environment: the environment is the one that is named already"),
         ("Half", {}, "has no start; expected an environment (`examples(split)` and `async start(example, seed)`), "),
     ],
-)  # fmt: skip
+)
 def test_a_class_that_fits_nothing_is_refused_with_what_to_write(name: str, args: Mapping[str, Any], words: str):
     with pytest.raises(ComponentError) as refused:
         brought(name, **args)
@@ -209,8 +219,11 @@ def test_a_function_that_makes_an_environment_may_take_prompts():
 
 
 def test_several_functions_are_parts_with_weights_and_none_does_not_apply():
-    both = SingleTurn(SUMS, ["environments.brought.exact", "environments.brought.parts",
-                             "environments.brought.not_mine"], weights=[2.0, 1.0, 1.0])  # fmt: skip
+    both = SingleTurn(
+        SUMS,
+        ["environments.brought.exact", "environments.brought.parts", "environments.brought.not_mine"],
+        weights=[2.0, 1.0, 1.0],
+    )
     trajectory = play(both, [say("1 please")])
     assert trajectory.reward_parts == {"exact": 0.0, "parts/short": 0.5, "parts/polite": 0.25}
     assert trajectory.reward == 0.75
@@ -265,7 +278,7 @@ def test_a_hugging_face_data_set_is_taken_as_an_object_and_as_a_folder(tmp_path:
         ({"data": SUMS, "reward": "environments.brought.lucky"}, "reward: the reward function is the one that"),
         ({"data": SUMS, "eval_share": 2}, "eval_share: found 2.0, expected a share from 0 to 0.5"),
     ],
-)  # fmt: skip
+)
 def test_data_that_does_not_fit_is_refused(args: Mapping[str, Any], words: str):
     with pytest.raises(UsageError) as refused:
         brought("exact", **args)
@@ -294,10 +307,13 @@ def test_each_trains_from_one_line_of_python(model: Path, tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     given = [
         {"id": Vault, "args": {"data": CODES, "reward": "environments.brought.lucky"}, "name": "class"},
-        {"id": ToolClass(Vault, CODES, lucky), "name": "ToolClass"}, {"id": Lucky, "name": "gymnasium"},
-        {"id": make_game, "name": "function"}, {"id": GymnasiumStyle(Lucky), "name": "GymnasiumStyle"},
-        {"id": lucky, "args": {"data": SUMS}, "name": "reward"}, {"id": SingleTurn(SUMS, lucky), "name": "SingleTurn"},
-    ]  # fmt: skip
+        {"id": ToolClass(Vault, CODES, lucky), "name": "ToolClass"},
+        {"id": Lucky, "name": "gymnasium"},
+        {"id": make_game, "name": "function"},
+        {"id": GymnasiumStyle(Lucky), "name": "GymnasiumStyle"},
+        {"id": lucky, "args": {"data": SUMS}, "name": "reward"},
+        {"id": SingleTurn(SUMS, lucky), "name": "SingleTurn"},
+    ]
     settings = {**SETTINGS, "orchestrator": {**SETTINGS["orchestrator"], "batch_size": 4 * 28}}
     verbatim.train(model=model, environment=given, max_steps=1, quiet=True, run_dir="run", **settings)
     (line,) = train_lines(tmp_path / "run")

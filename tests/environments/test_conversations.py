@@ -21,8 +21,9 @@ async def play(environment, example, said):
     """One episode in which these completions are sampled, in order."""
     sampler = ScriptedSampler(script=said, vocab_size=VOCAB_SIZE, context_length=2000)
     recorder, limits = Recorder(VOCAB_SIZE), EpisodeLimits()
-    loop = AgentLoop(sampler=sampler, renderer=ByteRenderer(), params=SamplingParams(), limits=limits,
-                     recorder=recorder, seed=0)  # fmt: skip
+    loop = AgentLoop(
+        sampler=sampler, renderer=ByteRenderer(), params=SamplingParams(), limits=limits, recorder=recorder, seed=0
+    )
     identity = RolloutIdentity(example_id=example.id)
     return await run_episode(environment=environment, example=example, seed=0, loop=loop, identity=identity)
 
@@ -44,8 +45,10 @@ async def test_every_right_list_earns_its_share_and_the_next_names_come_as_a_use
     assert trajectory.reward == pytest.approx(1.0)
     assert [m["role"] for m in trajectory.messages] == ["system", *("user", "assistant") * 3]
     assert [m["content"] for m in trajectory.messages if m["role"] == "user"] == [
-        "Sort: Vera, Ada", "Also: Finn, Zoe", "Also: Ben, Kira"
-    ]  # fmt: skip
+        "Sort: Vera, Ada",
+        "Also: Finn, Zoe",
+        "Also: Ben, Kira",
+    ]
     assert len(build_samples(trajectory)) == 1
 
 
@@ -61,10 +64,13 @@ async def test_a_wrong_list_loses_its_share_and_the_conversation_goes_on():
 # ---- calculator
 
 
-@pytest.mark.parametrize(("kind", "calls", "answer"), [
-    ("sum", [("add", 3, 4, 7), ("multiply", 7, 5, 35)], 35),
-    ("product", [("multiply", 3, 4, 12), ("add", 12, 5, 17)], 17),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "calls", "answer"),
+    [
+        ("sum", [("add", 3, 4, 7), ("multiply", 7, 5, 35)], 35),
+        ("product", [("multiply", 3, 4, 12), ("add", 12, 5, 17)], 17),
+    ],
+)
 async def test_tools_work_out_the_answer_within_one_user_turn(kind, calls, answer):
     environment = Calculator()
     said = [*(call(name, a=a, b=b) for name, a, b, _ in calls), say(str(answer))]
@@ -74,9 +80,10 @@ async def test_tools_work_out_the_answer_within_one_user_turn(kind, calls, answe
     assert trajectory.reward_parts == {"correct": pytest.approx(0.9), "used_tools": pytest.approx(0.1)}
 
 
-@pytest.mark.parametrize(("said", "reward"), [
-    ([say("35")], 0.9), ([say("34")], 0.0), ([call("add", a=1, b=1), say("2")], 0.1), ([say("thirty")], 0.0)
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("said", "reward"),
+    [([say("35")], 0.9), ([say("34")], 0.0), ([call("add", a=1, b=1), say("2")], 0.1), ([say("thirty")], 0.0)],
+)
 async def test_a_guess_and_a_wrong_answer_earn_less(said, reward):
     environment = Calculator()
     trajectory = await play(environment, example_of(environment, kind="sum", numbers=[3, 4, 5]), said)
@@ -111,8 +118,9 @@ async def test_two_agents_have_two_contexts_and_the_main_agent_goes_on_in_its_ow
     texts = [bytes(i for i in sample.token_ids.tolist() if i < 256) for sample in (main, sub)]
     assert notes in texts[1] and notes not in texts[0]
     assert [sample.num_trained_tokens for sample in (main, sub)] == [
-        len(call("ask", box="blue")) + len(say("7")), len(say("7"))
-    ]  # fmt: skip
+        len(call("ask", box="blue")) + len(say("7")),
+        len(say("7")),
+    ]
     assert [m["role"] for m in trajectory.messages] == ["user", "assistant", "tool", "assistant"]
 
 
@@ -125,10 +133,15 @@ async def test_each_question_is_a_sub_agent_of_its_own():
     assert trajectory.reward == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize(("said", "reward"), [
-    ([say("7")], 0.9), ([say("4")], 0.0), ([call("ask", box="blue"), say("4"), say("4")], 0.1),
-    ([call("ask", box=5), say("7")], 1.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("said", "reward"),
+    [
+        ([say("7")], 0.9),
+        ([say("4")], 0.0),
+        ([call("ask", box="blue"), say("4"), say("4")], 0.1),
+        ([call("ask", box=5), say("7")], 1.0),
+    ],
+)
 async def test_answers_are_judged_whoever_was_asked(said, reward):
     environment = Delegate(num_boxes=2)
     trajectory = await play(environment, example_of(environment, **TASK), said)
@@ -159,10 +172,14 @@ def test_demonstrations_talk_well_and_sometimes_err(name):
     assert all(d.messages[-1]["role"] == "assistant" for d in shown)
 
 
-@pytest.mark.parametrize(("name", "args", "message"), [
-    ("alphabet_sort", {"num_rounds": 9, "names_per_round": 9}, "at most 25 names"),
-    ("calculator", {"largest": 3}, "gives 54 tasks"), ("delegate", {"num_boxes": 0}, "expected 1 to 6"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("alphabet_sort", {"num_rounds": 9, "names_per_round": 9}, "at most 25 names"),
+        ("calculator", {"largest": 3}, "gives 54 tasks"),
+        ("delegate", {"num_boxes": 0}, "expected 1 to 6"),
+    ],
+)
 def test_sizes_that_cannot_be_are_refused(name, args, message):
     with pytest.raises(UsageError, match=message):
         create_environment(name, args)

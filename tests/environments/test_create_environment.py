@@ -23,8 +23,9 @@ def len_of(word: str) -> int:
 def module(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "my_tasks.py").write_text(textwrap.dedent(
-        """
+    (tmp_path / "my_tasks.py").write_text(
+        textwrap.dedent(
+            """
         from pathlib import Path
         from verbatim.environments import Episode
         constant = 3
@@ -58,7 +59,8 @@ def module(tmp_path, monkeypatch):
         class Shy(Good):
             def demonstrations(self, count, seed): return [{"messages": []}] * count
         """
-    ))  # fmt: skip
+        )
+    )
     (tmp_path / "my_broken.py").write_text("import module_that_is_not_there\n")
     (tmp_path / "my_typo.py").write_text("# a typo\ndef f(:\n    pass\n")
     (tmp_path / "my_exit.py").write_text("raise SystemExit(3)\n")
@@ -109,7 +111,7 @@ def test_what_cannot_be_made_is_explained(module, name, args, reason):
 
 
 def test_several_wrong_arguments_are_named_at_once(module):
-    with pytest.raises(ComponentError, match=r'a: unknown.*b: unknown'):
+    with pytest.raises(ComponentError, match=r"a: unknown.*b: unknown"):
         create_environment("my_tasks.Good", {"a": 1, "b": 2})
 
 
@@ -137,7 +139,8 @@ class Task:
             raise self.rows
         return self.rows
 
-    async def start(self, example, seed): return Episode()
+    async def start(self, example, seed):
+        return Episode()
 
     def demonstrations(self, count, seed):
         if isinstance(self.shown, Exception):
@@ -160,10 +163,12 @@ LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": 
         ([Demonstration(messages=[{"content": "hello"}])], "message 0 is .*; expected for example"),
         ([Demonstration(messages=SAY), Demonstration(messages=SAY[:1])], "number 1 .* no assistant message"),
         ([Demonstration(messages=SAY, tools=[FunctionTool(len_of)])], r"tool 0 is a FunctionTool; .*`\.schema`"),
-        ([Demonstration(messages=[SAY[0], *tool_exchange("look", {}, "rain")])],
-         r"calls 'look', which is not among its tools \(none\)"),
+        (
+            [Demonstration(messages=[SAY[0], *tool_exchange("look", {}, "rain")])],
+            r"calls 'look', which is not among its tools \(none\)",
+        ),
     ],
-)  # fmt: skip
+)
 def test_demonstrations_of_the_wrong_shape_are_refused(shown, reason):
     with pytest.raises(ComponentError, match=f"environment 'mine': .*{reason}"):
         demonstrations_of(Task(demonstrations=shown), "mine", 2, 0)
@@ -193,7 +198,8 @@ def test_examples_of_the_wrong_shape_are_refused(rows, reason):
 
 def test_examples_that_are_a_coroutine_are_refused():
     class Slow(Task):
-        async def examples(self, split): return []
+        async def examples(self, split):
+            return []
 
     with pytest.raises(ComponentError, match="is async; expected a plain `def examples`"):
         examples_of(Slow(), "mine", "train")

@@ -89,8 +89,13 @@ def test_demonstrations_talk_well_and_play_badly():
         won += demonstration.messages[-1]["content"] == "correct"
     # By hand, over states (numbers left, guesses left), with a repeated guess in one of six later turns: 0.655.
     assert 0.63 < won / len(shown) < 0.68
-    assert {g["arguments"]["number"] for d in shown for m in d.messages if m["role"] == "assistant"
-            for g in [m["tool_calls"][0]["function"]]} == set(range(1, 16))  # fmt: skip
+    assert {
+        g["arguments"]["number"]
+        for d in shown
+        for m in d.messages
+        if m["role"] == "assistant"
+        for g in [m["tool_calls"][0]["function"]]
+    } == set(range(1, 16))
 
 
 async def test_demonstrations_are_what_the_game_says():

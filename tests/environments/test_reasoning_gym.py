@@ -23,14 +23,31 @@ from waiting import HANGS
 
 pytestmark = pytest.mark.extras
 
-TASKS = ["chain_sum", "countdown", "letter_counting", "maze", "propositional_logic", "shortest_path", "spell_backward",
-         "sudoku", "tower_of_hanoi", "word_sorting", "basic_arithmetic"]  # fmt: skip
+TASKS = [
+    "chain_sum",
+    "countdown",
+    "letter_counting",
+    "maze",
+    "propositional_logic",
+    "shortest_path",
+    "spell_backward",
+    "sudoku",
+    "tower_of_hanoi",
+    "word_sorting",
+    "basic_arithmetic",
+]
 
 
 async def play(environment, example, said):
     sampler = ScriptedSampler(script=[say(said)], vocab_size=VOCAB_SIZE, context_length=20_000)
-    loop = AgentLoop(sampler=sampler, renderer=ByteRenderer(), params=SamplingParams(max_tokens=10_000),
-                     limits=EpisodeLimits(max_context=20_000), recorder=Recorder(VOCAB_SIZE), seed=0)  # fmt: skip
+    loop = AgentLoop(
+        sampler=sampler,
+        renderer=ByteRenderer(),
+        params=SamplingParams(max_tokens=10_000),
+        limits=EpisodeLimits(max_context=20_000),
+        recorder=Recorder(VOCAB_SIZE),
+        seed=0,
+    )
     identity = RolloutIdentity(example_id=example.id)
     return await run_episode(environment=environment, example=example, seed=0, loop=loop, identity=identity)
 
@@ -78,7 +95,7 @@ def test_parameters_reach_the_package():
 @pytest.mark.parametrize(
     ("args", "kind", "said"),
     [
-        ({"task": "chain_sums"}, UsageError, 'no task \'chain_sums\'; did you mean "chain_sum"?'),
+        ({"task": "chain_sums"}, UsageError, "no task 'chain_sums'; did you mean \"chain_sum\"?"),
         ({"task": "chain_sum", "params": {"terms": 3}}, ComponentError, "unexpected keyword argument 'terms'"),
         ({"task": "chain_sum", "params": {"min_terms": 0}}, ComponentError, "min_terms must be positive"),
         ({"task": "chain_sum", "params": {"size": 3}}, UsageError, "expected the arguments seed, num_train"),
@@ -115,16 +132,25 @@ def test_a_task_without_answers_has_no_demonstrations():
 
 
 def check(task: str) -> int:
-    return main(["env", "check", "reasoning_gym", "--args", json.dumps({"task": task}), "--examples", "2",
-                 "--timeout", f"{HANGS:g}"])  # fmt: skip
+    return main(
+        [
+            "env",
+            "check",
+            "reasoning_gym",
+            "--args",
+            json.dumps({"task": task}),
+            "--examples",
+            "2",
+            "--timeout",
+            f"{HANGS:g}",
+        ]
+    )
 
 
 @pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.realtime
-@pytest.mark.parametrize(
-    "task", [name for name in TASKS if name != "propositional_logic"][:: sized(4, 1)]
-)
+@pytest.mark.parametrize("task", [name for name in TASKS if name != "propositional_logic"][:: sized(4, 1)])
 def test_env_check_finds_nothing_wrong(task: str, capsys, campaign):
     row = campaign("tasks of reasoning-gym, checked")
     found = check(task)
@@ -161,9 +187,13 @@ def test_all_tasks_but_the_hashed_ones_are_the_same_in_every_process(campaign):
     assert len(names) >= 20
     digests = []
     for seed in ("1", "2", "2"):
-        done = subprocess.run([sys.executable, "-c", DIGESTS, seed, *names],
-                              env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True,
-                              check=True)  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-c", DIGESTS, seed, *names],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         digests.append(json.loads(done.stdout[done.stdout.index("{") :]))
     first, other, again = digests
     row = campaign("tasks of reasoning-gym, in three processes")

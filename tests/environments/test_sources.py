@@ -27,8 +27,9 @@ def test_a_line_becomes_an_example_and_what_has_no_place_of_its_own_the_payload(
     path = write({"id": "q7", "messages": [USER], "tools": [LOOK], "answer": 4, "level": None}, "", {"id": 8})
     examples = JsonlExamples(path)
     assert list(examples) == [
-        Example(id="q7", messages=(USER,), tools=(LOOK,), payload={"answer": 4, "level": None}), Example(id="8"),
-    ]  # fmt: skip
+        Example(id="q7", messages=(USER,), tools=(LOOK,), payload={"answer": 4, "level": None}),
+        Example(id="8"),
+    ]
     assert (len(examples), examples[-1], examples[:1]) == (2, Example(id="8"), [examples[0]])
     with pytest.raises(IndexError):
         examples[2]

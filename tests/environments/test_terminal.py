@@ -41,11 +41,14 @@ async def episode(*completions, max_turns: int = 16) -> Trajectory:
     """One scripted episode of the example."""
     script = list(completions)
     setup = RolloutSetup(
-        env="terminal", environment=Terminal(limits=PATIENT), renderer=ByteRenderer(),
+        env="terminal",
+        environment=Terminal(limits=PATIENT),
+        renderer=ByteRenderer(),
         sampler=ScriptedSampler(script=lambda request: script.pop(0), vocab_size=VOCAB_SIZE, context_length=4000),
-        params=SamplingParams(), slots=asyncio.Semaphore(1),
+        params=SamplingParams(),
+        slots=asyncio.Semaphore(1),
         limits=EpisodeLimits(max_turns=max_turns, timeout=9 * HANGS, tool_timeout=9 * HANGS),
-    )  # fmt: skip
+    )
     (trajectory,) = (await GroupRun(setup, EXAMPLE, index=0, size=1, run_seed=0).run()).trajectories
     assert trajectory.error is None
     return trajectory
@@ -58,9 +61,11 @@ def heard(trajectory: Trajectory) -> list[str]:
 @pytest.mark.realtime
 async def test_looking_reading_and_submitting_earns_1():
     trajectory = await episode(
-        call("bash", command="ls"), call("bash", command="grep -l birch *"), call("bash", command="cat map.txt"),
+        call("bash", command="ls"),
+        call("bash", command="grep -l birch *"),
+        call("bash", command="cat map.txt"),
         call("submit", answer=42),
-    )  # fmt: skip
+    )
     assert heard(trajectory) == ["cup.txt\nmap.txt", "map.txt", "birch\n42", "right"]
     assert (trajectory.reward, trajectory.reward_parts) == (1.0, {"correct": 1.0})
     assert (trajectory.stop_reason, trajectory.truncated) == (StopReason.STOP, False)

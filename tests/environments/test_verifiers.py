@@ -72,16 +72,26 @@ def scripted(tokenizer: Any, speak: Callable[[str], str], **fields: Any) -> Scri
 
 
 async def play(
-    environment: Any, sampler: ScriptedSampler, tokenizer: Any, *, example: int = 0, size: int = 2, max_turns: int = 16,
+    environment: Any,
+    sampler: ScriptedSampler,
+    tokenizer: Any,
+    *,
+    example: int = 0,
+    size: int = 2,
+    max_turns: int = 16,
     temperature: float = 1.0,
-) -> list[Trajectory]:  # fmt: skip
+) -> list[Trajectory]:
     from verbatim.renderers import create_renderer
 
     setup = RolloutSetup(
-        env="adds", environment=environment, sampler=sampler, renderer=create_renderer("auto", tokenizer),
-        params=SamplingParams(max_tokens=64, temperature=temperature), slots=asyncio.Semaphore(8),
+        env="adds",
+        environment=environment,
+        sampler=sampler,
+        renderer=create_renderer("auto", tokenizer),
+        params=SamplingParams(max_tokens=64, temperature=temperature),
+        slots=asyncio.Semaphore(8),
         limits=EpisodeLimits(max_turns=max_turns, max_context=384),
-    )  # fmt: skip
+    )
     run = GroupRun(setup, environment.examples("train")[example], index=0, size=size, run_seed=0)
     return list((await run.run()).trajectories)
 
@@ -260,8 +270,9 @@ async def test_an_episode_that_is_cancelled_leaves_nothing_either(model, tokeniz
 async def test_the_taskset_that_the_documentation_shows_is_played(model, tokenizer, tmp_path, monkeypatch):
     page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
     (source,) = re.findall(r"^```python\n(# sums_taskset.py\n.*?)^```", page, re.MULTILINE | re.DOTALL)
-    (table,) = re.findall(r"^```toml\n(.*?taskset = .*?)^```", page.split("## Verifiers environments")[1],
-                          re.MULTILINE | re.DOTALL)  # fmt: skip
+    (table,) = re.findall(
+        r"^```toml\n(.*?taskset = .*?)^```", page.split("## Verifiers environments")[1], re.MULTILINE | re.DOTALL
+    )
     (tmp_path / "sums_taskset.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
     (env,) = tomllib.loads(table)["orchestrator"]["train"]["env"]
@@ -276,14 +287,22 @@ async def test_the_taskset_that_the_documentation_shows_is_played(model, tokeniz
 
 
 def traced(*nodes: dict[str, Any]) -> Any:
-    return SimpleNamespace(nodes=[SimpleNamespace(**{"parent": None, "sampled": False, "mask": [], "logprobs": [],
-                                                     **node}) for node in nodes])  # fmt: skip
+    return SimpleNamespace(
+        nodes=[
+            SimpleNamespace(**{"parent": None, "sampled": False, "mask": [], "logprobs": [], **node}) for node in nodes
+        ]
+    )
 
 
 TURN = Turn(prompt_ids=[1, 2, 3], completion_ids=[4, 5], logprobs=[-0.5, -0.25])
 USER: dict[str, Any] = {"token_ids": [1, 2]}
-SAID: dict[str, Any] = {"parent": 0, "sampled": True, "token_ids": [3, 4, 5], "mask": [False, True, True],
-                        "logprobs": [-0.5, -0.25]}  # fmt: skip
+SAID: dict[str, Any] = {
+    "parent": 0,
+    "sampled": True,
+    "token_ids": [3, 4, 5],
+    "mask": [False, True, True],
+    "logprobs": [-0.5, -0.25],
+}
 
 
 def test_a_trace_that_holds_what_was_served_is_accepted():
@@ -365,9 +384,13 @@ async def test_recorded_experts_are_not_sent_to_verifiers_which_reads_another_fo
 
     sampler = Mixture(script=[[5, END]], vocab_size=VOCAB_SIZE, context_length=300)
     loop = AgentLoop(
-        sampler=sampler, renderer=ByteRenderer(), params=SamplingParams(), limits=EpisodeLimits(), seed=0,
+        sampler=sampler,
+        renderer=ByteRenderer(),
+        params=SamplingParams(),
+        limits=EpisodeLimits(),
+        seed=0,
         recorder=Recorder(VOCAB_SIZE),
-    )  # fmt: skip
+    )
     trace: Any = SimpleNamespace(id="a", agent=SimpleNamespace(name="agent", trainable=True))
     request = SampleRequest(prompt_ids=np.array([1, 2]), params=SamplingParams(stop_token_ids=(END,)), seed=0)
     served = await TraceSession(loop, trace).complete(request)

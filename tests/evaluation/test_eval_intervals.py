@@ -37,10 +37,23 @@ def test_the_interval_of_a_gain_has_published_figures():
     assert gain_interval((0.0, 10), (1.0, 10)) == pytest.approx((0.6075, 1.0), abs=5e-5)
 
 
-@pytest.mark.parametrize(("degrees", "quantile"), [
-    (1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (5, 2.571), (9, 2.262), (10, 2.228), (29, 2.045), (30, 2.042),
-    (60, 2.000), (120, 1.980), (10**6, 1.960),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("degrees", "quantile"),
+    [
+        (1, 12.706),
+        (2, 4.303),
+        (3, 3.182),
+        (4, 2.776),
+        (5, 2.571),
+        (9, 2.262),
+        (10, 2.228),
+        (29, 2.045),
+        (30, 2.042),
+        (60, 2.000),
+        (120, 1.980),
+        (10**6, 1.960),
+    ],
+)
 def test_quantiles_of_students_t_are_those_of_the_printed_table(degrees: int, quantile: float):
     assert t_quantile(degrees) == pytest.approx(quantile, abs=5e-4)
 
@@ -164,8 +177,10 @@ def test_intervals_of_pairs_hold_the_truth_and_are_narrower_than_those_without()
     rng, held, narrower = np.random.default_rng(2), [], []
     for _ in range(600):
         shares = 0.9 * rng.beta(0.5, 0.5, size=60)
-        sides = [{str(i): list((rng.random(4) < share + add).astype(float)) for i, share in enumerate(shares)}
-                 for add in (0.0, 0.1)]  # fmt: skip
+        sides = [
+            {str(i): list((rng.random(4) < share + add).astype(float)) for i, share in enumerate(shares)}
+            for add in (0.0, 0.1)
+        ]
         pairs = {key: [b - a for a, b in zip(sides[0][key], sides[1][key], strict=True)] for key in sides[0]}
         found, apart = paired_share(pairs), unpaired_share(*sides)
         held.append(found.low <= 0.1 <= found.high)

@@ -24,9 +24,16 @@ from verbatim.types import StopReason, ToolCall
 
 def outcome(example: str, number: int, reward: float | None, error: str | None = None, **fields) -> Outcome:
     return Outcome(
-        env="game", example_id=example, sample_index=number, seed=number, success=error is None and reward == 1,
-        reward=None if error else reward, error=error, stop_reason="stop", **fields,
-    )  # fmt: skip
+        env="game",
+        example_id=example,
+        sample_index=number,
+        seed=number,
+        success=error is None and reward == 1,
+        reward=None if error else reward,
+        error=error,
+        stop_reason="stop",
+        **fields,
+    )
 
 
 def played() -> list[Trajectory]:
@@ -40,15 +47,50 @@ def played() -> list[Trajectory]:
     bad = Turn(prompt_ids=[1], completion_ids=[9], tool_calls=(broken,), parse_status="invalid_json")
     shared = {"env": "game", "group_id": "eval-0"}
     return [
-        Trajectory(example_id="a", turns=turns, reward=1.0, reward_parts={"right": 1.0}, stop_reason="stop", seed=1,
-                   trajectory_id="eval-0-0", info={"judge_usage": {"requests": 2, "cost": 0.5}}, **shared),
-        Trajectory(example_id="a", turns=(bad,), reward=0.25, stop_reason=StopReason.MALFORMED, truncated=True, seed=2,
-                   sample_index=1, trajectory_id="eval-0-1", info={"tool_errors": {"invalid_json": 1}}, **shared),
-        Trajectory(example_id="b", turns=(bad,), error="environment: score raised KeyError: 'x'", seed=3,
-                   trajectory_id="eval-1-0", stop_reason="api_error", info={"judge_usage": {"requests": 1}}, **shared),
-        Trajectory(example_id="b", turns=(Turn(prompt_ids=[1], completion_ids=[7, 8]),), reward=0.5, seed=4,
-                   sample_index=1, trajectory_id="eval-1-1", stop_reason="stop", **shared),
-    ]  # fmt: skip
+        Trajectory(
+            example_id="a",
+            turns=turns,
+            reward=1.0,
+            reward_parts={"right": 1.0},
+            stop_reason="stop",
+            seed=1,
+            trajectory_id="eval-0-0",
+            info={"judge_usage": {"requests": 2, "cost": 0.5}},
+            **shared,
+        ),
+        Trajectory(
+            example_id="a",
+            turns=(bad,),
+            reward=0.25,
+            stop_reason=StopReason.MALFORMED,
+            truncated=True,
+            seed=2,
+            sample_index=1,
+            trajectory_id="eval-0-1",
+            info={"tool_errors": {"invalid_json": 1}},
+            **shared,
+        ),
+        Trajectory(
+            example_id="b",
+            turns=(bad,),
+            error="environment: score raised KeyError: 'x'",
+            seed=3,
+            trajectory_id="eval-1-0",
+            stop_reason="api_error",
+            info={"judge_usage": {"requests": 1}},
+            **shared,
+        ),
+        Trajectory(
+            example_id="b",
+            turns=(Turn(prompt_ids=[1], completion_ids=[7, 8]),),
+            reward=0.5,
+            seed=4,
+            sample_index=1,
+            trajectory_id="eval-1-1",
+            stop_reason="stop",
+            **shared,
+        ),
+    ]
 
 
 def test_figures_are_those_of_the_evaluation_during_a_run():
@@ -56,17 +98,22 @@ def test_figures_are_those_of_the_evaluation_during_a_run():
     trajectories, game = played(), GuessNumber()
     verdicts = {t.trajectory_id: succeeded(game, t) for t in trajectories}
     completed = [t for t in trajectories if t.error is None]
-    expected = {**episode_metrics(completed, verdicts), **judge_metrics(trajectories),
-                **{f"reward_part/{name}": value for name, value in reward_part_metrics(completed).items()},
-                "success": 1 / 4}  # fmt: skip
+    expected = {
+        **episode_metrics(completed, verdicts),
+        **judge_metrics(trajectories),
+        **{f"reward_part/{name}": value for name, value in reward_part_metrics(completed).items()},
+        "success": 1 / 4,
+    }
     found = env_result("game", [outcome_of(t, verdicts[t.trajectory_id]) for t in trajectories]).metrics()
     assert {name: found[name] for name in expected} == pytest.approx(expected)
     assert (found["episodes"], found["failed"]) == (4, 1)
 
 
 def test_failed_episodes_count_as_no_success_and_have_no_reward():
-    found = env_result("game", [outcome("a", 0, 1.0), outcome("a", 1, 1.0), outcome("b", 0, 1.0),
-                                outcome("b", 1, None, "timeout: too long")])  # fmt: skip
+    found = env_result(
+        "game",
+        [outcome("a", 0, 1.0), outcome("a", 1, 1.0), outcome("b", 0, 1.0), outcome("b", 1, None, "timeout: too long")],
+    )
     assert (found.num_episodes, found.num_failed, found.failures) == (4, 1, {"timeout": 1})
     assert (found.success.value, found.reward.value) == (0.75, 1.0)
     assert found.success.num_values == 4 and found.reward.num_values == 3
@@ -78,8 +125,11 @@ def test_failed_episodes_count_as_no_success_and_have_no_reward():
 
 def test_pass_at_k_is_the_mean_over_examples():
     """By hand: 1, 2 and 0 successes of 4; pass@2 is 1/2, 5/6 and 0, pass^2 is 0, 1/6 and 0."""
-    outcomes = [outcome(example, number, float(number < wins))
-                for example, wins in (("a", 1), ("b", 2), ("c", 0)) for number in range(4)]  # fmt: skip
+    outcomes = [
+        outcome(example, number, float(number < wins))
+        for example, wins in (("a", 1), ("b", 2), ("c", 0))
+        for number in range(4)
+    ]
     found = env_result("game", outcomes)
     assert list(found.pass_at) == [1, 2, 4] == list(found.pass_hat)
     assert found.pass_at[1].value == pytest.approx(3 / 12) == found.success.value
@@ -101,8 +151,13 @@ def test_an_evaluation_without_episodes_is_unknown():
 def test_pairs_are_of_the_same_example_number_and_seed():
     """By hand: a gains one pair, b loses none and gains two; the differences of rewards are 1, 0, 1, 1."""
     before = [outcome("a", 0, 0.0), outcome("a", 1, 1.0), outcome("b", 0, 0.0), outcome("b", 1, 0.0)]
-    after = [outcome("b", 1, 1.0), outcome("b", 0, 1.0), outcome("a", 1, 1.0), outcome("a", 0, 1.0),
-             outcome("c", 0, 1.0)]  # fmt: skip
+    after = [
+        outcome("b", 1, 1.0),
+        outcome("b", 0, 1.0),
+        outcome("a", 1, 1.0),
+        outcome("a", 0, 1.0),
+        outcome("c", 0, 1.0),
+    ]
     found = difference("game", before, after)
     assert found.is_paired and (found.num_pairs, found.num_unpaired) == (4, (0, 1))
     assert (found.gained, found.lost) == (3, 0)
@@ -126,8 +181,12 @@ def test_a_failed_episode_leaves_its_pair_out_of_rewards_only():
 
 def test_other_seeds_have_no_pairs():
     before = [outcome("a", 0, 0.0), outcome("b", 0, 0.0)]
-    after = [Outcome(env="game", example_id=e, sample_index=0, seed=99, success=True, reward=1.0, error=None,
-                     stop_reason="stop") for e in "ab"]  # fmt: skip
+    after = [
+        Outcome(
+            env="game", example_id=e, sample_index=0, seed=99, success=True, reward=1.0, error=None, stop_reason="stop"
+        )
+        for e in "ab"
+    ]
     found = difference("game", before, after)
     assert not found.is_paired and found.num_unpaired == (2, 2)
     assert found.success.value == 1.0 and found.reward == found.success
@@ -195,8 +254,16 @@ def write_run(folder: Path, wins: dict[int, int], env: str = "a", log_env: str =
     for step, count in wins.items():
         lines.on_eval(step, env, {"success": count / 20, "episodes": 20})
         for index in range(20):
-            log.write(step, Trajectory(example_id=str(index // 2), sample_index=index % 2, seed=index, env=log_env,
-                                       reward=float(index < count)))  # fmt: skip
+            log.write(
+                step,
+                Trajectory(
+                    example_id=str(index // 2),
+                    sample_index=index % 2,
+                    seed=index,
+                    env=log_env,
+                    reward=float(index < count),
+                ),
+            )
     lines.close()
     log.close()
     return metrics, episodes

@@ -27,28 +27,54 @@ def text_of(trajectory: Trajectory) -> str:
 
 
 FIRST = Turn(
-    prompt_ids=[1, 2, 3], completion_ids=[4, 5], logprobs=[-0.1, -2.0], policy_versions=[6, 7], temperature=0.7,
-    reward=-0.25, advantage=float("inf"), state_key="room \udce9", agent="sub/1", parse_status="invalid_json",
+    prompt_ids=[1, 2, 3],
+    completion_ids=[4, 5],
+    logprobs=[-0.1, -2.0],
+    policy_versions=[6, 7],
+    temperature=0.7,
+    reward=-0.25,
+    advantage=float("inf"),
+    state_key="room \udce9",
+    agent="sub/1",
+    parse_status="invalid_json",
     tool_calls=[ToolCall(name=None, arguments={"a": [1, None]}, status="invalid_json", raw="<x>", id="7")],
-    timing=TurnTiming(queued=0.1, generated=0.2, tools=0.3), stop_reason="length",
+    timing=TurnTiming(queued=0.1, generated=0.2, tools=0.3),
+    stop_reason="length",
     routed_experts=np.arange(4 * 2 * 3, dtype=np.uint8).reshape(4, 2, 3),
-)  # fmt: skip
+)
 SECOND = Turn(prompt_ids=[1, 2, 3, 4, 5, 9], completion_ids=[8])
 PLAYED = Turn(prompt_ids=[1, 2, 99], completion_ids=[7, 7], logprobs=[-1.0, -1.0], trained=False)
 EMPTY = Turn(prompt_ids=[5], completion_ids=[])
 FULL = Trajectory(
-    example_id="x", turns=(FIRST, SECOND, PLAYED, EMPTY), messages=({"role": "user", "content": "é\u202e <b>"},),
-    tools=({"type": "function"},), reward=0.1 + 0.2, reward_parts={"right": 1.0, "short": float("nan")},
-    agent_rewards={"sub/1": 0.5}, env="game",
-    trajectory_id="g-0", run_id="r", group_id="g", sample_index=3, seed=2**63 - 1, advantage=-1.5, stop_reason="stop",
-    truncated=True, info={"task": {"n": [1]}}, num_unrecorded_tokens=5, num_unrecorded_turns=2,
-)  # fmt: skip
+    example_id="x",
+    turns=(FIRST, SECOND, PLAYED, EMPTY),
+    messages=({"role": "user", "content": "é\u202e <b>"},),
+    tools=({"type": "function"},),
+    reward=0.1 + 0.2,
+    reward_parts={"right": 1.0, "short": float("nan")},
+    agent_rewards={"sub/1": 0.5},
+    env="game",
+    trajectory_id="g-0",
+    run_id="r",
+    group_id="g",
+    sample_index=3,
+    seed=2**63 - 1,
+    advantage=-1.5,
+    stop_reason="stop",
+    truncated=True,
+    info={"task": {"n": [1]}},
+    num_unrecorded_tokens=5,
+    num_unrecorded_turns=2,
+)
 FATE = Fate(
-    trajectory=FULL, turns=("trained", "missing_logprobs", "untrained", "trained"), unrecorded="cancelled",
-    flags=("gibberish", "repetition"), trainer_logprobs=(np.float32([-0.1, -2.5]), None, None, np.zeros(0, np.float32)),
+    trajectory=FULL,
+    turns=("trained", "missing_logprobs", "untrained", "trained"),
+    unrecorded="cancelled",
+    flags=("gibberish", "repetition"),
+    trainer_logprobs=(np.float32([-0.1, -2.5]), None, None, np.zeros(0, np.float32)),
     gradients=(np.float32([1.5, -0.25]), None, None, np.zeros(0, np.float32)),
     teacher_logprobs=(np.float32([-0.5, -0.75]), None, None, None),
-)  # fmt: skip
+)
 FAILED = Fate.of_dropped(Trajectory(example_id="y", group_id="h", env="game", error="raised: KeyError"), "error")
 
 
@@ -59,10 +85,15 @@ def test_what_is_read_is_what_was_written_to_the_last_bit(tmp_path: Path):
     assert step == 12
     assert text_of(fate.trajectory) == text_of(same)
     assert (fate.turns, fate.unrecorded, fate.reason, fate.flags) == (
-        FATE.turns, "cancelled", None, ("gibberish", "repetition")
+        FATE.turns,
+        "cancelled",
+        None,
+        ("gibberish", "repetition"),
     )
-    told = [(a if a is None else a.tolist(), b if b is None else b.tolist())
-            for a, b in zip(fate.trainer_logprobs, fate.gradients, strict=True)]  # fmt: skip
+    told = [
+        (a if a is None else a.tolist(), b if b is None else b.tolist())
+        for a, b in zip(fate.trainer_logprobs, fate.gradients, strict=True)
+    ]
     assert told == [(np.float32([-0.1, -2.5]).tolist(), [1.5, -0.25]), (None, None), (None, None), ([], [])]
     assert failed.trainer_logprobs == failed.gradients == failed.teacher_logprobs == ()
     assert fate.teacher_logprobs[0].tolist() == [-0.5, -0.75] and fate.teacher_logprobs[1:] == (None, None, None)
@@ -83,13 +114,17 @@ def test_a_file_of_an_earlier_version_has_no_column_of_a_teacher(tmp_path: Path)
     pq.write_table(table.set_column(place, pa.field("turns", column.type), column), path)
     ((_, fate),) = read_fates(tmp_path)
     assert fate.teacher_logprobs == ()
-    assert text_of(fate.trajectory) == text_of(FULL.replace(turns=[FIRST.replace(state_key="room \\udce9"),
-                                                                   *FULL.turns[1:]]))  # fmt: skip
+    assert text_of(fate.trajectory) == text_of(
+        FULL.replace(turns=[FIRST.replace(state_key="room \\udce9"), *FULL.turns[1:]])
+    )
 
 
 def test_every_field_of_a_trajectory_and_of_a_turn_has_a_column():
-    derived = {"path": {"prompt_of_turn", "prompt_shared", "prompt_new_ids"}, "attachments": set(),
-               "timing": {"seconds_queued", "seconds_generated", "seconds_tools"}}  # fmt: skip
+    derived = {
+        "path": {"prompt_of_turn", "prompt_shared", "prompt_new_ids"},
+        "attachments": set(),
+        "timing": {"seconds_queued", "seconds_generated", "seconds_tools"},
+    }
     of_turn = set().union(*(derived.get(f.name, {f.name}) for f in dataclasses.fields(Turn)))
     assert {field.name for field in TURN} == of_turn | {"fate", "trainer_logprobs", "gradients", "teacher_logprobs"}
     of_trajectory = {f.name for f in dataclasses.fields(Trajectory)}
@@ -290,9 +325,12 @@ def test_long_trajectories_are_read_without_their_neighbours(tmp_path: Path):
         sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
     assert sizes == [2, 1, 128]
     assert pq.read_table(tmp_path / "step-000001.parquet").num_rows == 131
-    assert [fate.trajectory.trajectory_id for _, fate in read_fates(tmp_path)] == ["t0", "t1", "long", *(
-        f"t{i}" for i in range(2, 130)
-    )]  # fmt: skip
+    assert [fate.trajectory.trajectory_id for _, fate in read_fates(tmp_path)] == [
+        "t0",
+        "t1",
+        "long",
+        *(f"t{i}" for i in range(2, 130)),
+    ]
 
 
 def test_a_step_without_trajectories_has_a_file_too(tmp_path: Path):

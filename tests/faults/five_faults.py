@@ -54,9 +54,12 @@ HEALTHY = tuple(f"healthy_{n}" for n in range(5))
 
 
 ASKED = {
-    "dead_parser": "where is it?", "stripped_thinking": "a riddle", "stale_sampler": "say yes",
-    "hackable_reward": "tell a joke", "always_fails": "an order",
-}  # fmt: skip
+    "dead_parser": "where is it?",
+    "stripped_thinking": "a riddle",
+    "stale_sampler": "say yes",
+    "hackable_reward": "tell a joke",
+    "always_fails": "an order",
+}
 """What the user asks."""
 
 
@@ -180,7 +183,11 @@ class Watched(Notes):
 
 
 def play(
-    folder: Path, kinds: Sequence[str] = tuple(NAMED_BY), steps: int = 24, *, labels: Mapping[str, str] | None = None,
+    folder: Path,
+    kinds: Sequence[str] = tuple(NAMED_BY),
+    steps: int = 24,
+    *,
+    labels: Mapping[str, str] | None = None,
     observer: Callable[[AlarmWatch], Watched] = Watched,
 ) -> Watched:
     """The run, of one environment of each kind.
@@ -194,40 +201,65 @@ def play(
     """
     label_of = labels or {kind: kind for kind in kinds}
     orchestrator_config = {
-        "group_size": GROUP, "max_async_level": 0, "max_off_policy_steps": 8, "renderer": {"name": "auto"},
+        "group_size": GROUP,
+        "max_async_level": 0,
+        "max_off_policy_steps": 8,
+        "renderer": {"name": "auto"},
         "train": {"env": [{"id": label_of[kind]} for kind in kinds]},
-    }  # fmt: skip
+    }
     samplers, ledger = Samplers(), Ledger()
     environments = {label_of[kind]: Place(kind, label_of[kind]) for kind in kinds}
     setups = {
         label_of[kind]: RolloutSetup(
-            env=label_of[kind], environment=environments[label_of[kind]], sampler=samplers.of[kind],
-            renderer=StripsThinking() if kind == "stripped_thinking" else ByteRenderer(), params=SamplingParams(),
-            limits=EpisodeLimits(), slots=asyncio.Semaphore(64),
+            env=label_of[kind],
+            environment=environments[label_of[kind]],
+            sampler=samplers.of[kind],
+            renderer=StripsThinking() if kind == "stripped_thinking" else ByteRenderer(),
+            params=SamplingParams(),
+            limits=EpisodeLimits(),
+            slots=asyncio.Semaphore(64),
         )
         for kind in kinds
-    }  # fmt: skip
+    }
     dispatcher = Dispatcher(
         schedule=ExampleSchedule(
             {label: place.examples("train") for label, place in environments.items()},
-            dict.fromkeys(environments, 1.0), seed=0, pool_rules=None,
+            dict.fromkeys(environments, 1.0),
+            seed=0,
+            pool_rules=None,
         ),
-        setups=setups, ledger=ledger, group_size=GROUP, groups_per_batch=GROUPS, max_async_level=0,
-        max_off_policy_steps=1000, oversampling_factor=1.0, run_seed=5, max_steps=steps,
-    )  # fmt: skip
+        setups=setups,
+        ledger=ledger,
+        group_size=GROUP,
+        groups_per_batch=GROUPS,
+        max_async_level=0,
+        max_off_policy_steps=1000,
+        oversampling_factor=1.0,
+        run_seed=5,
+        max_steps=steps,
+    )
     rules = GroupRules(
-        advantage=default_advantage, filters={"zero_advantage": ZeroAdvantage()}, strategy="interleaved",
-        max_length=CONTEXT, max_off_policy_steps=8,
-    )  # fmt: skip
+        advantage=default_advantage,
+        filters={"zero_advantage": ZeroAdvantage()},
+        strategy="interleaved",
+        max_length=CONTEXT,
+        max_off_policy_steps=8,
+    )
     every = {name: rule() for name, rule in ALARMS.items()}
     notes = observer(AlarmWatch(every, config={"orchestrator": orchestrator_config}))
     orchestrator = Orchestrator(
         schedule=RunSchedule(
             max_steps=steps, eval_setups=[], eval_interval=1000, eval_episodes=0, eval_seed=0, checkpoint_interval=1000
         ),
-        sampler=samplers, trainer=FakeTrainer(folder), dispatcher=dispatcher, ledger=ledger,
-        rules=dict.fromkeys(environments, rules), environments=environments, observer=notes, checkpointer=notes,
-    )  # fmt: skip
+        sampler=samplers,
+        trainer=FakeTrainer(folder),
+        dispatcher=dispatcher,
+        ledger=ledger,
+        rules=dict.fromkeys(environments, rules),
+        environments=environments,
+        observer=notes,
+        checkpointer=notes,
+    )
     assert asyncio.run(orchestrator.run())
     return notes
 

@@ -31,7 +31,7 @@ BOMBS = {
     # loops
     "nested ranges": "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
     "three ranges": "{% for i in range(999) %}{% for j in range(999) %}{% for k in range(999) %}x"
-                    "{% endfor %}{% endfor %}{% endfor %}",
+    "{% endfor %}{% endfor %}{% endfor %}",
     "filtered loop": _MANY + "{% for j in range(99999) if j < 0 %}{% endfor %}{% endfor %}",
     "loop over characters": "{% for c in 'ab' * 1000000 %}{{ c }}{% endfor %}",
     "long body": _MANY + "{{ messages[0].content | upper | lower | trim }}" * 200 + "{% endfor %}",
@@ -45,12 +45,10 @@ BOMBS = {
     "endless caller": "{% macro f() %}{% call f() %}{{ caller() }}{% endcall %}{% endmacro %}{{ f() }}",
     "endless block": "{% block again %}{{ self.again() }}{% endblock %}",
     # growing texts and lists
-    "doubling by tilde":
-        "{% set ns = namespace(x='ab') %}{% for i in range(40) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-    "doubling by plus":
-        "{% set ns = namespace(x='ab') %}{% for i in range(40) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "doubling by tilde": "{% set ns = namespace(x='ab') %}{% for i in range(40) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    "doubling by plus": "{% set ns = namespace(x='ab') %}{% for i in range(40) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
     "doubling by a block": "{% set ns = namespace(x='ab') %}{% for i in range(40) %}"
-                           "{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}{% endfor %}",
+    "{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}{% endfor %}",
     "doubling lists": "{% set ns = namespace(x=[1]) %}{% for i in range(40) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
     "times": "{{ 'a' * 10 ** 10 }}",
     "list times": "{{ ([1] * 10 ** 10) | length }}",
@@ -60,7 +58,7 @@ BOMBS = {
     "precision": "{{ 1.5 | round(10 ** 9, 'floor') }}",
     "to bytes": "{{ (1).to_bytes(10 ** 10, 'big') | length }}",
     "many copies": "{% set ns = namespace(x=[]) %}" + _BIG + "{% for i in range(9999) %}"
-                   "{% set ns.x = ns.x + [big ~ i] %}{% endfor %}",
+    "{% set ns.x = ns.x + [big ~ i] %}{% endfor %}",
     "huge output": _BIG + _MANY + "{{ big }}{% endfor %}",
     "huge plain output": _MANY + "x" * 5000 + "{% endfor %}",
     "words of a text": "{{ ('a ' * 1900000).split() | length }}",
@@ -103,15 +101,13 @@ BOMBS = {
     "deep list written": _DEEP + "{{ ns.x }}",
     "deep tuple as a key": _DEEP.replace("[]", "()").replace("[ns.x]", "(ns.x,)") + "{{ {ns.x: 1} }}",
     "deep generators": "{% set ns = namespace(x=['a']) %}{% for i in range(9999) %}"
-                       "{% set ns.x = ns.x | map('upper') %}{% endfor %}{{ ns.x | list }}",
+    "{% set ns.x = ns.x | map('upper') %}{% endfor %}{{ ns.x | list }}",
     "spaces of namespaces": "{% set ns = namespace(x=1) %}{% for i in range(60) %}"
-                            "{% set ns.x = namespace(x=(ns.x, ns.x)) %}{% endfor %}"
-                            + _MANY + "{{ ns.x.x }}{% endfor %}",
+    "{% set ns.x = namespace(x=(ns.x, ns.x)) %}{% endfor %}" + _MANY + "{{ ns.x.x }}{% endfor %}",
     # slow work on texts
     "seeking": _BIG + _MANY + "{% if 'abc' in big %}{% endif %}{% endfor %}",
     "slicing": _BIG + _MANY + "{% set x = big[1:] %}{% endfor %}",
-    "sorting":
-        "{% set r = range(99999) | map('string') | list %}{% for i in range(999) %}{% set x = r | sort %}{% endfor %}",
+    "sorting": "{% set r = range(99999) | map('string') | list %}{% for i in range(999) %}{% set x = r | sort %}{% endfor %}",
     "sums of lists": "{% set x = ([[1] * 10] * 20000) | sum(start=[]) %}",
     "tags": "{{ ('<' * 300000 ~ '<!--') | striptags }}",
     "links": "{{ ('http://' * 200000) | urlize }}",
@@ -119,7 +115,7 @@ BOMBS = {
     "capital letters": "{% set s = '\u0390' * 100000 %}" + _MANY + "{{ s.upper() }}{% endfor %}",
     # cheating
     "income": "{% set x = [1] | map('verbatim spend', 0 - 10 ** 15, 0) | list %}"
-              "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     # reaching outside
     "class": "{{ messages.__class__.__mro__ }}",
     "class by attr": "{{ (messages | attr('__class__')).__mro__ }}",
@@ -143,7 +139,7 @@ BOMBS = {
     "deep conditions": "{% if 1 %}" * 300 + "{% endif %}" * 300,
     "long attribute": "{{ messages" + ".x" * 50000 + " }}",
     "long source": "{# " + "x" * 2000000 + " #}",
-}  # fmt: skip
+}
 
 SOURCES = frozenset({"deep brackets", "hexadecimal", "deep conditions", "long attribute", "long source", "imports"})
 """They are refused when they are read, so nothing of them can come late."""

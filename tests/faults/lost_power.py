@@ -112,8 +112,9 @@ def _content(durable: bytes, versions: Sequence[bytes], mode: str, rng: random.R
     if mode == "all" or latest == durable:
         return latest
     zeros = durable[: len(latest)] + bytes(max(0, len(latest) - len(durable)))
-    common = next((n for n, (a, b) in enumerate(zip(durable, latest, strict=False)) if a != b),
-                  min(len(durable), len(latest)))  # stays, whatever is lost behind it  # fmt: skip
+    common = next(
+        (n for n, (a, b) in enumerate(zip(durable, latest, strict=False)) if a != b), min(len(durable), len(latest))
+    )  # stays, whatever is lost behind it
     choices: dict[str, Callable[[], bytes]] = {
         "durable": lambda: durable,
         "latest": lambda: latest,

@@ -16,8 +16,14 @@ from verbatim.tools import FunctionTool
 from verbatim.tools.base import ToolResult
 
 HUGE = 1_000_000
-WRONG = {"start": 7, "reply": "done", "tools": 7, "tool": ToolResult(content=7), "score": "1.0",
-         "state_key": ["a", "list"]}  # fmt: skip
+WRONG = {
+    "start": 7,
+    "reply": "done",
+    "tools": 7,
+    "tool": ToolResult(content=7),
+    "score": "1.0",
+    "state_key": ["a", "list"],
+}
 """What a method returns that is of no use, where its result is used at all."""
 TOO_MUCH = {
     "reply": lambda: Reply(messages=({"role": "user", "content": "x" * HUGE},)),

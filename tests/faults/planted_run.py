@@ -26,9 +26,14 @@ from verbatim.monitors.alarms import AlarmWatch
 from verbatim.monitors.metrics_log import MetricsLog
 
 ANSWERS = {
-    "dead_parser": "rooms", "stripped_thinking": "riddles", "stale_sampler": "greetings", "hackable_reward": "jokes",
-    "always_fails": "orders", HEALTHY[0]: "answers", HEALTHY[1]: "questions",
-}  # fmt: skip
+    "dead_parser": "rooms",
+    "stripped_thinking": "riddles",
+    "stale_sampler": "greetings",
+    "hackable_reward": "jokes",
+    "always_fails": "orders",
+    HEALTHY[0]: "answers",
+    HEALTHY[1]: "questions",
+}
 """The environment of each fault, and two without one."""
 STEPS = 40
 
@@ -57,8 +62,12 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer = Tokenizer(BPE(vocab=bytes_of, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    markers = {**{f"<|{role}|>": number for role, number in ROLES.items()}, "<|end|>": END, "<call>": CALL,
-               "</call>": CALL_END}  # fmt: skip
+    markers = {
+        **{f"<|{role}|>": number for role, number in ROLES.items()},
+        "<|end|>": END,
+        "<call>": CALL,
+        "</call>": CALL_END,
+    }
     for marker, number in sorted(markers.items(), key=lambda pair: pair[1]):
         tokenizer.add_special_tokens([AddedToken(marker, special=True)])
         assert tokenizer.token_to_id(marker) == number
@@ -74,8 +83,7 @@ def write_run(folder: Path, steps: int = STEPS, kinds: tuple[str, ...] = tuple(A
     config = f'name = "planted"\nmax_steps = {steps}\n[model]\nname = "model"\n{environments}'
     (folder / "config.toml").write_text(config)
     with TemporaryDirectory() as trainer:
-        notes = play(Path(trainer), kinds, steps, labels=ANSWERS,
-                     observer=lambda watch: Written(watch, folder))  # fmt: skip
+        notes = play(Path(trainer), kinds, steps, labels=ANSWERS, observer=lambda watch: Written(watch, folder))
     assert isinstance(notes, Written)
     notes.metrics.close()
     notes.alarm_log.close()

@@ -80,7 +80,7 @@ def sampled(run: Path) -> list[tuple[int, str, list[int]]]:
     return sorted(
         (step, trajectory.trajectory_id, [token for turn in trajectory.turns for token in turn.completion_ids.tolist()])
         for step, trajectory in read_trajectories(run)
-    )  # fmt: skip
+    )
 
 
 def run_of(place: Path) -> Path:

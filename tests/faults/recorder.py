@@ -24,8 +24,15 @@ Op = tuple[Any, ...]
 ("move", folder, name, folder, name, node), ("data", node, content), ("sync", node), ("promise", what), ("start",)."""
 
 _TELLING = {
-    "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate", "shutil.rmtree",
-}  # fmt: skip
+    "os.rename",
+    "os.remove",
+    "os.rmdir",
+    "os.mkdir",
+    "os.link",
+    "os.symlink",
+    "os.truncate",
+    "shutil.rmtree",
+}
 
 
 def may_write(arguments: tuple[Any, ...], root: Path) -> bool:
@@ -127,9 +134,13 @@ class Recorder:
         self._nodes, self._entries = after, entries
 
     def _walk(
-        self, path: str, folder: Node, found: dict[tuple[Node, str], int],
-        status: dict[int, tuple[os.stat_result, str]], fresh: dict[int, Node],
-    ) -> None:  # fmt: skip
+        self,
+        path: str,
+        folder: Node,
+        found: dict[tuple[Node, str], int],
+        status: dict[int, tuple[os.stat_result, str]],
+        fresh: dict[int, Node],
+    ) -> None:
         for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
             try:
                 now = os.lstat(entry.path)

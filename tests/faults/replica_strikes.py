@@ -151,10 +151,16 @@ def plan(number: int) -> list[Strike]:
     blows = [signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP]
     chance.shuffle(blows)
     return [
-        Strike(blow, chance.choice(["server", "engine"]), moment, 0 if moment == "start" else 1 + 5 * i,
-               chance.uniform(0, LATEST[moment]), chance.randrange(2))
+        Strike(
+            blow,
+            chance.choice(["server", "engine"]),
+            moment,
+            0 if moment == "start" else 1 + 5 * i,
+            chance.uniform(0, LATEST[moment]),
+            chance.randrange(2),
+        )
         for i, (blow, moment) in enumerate(zip(blows, moments, strict=True))
-    ]  # fmt: skip
+    ]
 
 
 class ReplicaRun:
@@ -180,11 +186,21 @@ class ReplicaRun:
         """Run it with these strikes. What was wrong with its end."""
         began = time.monotonic()
         self._deadline = began + LONGEST
-        with self._out.open("wb") as out, subprocess.Popen(
-            [sys.executable, "-m", "verbatim.cli", "rl", "run.toml", "--run-dir", "mine"], cwd=self._place, stdout=out,
-            stderr=out, env={**os.environ, MARK: str(self._place), "COLUMNS": "1000",
-                             "PYTHONPATH": os.pathsep.join([str(self._place), *sys.path])},
-        ) as run:  # fmt: skip
+        with (
+            self._out.open("wb") as out,
+            subprocess.Popen(
+                [sys.executable, "-m", "verbatim.cli", "rl", "run.toml", "--run-dir", "mine"],
+                cwd=self._place,
+                stdout=out,
+                stderr=out,
+                env={
+                    **os.environ,
+                    MARK: str(self._place),
+                    "COLUMNS": "1000",
+                    "PYTHONPATH": os.pathsep.join([str(self._place), *sys.path]),
+                },
+            ) as run,
+        ):
             self._run = run
             try:
                 self._strike_all(strikes)
@@ -264,8 +280,13 @@ class ReplicaRun:
         return bool(self._processes_of(replica, part))
 
     def _processes_of(self, replica: int, part: str) -> list[int]:
-        servers = [pid for pid, command in self.processes() if b"-m\0vllm.entrypoints" in command
-                   and b"keeper.py" not in command and self._log_of(pid) == f"replica_{replica}.log"]  # fmt: skip
+        servers = [
+            pid
+            for pid, command in self.processes()
+            if b"-m\0vllm.entrypoints" in command
+            and b"keeper.py" not in command
+            and self._log_of(pid) == f"replica_{replica}.log"
+        ]
         if part == "server":
             return servers
         return [pid for pid, command in self.processes() if b"EngineCore" in command and _parent(pid) in servers]
@@ -303,8 +324,9 @@ class ReplicaRun:
         if groups != {f"train-{n}": GROUP for n in range(self._steps * BATCH // GROUP)}:
             found.append(f"groups {dict(groups)}")
         found += self._unbalanced()
-        found += [f"{path} was left" for path in self.folder.rglob("*")
-                  if is_leftover(path) or path.name.endswith(".weights")]  # fmt: skip
+        found += [
+            f"{path} was left" for path in self.folder.rglob("*") if is_leftover(path) or path.name.endswith(".weights")
+        ]
         largest, num_tokens = self.largest_delta()
         if not largest <= TOLERANCE:
             found.append(f"|delta logprob| {largest:.2g} over {num_tokens} tokens")

@@ -27,8 +27,10 @@ READS = ("read", "list")
 FULL_DISK = ("open", "write", "fsync", "rename", "mkdir", "link", "copy", "save")
 """Events that need room."""
 
-TORCH_FULL = ("[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
-              "allocate 4096 bytes. Error code 12 (Cannot allocate memory)")  # fmt: skip
+TORCH_FULL = (
+    "[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+    "allocate 4096 bytes. Error code 12 (Cannot allocate memory)"
+)
 
 
 _RESUMED = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
@@ -73,8 +75,16 @@ class Strikes:
         path = os.path.abspath(os.fsdecode(path))
         return path if path == self.where or path.startswith(self.where + os.sep) else None
 
-    def event(self, op: str, path: Any, folder: int = -1, *, torn: Callable[[], object] = lambda: None,
-              fail: Callable[[OSError], BaseException] = lambda error: error, named: bool = True) -> None:  # fmt: skip
+    def event(
+        self,
+        op: str,
+        path: Any,
+        folder: int = -1,
+        *,
+        torn: Callable[[], object] = lambda: None,
+        fail: Callable[[OSError], BaseException] = lambda error: error,
+        named: bool = True,
+    ) -> None:
         """Something is about to happen; `torn` does a part of it, `fail` makes the exception of the failed call."""
         if op not in self.ops or (found := self.inside(path, folder)) is None:
             return
@@ -84,8 +94,15 @@ class Strikes:
         elif number == self.at or (self.lasts and number > self.at):
             self.strike(number, op, found, torn, fail, named)
 
-    def strike(self, number: int, op: str, path: str, torn: Callable[[], object],
-               fail: Callable[[OSError], BaseException], named: bool) -> None:  # fmt: skip
+    def strike(
+        self,
+        number: int,
+        op: str,
+        path: str,
+        torn: Callable[[], object],
+        fail: Callable[[OSError], BaseException],
+        named: bool,
+    ) -> None:
         if not self.done:
             self.write(f"{number} {op} {path}\n")
         self.done = True
@@ -127,16 +144,25 @@ class Strikes:
         class Told(io.FileIO):
             def write(self, data: Any) -> int:
                 data = bytes(data)
-                strikes.event("write", self.name, torn=lambda: io.FileIO.write(self, data[: len(data) // 2]),
-                              named=False)  # fmt: skip
+                strikes.event(
+                    "write", self.name, torn=lambda: io.FileIO.write(self, data[: len(data) // 2]), named=False
+                )
                 return super().write(data)
 
             def truncate(self, size: int | None = None) -> int:
                 strikes.event("truncate", self.name, named=False)
                 return super().truncate(size)
 
-        def opening(file: Any, mode: str = "r", buffering: int = -1, encoding: Any = None, errors: Any = None,
-                    newline: Any = None, closefd: bool = True, opener: Any = None) -> Any:  # fmt: skip
+        def opening(
+            file: Any,
+            mode: str = "r",
+            buffering: int = -1,
+            encoding: Any = None,
+            errors: Any = None,
+            newline: Any = None,
+            closefd: bool = True,
+            opener: Any = None,
+        ) -> Any:
             if not set(mode) & set("wax+") or isinstance(file, int) or strikes.inside(file) is None:
                 return opened(file, mode, buffering, encoding, errors, newline, closefd, opener)
             raw = Told(os.fspath(file), mode.replace("b", "").replace("t", ""), closefd, opener)
@@ -172,13 +198,22 @@ class Strikes:
                 serialize(tensors, filename, metadata=metadata)
                 os.truncate(filename, os.path.getsize(filename) // 2)
 
-            strikes.event("save", filename, torn=torn, fail=lambda error: SafetensorError(
-                f"Error while serializing: I/O error: {error.strerror} (os error {error.errno})"))  # fmt: skip
+            strikes.event(
+                "save",
+                filename,
+                torn=torn,
+                fail=lambda error: SafetensorError(
+                    f"Error while serializing: I/O error: {error.strerror} (os error {error.errno})"
+                ),
+            )
             serialize(tensors, filename, metadata=metadata)
 
         def saving(tokenizer: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-            strikes.event("save", os.path.join(save_directory, "tokenizer.json"), fail=lambda error: Exception(
-                f"{error.strerror} (os error {error.errno})"))  # fmt: skip
+            strikes.event(
+                "save",
+                os.path.join(save_directory, "tokenizer.json"),
+                fail=lambda error: Exception(f"{error.strerror} (os error {error.errno})"),
+            )
             return save(tokenizer, save_directory, *args, **kwargs)
 
         safetensors.torch.serialize_file = serializing

@@ -53,14 +53,24 @@ class Server:
 
         path = os.pathsep.join([str(TESTS), *filter(None, sys.path)])
         self._process = warm.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
             env={**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "COLUMNS": "200"},
-        )  # fmt: skip
+        )
 
     def run(
-        self, arguments: Sequence[object], *, place: Path, out: Path, strike: Mapping[str, Any] | None = None,
-        trace: Path | None = None, two: bool = False, meanwhile: Callable[[int], object] | None = None,
-    ) -> Ended:  # fmt: skip
+        self,
+        arguments: Sequence[object],
+        *,
+        place: Path,
+        out: Path,
+        strike: Mapping[str, Any] | None = None,
+        trace: Path | None = None,
+        two: bool = False,
+        meanwhile: Callable[[int], object] | None = None,
+    ) -> Ended:
         """Type `verbatim` with the arguments in a folder.
 
         Args:
@@ -74,8 +84,14 @@ class Server:
         """
         from waiting import HANGS
 
-        request = {"arguments": [*map(str, arguments)], "place": str(place), "out": str(out), "strike": strike,
-                   "trace": None if trace is None else str(trace), "two": two}  # fmt: skip
+        request = {
+            "arguments": [*map(str, arguments)],
+            "place": str(place),
+            "out": str(out),
+            "strike": strike,
+            "trace": None if trace is None else str(trace),
+            "two": two,
+        }
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
@@ -158,11 +174,20 @@ def _import_everything() -> None:
 
     import verbatim
 
-    modules = ["faults.strikes", "faults.recorder", "httpx", "safetensors.torch",
-               "transformers.models.qwen3.modeling_qwen3", "transformers.models.llama.modeling_llama"]  # fmt: skip
+    modules = [
+        "faults.strikes",
+        "faults.recorder",
+        "httpx",
+        "safetensors.torch",
+        "transformers.models.qwen3.modeling_qwen3",
+        "transformers.models.llama.modeling_llama",
+    ]
     modules += [each.name for each in pkgutil.iter_modules(renderers.__path__, "renderers.")]
-    modules += [each.name for each in pkgutil.walk_packages(verbatim.__path__, "verbatim.")
-                if not each.name.endswith("__main__") and not each.name.startswith("verbatim.gateway")]  # fmt: skip
+    modules += [
+        each.name
+        for each in pkgutil.walk_packages(verbatim.__path__, "verbatim.")
+        if not each.name.endswith("__main__") and not each.name.startswith("verbatim.gateway")
+    ]
     for module in modules:
         with contextlib.suppress(ImportError):  # of an extra that is not installed
             importlib.import_module(module)

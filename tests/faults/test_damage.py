@@ -55,9 +55,7 @@ def files(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
-def damaged(
-    place: Place, expected: Path, plant: str | None, server: Server, chosen: tuple[str, str]
-) -> list[str]:
+def damaged(place: Place, expected: Path, plant: str | None, server: Server, chosen: tuple[str, str]) -> list[str]:
     """What was wrong with a run that went on, of whose newest checkpoint a file was damaged."""
     name, damage = chosen
     run = place.new()

@@ -85,20 +85,41 @@ def folder_instead(path: Path) -> None:
 DAMAGES = (remove, empty, cut, zeros, binary, half_a_letter, flip, deep, other_types, folder_instead)
 NEWEST = "checkpoints/step_000002"
 IN_CHECKPOINT = (
-    "manifest.json", "config.toml", "orchestrator.json", "easy_examples.jsonl", "trainer/trainer.json",
-    "trainer/optimizer.safetensors", "weights/model.safetensors", "weights/config.json", "weights/tokenizer.json",
+    "manifest.json",
+    "config.toml",
+    "orchestrator.json",
+    "easy_examples.jsonl",
+    "trainer/trainer.json",
+    "trainer/optimizer.safetensors",
+    "weights/model.safetensors",
+    "weights/config.json",
+    "weights/tokenizer.json",
     "weights/tokenizer_config.json",
-)  # fmt: skip
+)
 TRAJECTORIES = "trajectories/step-000001.parquet"
 LOGS = ("metrics.jsonl", TRAJECTORIES)
-FILES = ("config.toml", *LOGS, *(f"{NEWEST}/{name}" for name in IN_CHECKPOINT), "weights/v000002/model.safetensors",
-         "orchestrator.lock")  # fmt: skip
+FILES = (
+    "config.toml",
+    *LOGS,
+    *(f"{NEWEST}/{name}" for name in IN_CHECKPOINT),
+    "weights/v000002/model.safetensors",
+    "orchestrator.lock",
+)
 NOT_READ = ("weights/v000002/model.safetensors", "orchestrator.lock")
-SHORT: list[tuple[str, Callable[[Path], None]]] = list(dict.fromkeys([
-    ("config.toml", binary), ("config.toml", remove), ("metrics.jsonl", zeros), (TRAJECTORIES, cut),
-    (f"{NEWEST}/manifest.json", deep), (f"{NEWEST}/weights/model.safetensors", flip), ("orchestrator.lock", binary),
-    *((name, DAMAGES[3 * number % len(DAMAGES)]) for number, name in enumerate(FILES)),
-]))  # fmt: skip
+SHORT: list[tuple[str, Callable[[Path], None]]] = list(
+    dict.fromkeys(
+        [
+            ("config.toml", binary),
+            ("config.toml", remove),
+            ("metrics.jsonl", zeros),
+            (TRAJECTORIES, cut),
+            (f"{NEWEST}/manifest.json", deep),
+            (f"{NEWEST}/weights/model.safetensors", flip),
+            ("orchestrator.lock", binary),
+            *((name, DAMAGES[3 * number % len(DAMAGES)]) for number, name in enumerate(FILES)),
+        ]
+    )
+)
 """Every file, and every damage."""
 
 
@@ -197,9 +218,7 @@ def test_a_run_folder_that_was_copied_without_its_logs_goes_on_and_says_so_once(
         assert type_("--resume")[1].count("is missing") == 0
 
 
-def test_a_prepared_model_that_is_damaged_before_the_first_checkpoint_is_made_again(
-    prepared: Recorded, tmp_path: Path
-):
+def test_a_prepared_model_that_is_damaged_before_the_first_checkpoint_is_made_again(prepared: Recorded, tmp_path: Path):
     """Built, then warm-started; killed before the first checkpoint."""
     opened = next(n for n, op in enumerate(prepared.ops) if op[0] == "add" and op[2] == "metrics.jsonl")
     with killed_after(prepared, opened, tmp_path / "place"):

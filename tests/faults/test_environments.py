@@ -47,8 +47,12 @@ FORWARD = {"tool": LIMITS.tool_timeout + 1, "close": CLOSING + 1}
 
 ASYNC = ("start", "reply", "tool", "run", "score", "close")
 METHODS = (*ASYNC, "tools", "state_key")
-RAISED = {"raise": "RuntimeError", "SystemExit": "SystemExit", "KeyboardInterrupt": "KeyboardInterrupt",
-          "GeneratorExit": "GeneratorExit"}  # fmt: skip
+RAISED = {
+    "raise": "RuntimeError",
+    "SystemExit": "SystemExit",
+    "KeyboardInterrupt": "KeyboardInterrupt",
+    "GeneratorExit": "GeneratorExit",
+}
 NAMES = {"tools": "the episode's tools"}
 LEAKS = ("threads", "processes", "files")
 
@@ -117,31 +121,58 @@ class Run:
         setups = {label: self.setup(label, player if label == "bad" else LocalRunner()) for label in self.environments}
         examples = {label: environment.examples("train") for label, environment in self.environments.items()}
         dispatcher = Dispatcher(
-            schedule=ExampleSchedule(examples, {"good": 1.0, "bad": 1.0}, seed=5), setups=setups, ledger=self.ledger,
-            group_size=GROUP, groups_per_batch=GROUPS, max_async_level=0, max_off_policy_steps=8,
-            oversampling_factor=1.0, run_seed=5, max_steps=steps,
-        )  # fmt: skip
-        rules = GroupRules(
-            advantage=default_advantage, filters={}, strategy="interleaved", on_break="split", max_length=400,
-            max_off_policy_steps=8,
-        )  # fmt: skip
-        schedule = RunSchedule(
-            max_steps=steps, eval_setups=[setups["bad"]] if bad.where == "examples" else [], eval_interval=1,
-            eval_episodes=5, eval_seed=1, checkpoint_interval=100,
-        )  # fmt: skip
-        self.orchestrator = Orchestrator(
-            schedule=schedule, sampler=self.sampler, trainer=FakeTrainer(tmp_path), dispatcher=dispatcher,
+            schedule=ExampleSchedule(examples, {"good": 1.0, "bad": 1.0}, seed=5),
+            setups=setups,
             ledger=self.ledger,
-            rules={label: rules for label in setups}, environments=self.environments, observer=self.notes,
-            checkpointer=self.notes, tally=self.tally,
-        )  # fmt: skip
+            group_size=GROUP,
+            groups_per_batch=GROUPS,
+            max_async_level=0,
+            max_off_policy_steps=8,
+            oversampling_factor=1.0,
+            run_seed=5,
+            max_steps=steps,
+        )
+        rules = GroupRules(
+            advantage=default_advantage,
+            filters={},
+            strategy="interleaved",
+            on_break="split",
+            max_length=400,
+            max_off_policy_steps=8,
+        )
+        schedule = RunSchedule(
+            max_steps=steps,
+            eval_setups=[setups["bad"]] if bad.where == "examples" else [],
+            eval_interval=1,
+            eval_episodes=5,
+            eval_seed=1,
+            checkpoint_interval=100,
+        )
+        self.orchestrator = Orchestrator(
+            schedule=schedule,
+            sampler=self.sampler,
+            trainer=FakeTrainer(tmp_path),
+            dispatcher=dispatcher,
+            ledger=self.ledger,
+            rules={label: rules for label in setups},
+            environments=self.environments,
+            observer=self.notes,
+            checkpointer=self.notes,
+            tally=self.tally,
+        )
 
     def setup(self, label, player):
         return RolloutSetup(
-            env=label, environment=self.environments[label], sampler=self.sampler, renderer=ByteRenderer(),
-            params=SamplingParams(), limits=self.limits if label == "bad" else LIMITS, runner=player, tally=self.tally,
+            env=label,
+            environment=self.environments[label],
+            sampler=self.sampler,
+            renderer=ByteRenderer(),
+            params=SamplingParams(),
+            limits=self.limits if label == "bad" else LIMITS,
+            runner=player,
+            tally=self.tally,
             slots=asyncio.Semaphore(self.slots if label == "bad" else 64),
-        )  # fmt: skip
+        )
 
     async def go(self):
         assert await self.orchestrator.run()
@@ -163,9 +194,14 @@ async def alone(run, group):
         sampler = ScriptedSampler(script=pokes_then_speaks, vocab_size=VOCAB_SIZE, context_length=400)
         sampler.policy_version = version
         quiet = RolloutSetup(
-            env="good", environment=Misbehaving(), sampler=sampler, renderer=ByteRenderer(), params=SamplingParams(),
-            limits=LIMITS, slots=asyncio.Semaphore(64),
-        )  # fmt: skip
+            env="good",
+            environment=Misbehaving(),
+            sampler=sampler,
+            renderer=ByteRenderer(),
+            params=SamplingParams(),
+            limits=LIMITS,
+            slots=asyncio.Semaphore(64),
+        )
         example = next(e for e in Misbehaving().examples("train") if e.id == group.example_id)
         index = int(group.group_id.partition("-")[2])
         ALONE[key] = await GroupRun(quiet, example, index=index, size=GROUP, run_seed=5).run()
@@ -193,8 +229,11 @@ async def check(run, where, mode, begins):
         for _, metrics, _ in run.notes.steps:
             counted.update({name: n for name, n in metrics.items() if name.startswith("errors/")})
         assert counted == {f"errors/{begins.partition(':')[0]}": len(errors)}
-    told = {**dict.fromkeys((*RAISED, "wrong type"), "exception"), **dict.fromkeys(("hang", "swallow"), "timeout"),
-            "huge": "oversize"}  # fmt: skip
+    told = {
+        **dict.fromkeys((*RAISED, "wrong type"), "exception"),
+        **dict.fromkeys(("hang", "swallow"), "timeout"),
+        "huge": "oversize",
+    }
     if where == "tool" and mode in told:
         assert all(t.info["tool_errors"] == {told[mode]: 1} for t in trajectories)
     if mode == "huge" and where in ("start", "reply"):
@@ -257,9 +296,10 @@ def lets_one_environment_change_another(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "fault", [swallows_what_is_raised, counts_no_failure, lets_one_environment_change_another],
+    "fault",
+    [swallows_what_is_raised, counts_no_failure, lets_one_environment_change_another],
     ids=lambda fault: fault.__name__,
-)  # fmt: skip
+)
 def test_a_fault_of_the_run_is_found(tmp_path, monkeypatch, fault):
     with monkeypatch.context() as planted, pytest.raises(AssertionError):
         fault(planted)
@@ -283,8 +323,13 @@ async def test_played_in_processes_it_costs_its_own_episodes(tmp_path, campaign,
     row.add(wrong=True)
     args = {"where": where, "mode": mode, "folder": str(tmp_path)}
     forward = FORWARD.get(where, LIMITS.timeout + 1)
-    setup = RemoteSetup(env="bad", name="faults.misbehaving.Misbehaving", args={**args, "forward": forward},
-                        params=SamplingParams(), limits=LIMITS)  # fmt: skip
+    setup = RemoteSetup(
+        env="bad",
+        name="faults.misbehaving.Misbehaving",
+        args={**args, "forward": forward},
+        params=SamplingParams(),
+        limits=LIMITS,
+    )
     relay = Relay()
     run = Run(tmp_path, Misbehaving(**args), relay, steps=2, limits=limits, slots=slots)
     inputs = RunnerInputs(setups={("train", "bad"): setup}, sampler=run.sampler, renderer=ByteRenderer(), workers=2)
@@ -311,8 +356,10 @@ class Relay:
 
 
 AT_THE_START = {
-    "raise": "raised RuntimeError: no", "SystemExit": "raised SystemExit: 0", "GeneratorExit": "raised GeneratorExit",
-}  # fmt: skip
+    "raise": "raised RuntimeError: no",
+    "SystemExit": "raised SystemExit: 0",
+    "GeneratorExit": "raised GeneratorExit",
+}
 
 
 @pytest.mark.parametrize("mode", AT_THE_START)

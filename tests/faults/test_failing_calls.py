@@ -29,9 +29,12 @@ DISK: dict[str, dict[str, Any]] = {
     "EACCES": {"ops": ("open", "mkdir", "rename"), "lasts": True},
 }
 MEMORY = {
-    "memory, trainer": ("memory", TRAINER), "memory, loop": ("memory", LOOP), "memory, engine": ("memory", ENGINE),
-    "torch, trainer": ("torch", TRAINER), "torch, engine": ("torch", ENGINE),
-}  # fmt: skip
+    "memory, trainer": ("memory", TRAINER),
+    "memory, loop": ("memory", LOOP),
+    "memory, engine": ("memory", ENGINE),
+    "torch, trainer": ("torch", TRAINER),
+    "torch, engine": ("torch", ENGINE),
+}
 
 OUT_OF_MEMORY = "out of memory|the sampler's thread has ended; what it wrote on the standard error says why"
 """The message; a thread that cannot even begin is one line above it."""
@@ -42,7 +45,7 @@ def what_is_wrong_with_the_end(ended: Ended, run: Path, allowed: tuple[int, ...]
     said = ended.said + "".join(log.read_text() for log in run.glob("logs/*.log"))
     found = ["hung"] if ended.hung else []
     if "Traceback" in said:
-        found.append(f"a traceback: {said[said.index('Traceback'):][:3000]}")
+        found.append(f"a traceback: {said[said.index('Traceback') :][:3000]}")
     if ended.status not in allowed:
         found.append(f"status {ended.status}: {ended.said[-800:]}")
     messages = re.findall(r"^(?:stopped|error|trained nothing|interrupted): .*", ended.said, re.MULTILINE)
@@ -51,8 +54,17 @@ def what_is_wrong_with_the_end(ended: Ended, run: Path, allowed: tuple[int, ...]
     return found
 
 
-def failed(place: Place, expected: Path, kind: str, order: Mapping[str, Any], allowed: tuple[int, ...], told: str,
-           base: Path | None, server: Server, at: int) -> list[str]:  # fmt: skip
+def failed(
+    place: Place,
+    expected: Path,
+    kind: str,
+    order: Mapping[str, Any],
+    allowed: tuple[int, ...],
+    told: str,
+    base: Path | None,
+    server: Server,
+    at: int,
+) -> list[str]:
     """What was wrong with a run that a fault was put into at the event `at`, and with the run that then went on.
 
     Args:

@@ -32,9 +32,12 @@ def spread(numbers: Sequence[int], count: int) -> list[int]:
 
 
 KILLED = [
-    ("one", "orchestrator", 8, 110), ("two", "trainer", 5, 40), ("two", "orchestrator", 3, 35),
-    ("overlapping", "trainer", 2, 30), ("overlapping", "orchestrator", 2, 30),
-]  # fmt: skip
+    ("one", "orchestrator", 8, 110),
+    ("two", "trainer", 5, 40),
+    ("two", "orchestrator", 3, 35),
+    ("overlapping", "trainer", 2, 30),
+    ("overlapping", "orchestrator", 2, 30),
+]
 """The kind of a run, which process is killed, and the number of cases: of the short part, of the whole."""
 
 
@@ -57,9 +60,16 @@ def test_a_run_that_was_killed_ends_as_the_one_that_was_never_stopped(place: Pla
 
 
 def killed(
-    place: Place, expected: Path, kind: str, role: str, num_events: int, longest: int, plant: dict[str, str],
-    server: Server, first: int,
-) -> tuple[int, list[str]]:  # fmt: skip
+    place: Place,
+    expected: Path,
+    kind: str,
+    role: str,
+    num_events: int,
+    longest: int,
+    plant: dict[str, str],
+    server: Server,
+    first: int,
+) -> tuple[int, list[str]]:
     """Kills, and what was wrong with the end, of a run that is killed at the `first` event and at most `longest`
     times; `plant` is a fault of the run, or {}."""
     chance, run, kills, at = random.Random(first), place.new(), 0, first
@@ -120,8 +130,14 @@ def signalled(place: Place, expected: Path, kind: str, server: Server, case: tup
                 wait_until(lambda: (note.exists() and note.read_text()) or state_of(pid) == "Z")
                 os.kill(pid, signal.SIGINT)
 
-    order = {"role": "orchestrator", "do": "signal", "signal": "SIGINT" if name == "twice" else name,
-             "modules": COUNTED, "at": at, "note": str(note)}  # fmt: skip
+    order = {
+        "role": "orchestrator",
+        "do": "signal",
+        "signal": "SIGINT" if name == "twice" else name,
+        "modules": COUNTED,
+        "at": at,
+        "note": str(note),
+    }
     ended = place.run(server, kind, run, strike=order, meanwhile=go_on)
     allowed = {"SIGINT": (0, 130), "SIGTERM": (0, 130), "twice": (0, 130), "SIGSTOP": (0,)}
     deadly = (0, -getattr(signal, name, 0))

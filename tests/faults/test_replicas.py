@@ -55,9 +55,11 @@ def test_a_run_whose_replicas_are_killed_and_frozen_loses_nothing_uncounted(
     assert last["replicas/lost"] >= len(strikes)  # a machine that is too busy loses some more
     assert last["replicas/restarts"] >= 1  # each strike waits until the replica before it is back
     largest, num_tokens = run.largest_delta()
-    row.note = (f"{last['replicas/requests_resent']:.0f} requests sent again, {last['replicas/requests_lost']:.0f} of "
-                f"them unknown, {last['replicas/tokens_lost']:.0f} tokens lost; largest |delta logprob| {largest:.2g} "
-                f"over {num_tokens} tokens; {run.seconds:.0f} s")  # fmt: skip
+    row.note = (
+        f"{last['replicas/requests_resent']:.0f} requests sent again, {last['replicas/requests_lost']:.0f} of "
+        f"them unknown, {last['replicas/tokens_lost']:.0f} tokens lost; largest |delta logprob| {largest:.2g} "
+        f"over {num_tokens} tokens; {run.seconds:.0f} s"
+    )
     print(row.note)
 
 

@@ -37,11 +37,31 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     (folder / "weights").mkdir()
     with (folder / "stderr").open("w+") as said:
         process = subprocess.Popen(
-            [sys.executable, "-m", "verbatim.cli", "serve", str(model), "--port", "0", "--name", "tiny", "--seed", "0",
-             "--device", "cpu", "--deterministic", "--max-batch-size", "16",
-             "--weights-folder", str(folder / "weights")],
-            stdout=subprocess.PIPE, stderr=said, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-m",
+                "verbatim.cli",
+                "serve",
+                str(model),
+                "--port",
+                "0",
+                "--name",
+                "tiny",
+                "--seed",
+                "0",
+                "--device",
+                "cpu",
+                "--deterministic",
+                "--max-batch-size",
+                "16",
+                "--weights-folder",
+                str(folder / "weights"),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
         try:
             assert process.stdout is not None
             found = re.search(r"tiny at (http://\S+)", process.stdout.readline())
@@ -59,8 +79,13 @@ async def exchange(url: str, case: Case) -> tuple[int, str]:
     """Status and message of the answer; 0 where the server hung up, as it may after a head that is none."""
     parts = urlsplit(url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=2**24)
-    headers = {"host": parts.netloc, "content-type": "application/json", "content-length": str(len(case.data)),
-               "connection": "close", **case.headers}  # fmt: skip
+    headers = {
+        "host": parts.netloc,
+        "content-type": "application/json",
+        "content-length": str(len(case.data)),
+        "connection": "close",
+        **case.headers,
+    }
     head = f"{case.method} {case.path} HTTP/1.1\r\n" + "".join(f"{k}: {v}\r\n" for k, v in headers.items()) + "\r\n"
     data = case.data[: len(case.data) // 2] if case.cut else case.data
     try:

@@ -24,10 +24,27 @@ from verbatim.rollouts import EpisodeLimits, GroupRun, RolloutSetup
 MEGABYTES = 300.0
 """Of memory, for all entry points together."""
 SHORT = (
-    "nested ranges", "endless macro", "doubling by tilde", "doubling lists", "times", "format inner width", "replace",
-    "shared lists written", "shared tuples as a key", "deep list written", "income", "class by format", "precision",
-    "huge output", "wordwrap", "lipsum", "deep generators", "sums of lists", "frame of a generator", "deep brackets",
-)  # fmt: skip
+    "nested ranges",
+    "endless macro",
+    "doubling by tilde",
+    "doubling lists",
+    "times",
+    "format inner width",
+    "replace",
+    "shared lists written",
+    "shared tuples as a key",
+    "deep list written",
+    "income",
+    "class by format",
+    "precision",
+    "huge output",
+    "wordwrap",
+    "lipsum",
+    "deep generators",
+    "sums of lists",
+    "frame of a generator",
+    "deep brackets",
+)
 PROGRAM = Path(__file__).with_name("hostile_templates.py")
 
 
@@ -43,11 +60,17 @@ def wrong(row):
     answers = row["answers"]
     entries = {"auto", "doctor"} if row["name"] in SOURCES else {"auto", "doctor", "late", "server", "short"}
     # The doctor's report is on a template that refuses whatever it is given, too: it says what it lacks.
-    said = [f"{entry}: {answer[:300]}" for entry, answer in answers.items()
-            if not answer.startswith(("refused: ", "status 1: ") if entry == "doctor" else "refused: ")]  # fmt: skip
+    said = [
+        f"{entry}: {answer[:300]}"
+        for entry, answer in answers.items()
+        if not answer.startswith(("refused: ", "status 1: ") if entry == "doctor" else "refused: ")
+    ]
     said += [f"{entry} was not tried" for entry in entries - answers.keys()]
-    said += [f"{entry} does not name it: {answer[:300]}" for entry, answer in answers.items()
-             if entry != "short" and "the-hostile-one" not in answer]  # fmt: skip
+    said += [
+        f"{entry} does not name it: {answer[:300]}"
+        for entry, answer in answers.items()
+        if entry != "short" and "the-hostile-one" not in answer
+    ]
     if row["megabytes"] > MEGABYTES:
         said.append(f"{row['megabytes']:.0f} MB")
     return said
@@ -66,8 +89,10 @@ def test_hostile_templates_are_refused_wherever_they_are_rendered(campaign):
         for answer in row["answers"]:
             if answer != "short":
                 found.add(wrong=any(part.startswith(answer) for part in faults.get(row["name"], ())))
-    found.note = (f"{len(rows)} templates; at most {max(row['seconds'] for row in rows):.1f} s of processor time and "
-                  f"{max(row['megabytes'] for row in rows):.0f} MB for one")  # fmt: skip
+    found.note = (
+        f"{len(rows)} templates; at most {max(row['seconds'] for row in rows):.1f} s of processor time and "
+        f"{max(row['megabytes'] for row in rows):.0f} MB for one"
+    )
     assert faults == {}
 
 
@@ -109,10 +134,14 @@ async def test_a_template_that_explodes_at_a_late_turn_fails_that_episode_alone(
     renderer = create_renderer("auto", tokenizer)
     answer = tokenizer.encode("yes<|im_end|>", add_special_tokens=False)
     setup = RolloutSetup(
-        env="talks", environment=Talks(), renderer=renderer, params=SamplingParams(),
+        env="talks",
+        environment=Talks(),
+        renderer=renderer,
+        params=SamplingParams(),
         sampler=ScriptedSampler(script=lambda request: answer, vocab_size=len(tokenizer), context_length=4000),
-        limits=EpisodeLimits(max_turns=12), slots=asyncio.Semaphore(8),
-    )  # fmt: skip
+        limits=EpisodeLimits(max_turns=12),
+        slots=asyncio.Semaphore(8),
+    )
     short, long = [
         (await GroupRun(setup, example, index=0, size=1, run_seed=1).run()).trajectories[0]
         for example in Talks().examples("train")

@@ -51,11 +51,27 @@ import_path = "lots.Lots"
 KINDS = {"one": ("false", 0), "two": ("true", 0), "overlapping": ("true", 1)}
 """`separate_process` and `max_async_level` of each kind of run."""
 
-TRAINER = ("verbatim.trainer", "verbatim.models", "verbatim.losses", "verbatim.packing", "verbatim.transport.weights",
-           "verbatim.transport.trainer_messages")  # fmt: skip
-LOOP = ("verbatim.orchestrator", "verbatim.trajectories", "verbatim.credit", "verbatim.filters", "verbatim.curriculum",
-        "verbatim.checkpoints", "verbatim.transport.remote_trainer", "verbatim.transport.exchange",
-        "verbatim.run.run_log", "verbatim.run.training_run", "verbatim.rollouts.group")  # fmt: skip
+TRAINER = (
+    "verbatim.trainer",
+    "verbatim.models",
+    "verbatim.losses",
+    "verbatim.packing",
+    "verbatim.transport.weights",
+    "verbatim.transport.trainer_messages",
+)
+LOOP = (
+    "verbatim.orchestrator",
+    "verbatim.trajectories",
+    "verbatim.credit",
+    "verbatim.filters",
+    "verbatim.curriculum",
+    "verbatim.checkpoints",
+    "verbatim.transport.remote_trainer",
+    "verbatim.transport.exchange",
+    "verbatim.run.run_log",
+    "verbatim.run.training_run",
+    "verbatim.rollouts.group",
+)
 ENGINE = ("verbatim.inference",)
 COUNTED = TRAINER + LOOP + ENGINE
 """Modules whose calls are moments of a run."""
@@ -105,21 +121,29 @@ class Place:
         if strike is not None:
             strike = {"where": str(run), "note": str(self.folder / f"note-{number}"), **strike}
         resume = ["--resume"] if (run / "config.toml").exists() else []
-        return server.run(["rl", f"{kind}.toml", "--run-dir", run, *resume], place=self.folder,
-                          out=self.folder / f"said-{number}", strike=strike, two=kind != "one", **options)  # fmt: skip
+        return server.run(
+            ["rl", f"{kind}.toml", "--run-dir", run, *resume],
+            place=self.folder,
+            out=self.folder / f"said-{number}",
+            strike=strike,
+            two=kind != "one",
+            **options,
+        )
 
     def events(
         self, each: Any, kind: str, role: str, *, base: Path | None = None, ops: Collection[str] = CHANGES
     ) -> list[tuple[str, str]]:
         """What happens to the files of a run that nothing happens to, or of one that goes on from `base`: what, and
         where."""
-        return [event for event in self._count(each, kind, role, base, do="count", ops=CHANGES + READS)
-                if event[0] in ops]  # fmt: skip
+        return [
+            event for event in self._count(each, kind, role, base, do="count", ops=CHANGES + READS) if event[0] in ops
+        ]
 
     def calls(self, each: Any, kind: str, role: str, do: str, modules: tuple[str, ...]) -> list[tuple[str, str]]:
         """The calls of functions of these modules, out of `COUNTED`, or of torch's from there: which, and where."""
-        return [call for call in self._count(each, kind, role, None, do=do, modules=COUNTED)
-                if call[1].startswith(modules)]  # fmt: skip
+        return [
+            call for call in self._count(each, kind, role, None, do=do, modules=COUNTED) if call[1].startswith(modules)
+        ]
 
     def _count(self, each: Any, kind: str, role: str, base: Path | None, **strike: Any) -> list[tuple[str, str]]:
         """Counted once."""
@@ -146,8 +170,11 @@ def deterministic(metrics: Mapping[str, Any]) -> dict[str, Any]:
 def differences(run: Path, expected: Path) -> list[str]:
     """Where a run that was stopped, synchronous and deterministic, is not the one that was never stopped."""
     found = []
-    for name in ("final/model.safetensors", f"checkpoints/step_{STEPS:06d}/weights/model.safetensors",
-                 f"checkpoints/step_{STEPS:06d}/trainer/optimizer.safetensors"):  # fmt: skip
+    for name in (
+        "final/model.safetensors",
+        f"checkpoints/step_{STEPS:06d}/weights/model.safetensors",
+        f"checkpoints/step_{STEPS:06d}/trainer/optimizer.safetensors",
+    ):
         if not (run / name).is_file() or (run / name).read_bytes() != (expected / name).read_bytes():
             found.append(f"{name} differs")
     mine, theirs = (
@@ -156,8 +183,13 @@ def differences(run: Path, expected: Path) -> list[str]:
     )
     if mine != theirs:
         found.append(f"metrics: {[m for m, t in itertools.zip_longest(mine, theirs) if m != t][:1]}")
-    said = [[(t["trajectory_id"], t["reward"], [turn["completion_ids"] for turn in t["turns"]])
-             for t in trajectory_lines(folder)] for folder in (run, expected)]  # fmt: skip
+    said = [
+        [
+            (t["trajectory_id"], t["reward"], [turn["completion_ids"] for turn in t["turns"]])
+            for t in trajectory_lines(folder)
+        ]
+        for folder in (run, expected)
+    ]
     if said[0] != said[1]:
         found.append("trajectories differ")
     return found + imbalances(run)
@@ -193,5 +225,7 @@ def imbalances(run: Path, *, lost_in_the_engine: bool = False) -> list[str]:
 
 def is_leftover(path: Path) -> bool:
     """Whether a name is that of something half written."""
-    return any(mark in path.name for mark in (".partial", ".tmp", ".writing-", ".replaced-", ".deleting-", ".probe-",
-                                              ".trainer_state"))  # fmt: skip
+    return any(
+        mark in path.name
+        for mark in (".partial", ".tmp", ".writing-", ".replaced-", ".deleting-", ".probe-", ".trainer_state")
+    )

@@ -51,10 +51,13 @@ def test_it_counts_as_plain_lists_do(completions, ngram, threshold):
     assert Repetition(ngram=ngram, threshold=threshold)(trajectory(*completions)) == expected
 
 
-@pytest.mark.parametrize(("knobs", "explained"), [
-    ({"threshold": 1.5}, "threshold = 1.5; expected a share from 0 to 1"),
-    ({"ngram": 0}, "ngram = 0; expected at least 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("knobs", "explained"),
+    [
+        ({"threshold": 1.5}, "threshold = 1.5; expected a share from 0 to 1"),
+        ({"ngram": 0}, "ngram = 0; expected at least 1"),
+    ],
+)
 def test_knobs_that_cannot_be_are_refused(knobs, explained):
     with pytest.raises(ComponentError, match=f"repetition: {explained}"):
         Repetition(**knobs)
@@ -65,8 +68,9 @@ LONG = st.lists(st.sampled_from([0, 1, 2**21, 2**31 - 1]), min_size=100, max_siz
 
 @given(
     completions=st.lists(LONG, min_size=4, max_size=5),
-    ngram=st.integers(1, 9), threshold=st.sampled_from([0.0, 0.2, 0.4, 0.6, 1.0]),
-)  # fmt: skip
+    ngram=st.integers(1, 9),
+    threshold=st.sampled_from([0.0, 0.2, 0.4, 0.6, 1.0]),
+)
 @settings(max_examples=30)
 def test_a_long_trajectory_is_counted_exactly(completions, ngram, threshold):
     """The quick look at the first ids of each n-gram never decides what an exact count would not."""

@@ -110,8 +110,12 @@ def for_anthropic(history, rng, most):
             messages.append({"role": "assistant", "content": blocks})
         else:
             messages.append(dict(m))
-    return {"system": system, "messages": messages, "max_tokens": most,
-            "tools": [{"name": "add", "input_schema": SCHEMA}]}  # fmt: skip
+    return {
+        "system": system,
+        "messages": messages,
+        "max_tokens": most,
+        "tools": [{"name": "add", "input_schema": SCHEMA}],
+    }
 
 
 def for_responses(history, rng, most):
@@ -124,8 +128,11 @@ def for_responses(history, rng, most):
             kind = "output_text" if m["role"] == "assistant" else "input_text"
             items.append({"type": "message", "role": m["role"], "content": [{"type": kind, "text": m["content"]}]})
         items += [{"type": "function_call", "call_id": c["id"], **c["function"]} for c in m.get("tool_calls") or ()]
-    return {"input": items, "max_output_tokens": most,
-            "tools": [{"type": "function", "name": "add", "parameters": SCHEMA}]}  # fmt: skip
+    return {
+        "input": items,
+        "max_output_tokens": most,
+        "tools": [{"type": "function", "name": "add", "parameters": SCHEMA}],
+    }
 
 
 def from_chat(answer):
@@ -134,8 +141,11 @@ def from_chat(answer):
 
 def from_anthropic(answer):
     text = "".join(block["text"] for block in answer["content"] if block["type"] == "text")
-    return [_message(text, [(b["id"], b["name"], _arguments(b["input"])) for b in answer["content"]
-                            if b["type"] == "tool_use"])]  # fmt: skip
+    return [
+        _message(
+            text, [(b["id"], b["name"], _arguments(b["input"])) for b in answer["content"] if b["type"] == "tool_use"]
+        )
+    ]
 
 
 def _arguments(given):
@@ -151,8 +161,10 @@ def from_responses(answer):
 def _message(text, calls):
     message = {"role": "assistant", "content": text}
     if calls:
-        message["tool_calls"] = [{"id": i, "type": "function", "function": {"name": name, "arguments": arguments}}
-                                 for i, name, arguments in calls]  # fmt: skip
+        message["tool_calls"] = [
+            {"id": i, "type": "function", "function": {"name": name, "arguments": arguments}}
+            for i, name, arguments in calls
+        ]
     return message
 
 

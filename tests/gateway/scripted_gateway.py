@@ -87,9 +87,7 @@ class Client:
             return await answer.json()
 
     async def chat(self, messages, headers=None, **fields):
-        return await self.post(
-            "chat/completions", {"model": "m", "messages": messages, **fields}, **(headers or {})
-        )
+        return await self.post("chat/completions", {"model": "m", "messages": messages, **fields}, **(headers or {}))
 
     async def say(self, messages, headers=None, **fields):
         """The assistant's message."""

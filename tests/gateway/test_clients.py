@@ -23,8 +23,6 @@ CLIENTS = Path(__file__).parent / "clients"
 PAGE = (Path(__file__).parents[2] / "docs" / "gateway_clients.md").read_text(encoding="utf-8")
 
 
-
-
 def installed(path: str) -> str:
     """A program of the environments that `make test-clients` makes."""
     folder = os.environ.get("VERBATIM_CLIENTS")
@@ -33,12 +31,19 @@ def installed(path: str) -> str:
     return str(Path(folder, path))
 
 
-def check(program: str, said: Sequence[Mapping[str, Any]] = (), *, environment: str = "agents", reasoning: bool = False,
-          **example: object) -> ProgramReport:  # fmt: skip
+def check(
+    program: str,
+    said: Sequence[Mapping[str, Any]] = (),
+    *,
+    environment: str = "agents",
+    reasoning: bool = False,
+    **example: object,
+) -> ProgramReport:
     python = installed(f"{environment}/bin/python") if environment else sys.executable
     variables = {} if environment else {"CODEX": installed("node/node_modules/.bin/codex")}
-    played = Program([python, program], [{"id": "0", **example}], cwd=str(CLIENTS), sandbox=False, timeout=300.0,
-                     env=variables)  # fmt: skip
+    played = Program(
+        [python, program], [{"id": "0", **example}], cwd=str(CLIENTS), sandbox=False, timeout=300.0, env=variables
+    )
     report = check_program(played, said, reasoning=reasoning, seconds=300.0)
     assert report.error is None, report.error
     assert report.num_sampled_tokens == report.num_trained_tokens > 0
@@ -52,13 +57,19 @@ def calling(name: str, content: str = "", **arguments: object) -> dict[str, Any]
     return {"role": "assistant", "content": content, "tool_calls": [call]}
 
 
-@pytest.mark.parametrize(("program", "example", "num_turns"), [
-    ("anthropic_loop.py", {}, 2), ("anthropic_loop.py", {"stream": True}, 2),
-    ("openai_agents_sdk.py", {"api": "responses"}, 4), ("openai_agents_sdk.py", {"api": "chat_completions"}, 4),
-    ("langgraph_agent.py", {}, 4), ("langgraph_agent.py", {"stream": True}, 4),
-    ("pydantic_ai_agent.py", {"model": "openai-chat:gpt-4o"}, 3),
-    ("pydantic_ai_agent.py", {"model": "openai-responses:gpt-4o"}, 3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("program", "example", "num_turns"),
+    [
+        ("anthropic_loop.py", {}, 2),
+        ("anthropic_loop.py", {"stream": True}, 2),
+        ("openai_agents_sdk.py", {"api": "responses"}, 4),
+        ("openai_agents_sdk.py", {"api": "chat_completions"}, 4),
+        ("langgraph_agent.py", {}, 4),
+        ("langgraph_agent.py", {"stream": True}, 4),
+        ("pydantic_ai_agent.py", {"model": "openai-chat:gpt-4o"}, 3),
+        ("pydantic_ai_agent.py", {"model": "openai-responses:gpt-4o"}, 3),
+    ],
+)
 def test_a_conversation_that_only_goes_on_is_one_sample(program: str, example: dict[str, object], num_turns: int):
     report = check(program, **example)
     assert (report.num_turns, report.num_samples, report.branches) == (num_turns, 1, [])
@@ -93,11 +104,14 @@ def in_text(command: str) -> dict[str, Any]:
 DONE = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 
 
-@pytest.mark.parametrize(("kind", "said"), [
-    ("litellm", [calling("bash", "I look.", command="echo 42"), calling("bash", command=DONE)]),
-    ("litellm_response", [calling("bash", "I look.", command="echo 42"), calling("bash", command=DONE)]),
-    ("litellm_textbased", [in_text("echo 42"), in_text(DONE)]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("litellm", [calling("bash", "I look.", command="echo 42"), calling("bash", command=DONE)]),
+        ("litellm_response", [calling("bash", "I look.", command="echo 42"), calling("bash", command=DONE)]),
+        ("litellm_textbased", [in_text("echo 42"), in_text(DONE)]),
+    ],
+)
 def test_mini_swe_agent_is_one_sample(kind: str, said: list[dict[str, Any]]):
     report = check("mini_swe_agent.py", said, environment="litellm", kind=kind)
     assert (report.num_turns, report.num_samples, report.branches, report.reward) == (2, 1, [], 1.0)
@@ -106,9 +120,11 @@ def test_mini_swe_agent_is_one_sample(kind: str, said: list[dict[str, Any]]):
 @pytest.mark.parametrize("reasoning", [False, True])
 def test_codex(reasoning: bool):
     """It runs a command and starts a sub-agent, whose conversation is a branch."""
-    said = [calling("exec_command", cmd="echo 42 > out.txt; cat out.txt"),
-            calling("multi_agent_v1__spawn_agent", message="Say a word."),
-            {"role": "assistant", "content": "The scripted model is done."}]  # fmt: skip
+    said = [
+        calling("exec_command", cmd="echo 42 > out.txt; cat out.txt"),
+        calling("multi_agent_v1__spawn_agent", message="Say a word."),
+        {"role": "assistant", "content": "The scripted model is done."},
+    ]
     report = check("codex.py", said, environment="", reasoning=reasoning)
     assert (report.num_turns, report.num_samples, report.reward) == (4, 2, 1.0)
     (branch,) = report.branches
@@ -123,8 +139,10 @@ def test_each_break_of_smolagents_is_explained():
     assert report.counts["unenforced/tool_choice"] > 0
 
 
-@pytest.mark.parametrize(("environment", "name", "text"), re.findall(
-    r"^```python\n# (\w+): (\w+\.py)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))  # fmt: skip
+@pytest.mark.parametrize(
+    ("environment", "name", "text"),
+    re.findall(r"^```python\n# (\w+): (\w+\.py)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL),
+)
 def test_the_programs_of_the_page_are_recorded(environment: str, name: str, text: str, tmp_path: Path):
     (tmp_path / name).write_text(text)
     report = check(str(tmp_path / name), environment=environment)

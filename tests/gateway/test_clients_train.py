@@ -51,11 +51,16 @@ def demonstrations(path: Path) -> None:
     rows = []
     for n in range(60):
         first, second = 1 + n % 15, 1 + n * 7 % 15
-        messages = [{"role": "system", "content": "You play a game."},
-                    {"role": "user", "content": "Find the number from 1 to 15 in 4 guesses."}]  # fmt: skip
+        messages = [
+            {"role": "system", "content": "You play a game."},
+            {"role": "user", "content": "Find the number from 1 to 15 in 4 guesses."},
+        ]
         for number, answer in ((first, "higher" if second > first else "lower"), (second, None)):
-            call = {"id": f"c{number}", "type": "function",
-                    "function": {"name": "guess", "arguments": {"number": number}}}  # fmt: skip
+            call = {
+                "id": f"c{number}",
+                "type": "function",
+                "function": {"name": "guess", "arguments": {"number": number}},
+            }
             messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
             if answer is not None:
                 messages.append({"role": "tool", "tool_call_id": call["id"], "content": answer})
@@ -65,11 +70,16 @@ def demonstrations(path: Path) -> None:
 
 NUMBER = {"number": {"type": "integer"}}
 PARAMETERS = [  # as the SDKs write them
-    {"properties": {"number": {"title": "Number", "type": "integer"}}, "required": ["number"], "title": "guess_args",
-     "type": "object", "additionalProperties": False},
+    {
+        "properties": {"number": {"title": "Number", "type": "integer"}},
+        "required": ["number"],
+        "title": "guess_args",
+        "type": "object",
+        "additionalProperties": False,
+    },
     {"additionalProperties": False, "properties": NUMBER, "required": ["number"], "type": "object"},
     {"properties": NUMBER, "required": ["number"], "type": "object"},
-]  # fmt: skip
+]
 SCHEMAS = [
     {"type": "function", "function": {"name": "guess", "description": about, "parameters": parameters}}
     for about, parameters in zip(["", "", "Guess the number."], PARAMETERS, strict=True)
@@ -81,9 +91,12 @@ def test_a_model_is_trained_through_an_sdk(sdk: str, tmp_path: Path, monkeypatch
     demonstrations(tmp_path / "games.jsonl")
     command = [installed("agents/bin/python"), "guess_agents.py", sdk]
     (tmp_path / "run.toml").write_text(
-        TOML.format(command=json.dumps(command), cwd=json.dumps(str(CLIENTS)),
-                    demonstrations=json.dumps(str(tmp_path / "games.jsonl")))
-    )  # fmt: skip
+        TOML.format(
+            command=json.dumps(command),
+            cwd=json.dumps(str(CLIENTS)),
+            demonstrations=json.dumps(str(tmp_path / "games.jsonl")),
+        )
+    )
     monkeypatch.chdir(tmp_path)
     assert main(["rl", "run.toml", "--quiet"]) == 0
     lines = [json.loads(line) for line in (tmp_path / RUN / "metrics.jsonl").read_text().splitlines()]

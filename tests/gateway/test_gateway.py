@@ -48,24 +48,41 @@ async def test_a_conversation_is_one_sample_whatever_the_client_makes_of_its_ans
         first = await client.say([SYSTEM, user("sum")], tools=TOOLS)
         arguments = json.loads(first["tool_calls"][0]["function"]["arguments"])
         assert arguments == {"a": 1, "b": 2}
-        again = {"role": "assistant", "content": None, "refusal": None, "tool_calls": [
-            {"id": "renamed", "type": "function", "function": {"name": "add", "arguments": '{"b":2,  "a":1}'}}
-        ]}  # fmt: skip
+        again = {
+            "role": "assistant",
+            "content": None,
+            "refusal": None,
+            "tool_calls": [
+                {"id": "renamed", "type": "function", "function": {"name": "add", "arguments": '{"b":2,  "a":1}'}}
+            ],
+        }
         history = [SYSTEM, user("sum"), again, {"role": "tool", "tool_call_id": "renamed", "content": "3"}]
         second = await client.say(history, tools=TOOLS)
-        await client.say([*history, {**second, "content": [{"type": "text", "text": second["content"]}]}, user("so?")],
-                         tools=[dict(reversed(TOOLS[0].items()))])  # fmt: skip
+        await client.say(
+            [*history, {**second, "content": [{"type": "text", "text": second["content"]}]}, user("so?")],
+            tools=[dict(reversed(TOOLS[0].items()))],
+        )
         trajectory = await episode.finish(reward=1.0)
     check_against(trajectory, sampler)
     (sample,) = build_samples(trajectory)
-    assert sample.loss_mask.sum() == sum(len(t.completion_ids) for t in trajectory.turns) == len(
-        call("add", a=1, b=2)) + len(say("58:3")) + len(say("68:so?"))  # fmt: skip
+    assert (
+        sample.loss_mask.sum()
+        == sum(len(t.completion_ids) for t in trajectory.turns)
+        == len(call("add", a=1, b=2)) + len(say("58:3")) + len(say("68:so?"))
+    )
     assert (trajectory.reward, trajectory.stop_reason, trajectory.error) == (1.0, "stop", None)
     assert trajectory.num_breaks == 0
     assert reasons(trajectory) == []
     assert trajectory.example_id == "sum"
-    assert [m["role"] for m in trajectory.messages] == ["system", "user", "assistant", "tool", "assistant", "user",
-                                                        "assistant"]  # fmt: skip
+    assert [m["role"] for m in trajectory.messages] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+        "user",
+        "assistant",
+    ]
 
 
 async def test_each_branch_has_its_reason(http):
@@ -165,7 +182,9 @@ class TestRepeats:
             trajectory = await episode.finish()
         assert first == again and keyed == keyed_again and first != keyed
         assert (client.status, other["error"]["message"]) == (
-            422, "this idempotency key came with another request before")  # fmt: skip
+            422,
+            "this idempotency key came with another request before",
+        )
         assert len(trajectory.turns) == 2
         assert trajectory.info[INFO]["counts"]["repeated"] == 2
 
@@ -245,7 +264,8 @@ class TestEqualRequests:
             trajectory = await episode.finish()
         assert again != other
         assert [f"{say(a['choices'][0]['message']['content'])}" for a in (again, other)] == [
-            f"{t.completion_ids.tolist()}" for t in trajectory.turns]  # fmt: skip
+            f"{t.completion_ids.tolist()}" for t in trajectory.turns
+        ]
         assert (sampler.num_cancelled, trajectory.info[INFO]["counts"]["repeated"]) == (0, 1)
 
     async def test_the_retry_of_one_that_failed_is_answered_anew(self, http):
@@ -326,7 +346,10 @@ class TestSampling:
         assert trajectory.turns[0].temperature == 0.7
         counts = trajectory.info[INFO]["counts"]
         assert {name for name in counts if name.startswith("overridden/")} == {
-            "overridden/temperature", "overridden/top_p", "overridden/seed"}  # fmt: skip
+            "overridden/temperature",
+            "overridden/top_p",
+            "overridden/seed",
+        }
 
     async def test_without_a_run_the_request_says_how(self, http):
         sampler = scripted()
@@ -386,11 +409,15 @@ class TestKeys:
 
     async def test_a_key_can_stand_in_the_path_or_in_another_header(self, http, gateway):
         episode = gateway.episode()
-        async with http.post(f"{episode.keyed_url}/chat/completions", json={"messages": [user("a")]},
-                             headers={"authorization": "Bearer anything"}) as answer:  # fmt: skip
+        async with http.post(
+            f"{episode.keyed_url}/chat/completions",
+            json={"messages": [user("a")]},
+            headers={"authorization": "Bearer anything"},
+        ) as answer:
             assert answer.status == 200
-        async with http.post(f"{gateway.url}/v1/chat/completions", json={"messages": [user("b")]},
-                             headers={"x-api-key": episode.api_key}) as answer:  # fmt: skip
+        async with http.post(
+            f"{gateway.url}/v1/chat/completions", json={"messages": [user("b")]}, headers={"x-api-key": episode.api_key}
+        ) as answer:
             assert answer.status == 200
         assert len((await episode.finish()).turns) == 2
 
@@ -451,8 +478,10 @@ class TestBadRequests:
         path = b"/s/" + episode.api_key.encode() if episode is not None else b""
         body = b'{"messages": [{"role": "user", "content": "hi"}]}'
         reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
-        writer.write(b"POST %s/v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n"
-                     b"%s\r\n\r\n%s" % (path, len(body), header, body))  # fmt: skip
+        writer.write(
+            b"POST %s/v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n"
+            b"%s\r\n\r\n%s" % (path, len(body), header, body)
+        )
         answer = await reader.read()
         writer.close()
         return answer.split()[1]
@@ -599,5 +628,8 @@ async def test_the_doctor_says_which_branch_it_is_and_why(http):
         trajectory = await episode.finish()
     found = Doctor().examine(LoggedTrajectory(trajectory=trajectory, line=1))
     assert [(d.turn, str(d.kind), d.kind.by_design) for d in found] == [
-        (2, "parallel", True), (3, "history_rewritten", False), (4, "sub_agent", True)]  # fmt: skip
+        (2, "parallel", True),
+        (3, "history_rewritten", False),
+        (4, "sub_agent", True),
+    ]
     assert found[0].found == "parallel call: another request that follows message 2 is under way"

@@ -110,11 +110,14 @@ async def test_what_is_nested_too_deeply_is_refused(http, gateway):
         tools = [{"type": "function", "function": {"name": "add", "parameters": nested(levels)}}]
         await client.chat([user("hi")], tools=tools)
         assert client.status == status
-        await client.post("messages", {"messages": [user("hi")], "max_tokens": 9,
-                                       "tools": [{"name": "add", "input_schema": nested(levels)}]})  # fmt: skip
+        await client.post(
+            "messages",
+            {"messages": [user("hi")], "max_tokens": 9, "tools": [{"name": "add", "input_schema": nested(levels)}]},
+        )
         assert client.status == status
-        await client.post("responses", {"input": "hi", "tools": [
-            {"type": "function", "name": "add", "parameters": nested(levels)}]})  # fmt: skip
+        await client.post(
+            "responses", {"input": "hi", "tools": [{"type": "function", "name": "add", "parameters": nested(levels)}]}
+        )
         assert client.status == status
 
 
@@ -202,20 +205,41 @@ async def test_every_key_is_compared_in_constant_time(http, gateway, monkeypatch
 
 
 FIELDS = {
-    "chat/completions": ({"messages": [user("hi")]}, [
-        {"logit_bias": {"5": 1}}, {"presence_penalty": 1.0}, {"frequency_penalty": 0.5},
-        {"response_format": {"type": "json_object"}}, {"n": 1000}, {"top_logprobs": 5, "logprobs": True},
-        {"temperature": -1}, {"max_tokens": 0}, {"made_up": 1},
-    ]),
-    "responses": ({"input": "hi"}, [
-        {"text": {"format": {"type": "json_object"}}}, {"previous_response_id": "r"}, {"truncation": "auto"},
-        {"made_up": 1}, {"background": True},
-    ]),
-    "messages": ({"messages": [user("hi")], "max_tokens": 9}, [
-        {"output_format": {"type": "json_schema"}}, {"thinking": {"type": "disabled"}}, {"container": "c"},
-        {"made_up": 1}, {"mcp_servers": [{"type": "url"}]},
-    ]),
-}  # fmt: skip
+    "chat/completions": (
+        {"messages": [user("hi")]},
+        [
+            {"logit_bias": {"5": 1}},
+            {"presence_penalty": 1.0},
+            {"frequency_penalty": 0.5},
+            {"response_format": {"type": "json_object"}},
+            {"n": 1000},
+            {"top_logprobs": 5, "logprobs": True},
+            {"temperature": -1},
+            {"max_tokens": 0},
+            {"made_up": 1},
+        ],
+    ),
+    "responses": (
+        {"input": "hi"},
+        [
+            {"text": {"format": {"type": "json_object"}}},
+            {"previous_response_id": "r"},
+            {"truncation": "auto"},
+            {"made_up": 1},
+            {"background": True},
+        ],
+    ),
+    "messages": (
+        {"messages": [user("hi")], "max_tokens": 9},
+        [
+            {"output_format": {"type": "json_schema"}},
+            {"thinking": {"type": "disabled"}},
+            {"container": "c"},
+            {"made_up": 1},
+            {"mcp_servers": [{"type": "url"}]},
+        ],
+    ),
+}
 
 
 @pytest.mark.parametrize("route", FIELDS)

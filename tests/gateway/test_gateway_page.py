@@ -28,23 +28,36 @@ def snippet(name: str) -> str:
 
 
 def sampler():
-    return ScriptedSampler(script=lambda request: np.array(say("Jane Austen."), np.int32), vocab_size=VOCAB_SIZE,
-                           context_length=1000)  # fmt: skip
+    return ScriptedSampler(
+        script=lambda request: np.array(say("Jane Austen."), np.int32), vocab_size=VOCAB_SIZE, context_length=1000
+    )
 
 
 @pytest.mark.slow
 async def test_the_program_of_the_page_is_played(tmp_path: Path):
     (tmp_path / "my_agent.py").write_text(snippet("my_agent.py"))
     (tmp_path / "tasks.jsonl").write_text(json.dumps(QUESTION) + "\n")
-    environment = create_environment("program", {
-        "command": ["{python}", "my_agent.py"], "data": str(tmp_path / "tasks.jsonl"), "cwd": str(tmp_path),
-        "sandbox": False,
-    })  # fmt: skip
-    setup = RolloutSetup(env="program", environment=environment, sampler=sampler(), renderer=ByteRenderer(),
-                         params=SamplingParams(max_tokens=100), slots=asyncio.Semaphore(1),
-                         limits=EpisodeLimits(max_context=1000, timeout=4 * HANGS))  # fmt: skip
-    (trajectory,) = (await GroupRun(setup, environment.examples("train")[0], index=0, size=1, run_seed=0).run()
-                     ).trajectories  # fmt: skip
+    environment = create_environment(
+        "program",
+        {
+            "command": ["{python}", "my_agent.py"],
+            "data": str(tmp_path / "tasks.jsonl"),
+            "cwd": str(tmp_path),
+            "sandbox": False,
+        },
+    )
+    setup = RolloutSetup(
+        env="program",
+        environment=environment,
+        sampler=sampler(),
+        renderer=ByteRenderer(),
+        params=SamplingParams(max_tokens=100),
+        slots=asyncio.Semaphore(1),
+        limits=EpisodeLimits(max_context=1000, timeout=4 * HANGS),
+    )
+    (trajectory,) = (
+        await GroupRun(setup, environment.examples("train")[0], index=0, size=1, run_seed=0).run()
+    ).trajectories
     assert (trajectory.error, trajectory.reward, len(trajectory.turns)) == (None, 1.0, 1)
 
 

@@ -40,23 +40,28 @@ class TestDigests:
             said(None, ("add", '{"a": 1, "b": 2}')),
             said([], ("add", ' {"b":2,\n "a":1.0} ')),
             {**said("", ("add", {"b": 2, "a": 1})), "refusal": None, "audio": None, "annotations": []},
-            {"role": "assistant", "reasoning_content": "",
-             "tool_calls": [{"id": "toolu_9", "function": {"name": "add", "arguments": '{"a":1,"b":2}'}}]},
+            {
+                "role": "assistant",
+                "reasoning_content": "",
+                "tool_calls": [{"id": "toolu_9", "function": {"name": "add", "arguments": '{"a":1,"b":2}'}}],
+            },
             said([{"type": "text", "text": ""}], ("add", '{"a":1,"b":2}')),
         ],
-    )  # fmt: skip
+    )
     def test_a_harmless_rewriting_has_the_same_digest(self, again):
         assert digests([self.CALL]) == digests([again])
 
     @pytest.mark.parametrize(
         "other",
         [
-            said("", ("add", {"a": 1, "b": True})), said("", ("add", {"a": 1, "b": "2"})),
+            said("", ("add", {"a": 1, "b": True})),
+            said("", ("add", {"a": 1, "b": "2"})),
             said("", ("sub", {"a": 1, "b": 2})),
-            said("so", ("add", {"a": 1, "b": 2})), said("", ("add", {"a": 1, "b": 2}), ("add", {"a": 1, "b": 2})),
+            said("so", ("add", {"a": 1, "b": 2})),
+            said("", ("add", {"a": 1, "b": 2}), ("add", {"a": 1, "b": 2})),
             {**said("", ("add", {"a": 1, "b": 2})), "role": "user"},
         ],
-    )  # fmt: skip
+    )
     def test_another_message_has_another_digest(self, other):
         assert digests([self.CALL]) != digests([other])
 
@@ -132,9 +137,19 @@ class TestThreads:
         forked = asked(threads, [*history[:3], MORE], said("so"), turn=4, thread="c")
         named = asked(threads, [SYSTEM, MORE, said("found"), OTHER, said("yes"), MORE], thread="b", agent="critic")
         assert [m.agent for m in (helper, goes_on, again, forked, named)] == [
-            "sub/1", "main", "sub/1", "sub/2", "critic"]  # fmt: skip
+            "sub/1",
+            "main",
+            "sub/1",
+            "sub/2",
+            "critic",
+        ]
         assert [m.reason for m in (helper, goes_on, again, forked, named)] == [
-            BranchReason.SUB_AGENT, None, None, BranchReason.SUB_AGENT, None]  # fmt: skip
+            BranchReason.SUB_AGENT,
+            None,
+            None,
+            BranchReason.SUB_AGENT,
+            None,
+        ]
         assert forked.known.turn == 0
 
     def test_an_agent_that_goes_on_where_another_has_begun_has_edited_nothing(self):
@@ -144,7 +159,10 @@ class TestThreads:
         goes_on = asked(threads, [SYSTEM, HELLO, spawning, OTHER], said("ok"), turn=2, thread="a")
         edited = asked(threads, [SYSTEM, HELLO, spawning, no], said("so"), turn=3, thread="a")
         assert [(m.agent, m.reason) for m in (forked, goes_on, edited)] == [
-            ("sub/1", None), ("main", BranchReason.SUB_AGENT), ("main", BranchReason.EDITED_HISTORY)]  # fmt: skip
+            ("sub/1", None),
+            ("main", BranchReason.SUB_AGENT),
+            ("main", BranchReason.EDITED_HISTORY),
+        ]
         assert goes_on.found == "sub/1 went on from message 2 before"
 
     def test_a_continued_conversation_keeps_its_agent(self):

@@ -37,9 +37,10 @@ WAYS = [pytest.param(False, id="plain"), pytest.param(True, id="sandbox")]
 
 
 def make(sandbox=False, script="asks.py", arguments=(), rows=({"texts": ["hi"]},), **args):
-    return create_environment("program", {
-        "command": [PYTHON, script, *arguments], "cwd": str(PROGRAMS), "data": list(rows), "sandbox": sandbox, **args
-    })  # fmt: skip
+    return create_environment(
+        "program",
+        {"command": [PYTHON, script, *arguments], "cwd": str(PROGRAMS), "data": list(rows), "sandbox": sandbox, **args},
+    )
 
 
 def sampler(**options):
@@ -49,12 +50,18 @@ def sampler(**options):
 async def run_all(environment, engine=None):
     """One trajectory of each example, all at once."""
     setup = RolloutSetup(
-        env="program", environment=environment, sampler=engine or sampler(), renderer=ByteRenderer(),
-        params=SamplingParams(max_tokens=100), slots=asyncio.Semaphore(64),
+        env="program",
+        environment=environment,
+        sampler=engine or sampler(),
+        renderer=ByteRenderer(),
+        params=SamplingParams(max_tokens=100),
+        slots=asyncio.Semaphore(64),
         limits=EpisodeLimits(max_turns=8, max_context=5000, timeout=EPISODE),
-    )  # fmt: skip
-    runs = [GroupRun(setup, example, index=n, size=1, run_seed=0).run()
-            for n, example in enumerate(environment.examples("train"))]  # fmt: skip
+    )
+    runs = [
+        GroupRun(setup, example, index=n, size=1, run_seed=0).run()
+        for n, example in enumerate(environment.examples("train"))
+    ]
     return [group.trajectories[0] for group in await asyncio.gather(*runs)]
 
 
@@ -68,7 +75,8 @@ async def test_a_program_plays_each_example_and_its_last_line_is_the_reward(sand
     assert [bytes(i for i in turn.completion_ids if i < 256) for turn in two.turns] == [b"4:a", b"13:bc", b"25:def"]
     assert len(build_samples(two)) == 1
     assert sorted(r.prompt_ids.tobytes() for r in engine.requests) == sorted(
-        turn.prompt_ids.tobytes() for t in (one, two) for turn in t.turns)  # fmt: skip
+        turn.prompt_ids.tobytes() for t in (one, two) for turn in t.turns
+    )
     assert two.info["program"]["status"] == 0
     assert 0 < two.info["program"]["seconds_to_first_request"] < two.info["program"]["seconds"]
     assert [m["role"] for m in two.messages] == ["user", "assistant"] * 3
@@ -128,12 +136,17 @@ async def hung(sandbox, rows, clock):
 
 
 @pytest.mark.parametrize("sandbox", WAYS)
-@pytest.mark.parametrize(("how", "kind", "said"), [
-    ("crash", "program_crashed", "exit status 1; it said 'it broke'"), ("late", "program_crashed", "exit status 3"),
-    ("silent", "program_silent", "without a request"), ("kill", "program_crashed", "exit status 137"),
-    ("hang", "program_hung", "no end after 600 s; so far it said 'waiting'"),
-    ("no reward", "environment", "the last line has no reward: found 'done'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("how", "kind", "said"),
+    [
+        ("crash", "program_crashed", "exit status 1; it said 'it broke'"),
+        ("late", "program_crashed", "exit status 3"),
+        ("silent", "program_silent", "without a request"),
+        ("kill", "program_crashed", "exit status 137"),
+        ("hang", "program_hung", "no end after 600 s; so far it said 'waiting'"),
+        ("no reward", "environment", "the last line has no reward: found 'done'"),
+    ],
+)
 async def test_what_goes_wrong_is_counted_under_its_own_reason(sandbox, how, kind, said, clock):
     rows = [{"texts": ["hi"], "how": how}]
     (trajectory,) = [await hung(sandbox, rows, clock)] if how == "hang" else await run_all(make(sandbox, rows=rows))
@@ -317,8 +330,9 @@ class TestReuse:
         assert "the program said: no luck" in trajectories[4].error
 
     async def test_one_that_ends_after_its_answer_is_replaced(self):
-        environment = make(arguments=["--lines"], rows=[{"texts": ["hi"], "how": "leaves later"}], reuse=True,
-                           max_processes=1)  # fmt: skip
+        environment = make(
+            arguments=["--lines"], rows=[{"texts": ["hi"], "how": "leaves later"}], reuse=True, max_processes=1
+        )
         for number in (1, 2):
             (trajectory,) = await run_all(environment)
             assert (trajectory.error, trajectory.info["program"]["processes_started"]) == (None, number)
@@ -352,8 +366,11 @@ class TestReuse:
         first, *others = await playing
         assert first.error is None
         for trajectory in others:
-            assert re.search(r"program: there was no place for it within \S+ s \(max_processes = 1 with "
-                             r"episodes_per_process = 1\)", trajectory.error)  # fmt: skip
+            assert re.search(
+                r"program: there was no place for it within \S+ s \(max_processes = 1 with "
+                r"episodes_per_process = 1\)",
+                trajectory.error,
+            )
         assert first.info["program"]["processes_started"] == 1
 
     async def test_it_takes_neither_files_nor_scores(self):
@@ -362,11 +379,17 @@ class TestReuse:
 
 
 class TestRefusals:
-    @pytest.mark.parametrize(("args", "said"), [
-        ({"command": []}, "the command is empty"), ({"command": "no-such-program x"}, "there is no program"),
-        ({"cwd": "/no/such/folder"}, "is no folder"), ({"reward": "score"}, "belong together"),
-        ({"unenforced": ["temperature"]}, "unenforced has 'temperature'"), ({"max_processes": 0}, "at least 1"),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("args", "said"),
+        [
+            ({"command": []}, "the command is empty"),
+            ({"command": "no-such-program x"}, "there is no program"),
+            ({"cwd": "/no/such/folder"}, "is no folder"),
+            ({"reward": "score"}, "belong together"),
+            ({"unenforced": ["temperature"]}, "unenforced has 'temperature'"),
+            ({"max_processes": 0}, "at least 1"),
+        ],
+    )
     def test_a_setting_that_does_not_fit_is_refused_early(self, args, said):
         given = {"command": [PYTHON, "asks.py"], "cwd": str(PROGRAMS), "data": [{"texts": ["hi"]}], "sandbox": False}
         with pytest.raises(UsageError, match=said):

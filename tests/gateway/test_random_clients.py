@@ -68,7 +68,7 @@ async def play(seed, num_requests, num_sessions=8, num_agents=2):
         clients = {
             episode: [RandomClient(http, episode, random.Random(rng.random()), f"agent {k}") for k in range(num_agents)]
             for episode in episodes
-        }  # fmt: skip
+        }
 
         async def act(client):
             while client.num_requests < num_requests / (num_sessions * num_agents):
@@ -91,8 +91,11 @@ def check(trajectory, returned, clients):
     # string cuts, the turn has the beginning.
     recorded = Counter((t.prompt_ids.tobytes(), t.completion_ids.tobytes()) for t in trajectory.turns)
     assert not recorded - Counter(returned)
-    trained = [index for sample in build_samples(replace(trajectory, error=None))
-               for index in np.unique(sample.chunk_ids[sample.loss_mask]).tolist()]  # fmt: skip
+    trained = [
+        index
+        for sample in build_samples(replace(trajectory, error=None))
+        for index in np.unique(sample.chunk_ids[sample.loss_mask]).tolist()
+    ]
     assert sorted(trained) == [n for n, t in enumerate(trajectory.turns) if len(t.completion_ids)]
     for turn in trajectory.turns:
         np.testing.assert_array_equal(turn.logprobs, np.float32(-1.0 / (1 + turn.completion_ids)))

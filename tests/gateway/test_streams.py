@@ -36,8 +36,9 @@ async def events(http, episode, route, body, then=None):
     """The JSON of each event of a stream."""
     found = []
     headers = {"authorization": f"Bearer {episode.api_key}"}
-    async with http.post(f"{episode.base_url}/{route}", json={"model": "m", **body, "stream": True},
-                         headers=headers) as answer:  # fmt: skip
+    async with http.post(
+        f"{episode.base_url}/{route}", json={"model": "m", **body, "stream": True}, headers=headers
+    ) as answer:
         assert answer.status == 200, await answer.text()
         async for line in answer.content:
             if line.startswith(b"data: {"):

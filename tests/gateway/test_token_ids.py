@@ -73,12 +73,17 @@ async def test_a_repeated_request_is_recorded_once(http):
     assert len(trajectory.turns) == 2
 
 
-@pytest.mark.parametrize(("sent", "said"), [
-    ({}, "token_ids: expected a list of token ids"), ({"token_ids": [VOCAB_SIZE]}, "outside the vocabulary"),
-    ({"token_ids": []}, "at least one token id"), ({"token_ids": [1], "logit_bias": {"5": 1}}, "logit_bias"),
-    ({"token_ids": [1], "sampling_params": {"presence_penalty": 1}}, "presence_penalty"),
-    ({"token_ids": [1] * 50}, "maximum context length is 40"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        ({}, "token_ids: expected a list of token ids"),
+        ({"token_ids": [VOCAB_SIZE]}, "outside the vocabulary"),
+        ({"token_ids": []}, "at least one token id"),
+        ({"token_ids": [1], "logit_bias": {"5": 1}}, "logit_bias"),
+        ({"token_ids": [1], "sampling_params": {"presence_penalty": 1}}, "presence_penalty"),
+        ({"token_ids": [1] * 50}, "maximum context length is 40"),
+    ],
+)
 async def test_what_cannot_be_sampled_is_refused_and_the_episode_goes_on(http, sent, said):
     async with gateway_over(limits=EpisodeLimits(max_turns=5, max_context=40)) as gateway:
         episode = gateway.episode()

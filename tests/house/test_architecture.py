@@ -140,10 +140,13 @@ def test_no_modules_import_each_other():
 
 def test_a_circle_is_seen_over_other_modules_and_in_every_notation():
     files = {
-        "types.py": "from verbatim.credit.a import f", "credit/__init__.py": "from verbatim.credit import a, b",
-        "credit/a.py": "def f():\n    from . import b", "credit/b.py": "import verbatim.filters.c",
-        "filters/c.py": "if TYPE_CHECKING:\n    from verbatim.credit.a import f", "filters/d.py": "from .c import x",
-    }  # fmt: skip
+        "types.py": "from verbatim.credit.a import f",
+        "credit/__init__.py": "from verbatim.credit import a, b",
+        "credit/a.py": "def f():\n    from . import b",
+        "credit/b.py": "import verbatim.filters.c",
+        "filters/c.py": "if TYPE_CHECKING:\n    from verbatim.credit.a import f",
+        "filters/d.py": "from .c import x",
+    }
     assert circles(files) == [["credit.a", "credit.b", "filters.c"]]
     assert circles({**files, "filters/c.py": ""}) == []
 
@@ -183,10 +186,18 @@ def test_a_right_import_is_let_through(file: str, source: str):
 
 
 LIGHT = (
-    "verbatim", "verbatim.config", "verbatim.cli.main", "verbatim.losses", "verbatim.environments",
-    "verbatim.checkpoints", "verbatim.monitors", "verbatim.trajectories", "verbatim.credit", "verbatim.filters",
+    "verbatim",
+    "verbatim.config",
+    "verbatim.cli.main",
+    "verbatim.losses",
+    "verbatim.environments",
+    "verbatim.checkpoints",
+    "verbatim.monitors",
+    "verbatim.trajectories",
+    "verbatim.credit",
+    "verbatim.filters",
     "verbatim.run.entry",
-)  # fmt: skip
+)
 
 
 def test_the_light_packages_import_neither_torch_nor_transformers():

@@ -212,9 +212,11 @@ def test_every_loss_advantage_and_filter_is_documented_with_its_knobs():
     }
     assert [name for name in components if f"`{name}`" not in page] == []
     knobs = [
-        (name, knob) for name, component in components.items() for knob in inspect.signature(component).parameters
+        (name, knob)
+        for name, component in components.items()
+        for knob in inspect.signature(component).parameters
         if knob not in ("inputs", "action")
-    ]  # fmt: skip
+    ]
     assert [(name, knob) for name, knob in knobs if not re.search(rf"`{knob}( = [^`]*)?`", page)] == []
 
 

@@ -28,6 +28,7 @@ from verbatim.run.tables import component_tables
 LANGUAGES = ("", "python", "toml", "json", "bash", "console", "text", "yaml", "ini")
 """Blocks without a language hold commands, or a picture in characters; those of `text` hold no code that is run."""
 
+
 def test_every_block_has_a_language_that_is_checked():
     text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     assert set(re.findall(r"^```(\w+)", text, re.MULTILINE)) <= set(LANGUAGES)
@@ -142,9 +143,16 @@ def test_the_commands_of_the_documentation_can_be_typed():
 
 
 @pytest.mark.parametrize(
-    "line", ["verbatim rll run.toml", "verbatim rl run.toml --max-stepps 3", "make tests", "python benchmarks/none.py",
-             "verbatim eval --no-such-option 1", "pip install 'verbatim-rl[trian]'"],
-)  # fmt: skip
+    "line",
+    [
+        "verbatim rll run.toml",
+        "verbatim rl run.toml --max-stepps 3",
+        "make tests",
+        "python benchmarks/none.py",
+        "verbatim eval --no-such-option 1",
+        "pip install 'verbatim-rl[trian]'",
+    ],
+)
 def test_a_command_that_cannot_be_typed_is_seen(line: str):
     with pytest.raises((AssertionError, SystemExit, UsageError)):
         check_command(line)
@@ -205,9 +213,17 @@ def test_scripts_are_read_by_bash():
 
 
 SBATCH = {
-    "job-name", "nodes", "ntasks", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "time", "signal", "requeue",
+    "job-name",
+    "nodes",
+    "ntasks",
+    "ntasks-per-node",
+    "gpus-per-node",
+    "cpus-per-task",
+    "time",
+    "signal",
+    "requeue",
     "open-mode",
-}  # fmt: skip
+}
 """Options that sbatch has, of those that are used."""
 
 
@@ -260,9 +276,10 @@ def test_the_script_for_one_node_begins_a_run_and_goes_on(tmp_path: Path):
 @pytest.mark.realtime
 def test_the_script_for_three_nodes_gives_each_its_role(tmp_path: Path):
     calls = run_bash(
-        batch_script("three_nodes.sbatch"), tmp_path,
+        batch_script("three_nodes.sbatch"),
+        tmp_path,
         {"verbatim": "", "srun": "", "scancel": "", "scontrol": "printf 'n1\\nn2\\nn3\\n'", "openssl": "echo abc"},
-    )  # fmt: skip
+    )
     (orchestrator,) = [call for call in calls if call.startswith("verbatim orchestrator")]
     urls = json.loads(orchestrator.partition("--inference.vllm.urls ")[2].partition("] ")[0] + "]")
     assert urls == [f"http://n1:{port}" for port in range(8000, 8008)]

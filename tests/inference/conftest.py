@@ -14,9 +14,16 @@ from verbatim.inference.embedded.forward import open_forward
 
 VOCAB = 97
 _SMALL = {
-    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "initializer_range": 0.15,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,
+}
 
 
 def save(config: PreTrainedConfig, seed: int, folder: Path) -> Path:
@@ -45,8 +52,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """`tied` and `tied_later` are one architecture with two sets of weights."""
     root = tmp_path_factory.mktemp("models")
     tied = Qwen3Config(**_SMALL, tie_word_embeddings=True)
-    window = Qwen3Config(**_SMALL, tie_word_embeddings=False, use_sliding_window=True, sliding_window=24,
-                         max_window_layers=1)  # fmt: skip
+    window = Qwen3Config(
+        **_SMALL, tie_word_embeddings=False, use_sliding_window=True, sliding_window=24, max_window_layers=1
+    )
     return {
         "tied": save(tied, 0, root / "tied"),
         "tied_later": save(tied, 1, root / "tied_later"),
@@ -81,6 +89,9 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
         pytest.skip("there is no C compiler here")
     update = {"kernel": "torch" if request.param == "torch" else "auto"}
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(decoder, "open_forward", lambda model, settings, **how: open_forward(
-            model, settings.model_copy(update=update), **how))  # fmt: skip
+        patched.setattr(
+            decoder,
+            "open_forward",
+            lambda model, settings, **how: open_forward(model, settings.model_copy(update=update), **how),
+        )
         yield request.param

@@ -50,9 +50,12 @@ class TorchServer:
     async def _serve(self) -> None:
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
         self.engine = TorchSampler(
-            self._model, config=TorchSettings(device="cpu", max_batch_size=8), context_length=self._context_length,
-            num_threads=1, on_weight_update=self._on_weight_update,
-        )  # fmt: skip
+            self._model,
+            config=TorchSettings(device="cpu", max_batch_size=8),
+            context_length=self._context_length,
+            num_threads=1,
+            on_weight_update=self._on_weight_update,
+        )
         try:
             async with serve_sampler(self.engine, port=self._port, **self._serving) as server:
                 self.url, self._port = server.url, int(server.url.rpartition(":")[2])

@@ -99,8 +99,9 @@ async def test_every_version_is_merged_from_the_base_whatever_was_loaded_before(
     whole = await after(adapters["tied"], models["tied_later"])
     assert np.array_equal(whole, await after(models["tied_later"]), equal_nan=True)
     with_another_base = await after(models["tied_later"], adapters["later"])
-    assert np.array_equal(await after(adapters["tied"], models["tied_later"], adapters["later"]), with_another_base,
-                          equal_nan=True)  # fmt: skip
+    assert np.array_equal(
+        await after(adapters["tied"], models["tied_later"], adapters["later"]), with_another_base, equal_nan=True
+    )
 
 
 async def test_an_engine_that_begins_with_an_adapter_is_one_that_loaded_it(models, adapters):
@@ -163,11 +164,13 @@ def damaged(kind: str, adapter: Path, folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("not finite", "not finite"), ("another shape", r"up_proj \[95, 64\], and the model has a layer of \[96, 64\]"),
-        ("one half", "only one of A and B"), ("no such layer", r"layers\.7.* no such layer"),
+        ("not finite", "not finite"),
+        ("another shape", r"up_proj \[95, 64\], and the model has a layer of \[96, 64\]"),
+        ("one half", "only one of A and B"),
+        ("no such layer", r"layers\.7.* no such layer"),
         ("rank-stabilised", "use_rslora = True cannot be merged"),
     ],
-)  # fmt: skip
+)
 async def test_an_adapter_that_does_not_fit_is_refused_and_the_engine_goes_on(models, adapters, tmp_path, kind, said):
     sampler = make(models["tied"])
     ids = np.arange(30, dtype=np.int32)
@@ -211,9 +214,12 @@ def test_the_fingerprint_changes_with_names_shapes_and_values():
     changed = tensors["a"].clone()
     changed[1, 1] += 1e-6
     others = [
-        {"a": changed, "b": tensors["b"]}, {"a": tensors["a"].T, "b": tensors["b"]},
-        {"c": tensors["a"], "b": tensors["b"]}, {"a": tensors["a"], "b": tensors["b"].float()}, {"a": tensors["a"]},
-    ]  # fmt: skip
+        {"a": changed, "b": tensors["b"]},
+        {"a": tensors["a"].T, "b": tensors["b"]},
+        {"c": tensors["a"], "b": tensors["b"]},
+        {"a": tensors["a"], "b": tensors["b"].float()},
+        {"a": tensors["a"]},
+    ]
     found = {fingerprint(t.items()) for t in [tensors, *others]}
     assert len(found) == 6
     assert fingerprint(reversed(tensors.items())) == fingerprint(tensors.items())
@@ -223,8 +229,10 @@ def test_a_base_in_bfloat16_is_known_where_some_of_its_parameters_stay_in_float3
     """As the routers of Ernie 4.5 MoE do, by `_keep_in_fp32_modules_strict`."""
     folder = shutil.copytree(adapters["tied"], tmp_path / "adapter")
     own = load_model(models["tied"])
-    digests = {"fingerprint": fingerprint(own.named_parameters()),
-               "fingerprint_bfloat16": fingerprint(own.named_parameters(), dtype=torch.bfloat16)}  # fmt: skip
+    digests = {
+        "fingerprint": fingerprint(own.named_parameters()),
+        "fingerprint_bfloat16": fingerprint(own.named_parameters(), dtype=torch.bfloat16),
+    }
     (folder / "base_model.json").write_text(json.dumps(digests))
     model = load_model(models["tied"], dtype="bfloat16")
     model.model.layers[0].mlp.up_proj.weight = own.model.layers[0].mlp.up_proj.weight
@@ -241,8 +249,10 @@ def test_an_adapter_of_other_base_weights_is_refused(models, adapters, tmp_path,
     """One weight is another; names and shapes are the same. In bfloat16 the base is known by its rounded values."""
     folder = shutil.copytree(adapters["tied"], tmp_path / "adapter")
     own = load_model(models["tied"])
-    digests = {"fingerprint": fingerprint(own.named_parameters()),
-               "fingerprint_bfloat16": fingerprint(own.named_parameters(), dtype=torch.bfloat16)}  # fmt: skip
+    digests = {
+        "fingerprint": fingerprint(own.named_parameters()),
+        "fingerprint_bfloat16": fingerprint(own.named_parameters(), dtype=torch.bfloat16),
+    }
     (folder / "base_model.json").write_text(json.dumps(digests))
     model = load_model(models["tied"], dtype=dtype)
     base = BaseWeights(model)

@@ -21,8 +21,13 @@ MODELS = ["tied", "untied", "half_sliding", "sliding"]
 def make_decoder(folder, *, deterministic=False, num_slots=6, prefill_chunk=64, keep_cache=False):
     settings = TorchSettings(max_batch_size=num_slots, prefill_chunk=prefill_chunk, deterministic=deterministic)
     model = CausalLM(load_model(folder))
-    return Decoder(model.__class__(model.model.requires_grad_(False)), settings, context_length=320, version=0,
-                   keep_cache=keep_cache)  # fmt: skip
+    return Decoder(
+        model.__class__(model.model.requires_grad_(False)),
+        settings,
+        context_length=320,
+        version=0,
+        keep_cache=keep_cache,
+    )
 
 
 def play(decoder, requests):
@@ -57,11 +62,13 @@ def conversations(decoder, rng, turns=3, sessions=9, system=40):
     for turn in range(turns):
         requests = [
             SampleRequest(
-                prompt_ids=history.astype(np.int32), seed=100 * turn + i, session=f"s{i}",
+                prompt_ids=history.astype(np.int32),
+                seed=100 * turn + i,
+                session=f"s{i}",
                 params=SamplingParams(temperature=temperatures[i], max_tokens=int(rng.integers(1, 30))),
             )
             for i, history in enumerate(histories)
-        ]  # fmt: skip
+        ]
         for i, (ids, logprobs, _) in enumerate(play(decoder, requests)):
             start = len(histories[i])
             whole = np.concatenate([histories[i], ids])
@@ -125,10 +132,13 @@ def test_recompute_makes_every_logprob_reproducible_by_the_weights_of_its_versio
     decoder = make_decoder(models["tied"], deterministic=deterministic)
     rng = np.random.default_rng(0)
     slots = [
-        decoder.add(SampleRequest(prompt_ids=rng.integers(0, VOCAB, n).astype(np.int32), seed=n,
-                                  params=SamplingParams(max_tokens=40)))
+        decoder.add(
+            SampleRequest(
+                prompt_ids=rng.integers(0, VOCAB, n).astype(np.int32), seed=n, params=SamplingParams(max_tokens=40)
+            )
+        )
         for n in (3, 70, 20)
-    ]  # fmt: skip
+    ]
     step_until(decoder, 60)
     load_weights(decoder.model.model, models["tied_later"])
     decoder.set_version(7)
@@ -167,12 +177,14 @@ def test_parked_sessions_find_their_prefix_again(models, references):
     rng = np.random.default_rng(1)
     prompts = [rng.integers(0, VOCAB, 60).astype(np.int32) for _ in range(5)]
     params = SamplingParams(max_tokens=4)
-    first = play(decoder, [SampleRequest(prompt_ids=p, seed=i, session=str(i), params=params)
-                           for i, p in enumerate(prompts)])  # fmt: skip
+    first = play(
+        decoder, [SampleRequest(prompt_ids=p, seed=i, session=str(i), params=params) for i, p in enumerate(prompts)]
+    )
     assert decoder.counts.prefix_hit_tokens == 0
     longer = [np.concatenate([p, ids, [1, 2]]).astype(np.int32) for p, (ids, _, _) in zip(prompts, first, strict=True)]
-    second = play(decoder, [SampleRequest(prompt_ids=p, seed=i, session=str(i), params=params)
-                            for i, p in enumerate(longer)])  # fmt: skip
+    second = play(
+        decoder, [SampleRequest(prompt_ids=p, seed=i, session=str(i), params=params) for i, p in enumerate(longer)]
+    )
     assert decoder.counts.prefix_hit_tokens == 5 * 63  # all but the last sampled token, whose keys nobody needed
     assert decoder.counts.prefill_tokens == 5 * 60 + 5 * 3
     for prompt, (ids, logprobs, _) in zip(longer, second, strict=True):
@@ -206,8 +218,10 @@ def test_logprobs_agree_where_many_sequences_begin_alike(
     """Their first 128 tokens are read once for all; where caches outlive weights they may differ, and are not."""
     campaign("sampled logprobs against transformers").add()
     shared = []
-    monkeypatch.setattr("verbatim.inference.embedded.pass_layout.shared_prefix",
-                        lambda *args: shared.append(shared_prefix(*args)) or shared[-1])  # fmt: skip
+    monkeypatch.setattr(
+        "verbatim.inference.embedded.pass_layout.shared_prefix",
+        lambda *args: shared.append(shared_prefix(*args)) or shared[-1],
+    )
     decoder = make_decoder(models[name], num_slots=24, keep_cache=keep_cache)
     deltas = []
     for whole, start, logprobs, temperature in conversations(

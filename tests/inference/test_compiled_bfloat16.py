@@ -80,8 +80,19 @@ def test_a_kernel_for_this_processor_rounds_inputs_where_the_processor_multiplie
 
 # ---- products
 
-SIZES = [(1, 16, 16), (1, 160, 48), (2, 144, 64), (3, 32, 272), (5, 96, 528), (11, 80, 64), (12, 64, 1040),
-         (13, 48, 96), (16, 176, 256), (25, 64, 80), (64, 112, 304)]  # fmt: skip
+SIZES = [
+    (1, 16, 16),
+    (1, 160, 48),
+    (2, 144, 64),
+    (3, 32, 272),
+    (5, 96, 528),
+    (11, 80, 64),
+    (12, 64, 1040),
+    (13, 48, 96),
+    (16, 176, 256),
+    (25, 64, 80),
+    (64, 112, 304),
+]
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -99,9 +110,15 @@ def test_a_product_is_that_of_the_rounded_weights_and_inputs(kernel, size):
     for bias in (None, rng.normal(size=columns).astype(np.float32)):
         found = np.full((rows, columns), np.nan, dtype=np.float32)
         kernel.verbatim_product_of_halves(
-            x.ctypes.data, packed.ctypes.data, None if bias is None else bias.ctypes.data, rows, columns, inputs,
-            memory.ctypes.data, found.ctypes.data,
-        )  # fmt: skip
+            x.ctypes.data,
+            packed.ctypes.data,
+            None if bias is None else bias.ctypes.data,
+            rows,
+            columns,
+            inputs,
+            memory.ctypes.data,
+            found.ctypes.data,
+        )
         exact = given.astype(np.float64) @ in_bfloat16(weight).astype(np.float64).T + (0 if bias is None else bias)
         assert (np.abs(found - exact) <= 2.0**-24 * 32 * size_of_sums).all()
 
@@ -116,8 +133,9 @@ def test_a_rows_product_has_the_same_bits_beside_any_number_of_others(kernel, ro
 
     def product(some):
         found, memory = np.empty((len(some), 208), dtype=np.float32), np.empty(some.shape, dtype=np.uint16)
-        kernel.verbatim_product_of_halves(some.ctypes.data, packed.ctypes.data, None, len(some), 208, 592,
-                                          memory.ctypes.data, found.ctypes.data)  # fmt: skip
+        kernel.verbatim_product_of_halves(
+            some.ctypes.data, packed.ctypes.data, None, len(some), 208, 592, memory.ctypes.data, found.ctypes.data
+        )
         return found
 
     together = product(x)
@@ -191,8 +209,9 @@ CROWDS = (["as_it_is", "without_options"], ["tied", "untied"], [False, True])
 
 @pytest.mark.campaign
 @pytest.mark.usefixtures("kernel")
-@pytest.mark.parametrize(("kernel", "name", "deterministic"), sized(pairs(*CROWDS), all_rows(*CROWDS)),
-                         indirect=["kernel"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kernel", "name", "deterministic"), sized(pairs(*CROWDS), all_rows(*CROWDS)), indirect=["kernel"]
+)
 def test_a_request_draws_the_same_bits_alone_and_in_a_crowd(models, name, deterministic, campaign):
     campaign("crowds beside the compiled kernel").add()
     requests, crowd = requests_of(np.random.default_rng(4), 6), requests_of(np.random.default_rng(5), 6)
@@ -205,8 +224,9 @@ def test_a_request_draws_the_same_bits_alone_and_in_a_crowd(models, name, determ
 @pytest.mark.usefixtures("kernel")
 def test_numbers_that_depend_on_the_company_are_found_out(models, monkeypatch):
     draw = CompiledForward.draw
-    monkeypatch.setattr(CompiledForward, "draw", lambda self, states, *rest: draw(
-        self, states * (1 + 1e-5 * (len(states) > 1)), *rest))  # fmt: skip
+    monkeypatch.setattr(
+        CompiledForward, "draw", lambda self, states, *rest: draw(self, states * (1 + 1e-5 * (len(states) > 1)), *rest)
+    )
     requests, crowd = requests_of(np.random.default_rng(4), 6), requests_of(np.random.default_rng(5), 6)
     alone = [play(make_halves(models["tied"]), [request])[0] for request in requests]
     mixed = [request for pair in zip(crowd, requests, strict=True) for request in pair]

@@ -26,18 +26,27 @@ from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model, load_weights
 
 SMALL = {
-    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 2048, "initializer_range": 0.15,
-}  # fmt: skip
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.15,
+}
 CONFIGS = {
-    "qwen3": Qwen3Config(**{**SMALL, "head_dim": 32}), "qwen2_biases": Qwen2Config(**SMALL),
+    "qwen3": Qwen3Config(**{**SMALL, "head_dim": 32}),
+    "qwen2_biases": Qwen2Config(**SMALL),
     "llama_biases": LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True),
     "one_query_head_for_each": LlamaConfig(**{**SMALL, "num_key_value_heads": 4, "vocab_size": 101}),
-    "seven_query_heads_for_one": Qwen3Config(**{**SMALL, "num_attention_heads": 7, "num_key_value_heads": 1,
-                                                "head_dim": 48}),
-    "a_window": Qwen3Config(**{**SMALL, "head_dim": 16}, use_sliding_window=True, sliding_window=40,
-                            max_window_layers=1),
-}  # fmt: skip
+    "seven_query_heads_for_one": Qwen3Config(
+        **{**SMALL, "num_attention_heads": 7, "num_key_value_heads": 1, "head_dim": 48}
+    ),
+    "a_window": Qwen3Config(
+        **{**SMALL, "head_dim": 16}, use_sliding_window=True, sliding_window=40, max_window_layers=1
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -218,8 +227,11 @@ def said(caplog):
     forward_choice._warn_once.cache_clear()
 
     def read():
-        return [record.getMessage() for record in caplog.records
-                if record.levelno == logging.WARNING and record.name == forward_choice.__name__]  # fmt: skip
+        return [
+            record.getMessage()
+            for record in caplog.records
+            if record.levelno == logging.WARNING and record.name == forward_choice.__name__
+        ]
 
     with caplog.at_level(logging.INFO):
         yield read
@@ -264,11 +276,19 @@ def test_the_small_copy_that_a_model_is_checked_with_does_not_warn(models, monke
     assert said() == []
 
 
-@pytest.mark.parametrize(("config", "dtype", "why"), [
-    (LlamaConfig(**{**SMALL, "intermediate_size": 100}), "float32", "the inner width is 100, and no multiple of 16"),
-    (LlamaConfig(**SMALL, head_dim=24), "float32", "the head size is 24"),
-    (LlamaConfig(**SMALL), "float64", "the model is in float64"),
-], ids=["inner", "head", "dtype"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "dtype", "why"),
+    [
+        (
+            LlamaConfig(**{**SMALL, "intermediate_size": 100}),
+            "float32",
+            "the inner width is 100, and no multiple of 16",
+        ),
+        (LlamaConfig(**SMALL, head_dim=24), "float32", "the head size is 24"),
+        (LlamaConfig(**SMALL), "float64", "the model is in float64"),
+    ],
+    ids=["inner", "head", "dtype"],
+)
 def test_models_that_it_does_not_compute_are_named_with_the_reason(config, dtype, why, tmp_path):
     model = CausalLM(load_model(save(config, tmp_path), dtype=dtype))
     with pytest.raises(ModelError, match=f'kernel = "compiled", but .*{why}'):

@@ -23,18 +23,29 @@ def sampler(tmp_path):
         engine._engine.stop()
 
 
-@pytest.mark.parametrize(("name", "what"), [
-    ("diffllama", "DiffLlamaForCausalLM .*cannot be sampled from by the embedded sampler.*differ by"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("diffllama", "DiffLlamaForCausalLM .*cannot be sampled from by the embedded sampler.*differ by"),
+    ],
+)
 def test_layers_that_one_cache_does_not_hold_are_refused_by_name(name, what, sampler):
     """It attends twice in each layer."""
     with pytest.raises(ModelError, match=what):
         sampler(name)
 
 
-@pytest.mark.parametrize(("name", "deterministic"), [
-    ("qwen3", False), ("qwen3", True), ("deepseek_v3", True), ("gemma3_text", False), ("jetmoe", True), ("gpt2", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "deterministic"),
+    [
+        ("qwen3", False),
+        ("qwen3", True),
+        ("deepseek_v3", True),
+        ("gemma3_text", False),
+        ("jetmoe", True),
+        ("gpt2", False),
+    ],
+)
 def test_models_that_decode_as_they_compute_are_taken(name, deterministic, sampler):
     assert sampler(name, deterministic=deterministic, max_batch_size=4).vocab_size == 96
 

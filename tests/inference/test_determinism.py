@@ -18,12 +18,17 @@ def requests_of(rng, count, session=""):
     out = []
     for i in range(count):
         params = SamplingParams(
-            temperature=float(rng.choice([0.6, 1.0, 1.5])), max_tokens=int(rng.integers(1, 60)),
-            top_p=float(rng.choice([1.0, 0.9])), stop_token_ids=(3,) if i % 2 else (),
-        )  # fmt: skip
+            temperature=float(rng.choice([0.6, 1.0, 1.5])),
+            max_tokens=int(rng.integers(1, 60)),
+            top_p=float(rng.choice([1.0, 0.9])),
+            stop_token_ids=(3,) if i % 2 else (),
+        )
         prompt = rng.integers(0, VOCAB, rng.integers(1, 150)).astype(np.int32)
-        out.append(SampleRequest(prompt_ids=prompt, params=params, seed=int(rng.integers(1 << 60)),
-                                 session=session and f"{session}{i}"))  # fmt: skip
+        out.append(
+            SampleRequest(
+                prompt_ids=prompt, params=params, seed=int(rng.integers(1 << 60)), session=session and f"{session}{i}"
+            )
+        )
     return out
 
 
@@ -73,10 +78,11 @@ def test_next_turns_on_sampled_keys_or_on_prompt_keys(alone):
     """Keys that were written while sampling have the bits of keys that are computed from a prompt."""
     folder, requests, results = alone
     turns = [
-        SampleRequest(prompt_ids=np.concatenate([r.prompt_ids, ids, [5, 6]]).astype(np.int32), params=r.params,
-                      seed=r.seed + 1)
+        SampleRequest(
+            prompt_ids=np.concatenate([r.prompt_ids, ids, [5, 6]]).astype(np.int32), params=r.params, seed=r.seed + 1
+        )
         for r, (ids, _, _) in zip(requests, results, strict=True)
-    ]  # fmt: skip
+    ]
     warm, cold = (make_decoder(folder, deterministic=True, num_slots=16) for _ in range(2))
     play(warm, requests)
     before = warm.counts.prefix_hit_tokens

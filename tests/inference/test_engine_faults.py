@@ -34,8 +34,9 @@ VOCAB = 97
 
 
 def request(prompt=(1, 2, 3), seed=0, session="", **params):
-    return SampleRequest(prompt_ids=np.array(prompt, np.int32), params=SamplingParams(**params), seed=seed,
-                         session=session)  # fmt: skip
+    return SampleRequest(
+        prompt_ids=np.array(prompt, np.int32), params=SamplingParams(**params), seed=seed, session=session
+    )
 
 
 def make(folder, **config):
@@ -172,9 +173,11 @@ async def test_weights_that_were_replaced_by_half_end_the_engine(models, monkeyp
 OUT_OF_MEMORY = {
     "numpy": MemoryError("no room"),
     "cuda": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
-    "cpu": RuntimeError("[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: you "
-                        "tried to allocate 99 bytes"),
-}  # fmt: skip
+    "cpu": RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: you "
+        "tried to allocate 99 bytes"
+    ),
+}
 
 
 def fail_once(monkeypatch, owner, name, error, at):
@@ -208,9 +211,12 @@ async def check_end_of_memory(models, monkeypatch, kernel, where, error, at):
     sampler = make(models["tied"])
     decoder = sampler._decoder
     owner, name = {
-        "reserve": (decoder.cache, "reserve"), "forward": (decoder, "_forward"), "account": (decoder, "_account"),
-        "draw": (decoder.forward, "draw"), "append": (decoder.table, "append"),
-    }[where]  # fmt: skip
+        "reserve": (decoder.cache, "reserve"),
+        "forward": (decoder, "_forward"),
+        "account": (decoder, "_account"),
+        "draw": (decoder.forward, "draw"),
+        "append": (decoder.table, "append"),
+    }[where]
     # `add` reserves too, once for each request, before the first pass does.
     fail_once(monkeypatch, owner, name, OUT_OF_MEMORY[error], at + 4 * (where == "reserve"))
     try:
@@ -228,8 +234,9 @@ async def check_end_of_memory(models, monkeypatch, kernel, where, error, at):
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize(("kernel", "where", "error", "at"), sized(pairs(*PLACES), all_rows(*PLACES)),
-                         indirect=["kernel"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kernel", "where", "error", "at"), sized(pairs(*PLACES), all_rows(*PLACES)), indirect=["kernel"]
+)
 async def test_without_memory_the_longest_sequence_fails_and_the_others_go_on_with_the_same_tokens(
     models, monkeypatch, campaign, kernel, where, error, at
 ):
@@ -255,9 +262,13 @@ async def test_the_room_of_the_sequence_that_failed_is_given_back(models, monkey
     await sampler.close()
 
 
-@pytest.mark.parametrize(("error", "said"), [
-    (MemoryError("no room"), "out of memory: no room"), (ZeroDivisionError("a bug"), "ZeroDivisionError: a"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (MemoryError("no room"), "out of memory: no room"),
+        (ZeroDivisionError("a bug"), "ZeroDivisionError: a"),
+    ],
+)
 async def test_a_request_that_cannot_be_taken_fails_alone(models, monkeypatch, error, said):
     sampler = make(models["tied"])
     first = await sampler.generate(request(max_tokens=20))
@@ -333,7 +344,7 @@ async def test_many_questions_between_two_steps_do_not_hold_up_completions(model
     assert len((await running).ids) == 60
     await asyncio.gather(*questions)
     last = len(order) - order[::-1].index("step")
-    assert order[:last] == (["question"] + ["step"] * 6) * (last // 7) + order[:last % 7]
+    assert order[:last] == (["question"] + ["step"] * 6) * (last // 7) + order[: last % 7]
     assert order[:last].count("question") >= 10
     assert order[last:] == ["question"] * (30 - order[:last].count("question"))
     await sampler.close()
@@ -371,8 +382,10 @@ async def test_an_engine_that_cannot_even_say_why_it_dies_is_not_waited_for(mode
     monkeypatch.setattr(engine, "_LOOK_EVERY", 0.01)
     monkeypatch.setattr(sampler._engine, "_shut_down", fail)
     monkeypatch.setattr(sampler._engine, "_take", fail)
-    calls = [asyncio.create_task(call) for call in (
-        sampler.generate(request()), sampler.prompt_logprobs(np.array([1, 2], np.int32)))]  # fmt: skip
+    calls = [
+        asyncio.create_task(call)
+        for call in (sampler.generate(request()), sampler.prompt_logprobs(np.array([1, 2], np.int32)))
+    ]
     if cancelled:
         await until(lambda: not sampler._engine._thread.is_alive())
         calls[0].cancel()

@@ -13,9 +13,15 @@ from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model, load_weights
 
 SMALL = {
-    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.15,
-}  # fmt: skip
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,
+}
 
 
 def save(config, folder):
@@ -44,10 +50,15 @@ def test_known_models_are_computed_alike(models, name):
     assert difference(ours, model) <= 2e-5
 
 
-@pytest.mark.parametrize("config", [
-    LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True), Qwen2Config(**SMALL),
-    LlamaConfig(**SMALL, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}),
-], ids=["biases", "qwen2", "linear_rope"])  # fmt: skip
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True),
+        Qwen2Config(**SMALL),
+        LlamaConfig(**SMALL, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}),
+    ],
+    ids=["biases", "qwen2", "linear_rope"],
+)
 def test_biases_and_other_position_encodings_are_the_models_own(config, tmp_path):
     model = CausalLM(load_model(save(config, tmp_path)))
     assert difference(fast(model), model) <= 2e-5

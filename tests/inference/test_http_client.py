@@ -62,8 +62,14 @@ async def serving(script: Script) -> AsyncIterator[Server]:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
-                length = next((int(line.split(":")[1]) for line in head.split("\r\n")
-                               if line.lower().startswith("content-length:")), 0)  # fmt: skip
+                length = next(
+                    (
+                        int(line.split(":")[1])
+                        for line in head.split("\r\n")
+                        if line.lower().startswith("content-length:")
+                    ),
+                    0,
+                )
                 body = await reader.readexactly(length)
                 server.heads.append(head)
                 answer = await script(len(server.heads) - 1, head, body)
@@ -413,8 +419,11 @@ async def test_a_key_that_a_server_quotes_is_in_no_message_and_follows_no_redire
         other = await stack.enter_async_context(serving(always(http(f"bad key {KEY}", 403))))
         redirect = http("", 307, Location=f"{other.url}/there")
         first = await stack.enter_async_context(serving(always(redirect)))
-        for server, remote, said in ((other, False, r"status 403: bad key \[key\]$"), (first, True, "status 403"),
-                                     (first, False, "status 307")):  # fmt: skip
+        for server, remote, said in (
+            (other, False, r"status 403: bad key \[key\]$"),
+            (first, True, "status 403"),
+            (first, False, "status 307"),
+        ):
             asked = await stack.enter_async_context(asking(server, api_key=KEY, remote_api=remote))
             with pytest.raises(SamplerFault, match=said):
                 await asked.ask("POST", "/", b"{}", read_json)
@@ -434,7 +443,9 @@ async def test_the_account_of_the_environment_is_named_to_openais_own_server_onl
     monkeypatch.setenv("OPENAI_ORG_ID", "org-1")
     monkeypatch.setenv("OPENAI_PROJECT_ID", "project-1")
     assert account_headers("https://api.openai.com/v1") == {
-        "OpenAI-Organization": "org-1", "OpenAI-Project": "project-1"}  # fmt: skip
+        "OpenAI-Organization": "org-1",
+        "OpenAI-Project": "project-1",
+    }
     choice = '{"choices": [{"message": {"content": "4"}, "finish_reason": "stop"}]}'
     async with serving(always(http(choice))) as server, OpenAI(model="m", base_url=server.url).connect() as connection:
         assert (await connection.complete({"model": "m", "messages": []}, Counter())).content == "4"
@@ -458,9 +469,20 @@ async def test_certificates_are_checked(remote: bool, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    "url", [None, 3, b"http://h", "http://h:99999", "http://h:abc", "http://h:0", "http://[::1", "http://h h", "http://h\n",
-            " http://h"],
-)  # fmt: skip
+    "url",
+    [
+        None,
+        3,
+        b"http://h",
+        "http://h:99999",
+        "http://h:abc",
+        "http://h:0",
+        "http://[::1",
+        "http://h h",
+        "http://h\n",
+        " http://h",
+    ],
+)
 @pytest.mark.parametrize("make", [lambda url: HttpSampler(url), lambda url: OpenAI(model="m", base_url=url)])
 def test_what_no_connection_can_be_made_to_is_refused_at_once(make, url):
     with pytest.raises(UsageError, match=r"url.* expected an address such as"):
@@ -474,9 +496,16 @@ def test_a_fragment_is_not_written_down():
 
 
 @pytest.mark.parametrize(
-    "limits", [{"max_retries": 1.5}, {"max_retries": "3"}, {"max_retries": -1}, {"request_timeout": math.nan},
-               {"request_timeout": None}, {"request_timeout": 0}],
-)  # fmt: skip
+    "limits",
+    [
+        {"max_retries": 1.5},
+        {"max_retries": "3"},
+        {"max_retries": -1},
+        {"request_timeout": math.nan},
+        {"request_timeout": None},
+        {"request_timeout": 0},
+    ],
+)
 @pytest.mark.parametrize("make", [HttpSampler, lambda url, **limits: OpenAI(model="m", base_url=url, **limits)])
 def test_limits_with_which_no_request_could_be_made_are_refused_at_once(make, limits):
     with pytest.raises(UsageError, match="expected at least 0 retries and a time above 0"):

@@ -66,8 +66,9 @@ async def pool_of(model: Path, urls: list[str], *, version: int = 0, **table: An
 
 
 def request(*prompt: int, seed: int = 0, session: str = "", **params: Any) -> SampleRequest:
-    return SampleRequest(prompt_ids=np.array(prompt, np.int32), params=SamplingParams(**params), seed=seed,
-                         session=session)  # fmt: skip
+    return SampleRequest(
+        prompt_ids=np.array(prompt, np.int32), params=SamplingParams(**params), seed=seed, session=session
+    )
 
 
 def logprobs_of(model: torch.nn.Module, ids: list[int]) -> np.ndarray:
@@ -97,8 +98,9 @@ async def test_both_servers_sample_with_the_weights_of_the_run_whatever_they_wer
             for version, name in ((4, "tied"), (5, "tied_later")):
                 if version == 5:
                     await pool.update_replicas(models[name], 5, None)
-                found = await asyncio.gather(*(pool.generate(request(*prompt, seed=k, session=f"{k % 4}", max_tokens=6))
-                                               for k in range(8)))  # fmt: skip
+                found = await asyncio.gather(
+                    *(pool.generate(request(*prompt, seed=k, session=f"{k % 4}", max_tokens=6)) for k in range(8))
+                )
                 for completion in found:
                     assert completion.policy_versions is not None
                     assert set(completion.policy_versions.tolist()) == {version}
@@ -179,16 +181,20 @@ async def test_a_server_that_was_started_again_gets_the_newest_weights_before_it
 async def test_an_answer_under_another_name_is_discarded_and_its_tokens_are_counted(models: dict[str, Path], key: str):
     server = TorchServer(models["tied"], context_length=128, api_key=key)
     with servers(server) as (url,):
-        replica = HttpReplica(url, name="replica 0", context_length=128, vocab_size=97, policy_version=0, how={},
-                              api_key=key)  # fmt: skip
+        replica = HttpReplica(
+            url, name="replica 0", context_length=128, vocab_size=97, policy_version=0, how={}, api_key=key
+        )
         await replica.check_server()
         server.stop()
         server.start()
         with pytest.raises(SamplerFault, match="started again, or another server answers") as lost:
             await replica.generate(request(1, 2, max_tokens=4))
         assert lost.value.num_tokens == 4
-        for call in (replica.health(), replica.update_weights(models["tied"], 1),
-                     replica.prompt_logprobs(np.array([1, 2], np.int32))):  # fmt: skip
+        for call in (
+            replica.health(),
+            replica.update_weights(models["tied"], 1),
+            replica.prompt_logprobs(np.array([1, 2], np.int32)),
+        ):
             with pytest.raises(SamplerFault, match="started again, or another server answers"):
                 await call
         await replica.close()
@@ -201,15 +207,19 @@ async def test_an_answer_under_another_name_is_discarded_and_its_tokens_are_coun
     ("started", "table", "said"),
     [
         ({"api_key": "another-key"}, {}, "needs a key, or another one; .* inference.torch.api_key_env"),
-        ({"context_length": 64}, {}, r"context is 64 tokens, expected at least 128 \(orchestrator.seq_len\): .*"
-                                     "--context-length 128"),
+        (
+            {"context_length": 64},
+            {},
+            r"context is 64 tokens, expected at least 128 \(orchestrator.seq_len\): .*"
+            "--context-length 128",
+        ),
         ({"api_key": None}, {}, "takes no weights: start it with --api-key-env VARIABLE"),
         ({}, {"weight_transfer": "http"}, "takes no uploads: start it with --uploads FOLDER"),
         ({}, {"dtype": "bfloat16"}, "its dtype is 'float32', expected 'bfloat16': start it with `verbatim inference"),
         ({"on_weight_update": "keep"}, {}, "its on_weight_update is 'keep', expected 'recompute'"),
         ({"weights_folder": "/proc"}, {}, "does not take the weights of this run: .* outside the folder .*--uploads"),
     ],
-)  # fmt: skip
+)
 async def test_a_server_that_does_not_fit_is_refused_with_what_to_type(
     models: dict[str, Path], key: str, started: dict[str, Any], table: dict[str, Any], said: str
 ):

@@ -37,8 +37,9 @@ pytestmark = pytest.mark.realtime
 
 
 def request(*prompt: int, seed: int = 0, session: str = "", **params: Any) -> SampleRequest:
-    return SampleRequest(prompt_ids=np.array(prompt, np.int32), params=SamplingParams(**params), seed=seed,
-                         session=session)  # fmt: skip
+    return SampleRequest(
+        prompt_ids=np.array(prompt, np.int32), params=SamplingParams(**params), seed=seed, session=session
+    )
 
 
 def scripted(script: Any = ((5, 6, 7),), **fields: Any) -> ScriptedSampler:
@@ -82,8 +83,17 @@ async def test_many_requests_at_a_time_get_the_ids_logprobs_and_versions_of_the_
 
     config = TorchSettings(max_batch_size=8, device="cpu", deterministic=True)
     engine = TorchSampler(models["tied"], config=config, context_length=64, policy_version=5)
-    requests = [request(*range(1, 2 + k % 7), seed=k, max_tokens=4 + k % 9, stop_token_ids=tuple(range(12)),
-                        temperature=0.5 + k / 40, top_k=(0, 20)[k % 2]) for k in range(40)]  # fmt: skip
+    requests = [
+        request(
+            *range(1, 2 + k % 7),
+            seed=k,
+            max_tokens=4 + k % 9,
+            stop_token_ids=tuple(range(12)),
+            temperature=0.5 + k / 40,
+            top_k=(0, 20)[k % 2],
+        )
+        for k in range(40)
+    ]
     try:
         direct = await asyncio.gather(*map(engine.generate, requests))
         async with behind_http(engine) as client:
@@ -106,12 +116,23 @@ async def test_recorded_experts_come_over_http(tmp_path):
     from verbatim.inference.embedded.engine import TorchSampler
 
     torch.manual_seed(0)
-    Qwen3MoeForCausalLM(Qwen3MoeConfig(
-        vocab_size=61, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2,
-    )).save_pretrained(tmp_path)  # fmt: skip
-    engine = TorchSampler(tmp_path, config=TorchSettings(device="cpu", deterministic=True), context_length=64,
-                          return_routed_experts=True)  # fmt: skip
+    Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=61,
+            hidden_size=32,
+            intermediate_size=48,
+            moe_intermediate_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            num_experts=4,
+            num_experts_per_tok=2,
+        )
+    ).save_pretrained(tmp_path)
+    engine = TorchSampler(
+        tmp_path, config=TorchSettings(device="cpu", deterministic=True), context_length=64, return_routed_experts=True
+    )
     asked = [request(*range(1, 9), seed=k, max_tokens=5) for k in range(3)]
     asked.append(replace(asked[0], routed_experts_start=6))
     try:
@@ -129,15 +150,27 @@ async def test_recorded_experts_come_over_http(tmp_path):
 
 def test_experts_of_other_tokens_are_no_answer():
     asked = request(1, 2, 3)
-    found = Completion(ids=np.arange(2, dtype=np.int32), logprobs=None, policy_versions=None,
-                       stop_reason=StopReason.STOP, routed_experts=np.zeros((5, 1, 2), dtype=np.uint8))  # fmt: skip
+    found = Completion(
+        ids=np.arange(2, dtype=np.int32),
+        logprobs=None,
+        policy_versions=None,
+        stop_reason=StopReason.STOP,
+        routed_experts=np.zeros((5, 1, 2), dtype=np.uint8),
+    )
     with pytest.raises(ValueError, match="those of 5 tokens, expected those of 4"):
         protocol.check_experts(found, asked)
     cancelled = replace(found, stop_reason=StopReason.CANCELLED)
     assert protocol.check_experts(cancelled, asked).routed_experts is None
     for text in ("no base64", "AAAA", 7):
-        body = protocol.completion_body(replace(found, routed_experts=None), request_id="r", model="m", seed=0,
-                                        num_prompt_tokens=1, policy_version=0, logprobs=None)  # fmt: skip
+        body = protocol.completion_body(
+            replace(found, routed_experts=None),
+            request_id="r",
+            model="m",
+            seed=0,
+            num_prompt_tokens=1,
+            policy_version=0,
+            logprobs=None,
+        )
         body["choices"][0]["routed_experts"] = text
         with pytest.raises(ValueError, match="routed_experts: "):
             protocol.read_completion(body)
@@ -158,10 +191,12 @@ async def test_hundreds_of_requests_are_in_flight_together():
 @settings(deadline=None)
 def test_every_float32_logprob_survives_the_wire(style: protocol.LogprobStyle, bits: list[int]):
     logprobs = np.array(bits, dtype=np.uint32).view(np.float32)
-    completion = Completion(ids=np.arange(len(bits), dtype=np.int32), logprobs=logprobs, policy_versions=None,
-                            stop_reason=StopReason.STOP)  # fmt: skip
-    body = protocol.completion_body(completion, request_id="r", model="m", seed=0, num_prompt_tokens=1,
-                                    policy_version=0, logprobs=style)  # fmt: skip
+    completion = Completion(
+        ids=np.arange(len(bits), dtype=np.int32), logprobs=logprobs, policy_versions=None, stop_reason=StopReason.STOP
+    )
+    body = protocol.completion_body(
+        completion, request_id="r", model="m", seed=0, num_prompt_tokens=1, policy_version=0, logprobs=style
+    )
     read, _ = protocol.read_completion(json.loads(json.dumps(body)))
     assert read.logprobs is not None
     assert read.logprobs.tobytes() == logprobs.tobytes()
@@ -169,20 +204,39 @@ def test_every_float32_logprob_survives_the_wire(style: protocol.LogprobStyle, b
 
 @pytest.mark.parametrize("seed_for_all", [False, True])
 @given(
-    prompt=st.lists(st.integers(0, 9), min_size=1, max_size=15), seed=st.integers(0, 2**63 - 1), session=st.text(),
-    temperature=st.just(0.0) | st.floats(1e-6, 10), max_tokens=st.integers(1, 100),
-    top_p=st.floats(0, 1, exclude_min=True), top_k=st.integers(0, 50), min_p=st.floats(0, 1, exclude_max=True),
+    prompt=st.lists(st.integers(0, 9), min_size=1, max_size=15),
+    seed=st.integers(0, 2**63 - 1),
+    session=st.text(),
+    temperature=st.just(0.0) | st.floats(1e-6, 10),
+    max_tokens=st.integers(1, 100),
+    top_p=st.floats(0, 1, exclude_min=True),
+    top_k=st.integers(0, 50),
+    min_p=st.floats(0, 1, exclude_max=True),
     stop=st.lists(st.integers(0, 9), unique=True),
-)  # fmt: skip
+)
 def test_every_request_survives_the_wire(
     seed_for_all, prompt, seed, session, temperature, max_tokens, top_p, top_k, min_p, stop
 ):
-    sent = request(*prompt, seed=seed, session=session, temperature=temperature, max_tokens=max_tokens, top_p=top_p,
-                   top_k=top_k, min_p=min_p, stop_token_ids=tuple(stop))  # fmt: skip
+    sent = request(
+        *prompt,
+        seed=seed,
+        session=session,
+        temperature=temperature,
+        max_tokens=max_tokens,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        stop_token_ids=tuple(stop),
+    )
     body = json.loads(client.encode(protocol.request_body(sent, "m", seed_for_all=seed_for_all)))
     read, logprobs = read_request(body, seed=-1, room=16, end_ids=(9,))
     assert (read.prompt_ids.tolist(), read.params, read.seed, read.session, logprobs) == (
-        prompt, sent.params, seed, session, "packed")  # fmt: skip
+        prompt,
+        sent.params,
+        seed,
+        session,
+        "packed",
+    )
 
 
 async def test_an_engine_without_logprobs_gives_none_over_http_either():
@@ -615,8 +669,10 @@ async def test_weight_versions_that_are_not_of_these_tokens_are_a_fault(said: An
 
 @pytest.mark.parametrize("last", [-0.625, -9999.0])
 async def test_vllm_names_tokens_by_their_id_and_says_when_it_does_not_know_a_logprob(last: float):
-    content = [{"token_id": 4, "logprob": -0.5, "rank": 1, "top_logprobs": []},
-               {"token_id": 5, "logprob": last, "rank": None, "top_logprobs": []}]  # fmt: skip
+    content = [
+        {"token_id": 4, "logprob": -0.5, "rank": 1, "top_logprobs": []},
+        {"token_id": 5, "logprob": last, "rank": None, "top_logprobs": []},
+    ]
     with answering(changing(logprobs={"content": content})) as server:
         client = HttpSampler(server.url, vocab_size=10, context_length=64)
         found = (await client.generate(request(1))).logprobs

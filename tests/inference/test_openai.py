@@ -43,9 +43,16 @@ def test_a_request_holds_what_every_server_knows_and_no_more():
 def test_settings_that_only_some_servers_know_are_sent_where_they_are_set():
     params = SamplingParams(temperature=0.5, max_tokens=9, top_p=0.9, top_k=4, min_p=0.1, stop_token_ids=(7,))
     assert body_of(params=params, seed=3) == {
-        "model": "m", "messages": HELLO, "temperature": 0.5, "max_tokens": 9, "top_p": 0.9, "top_k": 4, "min_p": 0.1,
-        "stop_token_ids": [7], "seed": 3,
-    }  # fmt: skip
+        "model": "m",
+        "messages": HELLO,
+        "temperature": 0.5,
+        "max_tokens": 9,
+        "top_p": 0.9,
+        "top_k": 4,
+        "min_p": 0.1,
+        "stop_token_ids": [7],
+        "seed": 3,
+    }
 
 
 def test_extra_body_has_the_last_word_and_none_leaves_a_key_out():
@@ -56,8 +63,12 @@ def test_extra_body_has_the_last_word_and_none_leaves_a_key_out():
 def test_asking_for_ids_asks_for_logprobs_and_leaves_nothing_to_the_servers_defaults():
     body = body_of(extra_body={"return_token_ids": True})
     assert {name: body[name] for name in ("top_p", "top_k", "min_p", "repetition_penalty", "logprobs")} == {
-        "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "logprobs": True
-    }  # fmt: skip
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "logprobs": True,
+    }
 
 
 @pytest.mark.parametrize(
@@ -117,8 +128,11 @@ def test_an_answer_is_read_with_its_ids():
 
 
 def test_our_own_servers_say_which_weights_sampled_each_token():
-    body = {"choices": [{"message": {"content": "4"}, "finish_reason": "stop", "token_ids": [52, 7]}],
-            "prompt_token_ids": [50], "verbatim": {"policy_versions": [3, 4]}}  # fmt: skip
+    body = {
+        "choices": [{"message": {"content": "4"}, "finish_reason": "stop", "token_ids": [52, 7]}],
+        "prompt_token_ids": [50],
+        "verbatim": {"policy_versions": [3, 4]},
+    }
     assert read_answer(json.dumps(body)).policy_versions == [3, 4]
     for versions in ([3], [3, -1], [3, 4.5], "34", 3):
         with pytest.raises(BadAnswer, match="policy version"):
@@ -129,8 +143,12 @@ def test_a_logprob_that_vllm_does_not_know_is_none_of_the_sampled_distribution()
     """It writes -9999 for it; trained on, that would be a ratio of e to the 9999th."""
     for last, expected in ((-0.25, [-0.125, -0.25]), (-9999.0, None)):
         content = [{"token": "4", "logprob": -0.125}, {"token": "2", "logprob": last}]
-        choice = {"message": {"content": "42"}, "finish_reason": "stop", "token_ids": [52, 50],
-                  "logprobs": {"content": content}}  # fmt: skip
+        choice = {
+            "message": {"content": "42"},
+            "finish_reason": "stop",
+            "token_ids": [52, 50],
+            "logprobs": {"content": content},
+        }
         assert read_answer(json.dumps({"choices": [choice], "prompt_token_ids": [50]})).logprobs == expected
 
 
@@ -202,8 +220,11 @@ def test_arguments_are_read_strictly(raw: str, arguments: Any, status: str):
     ],
 )
 def test_every_attempted_call_is_kept(item: Any, name: str | None, status: str):
-    (read,) = read_answer(answer_of({"content": "", "finish_reason": "stop"}).replace(
-        '"content": ""', f'"content": "", "tool_calls": [{json.dumps(item)}]', 1)).tool_calls  # fmt: skip
+    (read,) = read_answer(
+        answer_of({"content": "", "finish_reason": "stop"}).replace(
+            '"content": ""', f'"content": "", "tool_calls": [{json.dumps(item)}]', 1
+        )
+    ).tool_calls
     assert (read.name, read.status) == (name, status)
     assert (read.arguments is None) == (status != "ok")
 
@@ -237,8 +258,14 @@ async def test_what_may_pass_is_tried_again(status: int, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 422])
 async def test_what_will_not_pass_is_not(status: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-canary-of-openai")
-    hint = (" (no key was sent: OPENAI_API_KEY is for api.openai.com only; for this server name the variable that "
-            "holds its key: api_key_env, on the command line --api-key-env)") if status == 401 else ""  # fmt: skip
+    hint = (
+        (
+            " (no key was sent: OPENAI_API_KEY is for api.openai.com only; for this server name the variable that "
+            "holds its key: api_key_env, on the command line --api-key-env)"
+        )
+        if status == 401
+        else ""
+    )
     failures: Counter[str] = Counter()
     with chat_server(fault=lambda body, tries: Raw(status, "no")) as server:
         with pytest.raises(SamplerFault, match=f"status {status}: no{re.escape(hint)}$"):
@@ -248,11 +275,17 @@ async def test_what_will_not_pass_is_not(status: int, monkeypatch: pytest.Monkey
     assert failures == {f"status_{status}": 1}
 
 
-@pytest.mark.parametrize(("url", "named", "variable"), [
-    ("https://api.openai.com/v1", None, "OPENAI_API_KEY"), ("https://api.openai.com:443/v1", None, "OPENAI_API_KEY"),
-    ("https://api.openai.com/v1", "MINE", "MINE"), ("http://localhost:8000/v1", None, None),
-    ("http://localhost:8000/v1", "OPENAI_API_KEY", "OPENAI_API_KEY"), ("https://api.openai.com.eu/v1", None, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("url", "named", "variable"),
+    [
+        ("https://api.openai.com/v1", None, "OPENAI_API_KEY"),
+        ("https://api.openai.com:443/v1", None, "OPENAI_API_KEY"),
+        ("https://api.openai.com/v1", "MINE", "MINE"),
+        ("http://localhost:8000/v1", None, None),
+        ("http://localhost:8000/v1", "OPENAI_API_KEY", "OPENAI_API_KEY"),
+        ("https://api.openai.com.eu/v1", None, None),
+    ],
+)
 def test_openais_key_goes_to_its_own_server_or_where_it_is_sent_by_name(
     url: str, named: str | None, variable: str | None
 ):

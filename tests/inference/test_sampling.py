@@ -69,7 +69,9 @@ def test_rows_are_drawn_independently_of_each_other():
     tokens, logprobs = draw(logits, temperatures, u)
     for i in range(5):
         assert one(logits[i].tolist(), float(u[i]), float(temperatures[i])) == (
-            int(tokens[i]), pytest.approx(float(logprobs[i]), abs=1e-6))  # fmt: skip
+            int(tokens[i]),
+            pytest.approx(float(logprobs[i]), abs=1e-6),
+        )
 
 
 def test_impossible_tokens_are_never_drawn_even_at_the_ends():
@@ -105,7 +107,7 @@ LOGITS = [math.log(p) for p in PROBS]
         (cut(min_p=0.45), {1: 4 / 9, 2: 3 / 9, 3: 2 / 9}),  # at least 0.18
         (cut(top_k=3, top_p=0.7), {1: 4 / 7, 2: 3 / 7}),  # of the three, 4/9 < 0.7 <= 7/9
     ],
-)  # fmt: skip
+)
 def test_truncation_renormalises_what_is_kept(truncation, kept):
     seen = {}
     for u in np.linspace(0.005, 0.995, 100):

@@ -32,8 +32,9 @@ CHAT = "/v1/chat/completions"
 
 
 def scripted(script: Any = None, **fields: Any) -> ScriptedSampler:
-    return ScriptedSampler(script=script or (lambda r: say("yo")), vocab_size=VOCAB_SIZE,
-                           **{"context_length": 400, **fields})  # fmt: skip
+    return ScriptedSampler(
+        script=script or (lambda r: say("yo")), vocab_size=VOCAB_SIZE, **{"context_length": 400, **fields}
+    )
 
 
 @contextlib.asynccontextmanager
@@ -69,14 +70,29 @@ async def test_an_answer_has_vllms_fields_and_the_versions_beside_them():
         answer = (await client.post(protocol.GENERATE, json=token_body(1, 2, logprobs=1, seed=4, max_tokens=2))).json()
     (choice,) = answer["choices"]
     assert choice == {
-        "index": 0, "token_ids": [5, 6], "finish_reason": "length", "logprobs": {"content": [
-            {"token": "token_id:5", "token_id": 5, "logprob": float(np.float32(-1 / 6)), "bytes": None,
-             "top_logprobs": []},
-            {"token": "token_id:6", "token_id": 6, "logprob": float(np.float32(-1 / 7)), "bytes": None,
-             "top_logprobs": []},
-        ]},
+        "index": 0,
+        "token_ids": [5, 6],
+        "finish_reason": "length",
+        "logprobs": {
+            "content": [
+                {
+                    "token": "token_id:5",
+                    "token_id": 5,
+                    "logprob": float(np.float32(-1 / 6)),
+                    "bytes": None,
+                    "top_logprobs": [],
+                },
+                {
+                    "token": "token_id:6",
+                    "token_id": 6,
+                    "logprob": float(np.float32(-1 / 7)),
+                    "bytes": None,
+                    "top_logprobs": [],
+                },
+            ]
+        },
         "weight_versions": [{"version": "3", "start": 0, "end": 2}],
-    }  # fmt: skip
+    }
     assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4}
     assert (answer["verbatim"]["policy_versions"], answer["verbatim"]["seed"]) == ([3, 3], 4)
 
@@ -233,8 +249,9 @@ class PackageRenderer:
         return [END]
 
     def parse_response(self, token_ids, prompt_ids=None, tools=None):
-        return renderers.base.ParsedResponse(content=ByteRenderer().decode(token_ids), reasoning_content=None,
-                                             tool_calls=[])  # fmt: skip
+        return renderers.base.ParsedResponse(
+            content=ByteRenderer().decode(token_ids), reasoning_content=None, tool_calls=[]
+        )
 
 
 async def test_the_client_of_the_renderers_package_gets_exact_ids_and_logprobs():
@@ -243,12 +260,17 @@ async def test_the_client_of_the_renderers_package_gets_exact_ids_and_logprobs()
         client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         async with client:
             result = await renderers.client.generate(
-                client=client, renderer=PackageRenderer(), messages=[], model="policy", prompt_ids=[1, 2],
+                client=client,
+                renderer=PackageRenderer(),
+                messages=[],
+                model="policy",
+                prompt_ids=[1, 2],
                 sampling_params={"temperature": 0.7, "max_tokens": 9, "routed_experts_prompt_start": 1},
-            )  # fmt: skip
+            )
             with pytest.raises(renderers.client.OverlongPromptError):  # it read the context's length from /v1/models
-                await renderers.client.generate(client=client, renderer=PackageRenderer(), messages=[],
-                                                model="policy", prompt_ids=[1] * 401)  # fmt: skip
+                await renderers.client.generate(
+                    client=client, renderer=PackageRenderer(), messages=[], model="policy", prompt_ids=[1] * 401
+                )
     assert result["completion_ids"] == say("yo")
     assert result["completion_logprobs"] == [float(np.float32(default_logprob(i))) for i in say("yo")]
     assert (result["content"], result["finish_reason"], result["prompt_ids"]) == ("yo", "stop", [1, 2])
@@ -408,8 +430,10 @@ async def test_a_client_that_reads_nothing_is_let_go_of_when_the_server_ends(mon
         narrow.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
         reader, writer = await asyncio.open_connection(sock=narrow, limit=1024)
         body = json.dumps(token_body(1, max_tokens=100_000, logprobs=1)).encode()
-        writer.write(b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
-                     b"\r\n%b" % (protocol.GENERATE.encode(), len(body), body))  # fmt: skip
+        writer.write(
+            b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
+            b"\r\n%b" % (protocol.GENERATE.encode(), len(body), body)
+        )
         head = await reader.readuntil(b"\r\n\r\n")
         promised = int(next(line for line in head.split(b"\r\n") if line.startswith(b"content-length")).split()[1])
         await stack.aclose()

@@ -208,8 +208,10 @@ async def test_the_head_of_a_second_request_has_its_deadline_too(late):
 async def test_a_body_that_does_not_come_in_time_is_answered_with_408(path):
     async with asking(scripted(), limits=only(body_seconds=0.3)) as client:
         reader, writer = await asyncio.open_connection(*address(client))
-        writer.write(b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-                     b"Content-Length: 90\r\n\r\n{" % path.encode())  # fmt: skip
+        writer.write(
+            b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 90\r\n\r\n{" % path.encode()
+        )
         assert b" 408 " in await asyncio.wait_for(reader.readline(), HANGS)
         assert b"the body did not arrive within 0.3 s" in await asyncio.wait_for(reader.readuntil(b"}"), HANGS)
         await closed(reader)
@@ -243,8 +245,10 @@ async def test_a_client_that_reads_nothing_is_let_go_of(late):
         narrow.connect(address(client))
         reader, writer = await asyncio.open_connection(sock=narrow, limit=1024)
         body = json.dumps({"token_ids": [1], "sampling_params": {"logprobs": 1}}).encode()
-        writer.write(b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
-                     b"\r\n%b" % (protocol.GENERATE.encode(), len(body), body))  # fmt: skip
+        writer.write(
+            b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
+            b"\r\n%b" % (protocol.GENERATE.encode(), len(body), body)
+        )
         head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), HANGS)
         promised = int(head.lower().partition(b"content-length: ")[2].split()[0])
         await until(lambda: late == [("reading_is_late", 0.3)])
@@ -314,7 +318,8 @@ async def test_without_a_descriptor_the_server_waits_and_says_so_once(caplog):
     await asyncio.wait_for(came.wait(), HANGS)
     assert listening.times == 0
     assert [record.getMessage() for record in caplog.records] == [
-        "no more connections can be accepted for now: Too many open files"]  # fmt: skip
+        "no more connections can be accepted for now: Too many open files"
+    ]
     writer.close()
     acceptor.close()
     listening.close()
@@ -340,8 +345,10 @@ async def test_a_body_larger_than_any_context_is_refused_before_it_is_sent():
     async with asking(scripted()) as client:
         for path, most in ((protocol.GENERATE, 406_016), (CHAT, 466_944), (protocol.PROMPT_LOGPROBS, 406_016)):
             reader, writer = await asyncio.open_connection(*address(client))
-            writer.write(b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-                         b"Content-Length: 100000000000\r\n\r\n" % path.encode())  # fmt: skip
+            writer.write(
+                b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                b"Content-Length: 100000000000\r\n\r\n" % path.encode()
+            )
             assert b" 413 " in await asyncio.wait_for(reader.readline(), HANGS)
             assert f"larger than {most} bytes".encode() in await asyncio.wait_for(reader.readuntil(b"}"), HANGS)
             writer.close()
@@ -526,10 +533,20 @@ async def test_a_path_that_is_none_is_refused_by_name(path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("host", "status"),
-    [("localhost", 200), ("LOCALHOST:80", 200), ("127.0.0.1", 200), ("[::1]:8000", 200), ("10.1.2.3:1", 200),
-     ("gpu.lan:8000", 200), ("evil.example", 403), ("evil.example:8000", 403), ("127.0.0.1.evil.example", 403),
-     ("localhost.evil.example", 403), ("", 403)],
-)  # fmt: skip
+    [
+        ("localhost", 200),
+        ("LOCALHOST:80", 200),
+        ("127.0.0.1", 200),
+        ("[::1]:8000", 200),
+        ("10.1.2.3:1", 200),
+        ("gpu.lan:8000", 200),
+        ("evil.example", 403),
+        ("evil.example:8000", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("localhost.evil.example", 403),
+        ("", 403),
+    ],
+)
 async def test_without_a_key_a_request_calls_the_server_by_its_name(host, status):
     async with asking(scripted(), allow_hosts=["gpu.lan"]) as client:
         answer = await client.post(protocol.GENERATE, json={"token_ids": [1]}, headers={"host": host})

@@ -4,8 +4,10 @@ from verbatim.inference.embedded.pass_layout import at_once, shared_prefix, slot
 
 
 def cut(slots, lengths):
-    return [(found.slots.start, found.slots.stop, found.longest, found.in_place)
-            for found in slot_ranges(np.array(slots), np.array(lengths), 512)]  # fmt: skip
+    return [
+        (found.slots.start, found.slots.stop, found.longest, found.in_place)
+        for found in slot_ranges(np.array(slots), np.array(lengths), 512)
+    ]
 
 
 def test_long_sequences_are_attended_to_apart_from_short_ones():

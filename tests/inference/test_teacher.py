@@ -49,10 +49,15 @@ class Server(http.server.BaseHTTPRequestHandler):
         if status == 0:
             self.connection.close()
             return
-        rows = [None] + [{"7": {"logprob": -0.1, "rank": 1}, str(i): {"logprob": -i / 4, "rank": 2}}
-                         for i in body.get("prompt", body.get("token_ids"))[1:]]  # fmt: skip
-        told = {"prompt_logprobs": rows, "choices": []} if self.path == protocol.GENERATE else {
-            "choices": [{"text": "x", "prompt_logprobs": rows}]}  # fmt: skip
+        rows = [None] + [
+            {"7": {"logprob": -0.1, "rank": 1}, str(i): {"logprob": -i / 4, "rank": 2}}
+            for i in body.get("prompt", body.get("token_ids"))[1:]
+        ]
+        told = (
+            {"prompt_logprobs": rows, "choices": []}
+            if self.path == protocol.GENERATE
+            else {"choices": [{"text": "x", "prompt_logprobs": rows}]}
+        )
         text = answer if answer is not None else json.dumps(told)
         data = text.encode()
         self.send_response(status)

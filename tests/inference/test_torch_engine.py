@@ -22,14 +22,16 @@ VOCAB = 97
 
 
 def request(prompt=(1, 2, 3), seed=0, session="", **params):
-    return SampleRequest(prompt_ids=np.array(prompt, np.int32), params=SamplingParams(**params), seed=seed,
-                         session=session)  # fmt: skip
+    return SampleRequest(
+        prompt_ids=np.array(prompt, np.int32), params=SamplingParams(**params), seed=seed, session=session
+    )
 
 
 def make(folder, context_length=128, **config):
     config.setdefault("max_batch_size", 4)
-    return TorchSampler(folder, config=TorchSettings(device="cpu", **config), context_length=context_length,
-                        num_threads=1)  # fmt: skip
+    return TorchSampler(
+        folder, config=TorchSettings(device="cpu", **config), context_length=context_length, num_threads=1
+    )
 
 
 @pytest.fixture
@@ -163,8 +165,13 @@ async def test_new_weights_arrive_between_two_steps_and_lose_nothing(models, ref
 
 async def test_no_new_request_reads_a_cache_of_other_weights_that_had_the_same_version(models, references):
     """A run may load its own version 0 into a server that another run has left."""
-    sampler = TorchSampler(models["tied"], config=TorchSettings(device="cpu", max_batch_size=4), context_length=128,
-                           num_threads=1, on_weight_update="keep")  # fmt: skip
+    sampler = TorchSampler(
+        models["tied"],
+        config=TorchSettings(device="cpu", max_batch_size=4),
+        context_length=128,
+        num_threads=1,
+        on_weight_update="keep",
+    )
     prompt = range(1, 61)
     await sampler.generate(request(prompt, session="a", max_tokens=4))
     await sampler.update_weights(models["tied_later"], 0)
@@ -289,8 +296,9 @@ async def test_a_call_that_fails_says_how_many_tokens_were_drawn_for_it(models, 
         decoder.forward.draw = lambda hidden, *rest: draw(hidden * (np.nan if next(steps) == 20 else 1.0), *rest)
     else:
         decoder.step = lambda: step() if next(steps) < 20 else 1 / 0
-    ends = await asyncio.gather(*(sampler.generate(request(seed=seed, max_tokens=490)) for seed in range(3)),
-                                return_exceptions=True)  # fmt: skip
+    ends = await asyncio.gather(
+        *(sampler.generate(request(seed=seed, max_tokens=490)) for seed in range(3)), return_exceptions=True
+    )
     assert all(isinstance(end, SamplerFault) for end in ends)
     assert sum(num_tokens_drawn(end) for end in ends) == sampler.stats().sampled_tokens > 10
     await sampler.close()
@@ -393,8 +401,9 @@ async def test_two_engines_give_the_same_bits(models):
 
 async def test_threads_of_the_engine_are_not_those_of_the_caller(models):
     before = torch.get_num_threads()
-    sampler = TorchSampler(models["tied"], config=TorchSettings(device="cpu", max_batch_size=2), context_length=64,
-                           num_threads=before + 1)  # fmt: skip
+    sampler = TorchSampler(
+        models["tied"], config=TorchSettings(device="cpu", max_batch_size=2), context_length=64, num_threads=before + 1
+    )
     await sampler.generate(request(max_tokens=2))
     assert torch.get_num_threads() == before
     await sampler.close()
@@ -416,11 +425,23 @@ def test_a_context_longer_than_the_models_positions_is_refused(models):
 
 def test_position_encodings_that_depend_on_the_batch_are_refused(tmp_path):
     config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, max_position_embeddings=64,
-        rope_parameters={"rope_type": "longrope", "factor": 2.0, "rope_theta": 10000.0, "short_factor": [1.0] * 8,
-                         "long_factor": [2.0] * 8, "original_max_position_embeddings": 24},
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=64,
+        rope_parameters={
+            "rope_type": "longrope",
+            "factor": 2.0,
+            "rope_theta": 10000.0,
+            "short_factor": [1.0] * 8,
+            "long_factor": [2.0] * 8,
+            "original_max_position_embeddings": 24,
+        },
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"'longrope' rope.*at most 24"):
         make(tmp_path, context_length=32)
@@ -428,9 +449,15 @@ def test_position_encodings_that_depend_on_the_batch_are_refused(tmp_path):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"stop_token_ids": (2**31,)}, {"stop_token_ids": (-1,)}, {"top_k": 2**63}, {"temperature": 1e-30},
-     {"temperature": float("inf")}, {"temperature": float("nan")}],
-)  # fmt: skip
+    [
+        {"stop_token_ids": (2**31,)},
+        {"stop_token_ids": (-1,)},
+        {"top_k": 2**63},
+        {"temperature": 1e-30},
+        {"temperature": float("inf")},
+        {"temperature": float("nan")},
+    ],
+)
 def test_parameters_that_no_engine_holds_are_refused_by_name(wrong):
     with pytest.raises(ValueError, match=f"sampling: {next(iter(wrong))} = "):
         SamplingParams(**wrong)
@@ -472,8 +499,9 @@ async def test_free_cores_are_taken_and_given_back(models, tmp_path, monkeypatch
     threads = []
     set_num_threads = torch.set_num_threads
     monkeypatch.setattr(torch, "set_num_threads", lambda n: (threads.append(n), set_num_threads(n)))
-    sampler = TorchSampler(models["tied"], config=TorchSettings(device="cpu"), context_length=64, num_threads=1,
-                           cores=mine)  # fmt: skip
+    sampler = TorchSampler(
+        models["tied"], config=TorchSettings(device="cpu"), context_length=64, num_threads=1, cores=mine
+    )
     await until(lambda: not trainer.other_computes)
     await sampler.generate(request(max_tokens=4))
     assert threads[-1] == 2
@@ -488,8 +516,9 @@ async def test_free_cores_are_taken_and_given_back(models, tmp_path, monkeypatch
 @pytest.mark.parametrize("fails", [False, True])
 async def test_an_engine_that_ends_amid_its_work_leaves_the_trainer_all_cores(models, tmp_path, monkeypatch, fails):
     mine, trainer = (Cores(tmp_path / "cores", side, 2) for side in ("sampler", "trainer"))
-    sampler = TorchSampler(models["tied"], config=TorchSettings(device="cpu"), context_length=64, num_threads=1,
-                           cores=mine)  # fmt: skip
+    sampler = TorchSampler(
+        models["tied"], config=TorchSettings(device="cpu"), context_length=64, num_threads=1, cores=mine
+    )
     step, seen = sampler._decoder.step, []
 
     def last_step():

@@ -162,8 +162,9 @@ async def test_every_route_needs_the_key(monkeypatch, there, path, key):
     assert not there.exists()
 
 
-@pytest.mark.parametrize(("given", "heard"), [(None, "close"), (b"Bearer another-key", "close"),
-                                              (b"Bearer a-secret-key", "accept")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "heard"), [(None, "close"), (b"Bearer another-key", "close"), (b"Bearer a-secret-key", "accept")]
+)
 async def test_a_websocket_needs_the_key(monkeypatch, there, given, heard):
     async def vllm(scope, receive, send):
         await send({"type": "websocket.accept"})
@@ -181,8 +182,9 @@ async def test_a_websocket_needs_the_key(monkeypatch, there, given, heard):
 
 
 async def test_names_cannot_leave_the_folder(monkeypatch, there):
-    async with httpx.AsyncClient(verify=False, transport=httpx.ASGITransport(guard(monkeypatch, there, key=None)),
-                                 base_url="http://replica") as client:  # fmt: skip
+    async with httpx.AsyncClient(
+        verify=False, transport=httpx.ASGITransport(guard(monkeypatch, there, key=None)), base_url="http://replica"
+    ) as client:
         for names in ("..%2f..%2fx", "../x", "v1/..%2fx", "v1/%2e%2e", ".hidden/x", "v1/a/b", "v1/"):
             answer = await client.put(f"/verbatim/v1/uploads/{names}?offset=0", content=b"x")
             assert answer.status_code != 200 or json.loads(answer.content) == "vllm"
@@ -214,6 +216,7 @@ async def test_our_server_takes_nothing_without_the_key_and_no_part_without_a_le
     with pytest.raises(UsageError, match="uploads of weights need an api key"):
         async with serve_sampler(engine, uploads=there):
             pass
+
     async def parts():
         yield b"x"
 

@@ -25,9 +25,13 @@ def log_inputs(trainer, inference, advantages, **fields):
     """Lists of logprobs, for ratios that have to be exact."""
     data = inputs([1.0] * len(trainer), [1.0] * len(trainer), advantages, **fields)
     return LossInputs(
-        torch.tensor(trainer, dtype=torch.float64, requires_grad=True), torch.tensor(inference, dtype=torch.float64),
-        data.teacher_logprobs, data.advantages, data.loss_mask, data.chunk_ids,
-    )  # fmt: skip
+        torch.tensor(trainer, dtype=torch.float64, requires_grad=True),
+        torch.tensor(inference, dtype=torch.float64),
+        data.teacher_logprobs,
+        data.advantages,
+        data.loss_mask,
+        data.chunk_ids,
+    )
 
 
 def loss_and_gradient(function, data, **knobs):

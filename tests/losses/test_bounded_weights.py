@@ -32,9 +32,16 @@ def test_cispo_has_a_lower_bound_if_asked():
     assert found[1] == pytest.approx([-0.6], abs=1e-12)
 
 
-@pytest.mark.parametrize(("trainer", "inference", "advantage", "weight"), [
-    (0.3, 0.2, 2.0, 1.5), (0.6, 0.2, -1.0, 2.0), (0.6, 0.2, 1.0, 2.0), (0.1, 0.8, 1.0, 0.125), (0.6, 0.2, 0.0, 0.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("trainer", "inference", "advantage", "weight"),
+    [
+        (0.3, 0.2, 2.0, 1.5),
+        (0.6, 0.2, -1.0, 2.0),
+        (0.6, 0.2, 1.0, 2.0),
+        (0.1, 0.8, 1.0, 0.125),
+        (0.6, 0.2, 0.0, 0.0),
+    ],
+)
 def test_tis_weighs_the_log_likelihood(trainer, inference, advantage, weight):
     found = loss_and_gradient(tis_loss, inputs([trainer], [inference], [advantage]))
     slope = -weight * advantage
@@ -65,9 +72,14 @@ def test_metrics_count_what_is_cut_and_mask_nothing():
     assert cispo["importance_ratio_max"] == pytest.approx(8.0, abs=1e-12)
 
 
-@pytest.mark.parametrize(("loss", "knob", "value"), [
-    (cispo_loss, "eps_low", 1.1), (cispo_loss, "eps_high", -1.0), (tis_loss, "cap", 0.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("loss", "knob", "value"),
+    [
+        (cispo_loss, "eps_low", 1.1),
+        (cispo_loss, "eps_high", -1.0),
+        (tis_loss, "cap", 0.0),
+    ],
+)
 def test_bounds_that_cannot_be_are_refused(loss, knob, value):
     with pytest.raises(ComponentError, match=rf"trainer\.loss\.{knob}: found {value}"):
         loss(inputs([0.5], [0.5], [1.0]), **{knob: value})

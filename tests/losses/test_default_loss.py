@@ -174,8 +174,11 @@ def test_a_ratio_of_exactly_delta_still_has_its_gradient():
     # l - m = ln 8 to the last bit: the clamp is not passed, so both value and slope are -8 A.
     data = LossInputs(
         torch.tensor([math.log(8.0)], dtype=torch.float64, requires_grad=True),
-        torch.zeros(1, dtype=torch.float64), None, torch.tensor([-1.0], dtype=torch.float64), torch.tensor([True]),
-    )  # fmt: skip
+        torch.zeros(1, dtype=torch.float64),
+        None,
+        torch.tensor([-1.0], dtype=torch.float64),
+        torch.tensor([True]),
+    )
     loss, gradient = value_and_gradient(data, kl_tau=0.0)
     assert (loss, gradient) == (pytest.approx(8.0, abs=1e-12), pytest.approx([8.0], abs=1e-12))
 

@@ -149,9 +149,13 @@ def gradient_of(trajectory, loss, toy, log_pi_CV):
     ids = sample.token_ids[places]
     leaf = torch.tensor(log_pi_CV[contexts, ids], requires_grad=True)
     inputs = LossInputs(
-        leaf, torch.tensor(sample.logprobs[places]).double(), None, torch.tensor(sample.advantages[places]).double(),
-        torch.ones(len(places), dtype=torch.bool), torch.tensor(sample.chunk_ids[places]),
-    )  # fmt: skip
+        leaf,
+        torch.tensor(sample.logprobs[places]).double(),
+        None,
+        torch.tensor(sample.advantages[places]).double(),
+        torch.ones(len(places), dtype=torch.bool),
+        torch.tensor(sample.chunk_ids[places]),
+    )
     (slopes,) = torch.autograd.grad(loss(inputs).loss, leaf)
     gradient = np.zeros(log_pi_CV.shape)
     for context, token, slope in zip(contexts, ids, slopes.tolist(), strict=True):
@@ -165,10 +169,12 @@ def gradient_of(trajectory, loss, toy, log_pi_CV):
 def test_the_mean_of_sampled_groups_is_the_enumerated_one(name):
     toy = longer_turns()
     log_pi_CV = toy.theta.detach().log_softmax(-1).numpy()
-    found = np.array([
-        np.mean([gradient_of(t, STALE[name], toy, log_pi_CV) for t in group.trajectories], axis=0)
-        for group in sampled_groups()
-    ])  # fmt: skip
+    found = np.array(
+        [
+            np.mean([gradient_of(t, STALE[name], toy, log_pi_CV) for t in group.trajectories], axis=0)
+            for group in sampled_groups()
+        ]
+    )
     error = found.std(axis=0, ddof=1) / len(found) ** 0.5
     away = np.abs(found.mean(axis=0) - off_policy(name).numpy())
     assert (away <= 4 * error).all()

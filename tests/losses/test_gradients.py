@@ -69,9 +69,15 @@ def sft_formula(now, then, m, a, t, chunks):
 
 
 FORMULAS = {
-    "default": default_formula, "ppo": ppo_formula, "gspo": gspo_formula, "cispo": cispo_formula, "tis": tis_formula,
-    "ipa": ipa_formula, "opd": opd_formula, "sft": sft_formula,
-}  # fmt: skip
+    "default": default_formula,
+    "ppo": ppo_formula,
+    "gspo": gspo_formula,
+    "cispo": cispo_formula,
+    "tis": tis_formula,
+    "ipa": ipa_formula,
+    "opd": opd_formula,
+    "sft": sft_formula,
+}
 
 
 def some_tokens(seed):
@@ -120,9 +126,17 @@ def of_one_token(log_ratio, advantage, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("log_ratio", "advantage"), [
-    (1000.0, 1.0), (1000.0, 0.0), (-1000.0, 1.0), (-1000.0, 0.0), (-1000.0, -1.0), (0.0, -1.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("log_ratio", "advantage"),
+    [
+        (1000.0, 1.0),
+        (1000.0, 0.0),
+        (-1000.0, 1.0),
+        (-1000.0, 0.0),
+        (-1000.0, -1.0),
+        (0.0, -1.0),
+    ],
+)
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_ratio_that_overflows_leaves_the_gradient_finite(name, log_ratio, advantage, dtype):
     data = of_one_token(log_ratio, advantage, dtype)

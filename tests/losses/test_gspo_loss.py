@@ -60,10 +60,17 @@ def test_tokens_outside_the_mask_are_in_no_mean():
 
 def test_metrics_are_the_trajectorys():
     metrics = metrics_of(gspo_loss, inputs([0.4, 0.1], [0.1, 0.1], [1.0, -1.0]))
-    assert metrics == pytest.approx({
-        "sequence_ratio_mean": 2.0, "sequence_ratio_min": 2.0, "sequence_ratio_max": 2.0, "clipped_low": 0.0,
-        "clipped_high": 0.5, "masked_by_loss": 0,
-    }, abs=1e-12)  # fmt: skip
+    assert metrics == pytest.approx(
+        {
+            "sequence_ratio_mean": 2.0,
+            "sequence_ratio_min": 2.0,
+            "sequence_ratio_max": 2.0,
+            "clipped_low": 0.0,
+            "clipped_high": 0.5,
+            "masked_by_loss": 0,
+        },
+        abs=1e-12,
+    )
     assert metrics_of(gspo_loss, inputs([0.4, 0.1], [0.1, 0.1], [1.0, 0.0]))["masked_by_loss"] == 1
     assert metrics_of(gspo_loss, inputs([0.4, 0.1], [0.1, 0.1], [1.0, 1.0]))["masked_by_loss"] == 2
 

@@ -47,9 +47,10 @@ def one_turn_at_a_time(folder, batch, loss):
     oracle, total = reference.model_in(folder), 0.0
     for trajectory in batch:
         turns = [
-            (k, turn) for k, turn in enumerate(trajectory.turns)
+            (k, turn)
+            for k, turn in enumerate(trajectory.turns)
             if len(turn.completion_ids) and (turn.logprobs is not None or not loss.needs_inference_logprobs)
-        ]  # fmt: skip
+        ]
         if not turns:
             continue
         trainer = torch.cat([reference.logprobs_of(oracle, turn) for _, turn in turns])
@@ -59,14 +60,19 @@ def one_turn_at_a_time(folder, batch, loss):
             [missing[: len(t.completion_ids)] if t.logprobs is None else t.logprobs for _, t in turns]
         )
         advantages = [(trajectory.advantage or 0.0) if t.advantage is None else t.advantage for _, t in turns]
-        total = total + loss(LossInputs(
-            trainer_logprobs=trainer,
-            inference_logprobs=torch.tensor(inference).double(),
-            teacher_logprobs=torch.tensor(teacher_of(inference)).double(),
-            advantages=torch.tensor(advantages).double().repeat_interleave(counts),
-            loss_mask=torch.ones(len(trainer), dtype=torch.bool),
-            chunk_ids=torch.tensor([k for k, _ in turns]).repeat_interleave(counts),
-        )).loss  # fmt: skip
+        total = (
+            total
+            + loss(
+                LossInputs(
+                    trainer_logprobs=trainer,
+                    inference_logprobs=torch.tensor(inference).double(),
+                    teacher_logprobs=torch.tensor(teacher_of(inference)).double(),
+                    advantages=torch.tensor(advantages).double().repeat_interleave(counts),
+                    loss_mask=torch.ones(len(trainer), dtype=torch.bool),
+                    chunk_ids=torch.tensor([k for k, _ in turns]).repeat_interleave(counts),
+                )
+            ).loss
+        )
     return oracle, total
 
 
@@ -106,8 +112,9 @@ def check(model, loss, seed, layouts, spoil=lambda sample: sample):
     for strategy, packing in layouts:
         samples = [spoil(sample) for sample in samples_of(batch, strategy, loss)]
         assert spoil(samples[0]) is not samples[0] or units(loss, samples) == denominator
-        found, total, _ = gradients(model, samples, loss=loss, packing=packing, micro_batch_tokens=LIMITS[seed],
-                                    denominator=denominator)  # fmt: skip
+        found, total, _ = gradients(
+            model, samples, loss=loss, packing=packing, micro_batch_tokens=LIMITS[seed], denominator=denominator
+        )
         assert largest_difference(found, expected) < 1e-12, (strategy, packing)
         assert total == pytest.approx(expected_loss.item(), rel=1e-12, abs=1e-12)
 

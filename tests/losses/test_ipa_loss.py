@@ -82,12 +82,20 @@ def test_a_chunk_need_not_stand_together():
 
 def test_metrics_are_of_chunks_and_tokens():
     # Chunk 0: w = 1/4, 1, rho 1/2. Chunk 1: rho 3, dropped. Chunk 2: rho 1.5, bad, cut. Chunk 3: rho 1.5, good.
-    data = inputs([0.1, 0.1, 0.3, 0.3, 0.3], [0.4, 0.1, 0.1, 0.2, 0.2], [-1.0, -1.0, -1.0, -1.0, 1.0],
-                  chunks=[0, 0, 1, 2, 3])  # fmt: skip
-    assert metrics_of(ipa_loss, data) == pytest.approx({
-        "chunk_ratio_mean": 6.5 / 4, "chunk_ratio_min": 0.5, "chunk_ratio_max": 3.0, "chunks_dropped": 0.25,
-        "clipped_high": 0.2, "masked_by_loss": 1,
-    }, abs=1e-12)  # fmt: skip
+    data = inputs(
+        [0.1, 0.1, 0.3, 0.3, 0.3], [0.4, 0.1, 0.1, 0.2, 0.2], [-1.0, -1.0, -1.0, -1.0, 1.0], chunks=[0, 0, 1, 2, 3]
+    )
+    assert metrics_of(ipa_loss, data) == pytest.approx(
+        {
+            "chunk_ratio_mean": 6.5 / 4,
+            "chunk_ratio_min": 0.5,
+            "chunk_ratio_max": 3.0,
+            "chunks_dropped": 0.25,
+            "clipped_high": 0.2,
+            "masked_by_loss": 1,
+        },
+        abs=1e-12,
+    )
 
 
 def test_the_example_of_its_docstring():

@@ -41,9 +41,15 @@ def test_the_dual_clip_bounds_bad_tokens_only(trainer, advantage, loss, slope):
     assert found == (pytest.approx(loss, abs=1e-12), pytest.approx([slope], abs=1e-12))
 
 
-@pytest.mark.parametrize(("log_ratio", "advantage", "slope"), [
-    (math.log1p(0.28), 1.0, -1.28), (math.log(3.0), -1.0, 3.0), (0.0, 1.0, -1.0), (0.0, -1.0, 1.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("log_ratio", "advantage", "slope"),
+    [
+        (math.log1p(0.28), 1.0, -1.28),
+        (math.log(3.0), -1.0, 3.0),
+        (0.0, 1.0, -1.0),
+        (0.0, -1.0, 1.0),
+    ],
+)
 def test_at_a_bound_the_gradient_is_that_of_the_unclipped_ratio(log_ratio, advantage, slope):
     data = log_inputs([log_ratio], [0.0], [advantage])
     assert loss_and_gradient(ppo_loss, data, dual_clip=3.0)[1] == pytest.approx([slope], abs=1e-12)
@@ -67,11 +73,16 @@ def test_metrics_count_the_clipped_tokens():
     assert metrics_of(ppo_loss, data, dual_clip=1.5)["clipped_high"] == 0.5
 
 
-@pytest.mark.parametrize(("knob", "value", "expected"), [
-    ("eps_low", -0.1, "greater than or equal to 0"), ("eps_low", 1.5, "less than or equal to 1"),
-    ("eps_high", -0.1, "greater than or equal to 0"), ("dual_clip", 1.0, "greater than 1"),
-    ("eps_high", math.nan, "a finite number"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("knob", "value", "expected"),
+    [
+        ("eps_low", -0.1, "greater than or equal to 0"),
+        ("eps_low", 1.5, "less than or equal to 1"),
+        ("eps_high", -0.1, "greater than or equal to 0"),
+        ("dual_clip", 1.0, "greater than 1"),
+        ("eps_high", math.nan, "a finite number"),
+    ],
+)
 def test_bounds_that_cannot_be_are_refused(knob, value, expected):
     with pytest.raises(ComponentError, match=rf"trainer\.loss\.{knob}: found .*, expected {expected}"):
         ppo_loss(inputs([0.5], [0.5], [1.0]), **{knob: value})

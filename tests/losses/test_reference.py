@@ -55,8 +55,11 @@ def test_k3_goes_on_along_its_tangent_where_a_token_was_given_up():
 
 def test_a_loss_stays_finite_where_a_token_was_given_up():
     data = with_reference(inputs([1e-100], [1e-100], [0.0]), [math.log(0.5)])
-    data = replace(data, trainer_logprobs=data.trainer_logprobs.detach().float().requires_grad_(),
-                   inference_logprobs=data.inference_logprobs.float())  # fmt: skip
+    data = replace(
+        data,
+        trainer_logprobs=data.trainer_logprobs.detach().float().requires_grad_(),
+        inference_logprobs=data.inference_logprobs.float(),
+    )
     (term,) = reference_term(data, kl_ref_tau=1e-3, kl_ref="k3").terms
     (grad,) = torch.autograd.grad(term, data.trainer_logprobs)
     assert term.isfinite() and grad.isfinite() and grad.item() < 0  # down the gradient, its probability rises
@@ -83,10 +86,12 @@ def mean_gradient(kind, logits, reference):
     logprobs, total = logits.log_softmax(0), 0.0
     for token, probability in enumerate(logprobs.exp().tolist()):
         data = LossInputs(
-            logprobs[token : token + 1], logprobs.detach()[token : token + 1],
-            advantages=torch.zeros(1, dtype=torch.float64), loss_mask=torch.tensor([True]),
+            logprobs[token : token + 1],
+            logprobs.detach()[token : token + 1],
+            advantages=torch.zeros(1, dtype=torch.float64),
+            loss_mask=torch.tensor([True]),
             logprob_streams={"reference": reference.log()[token : token + 1]},
-        )  # fmt: skip
+        )
         term = reference_term(data, kl_ref_tau=1.0, kl_ref=kind)
         if kind == "k1":
             total = total + probability * (term.penalty * logprobs[token : token + 1]).sum()

@@ -23,11 +23,13 @@ WRONG = {
     "constant": (lambda inputs: LossOutputs(loss=torch.zeros(())), "requires_grad False"),
     "no metrics": (lambda inputs: LossOutputs(loss=total(inputs), metrics=None), "returned the metrics None"),
     "a vector as metric": (
-        lambda inputs: LossOutputs(loss=total(inputs), metrics={"x": inputs.advantages}), r"metric 'x' .* shape \(6,\)",
+        lambda inputs: LossOutputs(loss=total(inputs), metrics={"x": inputs.advantages}),
+        r"metric 'x' .* shape \(6,\)",
     ),
     "a text as metric": (lambda inputs: LossOutputs(loss=total(inputs), metrics={"x": "1"}), "metric 'x' .* is '1'"),
     "something of another graph": (
-        lambda inputs: LossOutputs(loss=torch.ones((), requires_grad=True) * 2), "does not depend on inputs.trainer",
+        lambda inputs: LossOutputs(loss=torch.ones((), requires_grad=True) * 2),
+        "does not depend on inputs.trainer",
     ),
     "an exception": (lambda inputs: inputs.old_logprobs, "tried on a trajectory of 6 tokens.*raised AttributeError"),
 }

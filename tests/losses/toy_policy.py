@@ -69,18 +69,28 @@ class Toy:
         """The record of one episode; a turn's state is the last token before it, and its place."""
         turns, start = [], 0
         for end, reward in zip(self.ends, self.rewards_of(path), strict=True):
-            turns.append(Turn(
-                prompt_ids=[PROMPT, *path[:start]], completion_ids=path[start:end], logprobs=logprobs[start:end],
-                reward=reward, state_key=f"{start}: {path[start - 1] if start else None}",
-            ))  # fmt: skip
+            turns.append(
+                Turn(
+                    prompt_ids=[PROMPT, *path[:start]],
+                    completion_ids=path[start:end],
+                    logprobs=logprobs[start:end],
+                    reward=reward,
+                    state_key=f"{start}: {path[start - 1] if start else None}",
+                )
+            )
             start = end
-        return Trajectory(example_id="toy", turns=turns, reward=sum(self.rewards_of(path)),
-                          info={TURN_REWARDS_SUM: True}, **fields)  # fmt: skip
+        return Trajectory(
+            example_id="toy", turns=turns, reward=sum(self.rewards_of(path)), info={TURN_REWARDS_SUM: True}, **fields
+        )
 
     def expected_gradient(
-        self, loss: Loss, advantage: Callable[[AdvantageInputs], AdvantageOutputs], theta_mu: Tensor,
-        *, by_reward: bool = False,
-    ) -> Tensor:  # fmt: skip
+        self,
+        loss: Loss,
+        advantage: Callable[[AdvantageInputs], AdvantageOutputs],
+        theta_mu: Tensor,
+        *,
+        by_reward: bool = False,
+    ) -> Tensor:
         """The mean over all groups of two of the loss' gradient, times the tokens of a trajectory: [C, V].
 
         Args:
@@ -114,10 +124,16 @@ class Toy:
         chunks_T = torch.tensor(self.turn_of)
         rows = [slice(None)] if loss.level == "token" else [slice(p, p + 1) for p in range(len(trainer_PT))]
         total = sum(
-            loss(LossInputs(
-                trainer_PT[at].flatten(), inference_PT[at].flatten(), None, advantages_PT[at].flatten(),
-                torch.ones_like(trainer_PT[at].flatten(), dtype=torch.bool),
-                chunks_T.repeat(len(trainer_PT[at])),
-            )).loss for at in rows
-        )  # fmt: skip
+            loss(
+                LossInputs(
+                    trainer_PT[at].flatten(),
+                    inference_PT[at].flatten(),
+                    None,
+                    advantages_PT[at].flatten(),
+                    torch.ones_like(trainer_PT[at].flatten(), dtype=torch.bool),
+                    chunks_T.repeat(len(trainer_PT[at])),
+                )
+            ).loss
+            for at in rows
+        )
         return torch.autograd.grad(total, trainer_PT)[0]

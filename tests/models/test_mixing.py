@@ -15,13 +15,16 @@ from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model
 
 
-@pytest.mark.parametrize(("name", "what"), [
-    ("mamba", "MambaForCausalLM mixes tokens by linear_attention layers"),
-    ("bamba", "BambaForCausalLM mixes tokens by linear_attention layers"),
-    ("lfm2", "Lfm2ForCausalLM mixes tokens by conv layers"),
-    ("qwen3_next", "Qwen3NextForCausalLM mixes tokens by linear_attention layers"),
-    ("bloom", "BloomForCausalLM mixes tokens by attention that cannot be replaced"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("mamba", "MambaForCausalLM mixes tokens by linear_attention layers"),
+        ("bamba", "BambaForCausalLM mixes tokens by linear_attention layers"),
+        ("lfm2", "Lfm2ForCausalLM mixes tokens by conv layers"),
+        ("qwen3_next", "Qwen3NextForCausalLM mixes tokens by linear_attention layers"),
+        ("bloom", "BloomForCausalLM mixes tokens by attention that cannot be replaced"),
+    ],
+)
 def test_what_plans_cannot_describe_is_refused_by_name_or_kept_as_it_is(name, what, tmp_path, caplog):
     write_other(name, tmp_path)
     with pytest.raises(ModelError, match=what) as refused:
@@ -53,9 +56,9 @@ def counts_by_itself(monkeypatch):
     """Positions that go on where a row begins."""
     forward = GPT2Model.forward
 
-
-    def counted(self, input_ids, past_key_values=None, attention_mask=None, token_type_ids=None, position_ids=None,
-                **inputs):  # fmt: skip
+    def counted(
+        self, input_ids, past_key_values=None, attention_mask=None, token_type_ids=None, position_ids=None, **inputs
+    ):
         return forward(self, input_ids, past_key_values, attention_mask, token_type_ids, **inputs)
 
     monkeypatch.setattr(GPT2Model, "forward", counted)

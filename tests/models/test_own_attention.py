@@ -56,11 +56,14 @@ def test_such_a_model_is_trained_with_its_own_attention(name, folder):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "setting"), [
-    ("bert-generation", "is_decoder = False"),
-    ("gemma3_text use_bidirectional_attention", "use_bidirectional_attention = True"),
-    ("doge", "keep_window_size = 16"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        ("bert-generation", "is_decoder = False"),
+        ("gemma3_text use_bidirectional_attention", "use_bidirectional_attention = True"),
+        ("doge", "keep_window_size = 16"),
+    ],
+)
 @pytest.mark.parametrize("only_attention", [True, False])
 def test_a_model_that_looks_ahead_is_refused_everywhere(name, setting, only_attention, folder):
     """The last one chooses its keys among all of them."""
@@ -69,8 +72,18 @@ def test_a_model_that_looks_ahead_is_refused_everywhere(name, setting, only_atte
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mistral sliding_window", "qwen3 use_sliding_window", "qwen3 mixed layer_types",
-                                  "gemma3_text", "deepseek_v3", "olmo3", "bert-generation is_decoder"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mistral sliding_window",
+        "qwen3 use_sliding_window",
+        "qwen3 mixed layer_types",
+        "gemma3_text",
+        "deepseek_v3",
+        "olmo3",
+        "bert-generation is_decoder",
+    ],
+)
 def test_windows_that_layers_pass_on_are_plans(name, folder):
     if name.endswith("is_decoder"):
         path = folder("bert-generation")

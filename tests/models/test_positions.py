@@ -13,12 +13,18 @@ from verbatim.models.loading import load_model
 from verbatim.models.positions import fixed_length, refuse_moving_positions
 
 ROPES = {
-    "longrope": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 24,
-                 "short_factor": [1.0] * 8, "long_factor": [3.0] * 8},
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 24,
+        "short_factor": [1.0] * 8,
+        "long_factor": [3.0] * 8,
+    },
     "dynamic": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
     "yarn": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16},
     "default": {"rope_type": "default", "rope_theta": 1e4},
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -26,9 +32,15 @@ def model(tmp_path):
     def make(rope, max_position_embeddings=96):
         torch.manual_seed(0)
         config = LlamaConfig(
-            vocab_size=61, hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-            max_position_embeddings=max_position_embeddings, rope_parameters=ROPES[rope], initializer_range=0.15,
-        )  # fmt: skip
+            vocab_size=61,
+            hidden_size=64,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=max_position_embeddings,
+            rope_parameters=ROPES[rope],
+            initializer_range=0.15,
+        )
         LlamaForCausalLM(config).save_pretrained(tmp_path)
         return CausalLM(load_model(tmp_path))
 

@@ -14,8 +14,17 @@ from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model, load_tokenizer
 from verbatim.models.refusal import refusing
 
-SMALL = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}  # fmt: skip
+SMALL = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 ENCODER = {name: value for name, value in SMALL.items() if name != "num_key_value_heads"} | {"is_decoder": True}
 OTHERS = {
     "electra": ENCODER | {"embedding_size": 16},
@@ -54,9 +63,15 @@ def test_weights_that_are_cut_off_are_refused(left, tmp_path):
         load_model(tmp_path)
 
 
-@pytest.mark.parametrize("config", [
-    "{", "[]", '{"model_type": 3}', '{"model_type": "llama", "num_attention_heads": 0}',
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "config",
+    [
+        "{",
+        "[]",
+        '{"model_type": 3}',
+        '{"model_type": "llama", "num_attention_heads": 0}',
+    ],
+)
 def test_a_configuration_that_cannot_be_one_is_refused(config, tmp_path):
     write_other("llama", tmp_path)
     (tmp_path / "config.json").write_text(config)
@@ -72,9 +87,15 @@ def test_a_tokenizer_file_that_is_damaged_is_refused(text, tmp_path):
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("error", [
-    MemoryError(), torch.OutOfMemoryError("full"), KeyboardInterrupt(), ModelError("no"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("full"),
+        KeyboardInterrupt(),
+        ModelError("no"),
+    ],
+)
 def test_what_is_not_the_models_fault_stays_what_it_is(error):
     with pytest.raises(type(error)) as raised, refusing("X"):
         raise error
@@ -97,11 +118,14 @@ def test_a_small_copy_that_there_is_no_memory_for_is_not_the_models_fault(where,
         tiny.tiny_copy(model)
 
 
-@pytest.mark.parametrize(("error", "message"), [
-    (ZeroDivisionError("division by zero"), "X: ZeroDivisionError: division by zero"),
-    (OSError("no file"), "X: no file"),
-    (AssertionError(), "X: AssertionError: without a word"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ZeroDivisionError("division by zero"), "X: ZeroDivisionError: division by zero"),
+        (OSError("no file"), "X: no file"),
+        (AssertionError(), "X: AssertionError: without a word"),
+    ],
+)
 def test_a_refusal_says_what_was_raised(error, message):
     with pytest.raises(ModelError) as raised, refusing("X"):
         raise error

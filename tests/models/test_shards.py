@@ -14,9 +14,14 @@ from verbatim.models import shards
 
 def test_of_a_model_on_the_hub_only_the_weights_that_transformers_loads_are_fetched(tmp_path, monkeypatch):
     listed = [
-        "config.json", "consolidated.safetensors", "metal/model.bin", "model-00001-of-00002.safetensors",
-        "model-00002-of-00002.safetensors", "model.safetensors.index.json", "original/model.safetensors",
-    ]  # fmt: skip
+        "config.json",
+        "consolidated.safetensors",
+        "metal/model.bin",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "original/model.safetensors",
+    ]
     folder, asked = write_other("llama", tmp_path), []
 
     def download(name: str, **patterns: Any) -> str:

@@ -131,11 +131,14 @@ def test_offline_the_hub_is_not_asked(hub, monkeypatch):
 
 
 @pytest.mark.realtime
-@pytest.mark.parametrize(("status", "code", "message"), [
-    (404, "RepoNotFound", "has no such model for us; check the id"),
-    (403, "GatedRepo", "only to those who were let in"),
-    (404, "EntryNotFound", "has no config.json"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("status", "code", "message"),
+    [
+        (404, "RepoNotFound", "has no such model for us; check the id"),
+        (403, "GatedRepo", "only to those who were let in"),
+        (404, "EntryNotFound", "has no config.json"),
+    ],
+)
 def test_what_the_hub_refuses_is_said(status, code, message, hub):
     hub.answer, hub.seen = (status, {"X-Error-Code": code}), []
     with pytest.raises(ModelError, match=message):
@@ -170,8 +173,12 @@ def test_a_first_try_that_is_lost_is_made_again(hub, monkeypatch):
 
 @pytest.mark.realtime
 def test_a_model_is_loaded_from_the_hub_and_without_it_from_the_cache(hub, tmp_path, monkeypatch, caplog):
-    build_model(tmp_path / "published", BuildConfig(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1),
-                ["some text to learn a vocabulary from " * 5], seed=0)  # fmt: skip
+    build_model(
+        tmp_path / "published",
+        BuildConfig(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1),
+        ["some text to learn a vocabulary from " * 5],
+        seed=0,
+    )
     hub.answer = tmp_path / "published"
     expected = load_model(tmp_path / "published").state_dict()
     for _ in range(2):
@@ -187,11 +194,14 @@ def test_a_model_is_loaded_from_the_hub_and_without_it_from_the_cache(hub, tmp_p
 
 
 @pytest.mark.realtime
-@pytest.mark.parametrize(("name", "message"), [
-    ("./nowhere", "there is no model folder './nowhere'"),
-    ("/nowhere/at/all", "there is no model folder"),
-    ("a b", "taken for a hub id, which it cannot be"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("./nowhere", "there is no model folder './nowhere'"),
+        ("/nowhere/at/all", "there is no model folder"),
+        ("a b", "taken for a hub id, which it cannot be"),
+    ],
+)
 def test_a_name_that_can_be_no_model_is_refused_without_asking(name, message, no_hub, asked, slept, caplog):
     caplog.set_level(logging.ERROR)
     with pytest.raises(ModelError, match=message):
@@ -204,12 +214,15 @@ def test_a_folder_without_a_configuration_is_refused(tmp_path):
         find_source(tmp_path)
 
 
-@pytest.mark.parametrize(("device", "message"), [
-    ("gpu", "there is no device 'gpu'"),
-    ("meta", "device 'meta' cannot be used here"),
-    ("mps", "device 'mps' cannot be used here"),
-    ("cuda:99", "a build without CUDA|torch sees"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("gpu", "there is no device 'gpu'"),
+        ("meta", "device 'meta' cannot be used here"),
+        ("mps", "device 'mps' cannot be used here"),
+        ("cuda:99", "a build without CUDA|torch sees"),
+    ],
+)
 def test_a_device_that_is_not_there_is_refused_before_a_model_is_looked_for(device, message):
     with pytest.raises(ModelError, match=message):
         resolve_device(device)

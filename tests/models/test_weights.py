@@ -24,15 +24,29 @@ from verbatim.models.loading import load_model, load_weights, save_model
 from verbatim.models.round_trip import check_round_trip
 
 SMALL = {
-    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
 SHARED = SMALL | {"num_key_value_heads": 2, "num_experts_per_tok": 2}
 LATENT = SHARED | {
-    "num_key_value_heads": 4, "n_routed_experts": 4, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1,
-    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
     "first_k_dense_replace": 1,
-}  # fmt: skip
+}
 EXPERTS = "model.layers.1.block_sparse_moe.experts"
 
 
@@ -43,8 +57,15 @@ def config(name):
         case "deepseek_v3":
             return DeepseekV3Config(**LATENT)
         case "glm4_moe":
-            return Glm4MoeConfig(**SHARED, head_dim=8, n_routed_experts=4, moe_intermediate_size=16, n_group=1,
-                                 topk_group=1, first_k_dense_replace=1)  # fmt: skip
+            return Glm4MoeConfig(
+                **SHARED,
+                head_dim=8,
+                n_routed_experts=4,
+                moe_intermediate_size=16,
+                n_group=1,
+                topk_group=1,
+                first_k_dense_replace=1,
+            )
         case "gpt_neox":
             return GPTNeoXConfig(**SMALL)
         case "granitemoe":
@@ -88,10 +109,24 @@ def assert_same(ours, theirs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [
-    "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_neox", "granitemoe", "llama", "llama_tied", "minimax_m2", "mixtral",
-    "mixtral_of_12", "olmoe", "qwen2_moe", "qwen3_moe",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "deepseek_v2",
+        "deepseek_v3",
+        "glm4_moe",
+        "gpt_neox",
+        "granitemoe",
+        "llama",
+        "llama_tied",
+        "minimax_m2",
+        "mixtral",
+        "mixtral_of_12",
+        "olmoe",
+        "qwen2_moe",
+        "qwen3_moe",
+    ],
+)
 def test_a_saved_folder_loads_into_another_model_bit_for_bit(name, tmp_path):
     trained, sampled = made(name, seed=0), made(name, seed=1)
     save_model(trained, None, tmp_path / "step_1")
@@ -131,17 +166,26 @@ def renumber(saved):
     return {name.replace(f"{EXPERTS}.3.", f"{EXPERTS}.4."): value for name, value in saved.items()}
 
 
-@pytest.mark.parametrize(("fault", "message"), [
-    (lambda saved: {k: v for k, v in saved.items() if f"{EXPERTS}.3." not in k}, r"other shape \['model.layers.1.mlp"),
-    (lambda saved: {k: v for k, v in saved.items() if f"{EXPERTS}.1.w1" not in k}, r"numbers them \[0, 2, 3\]"),
-    (renumber, r"stacked from tensors 0 to 3; the folder numbers them \[0, 1, 2, 4\]"),
-    (lambda saved: {k: v for k, v in saved.items() if ".w3." not in k}, "layers.0.mlp.experts.gate_up_proj do not"),
-    (lambda saved: {k: v for k, v in saved.items() if EXPERTS not in k}, r"missing \['model.layers.1.mlp.experts"),
-    (lambda saved: saved | {f"{EXPERTS}.0.w9.weight": torch.ones(1)}, rf"unknown \['{EXPERTS}.0.w9.weight'\]"),
-    (lambda saved: saved | {f"{EXPERTS}.2.w2.weight": torch.ones(3)}, r"layers.1.mlp.experts.down_proj do not"),
-    (lambda saved: saved | {f"{EXPERTS}.4.w2.weight": torch.ones(32, 48)}, r"other shape \['model.layers.1.mlp"),
-    (lambda saved: saved | {"layers.0.input_layernorm.weight": torch.ones(32)}, "are both the model's model.layers.0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (
+            lambda saved: {k: v for k, v in saved.items() if f"{EXPERTS}.3." not in k},
+            r"other shape \['model.layers.1.mlp",
+        ),
+        (lambda saved: {k: v for k, v in saved.items() if f"{EXPERTS}.1.w1" not in k}, r"numbers them \[0, 2, 3\]"),
+        (renumber, r"stacked from tensors 0 to 3; the folder numbers them \[0, 1, 2, 4\]"),
+        (lambda saved: {k: v for k, v in saved.items() if ".w3." not in k}, "layers.0.mlp.experts.gate_up_proj do not"),
+        (lambda saved: {k: v for k, v in saved.items() if EXPERTS not in k}, r"missing \['model.layers.1.mlp.experts"),
+        (lambda saved: saved | {f"{EXPERTS}.0.w9.weight": torch.ones(1)}, rf"unknown \['{EXPERTS}.0.w9.weight'\]"),
+        (lambda saved: saved | {f"{EXPERTS}.2.w2.weight": torch.ones(3)}, r"layers.1.mlp.experts.down_proj do not"),
+        (lambda saved: saved | {f"{EXPERTS}.4.w2.weight": torch.ones(32, 48)}, r"other shape \['model.layers.1.mlp"),
+        (
+            lambda saved: saved | {"layers.0.input_layernorm.weight": torch.ones(32)},
+            "are both the model's model.layers.0",
+        ),
+    ],
+)
 def test_experts_that_do_not_fit_are_refused_and_the_model_is_unchanged(fault, message, tmp_path):
     save_model(made("mixtral", seed=0), None, tmp_path)
     file = tmp_path / "model.safetensors"

@@ -214,8 +214,9 @@ def packed_gradient(
 
 
 def _renamed(sample: TrainingSample, number: int) -> TrainingSample:
-    return TrainingSample(**{**{name: getattr(sample, name) for name in sample.__dataclass_fields__},
-                             "trajectory_id": str(number)})  # fmt: skip
+    return TrainingSample(
+        **{**{name: getattr(sample, name) for name in sample.__dataclass_fields__}, "trajectory_id": str(number)}
+    )
 
 
 def _backward(model: Any, total: Any) -> dict[str, Tensor]:
@@ -302,12 +303,16 @@ def _judge_sampled(
 async def _generate(sampler: TorchSampler, prompts: list[np.ndarray]) -> list[tuple[np.ndarray, Tensor]]:
     """Of each prompt: prompt and completion, and the recorded logprobs of the latter."""
     params = SamplingParams(max_tokens=24)
-    done = await asyncio.gather(*(
-        sampler.generate(SampleRequest(prompt_ids=prompt, params=params, seed=i, session=str(i)))
-        for i, prompt in enumerate(prompts)
-    ))  # fmt: skip
-    return [(np.concatenate([prompt, c.ids]), torch.from_numpy(c.logprobs.copy()))
-            for prompt, c in zip(prompts, done, strict=True)]  # fmt: skip
+    done = await asyncio.gather(
+        *(
+            sampler.generate(SampleRequest(prompt_ids=prompt, params=params, seed=i, session=str(i)))
+            for i, prompt in enumerate(prompts)
+        )
+    )
+    return [
+        (np.concatenate([prompt, c.ids]), torch.from_numpy(c.logprobs.copy()))
+        for prompt, c in zip(prompts, done, strict=True)
+    ]
 
 
 @torch.no_grad()

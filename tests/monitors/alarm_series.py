@@ -17,9 +17,13 @@ def at(column: Column, index: int) -> float | None:
 
 
 def steps_of(
-    metrics: Mapping[str, Column] | None = None, env: Mapping[str, Column] | None = None, *, count: int | None = None,
-    name: str = "game", errors: Sequence[Mapping[str, int]] | None = None,
-) -> list[StepFigures]:  # fmt: skip
+    metrics: Mapping[str, Column] | None = None,
+    env: Mapping[str, Column] | None = None,
+    *,
+    count: int | None = None,
+    name: str = "game",
+    errors: Sequence[Mapping[str, int]] | None = None,
+) -> list[StepFigures]:
     """The steps 1, 2, ...: a column has one value for each, or one for all of them."""
     lists = [c for c in [*(metrics or {}).values(), *(env or {}).values()] if not isinstance(c, int | float)]
     length = count or len(lists[0])
@@ -30,10 +34,14 @@ def steps_of(
         return {key: value for key, value in found.items() if value is not None}
 
     return [
-        StepFigures(step=index + 1, metrics=row(metrics, index), envs={name: row(env, index)} if env else {},
-                    errors={name: dict(errors[index])} if errors else {})
+        StepFigures(
+            step=index + 1,
+            metrics=row(metrics, index),
+            envs={name: row(env, index)} if env else {},
+            errors={name: dict(errors[index])} if errors else {},
+        )
         for index in range(length)
-    ]  # fmt: skip
+    ]
 
 
 def window_of(steps: Sequence[StepFigures], **fields: Any) -> Window:
@@ -41,8 +49,9 @@ def window_of(steps: Sequence[StepFigures], **fields: Any) -> Window:
     return Window(steps=steps[-KEPT_STEPS:], first=steps[:KEPT_FIRST], **fields)
 
 
-def findings(name: str, steps: Sequence[StepFigures], config: Mapping[str, Any] | None = None, **knobs: Any
-             ) -> list[Finding]:  # fmt: skip
+def findings(
+    name: str, steps: Sequence[StepFigures], config: Mapping[str, Any] | None = None, **knobs: Any
+) -> list[Finding]:
     """What an alarm's rule finds after the last step."""
     found = ALARMS[name](**knobs)(window_of(steps, config=nested(config or {})))
     return [found] if isinstance(found, Finding) else list(found or ())

@@ -12,8 +12,9 @@ def fate(name: str, reward: float | None, *, text: str = "hello", reason: str | 
     """Of one trajectory with a turn of three sampled tokens."""
     turn = Turn(prompt_ids=[1, 2], completion_ids=[3, 4, 5])
     messages = ({"role": "user", "content": "go"}, {"role": "assistant", "content": text})
-    trajectory = Trajectory(example_id="x", trajectory_id=name, env="game", reward=reward, turns=(turn,),
-                            messages=messages, **fields)  # type: ignore[arg-type]  # fmt: skip
+    trajectory = Trajectory(
+        example_id="x", trajectory_id=name, env="game", reward=reward, turns=(turn,), messages=messages, **fields
+    )  # type: ignore[arg-type]
     if reason is not None:
         return Fate.of_dropped(trajectory, reason)
     return Fate(trajectory=trajectory, turns=("trained",))

@@ -81,19 +81,31 @@ class HealthyRun:
         tokens = self.tokens * self.grows**done * math.exp(0.05 * self.noise(f"{env}/tokens"))
         calls = self.calls * self.more_calls**done * math.exp(0.05 * self.noise(f"{env}/calls"))
         return {
-            "rollouts": rollouts, "failed": failed, "completed": rollouts - failed,
+            "rollouts": rollouts,
+            "failed": failed,
+            "completed": rollouts - failed,
             "untrained/filter:zero_advantage": round(flat * (rollouts - failed)),
-            "trained": round((1 - flat) * rollouts), "success": success, "full_reward": success,
-            "reward": partial if self.partial else success, "reward_std": spread,
-            "turns": 1 + calls, "tokens_per_turn": tokens, "completion_tokens": tokens * (1 + calls),
+            "trained": round((1 - flat) * rollouts),
+            "success": success,
+            "full_reward": success,
+            "reward": partial if self.partial else success,
+            "reward_std": spread,
+            "turns": 1 + calls,
+            "tokens_per_turn": tokens,
+            "completion_tokens": tokens * (1 + calls),
             "credit/tokens_per_turn": self.credits[env] + 0.15 * self.noise(f"{env}/c1"),
             "repetition": max(0.0, 0.08 + 0.02 * self.noise(f"{env}/repetition")),
             "credit/repetition": 0.2 * self.noise(f"{env}/c2"),
-            "tool/look": calls, "credit/tool/look": self.credits[env] + 0.15 * self.noise(f"{env}/c3"),
-            "offered": rollouts - failed, "called": min(1.0, 0.6 + 0.3 * done + 0.03 * self.noise(f"{env}/called")),
-            "unread": abs(0.03 * self.noise(f"{env}/unread")), "call_like": abs(0.02 * self.noise(f"{env}/like")),
-            "later_turns": round(rollouts * calls), "broken": abs(0.02 * self.noise(f"{env}/breaks")), "rewritten": 0.0,
-        }  # fmt: skip
+            "tool/look": calls,
+            "credit/tool/look": self.credits[env] + 0.15 * self.noise(f"{env}/c3"),
+            "offered": rollouts - failed,
+            "called": min(1.0, 0.6 + 0.3 * done + 0.03 * self.noise(f"{env}/called")),
+            "unread": abs(0.03 * self.noise(f"{env}/unread")),
+            "call_like": abs(0.02 * self.noise(f"{env}/like")),
+            "later_turns": round(rollouts * calls),
+            "broken": abs(0.02 * self.noise(f"{env}/breaks")),
+            "rewritten": 0.0,
+        }
 
     def _metrics(self, step: int, envs: dict[str, dict[str, float]]) -> dict[str, float]:
         total = sum(own["rollouts"] for own in envs.values())
@@ -104,13 +116,19 @@ class HealthyRun:
         spike = 30.0 if self.rng.random() < 0.03 else 1.0  # a single bad batch
         seconds = self.seconds * math.exp(0.2 * self.noise("seconds"))
         return {
-            "rollouts": total, "reward/mean": reward, "success": success, "completion_tokens": tokens / total,
+            "rollouts": total,
+            "reward/mean": reward,
+            "success": success,
+            "completion_tokens": tokens / total,
             **{f"success/{env}": own["success"] for env, own in envs.items()},
             "entropy": 0.3 * max(0.02, 1 - self.success(step)) * math.exp(0.1 * self.noise("entropy")),
-            "mismatch_kl": spike * 0.002 * math.exp(0.8 * self.noise("kl")), "trained_tokens": trained,
+            "mismatch_kl": spike * 0.002 * math.exp(0.8 * self.noise("kl")),
+            "trained_tokens": trained,
             "masked_by_loss": min(trained, spike * 0.003 * trained * math.exp(0.8 * self.noise("masked"))),
-            "staleness/mean": max(0.0, 1.0 + 0.15 * self.noise("age")), "staleness/dropped": 0.0,
-            "time/step": seconds, "seconds": 0.3 * seconds,
+            "staleness/mean": max(0.0, 1.0 + 0.15 * self.noise("age")),
+            "staleness/dropped": 0.0,
+            "time/step": seconds,
+            "seconds": 0.3 * seconds,
             **{name: seconds * min(0.75, share + 0.1 * abs(self.noise(name))) for name, share in self.busy.items()},
             **{f"pool/{env}/normal": max(0.3, 1 - 0.5 * self.progress(step)) for env in envs},
         }
@@ -128,7 +146,8 @@ def alarms_of(run: HealthyRun, watch: AlarmWatch) -> list[str]:
         if figures.step % INTERVAL == 0:
             for env in ENVS:
                 raised += [
-                    alarm.name for alarm in watch.on_eval(figures.step, env, run.evaluation(figures.step))
+                    alarm.name
+                    for alarm in watch.on_eval(figures.step, env, run.evaluation(figures.step))
                     if alarm.state == "raised"
-                ]  # fmt: skip
+                ]
     return raised

@@ -1,6 +1,6 @@
 """Writes down what the alarms keep of every step of a finished run, for `test_alarm_false_ones`.
 
-    python tests/monitors/record_run.py runs/calculator/latest calculator
+python tests/monitors/record_run.py runs/calculator/latest calculator
 """
 
 from __future__ import annotations
@@ -42,12 +42,15 @@ def record(run: Path) -> dict[str, Any]:
     return {
         "config": {name: config[name] for name in ("orchestrator", "trainer")},
         "steps": {
-            "step": steps, "metrics": columns([finite(metrics[step]) for step in steps]), "errors": errors,
+            "step": steps,
+            "metrics": columns([finite(metrics[step]) for step in steps]),
+            "errors": errors,
             "envs": {env: columns([own.get(env, {}) for own in envs]) for env in {e: 0 for own in envs for e in own}},
         },
-        "evaluations": [[line["step"], line["env"], finite(line["metrics"])] for line in lines
-                        if line["kind"] == "eval"],
-    }  # fmt: skip
+        "evaluations": [
+            [line["step"], line["env"], finite(line["metrics"])] for line in lines if line["kind"] == "eval"
+        ],
+    }
 
 
 if __name__ == "__main__":

@@ -66,10 +66,21 @@ def figures_at(columns: dict[str, Any], step: int) -> StepFigures:
     return StepFigures(step=step, metrics=row(columns["metrics"]), envs=envs, errors=columns["errors"][index])
 
 
-@pytest.mark.parametrize("name", [
-    "guess_number_0", "guess_number_1", "guess_number_2", "parcel_desk_1", "smollm2", "calculator", "delegate",
-    "alphabet_sort", "terminal_ipa", "guess_number_opd",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "guess_number_0",
+        "guess_number_1",
+        "guess_number_2",
+        "parcel_desk_1",
+        "smollm2",
+        "calculator",
+        "delegate",
+        "alphabet_sort",
+        "terminal_ipa",
+        "guess_number_opd",
+    ],
+)
 def test_a_recipe_is_quiet(name: str):
     """guess_number (three seeds), the README's environment, SmolLM2 on the calculator, and the other recipes. Two of
     the seeds fall for some steps on the way, and come back."""

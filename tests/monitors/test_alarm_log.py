@@ -13,10 +13,16 @@ from verbatim.monitors import Alarm, AlarmLog, read_alarms
 from verbatim.monitors.alarm_log import is_alarm, standing_alarms
 
 RAISED = Alarm(
-    name="reward_hacking", step=12, state="raised", message="the reward rises, and lengths too", cause="a weak grader",
-    advice="read trajectory a", evidence={"completion_tokens": 512.0, "mismatch_kl": math.inf}, env="game",
+    name="reward_hacking",
+    step=12,
+    state="raised",
+    message="the reward rises, and lengths too",
+    cause="a weak grader",
+    advice="read trajectory a",
+    evidence={"completion_tokens": 512.0, "mismatch_kl": math.inf},
+    env="game",
     trajectory_ids=("a", "b"),
-)  # fmt: skip
+)
 CLEARED = Alarm(name="reward_hacking", step=20, state="cleared", message="lengths fell", cause="", advice="")
 
 
@@ -27,11 +33,16 @@ def test_alarms_are_one_line_each_with_their_fields(tmp_path: Path):
     log.on_alarm(CLEARED)
     log.close()
     assert json.loads(path.read_text().splitlines()[0]) == {
-        "name": "reward_hacking", "step": 12, "state": "raised", "message": "the reward rises, and lengths too",
-        "cause": "a weak grader", "advice": "read trajectory a",
-        "evidence": {"completion_tokens": 512.0, "mismatch_kl": "Infinity"}, "env": "game",
+        "name": "reward_hacking",
+        "step": 12,
+        "state": "raised",
+        "message": "the reward rises, and lengths too",
+        "cause": "a weak grader",
+        "advice": "read trajectory a",
+        "evidence": {"completion_tokens": 512.0, "mismatch_kl": "Infinity"},
+        "env": "game",
         "trajectory_ids": ["a", "b"],
-    }  # fmt: skip
+    }
     assert read_alarms(path) == [RAISED, CLEARED]
 
 
@@ -48,12 +59,19 @@ def test_fields_of_a_later_version_are_left_out(tmp_path: Path):
     assert read_alarms(path) == [CLEARED]
 
 
-@pytest.mark.parametrize("record", [
-    None, 3, [], {}, {"name": "x"},
-    {"name": "x", "step": "3", "state": "raised", "message": "", "cause": "", "advice": ""},
-    {"name": "x", "step": 3, "state": "up", "message": "", "cause": "", "advice": ""},
-    {"name": "x", "step": 3, "state": "raised", "message": "", "cause": "", "advice": "", "evidence": 7},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "record",
+    [
+        None,
+        3,
+        [],
+        {},
+        {"name": "x"},
+        {"name": "x", "step": "3", "state": "raised", "message": "", "cause": "", "advice": ""},
+        {"name": "x", "step": 3, "state": "up", "message": "", "cause": "", "advice": ""},
+        {"name": "x", "step": 3, "state": "raised", "message": "", "cause": "", "advice": "", "evidence": 7},
+    ],
+)
 def test_another_record_is_no_alarm(record: object):
     assert not is_alarm(record)
 
@@ -66,9 +84,17 @@ def test_a_damaged_log_is_named(tmp_path: Path):
 
 
 def test_what_stands_was_raised_and_not_cleared_since():
-    said = [("a", None, "raised"), ("b", "game", "raised"), ("a", None, "cleared"), ("b", "other", "raised"),
-            ("a", None, "raised"), ("b", "other", "cleared")]  # fmt: skip
-    alarms = [Alarm(name=name, step=step, state=state, message="", cause="", advice="", env=env)
-              for step, (name, env, state) in enumerate(said, start=1)]  # fmt: skip
+    said = [
+        ("a", None, "raised"),
+        ("b", "game", "raised"),
+        ("a", None, "cleared"),
+        ("b", "other", "raised"),
+        ("a", None, "raised"),
+        ("b", "other", "cleared"),
+    ]
+    alarms = [
+        Alarm(name=name, step=step, state=state, message="", cause="", advice="", env=env)
+        for step, (name, env, state) in enumerate(said, start=1)
+    ]
     found = [(alarm.name, alarm.env, alarm.step) for alarm in standing_alarms(alarms)]
     assert found == [("b", "game", 2), ("a", None, 5)]

@@ -70,8 +70,11 @@ def test_a_series_with_gaps_is_read_where_half_of_it_is_there():
 def test_advice_names_a_key_with_its_value():
     window = Window(steps=[], config={"a": {"on": True, "b": 3}})
     assert [window.now(key) for key in ("a.b", "a.on", "a.c", "a.b.c")] == [
-        "a.b (now 3)", "a.on (now true)", "a.c (not set)", "a.b.c (not set)",
-    ]  # fmt: skip
+        "a.b (now 3)",
+        "a.on (now true)",
+        "a.c (not set)",
+        "a.b.c (not set)",
+    ]
 
 
 # -- mismatch_kl, masked_tokens, staleness
@@ -79,9 +82,16 @@ def test_advice_names_a_key_with_its_value():
 
 @pytest.mark.parametrize(
     ("values", "expected"),
-    [([0.049] * 8, False), ([0.051] * 8, True), ([0.9] * 3 + [0.001] * 5, False), ([0.9] * 5 + [0.001] * 3, True),
-     ([0.9] * 7, False), ([None] * 4 + [0.9] * 4, True), ([None] * 5 + [0.9] * 3, False)],
-)  # fmt: skip
+    [
+        ([0.049] * 8, False),
+        ([0.051] * 8, True),
+        ([0.9] * 3 + [0.001] * 5, False),
+        ([0.9] * 5 + [0.001] * 3, True),
+        ([0.9] * 7, False),
+        ([None] * 4 + [0.9] * 4, True),
+        ([None] * 5 + [0.9] * 3, False),
+    ],
+)
 def test_mismatch_kl_is_the_median_of_eight_steps(values: list[float], expected: bool):
     assert (level("mismatch_kl", steps_of({"mismatch_kl": values})) >= 1) is expected
 
@@ -89,17 +99,33 @@ def test_mismatch_kl_is_the_median_of_eight_steps(values: list[float], expected:
 @pytest.mark.parametrize(
     ("metrics", "config", "cause", "key"),
     [
-        ({"weights/canary": 0.6, "weights/canary_allowed": 1.0}, {"inference.canary_tolerance": 1.0}, "does not hold",
-         "inference.canary_tolerance (now 1.0)"),
+        (
+            {"weights/canary": 0.6, "weights/canary_allowed": 1.0},
+            {"inference.canary_tolerance": 1.0},
+            "does not hold",
+            "inference.canary_tolerance (now 1.0)",
+        ),
         ({"weights/canary": 0.04, "weights/canary_allowed": 0.2, "truncation_mismatch": 0.5}, {}, "top_p", "top_p"),
-        ({"truncation_mismatch": 0.5}, {"orchestrator.sampling.top_p": 0.9}, "top_p",
-         "orchestrator.sampling.top_p (now 0.9)"),
-        ({"staleness/mean": 2.6}, {"orchestrator.max_async_level": 2}, "2.60 steps old",
-         "orchestrator.max_async_level (now 2)"),
-        ({"staleness/mean": 2.4}, {"orchestrator.max_async_level": 2, "trainer.dtype": "bfloat16"},
-         "before any update", "trainer.dtype (now bfloat16)"),
+        (
+            {"truncation_mismatch": 0.5},
+            {"orchestrator.sampling.top_p": 0.9},
+            "top_p",
+            "orchestrator.sampling.top_p (now 0.9)",
+        ),
+        (
+            {"staleness/mean": 2.6},
+            {"orchestrator.max_async_level": 2},
+            "2.60 steps old",
+            "orchestrator.max_async_level (now 2)",
+        ),
+        (
+            {"staleness/mean": 2.4},
+            {"orchestrator.max_async_level": 2, "trainer.dtype": "bfloat16"},
+            "before any update",
+            "trainer.dtype (now bfloat16)",
+        ),
     ],
-)  # fmt: skip
+)
 def test_mismatch_kl_names_the_cause_that_other_metrics_point_to(metrics, config, cause, key):
     (found,) = findings("mismatch_kl", steps_of({"mismatch_kl": 0.2, **metrics}, count=8), config)
     assert cause in found.cause and key in found.advice
@@ -125,9 +151,16 @@ def test_steps_without_a_trained_token_mask_nothing():
 
 @pytest.mark.parametrize(
     ("mean", "dropped", "asynchronous", "expected"),
-    [(1.99, 0, 1, False), (2.01, 0, 1, True), (2.5, 0, 2, False), (0.9, 0, 0, False), (1.1, 0, 0, True),
-     (1.0, 10, 1, False), (1.0, 12, 1, True)],
-)  # fmt: skip
+    [
+        (1.99, 0, 1, False),
+        (2.01, 0, 1, True),
+        (2.5, 0, 2, False),
+        (0.9, 0, 0, False),
+        (1.1, 0, 0, True),
+        (1.0, 10, 1, False),
+        (1.0, 12, 1, True),
+    ],
+)
 def test_staleness_is_a_step_more_than_asked_for_or_a_tenth_dropped(mean, dropped, asynchronous, expected):
     steps = steps_of({"staleness/mean": mean, "staleness/dropped": dropped, "rollouts": 100}, count=5)
     assert (level("staleness", steps, {"orchestrator.max_async_level": asynchronous}) >= 1) is expected
@@ -151,8 +184,11 @@ def test_entropy_collapse_is_a_twentieth_of_the_first_steps_without_success(entr
 
 def test_dropped_rollouts_are_compared_with_those_of_the_same_step():
     """Two of five steps count 20 dropped of 100. The first step counts none at all: its 400 belong to no other one."""
-    columns = {"staleness/mean": 1.0, "staleness/dropped": [None, 20.0, 0.0, 20.0, 0.0],
-               "rollouts": [400.0, 80.0, 100.0, 80.0, 100.0]}  # fmt: skip
+    columns = {
+        "staleness/mean": 1.0,
+        "staleness/dropped": [None, 20.0, 0.0, 20.0, 0.0],
+        "rollouts": [400.0, 80.0, 100.0, 80.0, 100.0],
+    }
     (found,) = findings("staleness", steps_of(columns, count=5), {"orchestrator.max_async_level": 1})
     assert found.level == pytest.approx(1.0)  # the median of 0.2, 0, 0.2 and 0 is 0.1
 
@@ -226,8 +262,13 @@ def test_prompt_breaks_are_those_of_a_template(broken, rewritten, expected):
     ("dropped", "success", "expected"), [(94, 0.1, False), (95, 0.1, True), (100, 0.1, True), (100, 0.91, False)]
 )
 def test_everything_filtered_unless_it_is_solved(dropped: int, success: float, expected: bool):
-    env = {"rollouts": 100, "completed": 100, "trained": 100 - dropped, "success": success,
-           "untrained/filter:zero_advantage": dropped}  # fmt: skip
+    env = {
+        "rollouts": 100,
+        "completed": 100,
+        "trained": 100 - dropped,
+        "success": success,
+        "untrained/filter:zero_advantage": dropped,
+    }
     found = findings("everything_filtered", steps_of(env=env, count=3), {"orchestrator.group_size": 4})
     assert any(finding.level >= 1 for finding in found) is expected
     if found:
@@ -240,8 +281,14 @@ def test_everything_filtered_unless_it_is_solved(dropped: int, success: float, e
 def test_a_task_is_mastered_where_all_earn_the_most_though_that_is_not_1(reward: float, left: float, is_quiet: bool):
     """From 0.3 with a deviation of 0.1; a quarter of that is 0.025."""
     rewards, deviations = [0.3] * 8 + [reward] * 48, [0.1] * 8 + [left] * 48
-    env = {"rollouts": 100, "completed": 100, "success": 0.0, "reward": rewards, "reward_std": deviations,
-           "untrained/filter:zero_advantage": [0.0] * 8 + [100.0] * 48}  # fmt: skip
+    env = {
+        "rollouts": 100,
+        "completed": 100,
+        "success": 0.0,
+        "reward": rewards,
+        "reward_std": deviations,
+        "untrained/filter:zero_advantage": [0.0] * 8 + [100.0] * 48,
+    }
     metrics = {"reward/mean": rewards, "reward/std": deviations, "success": 0.0, "entropy": [0.2] * 8 + [0.001] * 48}
     steps = steps_of(metrics, env)
     assert (level("everything_filtered", steps) >= 1) is not is_quiet
@@ -274,16 +321,22 @@ def test_pools_are_dry_where_a_twentieth_is_left(normal: float, expected: bool):
 MIXTURE = {
     "orchestrator.group_size": 4,
     "orchestrator.train.env": [{"id": "quick", "ratio": 3.0}, {"id": "slow", "ratio": 1.0}],
-}  # fmt: skip
+}
 
 
 def mixture(quick: int, slow: int, steps: int = 8, **of_slow: float) -> list[StepFigures]:
     """Rollouts of two environments in each step."""
     return [
-        StepFigures(step=n + 1, metrics={}, envs={"quick": {"rollouts": quick, "completed": quick},
-                                                  "slow": {"rollouts": slow, "completed": slow, **of_slow}})
+        StepFigures(
+            step=n + 1,
+            metrics={},
+            envs={
+                "quick": {"rollouts": quick, "completed": quick},
+                "slow": {"rollouts": slow, "completed": slow, **of_slow},
+            },
+        )
         for n in range(steps)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(("quick", "slow", "expected"), [(37, 3, False), (38, 2, True), (30, 10, False)])
@@ -331,10 +384,14 @@ BUSY = {"time/step": 20.0, "seconds": 2.0, "trained_tokens": 1000, "rollouts": 1
 @pytest.mark.parametrize(
     ("name", "idle", "step", "expected"),
     [
-        ("sampler_idle", 15.9, 20.0, False), ("sampler_idle", 16.1, 20.0, True), ("sampler_idle", 9.9, 10.0, False),
-        ("trainer_idle", 15.9, 20.0, False), ("trainer_idle", 16.1, 20.0, True), ("trainer_idle", 9.9, 10.0, False),
+        ("sampler_idle", 15.9, 20.0, False),
+        ("sampler_idle", 16.1, 20.0, True),
+        ("sampler_idle", 9.9, 10.0, False),
+        ("trainer_idle", 15.9, 20.0, False),
+        ("trainer_idle", 16.1, 20.0, True),
+        ("trainer_idle", 9.9, 10.0, False),
     ],
-)  # fmt: skip
+)
 def test_a_side_is_idle_for_four_fifths_of_a_step_and_ten_seconds(name: str, idle: float, step: float, expected: bool):
     steps = steps_of({**BUSY, f"time/{name}": idle, "time/step": step}, count=8)
     config = {"orchestrator.max_async_level": 1}
@@ -380,8 +437,11 @@ def test_a_reward_that_rises_while_success_falls():
 
 def test_a_reward_and_a_success_are_compared_with_the_same_earlier_steps():
     """The success is first measured at step 9, and both are as ever since then; the reward was lower before."""
-    env = {"reward": [0.1] * 8 + [0.3] * 8 + [0.3] * 40, "success": [None] * 8 + [0.9] * 8 + [0.5] * 40,
-           "reward_std": 0.2}  # fmt: skip
+    env = {
+        "reward": [0.1] * 8 + [0.3] * 8 + [0.3] * 40,
+        "success": [None] * 8 + [0.9] * 8 + [0.5] * 40,
+        "reward_std": 0.2,
+    }
     assert level("reward_success_gap", steps_of(env=env)) == 0
 
 
@@ -390,8 +450,14 @@ def test_a_reward_and_a_success_are_compared_with_the_same_earlier_steps():
 
 def hacked(**columns: object) -> dict[str, object]:
     """Sixteen steps: in the later eight the reward is higher, and turns are longer."""
-    return {"reward": UP + HIGHER, "reward_std": 0.4, "tokens_per_turn": [20.0 + n % 3 for n in range(8)]
-            + [41.0 + n % 4 for n in range(8)], "credit/tokens_per_turn": 0.5, "rollouts": 100, **columns}  # fmt: skip
+    return {
+        "reward": UP + HIGHER,
+        "reward_std": 0.4,
+        "tokens_per_turn": [20.0 + n % 3 for n in range(8)] + [41.0 + n % 4 for n in range(8)],
+        "credit/tokens_per_turn": 0.5,
+        "rollouts": 100,
+        **columns,
+    }
 
 
 @pytest.mark.parametrize(
@@ -479,8 +545,16 @@ def measured(*successes: float, episodes: int = 300, **more: object) -> Window:
     found = []
     for n, success in enumerate(successes):
         low, high = wilson(success * episodes, episodes)
-        own = {"success": success, "success/low": low, "success/high": high, "reward/mean": success, "reward/low": low,
-               "reward/high": high, "reward/std": 0.5, "episodes": episodes}  # fmt: skip
+        own = {
+            "success": success,
+            "success/low": low,
+            "success/high": high,
+            "reward/mean": success,
+            "reward/low": low,
+            "reward/high": high,
+            "reward/std": 0.5,
+            "episodes": episodes,
+        }
         found.append((10 * n, {**own, **(more if n == len(successes) - 1 else {})}))
     return Window(steps=[], evaluations={"game": found})
 
@@ -521,8 +595,10 @@ def test_a_reward_drops_though_the_success_does_not():
     (found,) = ALARMS["evaluation_drop"]()(window)
     # 0.1 is half a deviation; its error is sqrt(2) 0.02 / 1.96 = 0.0144; a chance of 1/2000 is 3.29 of them
     assert found.level == pytest.approx(min(0.1 / (3.2905 * 0.02 * 2**0.5 / 1.95996), 0.1 / 0.04), rel=1e-4)
-    assert found.message.startswith("the mean reward of the evaluation of game fell from 0.9 at step 0, its best, to "
-                                    "0.8 (95% intervals 0.88 to 0.92 and 0.78 to 0.82)")  # fmt: skip
+    assert found.message.startswith(
+        "the mean reward of the evaluation of game fell from 0.9 at step 0, its best, to "
+        "0.8 (95% intervals 0.88 to 0.92 and 0.78 to 0.82)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -540,8 +616,10 @@ def test_a_reward_drops_though_the_success_does_not():
 )
 def test_a_best_evaluation_whose_rewards_are_all_equal_is_no_measure_by_itself(best, last, episodes, expected):
     """Rewards that are all equal, and not 0 or 1, come without an interval."""
-    found = [(10 * n, {"reward/mean": mean, "reward/std": std, "success": 0.5, "episodes": episodes})
-             for n, (mean, std) in enumerate((best, last))]  # fmt: skip
+    found = [
+        (10 * n, {"reward/mean": mean, "reward/std": std, "success": 0.5, "episodes": episodes})
+        for n, (mean, std) in enumerate((best, last))
+    ]
     (only,) = ALARMS["evaluation_drop"]()(Window(steps=[], evaluations={"game": found}))
     assert only.level == pytest.approx(expected, rel=1e-4)
     if expected:

@@ -51,24 +51,57 @@ UNREADABLE = ToolCall(name=None, arguments=None, status="invalid_json", raw="{")
 def test_the_figures_of_a_step_by_hand():
     offered = {TOOLS_OFFERED: True}
     fates = [
-        fate("a", [turn([1, 2, 3], tool_calls=[CALL, CALL]), turn([4], [1, 1, 2, 3, 9])], reward=1.0, group_id="g",
-             info=offered),
-        fate("b", [turn([1, 2, 3, 4], tool_calls=[UNREADABLE])], "filter:zero_advantage", reward=0.0, group_id="g",
-             info=offered, stop_reason=StopReason.LENGTH, messages=[{"role": "assistant", "content": "<tool_call>{"}]),
+        fate(
+            "a",
+            [turn([1, 2, 3], tool_calls=[CALL, CALL]), turn([4], [1, 1, 2, 3, 9])],
+            reward=1.0,
+            group_id="g",
+            info=offered,
+        ),
+        fate(
+            "b",
+            [turn([1, 2, 3, 4], tool_calls=[UNREADABLE])],
+            "filter:zero_advantage",
+            reward=0.0,
+            group_id="g",
+            info=offered,
+            stop_reason=StopReason.LENGTH,
+            messages=[{"role": "assistant", "content": "<tool_call>{"}],
+        ),
         fate("c", [turn([5] * 4)], "difficulty", reward=0.5, group_id="h", info=offered),
         fate("d", [], "error", error="environment: score raised KeyError: 'question 17'"),
-    ]  # fmt: skip
+    ]
     figures = rollout_figures({"success/game": 0.25}, fates)["game"]
     assert figures.pop("credit/tokens_per_turn") == pytest.approx(-1)  # 2 tokens a turn earn 1, 4 earn 0
     assert figures.pop("credit/tool/look") == pytest.approx(1)
-    assert figures == pytest.approx({
-        "rollouts": 4, "failed": 1, "completed": 3, "trained": 1, "untrained/filter:zero_advantage": 1,
-        "untrained/difficulty": 1, "untrained/error": 1,
-        "success": 0.25, "full_reward": 0.5, "reward": 0.5, "reward_std": math.sqrt(1 / 6),
-        "turns": 4 / 3, "completion_tokens": 4, "tokens_per_turn": 10 / 3, "cut_off": 1 / 3, "repetition": 0.0,
-        "tool/look": 2 / 3, "offered": 3, "called": 1 / 3, "unread": 1 / 4, "call_like": 1 / 3,
-        "later_turns": 1, "broken": 0, "rewritten": 0,
-    })  # fmt: skip
+    assert figures == pytest.approx(
+        {
+            "rollouts": 4,
+            "failed": 1,
+            "completed": 3,
+            "trained": 1,
+            "untrained/filter:zero_advantage": 1,
+            "untrained/difficulty": 1,
+            "untrained/error": 1,
+            "success": 0.25,
+            "full_reward": 0.5,
+            "reward": 0.5,
+            "reward_std": math.sqrt(1 / 6),
+            "turns": 4 / 3,
+            "completion_tokens": 4,
+            "tokens_per_turn": 10 / 3,
+            "cut_off": 1 / 3,
+            "repetition": 0.0,
+            "tool/look": 2 / 3,
+            "offered": 3,
+            "called": 1 / 3,
+            "unread": 1 / 4,
+            "call_like": 1 / 3,
+            "later_turns": 1,
+            "broken": 0,
+            "rewritten": 0,
+        }
+    )
     assert error_counts(fates) == {"game": {"environment: score raised KeyError": 1}}
 
 
@@ -85,9 +118,9 @@ def test_repetition_is_the_share_of_4_grams_that_occurred_before_in_their_turn()
 
 def test_credit_is_a_correlation_within_groups():
     trajectories = [
-        Trajectory(example_id="x", group_id=group, reward=reward) for group, reward in
-        [("a", 0.0), ("a", 1.0), ("b", 4.0), ("b", 5.0), ("c", None), ("c", 3.0)]
-    ]  # fmt: skip
+        Trajectory(example_id="x", group_id=group, reward=reward)
+        for group, reward in [("a", 0.0), ("a", 1.0), ("b", 4.0), ("b", 5.0), ("c", None), ("c", 3.0)]
+    ]
     groups = Groups(trajectories)
     assert groups.credit([2, 4, 9, 7, 100, 0]) == pytest.approx(0)
     assert groups.credit([2, 4, 7, 9, 100, 0]) == pytest.approx(1)
@@ -110,11 +143,16 @@ def test_breaks_count_for_the_agent_that_spoke_first_and_say_whether_the_complet
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ('<tool_call>\n{"name": "look"}</tool_call>', True), ("<function=look><parameter=at>3", True),
-        ('{"name": "look", "parameters": {"at": 3}}', True), ("[TOOL_CALLS] [...]", True),
-        ("<|python_tag|>look(3)", True), ("I look around.", False), ('{"answer": 3}', False), ("", False),
+        ('<tool_call>\n{"name": "look"}</tool_call>', True),
+        ("<function=look><parameter=at>3", True),
+        ('{"name": "look", "parameters": {"at": 3}}', True),
+        ("[TOOL_CALLS] [...]", True),
+        ("<|python_tag|>look(3)", True),
+        ("I look around.", False),
+        ('{"answer": 3}', False),
+        ("", False),
     ],
-)  # fmt: skip
+)
 def test_what_looks_like_a_call(text: str, expected: bool):
     said = Trajectory(example_id="x", messages=[{"role": "assistant", "content": text}])
     heard = Trajectory(example_id="x", messages=[{"role": "tool", "content": text}])
@@ -137,8 +175,10 @@ def heard(watch: AlarmWatch, values: list[float]) -> list[tuple[int, str]]:
 
 def test_an_alarm_is_held_between_its_bound_and_seven_tenths():
     assert heard(AlarmWatch({"x": rising}), [9, 10, 7, 8, 6, 6, 6, 6, 7, 6, 6, 6, 6, 6, 12]) == [
-        (2, "raised"), (14, "cleared"), (15, "raised"),
-    ]  # fmt: skip
+        (2, "raised"),
+        (14, "cleared"),
+        (15, "raised"),
+    ]
 
 
 def test_alarms_of_environments_are_separate():
@@ -167,7 +207,7 @@ def test_a_resumed_watch_says_what_one_that_never_stopped_says():
     steps = [
         ({"mismatch_kl": value, "entropy": math.nan, "grad_norm": math.inf, "x": value * 100}, n)
         for n, value in enumerate(values, start=1)
-    ]  # fmt: skip
+    ]
 
     def watch() -> AlarmWatch:
         return AlarmWatch({"mismatch_kl": ALARMS["mismatch_kl"](), "x": rising})

@@ -21,14 +21,19 @@ def refuse(*args: object) -> None:
     raise ConnectionError(f"401 for key {KEY}\nmore")
 
 
-
-
 def work(
-    heard: list[int], open: Callable[[], list[int]] | None = None, finish: Callable[[list[int]], object] = len,
+    heard: list[int],
+    open: Callable[[], list[int]] | None = None,
+    finish: Callable[[list[int]], object] = len,
     retry_seconds: float | None = None,
-) -> Background[list[int]]:  # fmt: skip
-    return Background("Service", open=open or (lambda: heard), finish=finish, how_to_recover=lambda: "type x",
-                      retry_seconds=retry_seconds)  # fmt: skip
+) -> Background[list[int]]:
+    return Background(
+        "Service",
+        open=open or (lambda: heard),
+        finish=finish,
+        how_to_recover=lambda: "type x",
+        retry_seconds=retry_seconds,
+    )
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -64,8 +69,10 @@ def test_a_service_that_cannot_be_opened_is_one_warning(caplog):
         service.put(len)
     service.close()
     (told,) = [text for text in warnings(caplog) if "opened" in text]
-    assert told == ("Service: the record could not be opened, and the run goes on without it: ConnectionError: 401 for "
-                    "key [redacted]")  # fmt: skip
+    assert told == (
+        "Service: the record could not be opened, and the run goes on without it: ConnectionError: 401 for "
+        "key [redacted]"
+    )
 
 
 def test_a_service_that_comes_later_hears_what_waited(caplog):

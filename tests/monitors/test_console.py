@@ -17,9 +17,18 @@ from verbatim.monitors import Alarm, Console
 from verbatim.monitors.console import COLUMNS, eval_line, format_number, header, known_columns, step_line, what_waits
 from verbatim.plain_console import PlainConsole
 
-METRICS = {"rollouts/failed_share": 0.125, "reward/mean": 0.5, "success": 0.25, "turns": 3.5, "mismatch_kl": 1.2e-5,
-           "sampler/tokens_per_second": 1234.5, "tokens_per_second": 98765.4,
-           "staleness/mean": 1.0, "time/sampler_idle": 0.25, "time/trainer_idle": 12.5}  # fmt: skip
+METRICS = {
+    "rollouts/failed_share": 0.125,
+    "reward/mean": 0.5,
+    "success": 0.25,
+    "turns": 3.5,
+    "mismatch_kl": 1.2e-5,
+    "sampler/tokens_per_second": 1234.5,
+    "tokens_per_second": 98765.4,
+    "staleness/mean": 1.0,
+    "time/sampler_idle": 0.25,
+    "time/trainer_idle": 12.5,
+}
 
 
 def printed(
@@ -40,8 +49,18 @@ def test_a_step_is_one_plain_line_under_a_heading():
         "step reward success failed turns mismatch KL age sampler tok/s idle s trainer tok/s idle s"
     )
     assert first.split() == [
-        "1/100", "0.500", "0.250", "0.125", "3.500", "1.2e-05", "1.000", "1,234", "0.250", "98,765", "12.50"
-    ]  # fmt: skip
+        "1/100",
+        "0.500",
+        "0.250",
+        "0.125",
+        "3.500",
+        "1.2e-05",
+        "1.000",
+        "1,234",
+        "0.250",
+        "98,765",
+        "12.50",
+    ]
     assert second.split()[0] == "2/100"
     assert len(heading) == len(first) == len(second)
 
@@ -60,9 +79,13 @@ def test_a_column_without_a_value_is_left_out_until_it_has_one():
     monitor.on_step(4, {"success": 0.25})
     monitor.close()
     assert [line.split() for line in out.getvalue().splitlines()] == [
-        ["step", "reward"], ["1/100", "0.500"], ["2/100", "0.500"],
-        ["step", "reward", "success"], ["3/100", "0.500", "0.250"], ["4/100", "-", "0.250"],
-    ]  # fmt: skip
+        ["step", "reward"],
+        ["1/100", "0.500"],
+        ["2/100", "0.500"],
+        ["step", "reward", "success"],
+        ["3/100", "0.500", "0.250"],
+        ["4/100", "-", "0.250"],
+    ]
     assert known_columns({}) == ()
 
 
@@ -74,15 +97,30 @@ def test_an_evaluation_is_one_line_of_the_metrics_that_have_a_value():
 
 
 def test_an_interval_stands_behind_its_metric():
-    line = eval_line(3, "game", {
-        "reward/mean": 0.5, "success": 0.25, "success/low": 0.125, "success/high": 0.375, "reward/low": math.nan,
-        "reward/high": math.nan,
-    })  # fmt: skip
+    line = eval_line(
+        3,
+        "game",
+        {
+            "reward/mean": 0.5,
+            "success": 0.25,
+            "success/low": 0.125,
+            "success/high": 0.375,
+            "reward/low": math.nan,
+            "reward/high": math.nan,
+        },
+    )
     assert line == "eval  game  after step 3  success 0.250 [0.125, 0.375]  reward/mean 0.500"
 
 
-RAISED = Alarm(name="stale", step=3, state="raised", message="Rollouts are 9 steps old", cause="slow episodes",
-               advice="lower orchestrator.max_async_level", evidence={"staleness/mean": 9.0})  # fmt: skip
+RAISED = Alarm(
+    name="stale",
+    step=3,
+    state="raised",
+    message="Rollouts are 9 steps old",
+    cause="slow episodes",
+    advice="lower orchestrator.max_async_level",
+    evidence={"staleness/mean": 9.0},
+)
 
 
 def test_an_alarm_is_a_line_with_its_cause_and_what_to_do():
@@ -167,8 +205,18 @@ def seen(width: int) -> list[str]:
     monitor, _ = printed(width, lambda: at[0], force_terminal=True)
     monitor.on_eval(0, "game", {"success": 0.25, "success/low": 0.2, "success/high": 0.3})
     for step, at[0] in enumerate((10.0, 20.0, 30.0), start=1):
-        monitor.on_step(step, {**METRICS, "reward/mean": step / 8, "time/step": 10.0, "time/sampler_idle": 1.0,
-                               "time/trainer_idle": 6.0, "time/wait_for_batch": 2.0, "queue/groups_in_flight": 4})
+        monitor.on_step(
+            step,
+            {
+                **METRICS,
+                "reward/mean": step / 8,
+                "time/step": 10.0,
+                "time/sampler_idle": 1.0,
+                "time/trainer_idle": 6.0,
+                "time/wait_for_batch": 2.0,
+                "queue/groups_in_flight": 4,
+            },
+        )
     monitor.on_alarm(RAISED)
     with monitor.view.stage("evaluating game", 300, count=lambda: 120):
         lines = drawn(monitor, width)
@@ -227,8 +275,18 @@ def test_waits_leaves_out_what_is_not_known():
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0.0, "0.000"), (-0.25, "-0.250"), (9.9994, "9.999"), (12.345, "12.35"), (1e6, "1,000,000"), (-2e-7, "-2.0e-07"),
-     (math.inf, "inf"), (-math.inf, "-inf"), (12, "12"), (math.nan, "-")],
-)  # fmt: skip
+    [
+        (0.0, "0.000"),
+        (-0.25, "-0.250"),
+        (9.9994, "9.999"),
+        (12.345, "12.35"),
+        (1e6, "1,000,000"),
+        (-2e-7, "-2.0e-07"),
+        (math.inf, "inf"),
+        (-math.inf, "-inf"),
+        (12, "12"),
+        (math.nan, "-"),
+    ],
+)
 def test_numbers_are_short(value: float, text: str):
     assert format_number(value) == text

@@ -21,16 +21,36 @@ def test_steps_evaluations_alarms_and_the_end_are_one_line_each():
     monitor = JsonLines(out)
     monitor.on_eval(0, "game", {"success": 0.25})
     monitor.on_step(1, {"loss": math.inf, "reward/mean": math.nan}, {"distribution/reward": [1.0]})
-    monitor.on_alarm(Alarm(name="stale", step=1, state="raised", message="m", cause="c", advice="a",
-                           evidence={"staleness/mean": 9.0}, trajectory_ids=("t",)))  # fmt: skip
+    monitor.on_alarm(
+        Alarm(
+            name="stale",
+            step=1,
+            state="raised",
+            message="m",
+            cause="c",
+            advice="a",
+            evidence={"staleness/mean": 9.0},
+            trajectory_ids=("t",),
+        )
+    )
     monitor.on_end({"state": "finished", "steps": 1, "results": {"gain_interval_95": [0.1, 0.2]}})
     assert [json.loads(line) for line in out.getvalue().splitlines()] == [
         {"kind": "eval", "step": 0, "env": "game", "metrics": {"success": 0.25}},
         {"kind": "step", "step": 1, "metrics": {"loss": "Infinity", "reward/mean": "NaN"}},
-        {"kind": "alarm", "name": "stale", "step": 1, "state": "raised", "message": "m", "cause": "c", "advice": "a",
-         "evidence": {"staleness/mean": 9.0}, "env": None, "trajectory_ids": ["t"]},
+        {
+            "kind": "alarm",
+            "name": "stale",
+            "step": 1,
+            "state": "raised",
+            "message": "m",
+            "cause": "c",
+            "advice": "a",
+            "evidence": {"staleness/mean": 9.0},
+            "env": None,
+            "trajectory_ids": ["t"],
+        },
         {"kind": "end", "state": "finished", "steps": 1, "results": {"gain_interval_95": [0.1, 0.2]}},
-    ]  # fmt: skip
+    ]
 
 
 def test_a_reader_that_goes_ends_no_run(caplog):
@@ -42,7 +62,8 @@ def test_a_reader_that_goes_ends_no_run(caplog):
         monitor.on_step(2, {"loss": 0.5})
         monitor.on_end({"state": "finished"})
     assert [record.getMessage() for record in caplog.records] == [
-        "the program that read the run's JSON lines has gone; the run goes on without it"]  # fmt: skip
+        "the program that read the run's JSON lines has gone; the run goes on without it"
+    ]
 
 
 @pytest.mark.realtime
@@ -59,8 +80,13 @@ with own_stdout() as stdout:
     monitor.on_step(2, {})
     monitor.on_end({})
 """
-    running = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE, text=True)  # fmt: skip
+    running = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert running.stdout is not None and running.stdin is not None and running.stderr is not None
     assert json.loads(running.stdout.readline())["step"] == 1
     running.stdout.close()

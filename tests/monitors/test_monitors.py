@@ -13,8 +13,15 @@ from verbatim.monitors import Alarm, MetricsLog, Monitor, Monitors, RunInfo
 from verbatim.monitors.base import METHODS, NO_DISTRIBUTIONS, Distributions, Metrics, fault_of, open_monitors
 from verbatim.trajectories import Fate
 
-ALARM = Alarm(name="entropy_collapse", step=3, state="raised", message="entropy is 0.1", cause="lr too high",
-              advice="lower trainer.optim.lr", evidence={"entropy": 0.1})  # fmt: skip
+ALARM = Alarm(
+    name="entropy_collapse",
+    step=3,
+    state="raised",
+    message="entropy is 0.1",
+    cause="lr too high",
+    advice="lower trainer.optim.lr",
+    evidence={"entropy": 0.1},
+)
 
 
 class Recording:
@@ -129,9 +136,14 @@ def test_every_method_is_called_with_what_it_is_told():
     monitors.on_end({"state": "failed"})
     monitors.close()
     assert told == [
-        ("on_start", {"seed": 1}), ("on_step", 1, {"x": 1.0}, {"d": [2.0]}), ("on_trajectories", 1, fates),
-        ("on_eval", 1, "game", {"y": 2.0}), ("on_alarm", ALARM), ("on_end", {"state": "failed"}), ("close",),
-    ]  # fmt: skip
+        ("on_start", {"seed": 1}),
+        ("on_step", 1, {"x": 1.0}, {"d": [2.0]}),
+        ("on_trajectories", 1, fates),
+        ("on_eval", 1, "game", {"y": 2.0}),
+        ("on_alarm", ALARM),
+        ("on_end", {"state": "failed"}),
+        ("close",),
+    ]
 
 
 def made_of(**attributes: object) -> object:
@@ -144,15 +156,18 @@ async def unawaited(self, *arguments: object) -> None: ...
 @pytest.mark.parametrize(
     ("monitor", "fault"),
     [
-        (made_of(on_stepp=print), "has a method on_stepp, which is never called; expected some of on_start, on_step, "
-                                  "on_trajectories, on_eval, on_alarm, on_end, close"),
+        (
+            made_of(on_stepp=print),
+            "has a method on_stepp, which is never called; expected some of on_start, on_step, "
+            "on_trajectories, on_eval, on_alarm, on_end, close",
+        ),
         (made_of(on_step=print, on_train_end=print), "has a method on_train_end, which is never called"),
         (made_of(), "has no method of a monitor; expected some of on_start"),
         (print, "has no method of a monitor"),
         (made_of(on_step=print, close=7), "has close = 7; expected a method"),
         (made_of(on_end=unawaited), "has an async method; expected plain functions"),
     ],
-)  # fmt: skip
+)
 def test_what_would_hear_nothing_is_no_monitor(monitor: object, fault: str):
     assert str(fault_of(monitor)).startswith(fault)
 

@@ -73,12 +73,18 @@ def spoil(path: Path, number: int, line: bytes) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        b"nonsense\n", b"\0" * len(line_of(3)) + b"\n", b'{"step": 3, "kind": "tra\xc3\n', b"[1]\n", b"\n",
+        b"nonsense\n",
+        b"\0" * len(line_of(3)) + b"\n",
+        b'{"step": 3, "kind": "tra\xc3\n',
+        b"[1]\n",
+        b"\n",
         b"[" * 5000 + b"\n",
-        b'{"step": "3", "kind": "train", "metrics": {}}\n', b'{"step": 3, "kind": "train"}\n', b'{"step": 3}\n',
+        b'{"step": "3", "kind": "train", "metrics": {}}\n',
+        b'{"step": 3, "kind": "train"}\n',
+        b'{"step": 3}\n',
     ],
     ids=["text", "zeros", "half a letter", "a list", "empty", "deep", "a step that is text", "no metrics", "no kind"],
-)  # fmt: skip
+)
 def test_one_corrupt_line_costs_that_line_and_is_told_with_its_step(path: Path, line: bytes):
     spoil(path, 3, line)
     damaged = path.read_bytes()

@@ -96,11 +96,11 @@ def test_the_configuration_and_the_results_are_texts_and_hyperparameters(tmp_pat
         read.metadata(metadata.SESSION_START_INFO_TAG).plugin_data.content
     )
     assert {name: value.number_value or value.string_value for name, value in start.hparams.items()} == {
-        "max_steps": 9, "model.name": "m", "orchestrator.train.env.0.id": "game"
-    }  # fmt: skip
-    end = metadata.parse_session_end_info_plugin_data(
-        read.metadata(metadata.SESSION_END_INFO_TAG).plugin_data.content
-    )
+        "max_steps": 9,
+        "model.name": "m",
+        "orchestrator.train.env.0.id": "game",
+    }
+    end = metadata.parse_session_end_info_plugin_data(read.metadata(metadata.SESSION_END_INFO_TAG).plugin_data.content)
     assert end.status == STATUS_SUCCESS
 
 
@@ -113,8 +113,10 @@ def test_sample_trajectories_are_a_table_in_which_nothing_is_markdown(tmp_path: 
     heading, first, second = table.tolist()
     assert number == 1
     assert [first[heading.index(name)].strip() for name in (b"trajectory_id", b"reward", b"fate")] == [
-        b"a", b"1.0", b"trained"
-    ]  # fmt: skip
+        b"a",
+        b"1.0",
+        b"trained",
+    ]
     assert second[heading.index(b"fate")].strip() == b"stale"
     conversation = first[heading.index(b"conversation")].decode()
     assert all(line.startswith("    ") for line in conversation.splitlines())

@@ -19,20 +19,47 @@ from verbatim.types import StopReason, ToolCall, Trajectory, Turn, TurnTiming
 
 def full() -> Trajectory:
     first = Turn(
-        prompt_ids=[1, 2], completion_ids=[3, 4], logprobs=[-0.1, -1e-30], policy_versions=[7, 8], temperature=0.7,
-        tool_calls=[ToolCall(name="guess", arguments={"number": 3}, raw="{}", id="c1"),
-                    ToolCall(name=None, arguments=None, status="invalid_json", raw="{\ud800")],
-        parse_status="invalid_json", timing=TurnTiming(queued=0.25, generated=1.5, tools=0.125), reward=0.5,
-    )  # fmt: skip
-    second = Turn(prompt_ids=[1, 2, 3, 4, 5], completion_ids=[6], logprobs=None, stop_reason="length", advantage=-0.25,
-                  state_key="s", agent="sub/1")  # fmt: skip
+        prompt_ids=[1, 2],
+        completion_ids=[3, 4],
+        logprobs=[-0.1, -1e-30],
+        policy_versions=[7, 8],
+        temperature=0.7,
+        tool_calls=[
+            ToolCall(name="guess", arguments={"number": 3}, raw="{}", id="c1"),
+            ToolCall(name=None, arguments=None, status="invalid_json", raw="{\ud800"),
+        ],
+        parse_status="invalid_json",
+        timing=TurnTiming(queued=0.25, generated=1.5, tools=0.125),
+        reward=0.5,
+    )
+    second = Turn(
+        prompt_ids=[1, 2, 3, 4, 5],
+        completion_ids=[6],
+        logprobs=None,
+        stop_reason="length",
+        advantage=-0.25,
+        state_key="s",
+        agent="sub/1",
+    )
     third = Turn(prompt_ids=[1, 2, 9], completion_ids=[], logprobs=[])
     return Trajectory(
-        example_id="x", turns=(first, second, third), reward=1.0, reward_parts={"found": 0.75, "format": 0.25}, env="e",
+        example_id="x",
+        turns=(first, second, third),
+        reward=1.0,
+        reward_parts={"found": 0.75, "format": 0.25},
+        env="e",
         messages=({"role": "user", "content": "é\n"}, {"role": "assistant", "content": "a", "tool_calls": []}),
-        trajectory_id="t", run_id="r", group_id="g", sample_index=3, seed=2**63, advantage=0.1, stop_reason="max_turns",
-        truncated=True, error="tool: broke", info={"tool_errors": {"guess": 1}},
-    )  # fmt: skip
+        trajectory_id="t",
+        run_id="r",
+        group_id="g",
+        sample_index=3,
+        seed=2**63,
+        advantage=0.1,
+        stop_reason="max_turns",
+        truncated=True,
+        error="tool: broke",
+        info={"tool_errors": {"guess": 1}},
+    )
 
 
 def assert_same(a: Trajectory, b: Trajectory) -> None:

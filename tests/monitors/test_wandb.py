@@ -94,11 +94,15 @@ def about(folder: Path) -> RunInfo:
 def test_metrics_evaluations_and_histograms_are_logged_by_step(tmp_path: Path, fake_wandb: FakeWandb):
     monitor = Wandb(project="mine", tags=("a", "b"))(about(tmp_path))
     monitor.on_eval(0, "lots", {"success": 0.25})
-    monitor.on_step(1, {"reward/mean": 0.5}, {
-        "distribution/staleness": [0, 2, 2, 0, 0],
-        "distribution/reward": [0.0, 0.5, math.nan, 1.0],
-        "distribution/advantage": [],
-    })  # fmt: skip
+    monitor.on_step(
+        1,
+        {"reward/mean": 0.5},
+        {
+            "distribution/staleness": [0, 2, 2, 0, 0],
+            "distribution/reward": [0.0, 0.5, math.nan, 1.0],
+            "distribution/advantage": [],
+        },
+    )
     monitor.close()
     (first, second) = fake_wandb.logged
     assert first == (0, {"eval/lots/success": 0.25})
@@ -216,8 +220,9 @@ def test_sample_trajectories_are_a_table_of_some_steps(tmp_path: Path, fake_wand
         monitor.on_trajectories(step, [fate(f"{step}-{n}", reward=n / 4) for n in range(4)])
     monitor.close()
     assert [(step, [row["trajectory_id"] for row in values["trajectories"]]) for step, values in fake_wandb.logged] == [
-        (1, ["1-3", "1-0"]), (3, ["3-3", "3-0"])
-    ]  # fmt: skip
+        (1, ["1-3", "1-0"]),
+        (3, ["3-3", "3-0"]),
+    ]
 
 
 def test_no_conversation_is_sent_where_samples_is_0(tmp_path: Path, fake_wandb: FakeWandb):
@@ -229,8 +234,14 @@ def test_no_conversation_is_sent_where_samples_is_0(tmp_path: Path, fake_wandb: 
 
 def test_an_alarm_is_an_alert_a_metric_and_words_in_the_summary(tmp_path: Path, fake_wandb: FakeWandb):
     monitor = Wandb(project="mine")(about(tmp_path))
-    raised = Alarm(name="stale", step=3, state="raised", message="Rollouts are 9 steps old", cause="slow episodes",
-                   advice="lower orchestrator.max_async_level")  # fmt: skip
+    raised = Alarm(
+        name="stale",
+        step=3,
+        state="raised",
+        message="Rollouts are 9 steps old",
+        cause="slow episodes",
+        advice="lower orchestrator.max_async_level",
+    )
     monitor.on_alarm(raised)
     words = "Rollouts are 9 steps old. Cause: slow episodes. To do: lower orchestrator.max_async_level."
     monitor.on_alarm(replace(raised, step=5, state="cleared"))

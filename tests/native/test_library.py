@@ -96,9 +96,15 @@ def test_a_library_is_whole_on_the_disk_before_it_has_its_name(tmp_path, monkeyp
 
 
 @needs_compiler
-@pytest.mark.parametrize("damage", [
-    lambda whole: whole[: len(whole) // 2], lambda whole: whole[:-1] + bytes([whole[-1] ^ 1]), lambda whole: b"",
-], ids=["half of it", "one bit", "empty"])  # fmt: skip
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda whole: whole[: len(whole) // 2],
+        lambda whole: whole[:-1] + bytes([whole[-1] ^ 1]),
+        lambda whole: b"",
+    ],
+    ids=["half of it", "one bit", "empty"],
+)
 def test_a_damaged_library_is_made_anew(tmp_path, caplog, damage):
     source = write(tmp_path, SUM)
     flags, compiler = native._FLAGS, native.find_compiler()

@@ -65,15 +65,28 @@ class Breaking(ScriptedSampler):
 
     def __init__(self, rng):
         self.rng = rng
-        super().__init__(script=self._say, vocab_size=VOCAB_SIZE, context_length=CONTEXT,
-                         seconds_per_token=rng.choice([0.0, 0.0, 0.0005]), trouble=self._trouble)  # fmt: skip
+        super().__init__(
+            script=self._say,
+            vocab_size=VOCAB_SIZE,
+            context_length=CONTEXT,
+            seconds_per_token=rng.choice([0.0, 0.0, 0.0005]),
+            trouble=self._trouble,
+        )
         self.share = rng.choice([0.0, 0.05, 0.2])
 
     def _say(self, request):
-        return self.rng.choice([
-            say("x" * self.rng.randint(0, 12)), say("hm"), call("raises"), call("hangs"), call("done"), call("unknown"),
-            [*call("done")[:-3], END], [*b"never ends"] * 9,
-        ])  # fmt: skip
+        return self.rng.choice(
+            [
+                say("x" * self.rng.randint(0, 12)),
+                say("hm"),
+                call("raises"),
+                call("hangs"),
+                call("done"),
+                call("unknown"),
+                [*call("done")[:-3], END],
+                [*b"never ends"] * 9,
+            ]
+        )
 
     def _trouble(self, index, request):
         kinds = ["fail", "hang", "wrong_length", "outside_vocabulary", "nan"]
@@ -125,17 +138,29 @@ def tiny_model() -> Path:
     """A model with random weights over the byte renderer's ids, in a folder of its own."""
     folder = Path(tempfile.mkdtemp(prefix="faulty-runs-"))
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(Qwen3Config(
-        vocab_size=VOCAB_SIZE, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, max_position_embeddings=256,
-    )).save_pretrained(folder)  # fmt: skip
+    AutoModelForCausalLM.from_config(
+        Qwen3Config(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+            max_position_embeddings=256,
+        )
+    ).save_pretrained(folder)
     return folder
 
 
 def embedded(model, rng):
     """The engine itself; in some runs a sequence's logits are no numbers, or its thread fails."""
-    sampler = TorchSampler(model, config=TorchSettings(max_batch_size=rng.choice([2, 4, 8]), prefill_chunk=64),
-                           context_length=CONTEXT, num_threads=1)  # fmt: skip
+    sampler = TorchSampler(
+        model,
+        config=TorchSettings(max_batch_size=rng.choice([2, 4, 8]), prefill_chunk=64),
+        context_length=CONTEXT,
+        num_threads=1,
+    )
     decoder, trouble = sampler._decoder, rng.random()
     if trouble < 0.3:
         logits = decoder.model.logits
@@ -162,8 +187,22 @@ class Trouble(Episode):
         self.rng, self.background = random.Random(seed), background
         self.messages = [{"role": "user", "content": "go"}]
         self.tools = tuple(FunctionTool(tool, inline=True) for tool in (self.raises, self.hangs, self.done))
-        kind = self.rng.choice([None, None, "turns", "outlives", "insists", "cancels", "times_out", "group", "gather",
-                                "shields", "breaks", "sleeps"])  # fmt: skip
+        kind = self.rng.choice(
+            [
+                None,
+                None,
+                "turns",
+                "outlives",
+                "insists",
+                "cancels",
+                "times_out",
+                "group",
+                "gather",
+                "shields",
+                "breaks",
+                "sleeps",
+            ]
+        )
         if kind is not None:
             self.run = getattr(self, f"_{kind}")
 
@@ -300,15 +339,27 @@ async def faulty_run(seed: int, model: Path | None, folder: Path) -> Tally:
     """
     rng, tally, notes, steps = random.Random(seed), Tally(runs=1), Notes(), random.Random(seed).randint(2, 5)
     settings = {
-        "level": rng.choice([0, 1, 2]), "steps": steps, "interval": rng.choice([1, 2, 100]), "notes": notes,
-        "oversampling": rng.choice([1.0, 1.0, 2.0]), "online_filtering": rng.random() < 0.3,
-        "max_off_policy_steps": rng.choice([1, 8]), "max_length": rng.choice([40, CONTEXT]),
-        "strategy": rng.choice(["interleaved", "branching"]), "environment": Troubles(seed),
-        "limits": EpisodeLimits(max_turns=rng.choice([3, 8]), max_context=CONTEXT, timeout=rng.choice([0.03, 0.1]),
-                                tool_timeout=0.01, tool_error=rng.choice(["message", "stop"])),
-        "params": SamplingParams(max_tokens=rng.choice([8, 40]),
-                                 stop_token_ids=tuple(range(0, 256, 11)) if model is not None else ()),
-    }  # fmt: skip
+        "level": rng.choice([0, 1, 2]),
+        "steps": steps,
+        "interval": rng.choice([1, 2, 100]),
+        "notes": notes,
+        "oversampling": rng.choice([1.0, 1.0, 2.0]),
+        "online_filtering": rng.random() < 0.3,
+        "max_off_policy_steps": rng.choice([1, 8]),
+        "max_length": rng.choice([40, CONTEXT]),
+        "strategy": rng.choice(["interleaved", "branching"]),
+        "environment": Troubles(seed),
+        "limits": EpisodeLimits(
+            max_turns=rng.choice([3, 8]),
+            max_context=CONTEXT,
+            timeout=rng.choice([0.03, 0.1]),
+            tool_timeout=0.01,
+            tool_error=rng.choice(["message", "stop"]),
+        ),
+        "params": SamplingParams(
+            max_tokens=rng.choice([8, 40]), stop_token_ids=tuple(range(0, 256, 11)) if model is not None else ()
+        ),
+    }
     before: dict | None = None
     for attempt in range(3):
         engine = Breaking(rng) if model is None else embedded(model, rng)

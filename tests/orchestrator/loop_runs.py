@@ -155,8 +155,9 @@ class HeldInTheMiddle(ScriptedSampler):
             self.num_in_flight -= 1
         ids = np.array(say("xyz"), dtype=np.int32)
         logprobs = np.array([default_logprob(i) for i in say("xyz")], dtype=np.float32)
-        return Completion(ids=ids, logprobs=logprobs, policy_versions=np.array(versions, dtype=np.int32),
-                          stop_reason=StopReason.STOP)  # fmt: skip
+        return Completion(
+            ids=ids, logprobs=logprobs, policy_versions=np.array(versions, dtype=np.int32), stop_reason=StopReason.STOP
+        )
 
 
 class Groups(list):
@@ -166,8 +167,10 @@ class Groups(list):
         self.fates, members = fates, {}
         for fate in fates:
             members.setdefault(fate.trajectory.group_id, []).append(fate.trajectory)
-        super().__init__(Group(group_id=name, example_id=found[0].example_id, env=found[0].env, trajectories=found)
-                         for name, found in members.items())  # fmt: skip
+        super().__init__(
+            Group(group_id=name, example_id=found[0].example_id, env=found[0].env, trajectories=found)
+            for name, found in members.items()
+        )
 
 
 def tokens_by_fate(notes):
@@ -203,47 +206,102 @@ class Notes:
         self.marked.append((step, best["step"]))
 
 
-def make(tmp_path, *, level=0, steps=4, environment=None, trainer=None, notes=None, filters=None, evaluate=False,
-         token_seconds=0.0, interval=100, max_off_policy_steps=8, launch_bound=8, oversampling=1.0, sampler=None,
-         probes=None, max_length=100, strategy="interleaved", on_break="split", online_filtering=False,
-         pool_rules=None, logprob_models=None, limits=None, params=None, shares_device=False, routing=None,
-         eval_interval=2, progress=None,
-         ):  # fmt: skip
+def make(
+    tmp_path,
+    *,
+    level=0,
+    steps=4,
+    environment=None,
+    trainer=None,
+    notes=None,
+    filters=None,
+    evaluate=False,
+    token_seconds=0.0,
+    interval=100,
+    max_off_policy_steps=8,
+    launch_bound=8,
+    oversampling=1.0,
+    sampler=None,
+    probes=None,
+    max_length=100,
+    strategy="interleaved",
+    on_break="split",
+    online_filtering=False,
+    pool_rules=None,
+    logprob_models=None,
+    limits=None,
+    params=None,
+    shares_device=False,
+    routing=None,
+    eval_interval=2,
+    progress=None,
+):
     environment = environment or Coins()
     sampler = sampler or ScriptedSampler(
-        script=lambda r: say("x" * (1 + r.seed % 5)), vocab_size=VOCAB_SIZE, context_length=100,
+        script=lambda r: say("x" * (1 + r.seed % 5)),
+        vocab_size=VOCAB_SIZE,
+        context_length=100,
         seconds_per_token=token_seconds,
     )
     ledger = Ledger()
     setup = RolloutSetup(
-        env="coins", environment=environment, sampler=sampler, renderer=ByteRenderer(),
-        params=params or SamplingParams(), limits=limits or EpisodeLimits(), slots=asyncio.Semaphore(64),
+        env="coins",
+        environment=environment,
+        sampler=sampler,
+        renderer=ByteRenderer(),
+        params=params or SamplingParams(),
+        limits=limits or EpisodeLimits(),
+        slots=asyncio.Semaphore(64),
         routing=routing,
-    )  # fmt: skip
+    )
     dispatcher = Dispatcher(
         schedule=ExampleSchedule(
             {"coins": environment.examples("train")}, {"coins": 1.0}, seed=0, pool_rules=pool_rules
         ),
-        setups={"coins": setup}, ledger=ledger, group_size=GROUP, groups_per_batch=GROUPS, max_async_level=level,
-        max_off_policy_steps=launch_bound, oversampling_factor=oversampling, run_seed=5, max_steps=steps,
+        setups={"coins": setup},
+        ledger=ledger,
+        group_size=GROUP,
+        groups_per_batch=GROUPS,
+        max_async_level=level,
+        max_off_policy_steps=launch_bound,
+        oversampling_factor=oversampling,
+        run_seed=5,
+        max_steps=steps,
         online_difficulty_filtering=online_filtering,
-    )  # fmt: skip
+    )
     rules = GroupRules(
-        advantage=default_advantage, filters=filters or {}, strategy=strategy, on_break=on_break, max_length=max_length,
+        advantage=default_advantage,
+        filters=filters or {},
+        strategy=strategy,
+        on_break=on_break,
+        max_length=max_length,
         max_off_policy_steps=max_off_policy_steps,
-    )  # fmt: skip
+    )
     notes, trainer = notes or Notes(), trainer or FakeTrainer(tmp_path)
     schedule = RunSchedule(
-        max_steps=steps, eval_setups=[setup] if evaluate else [], eval_interval=eval_interval, eval_episodes=10,
-        eval_seed=1, checkpoint_interval=interval, shares_device=shares_device,
+        max_steps=steps,
+        eval_setups=[setup] if evaluate else [],
+        eval_interval=eval_interval,
+        eval_episodes=10,
+        eval_seed=1,
+        checkpoint_interval=interval,
+        shares_device=shares_device,
         keeps_best=progress is not None and progress.best is not None,
-    )  # fmt: skip
+    )
     orchestrator = Orchestrator(
-        schedule=schedule, sampler=sampler, trainer=trainer, dispatcher=dispatcher,
+        schedule=schedule,
+        sampler=sampler,
+        trainer=trainer,
+        dispatcher=dispatcher,
         ledger=ledger,
-        rules={"coins": rules}, environments={"coins": environment}, observer=notes, checkpointer=notes,
-        probes=probes, logprob_models=logprob_models or {}, progress=progress or EvalProgress(),
-    )  # fmt: skip
+        rules={"coins": rules},
+        environments={"coins": environment},
+        observer=notes,
+        checkpointer=notes,
+        probes=probes,
+        logprob_models=logprob_models or {},
+        progress=progress or EvalProgress(),
+    )
     orchestrator.ledger_for_tests, orchestrator.trainer_for_tests = ledger, trainer
     orchestrator.pools_for_tests = dispatcher.schedule.pools
     return orchestrator, notes, sampler

@@ -49,15 +49,16 @@ def regular(cluster):
             turns=(3, 3), completion=320.0, completion_sigma=0.0, tool=2.0, tool_p99=2.0, fails=0.0
         ),
         "faults": dataclasses.replace(cluster.Faults(), seconds_between=0.0, request=0.0, slow_share=0.0, update=1e-6),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.slow
 def test_the_throughput_is_what_arithmetic_says(cluster, regular):
     """An episode takes 3 x 3.2 + 2 x 2 = 13.6 s and samples 960 tokens; 64 of them are under way all the time. They
     begin together, so what is measured are two whole lives of them, 8 batches."""
-    simulation = run(cluster, servers=2, per_server=32, batch_share=0.25, train_share=0.1, level=8, warm_up=4, steps=8,
-                     **regular)  # fmt: skip
+    simulation = run(
+        cluster, servers=2, per_server=32, batch_share=0.25, train_share=0.1, level=8, warm_up=4, steps=8, **regular
+    )
     first, last = measured(simulation)
     assert (last.drawn - first.drawn) / (last.at - first.at) == pytest.approx(64 * 960 / 13.6, rel=0.02)
     assert simulation.ideal == pytest.approx(64 * 960 / 13.6, rel=0.001)

@@ -24,9 +24,11 @@ class Uneven(Coins):
     async def start(self, example, seed):
         coin = Coin(seed, False)
         self.turns[example.id] += 1
-        coin.reward = float(example.id in TRIVIAL) if example.id in TRIVIAL | IMPOSSIBLE or self.hopeless else float(
-            self.turns[example.id] % 2
-        )  # fmt: skip
+        coin.reward = (
+            float(example.id in TRIVIAL)
+            if example.id in TRIVIAL | IMPOSSIBLE or self.hopeless
+            else float(self.turns[example.id] % 2)
+        )
         return coin
 
 
@@ -59,8 +61,9 @@ async def test_a_drained_data_set_ends_the_run_with_everything_settled(tmp_path,
     assert 2 <= orchestrator.step < 10
     assert any(
         f"the run ends after {orchestrator.step} of 50 steps: every example is in a difficulty pool (coins: 2 easy, "
-        "5 hard)" in message for message in caplog.messages
-    )  # fmt: skip
+        "5 hard)" in message
+        for message in caplog.messages
+    )
     orchestrator.ledger_for_tests.check(pending=0)
     assert notes.evals[-1][0] == orchestrator.step
     assert max(notes.saved) == orchestrator.step
@@ -87,9 +90,14 @@ class OneHardGroup(Coins):
 async def test_a_data_set_that_is_drained_while_the_last_batch_is_in_flight_cuts_nothing_short(tmp_path, caplog):
     """Six groups are in flight for a batch of three; the first one is dropped, and its example with it."""
     orchestrator, notes, _ = make(
-        tmp_path, steps=1, environment=OneHardGroup(), pool_rules=RULES, oversampling=2.0, online_filtering=True,
+        tmp_path,
+        steps=1,
+        environment=OneHardGroup(),
+        pool_rules=RULES,
+        oversampling=2.0,
+        online_filtering=True,
         evaluate=True,
-    )  # fmt: skip
+    )
     with caplog.at_level(logging.WARNING):
         assert await orchestrator.run()
     assert orchestrator.step == 1
@@ -101,9 +109,7 @@ async def test_a_drained_run_goes_on_when_a_share_comes_back(tmp_path):
     first, notes, _ = make(tmp_path, steps=50, environment=Uneven(hopeless=True), pool_rules=RULES)
     assert await first.run()
     rules = PoolRules(easy_threshold=2.0, hard_threshold=-1.0, hard_fraction=1.0)
-    second, notes, sampler = make(
-        tmp_path, steps=first.step + 3, environment=Uneven(), pool_rules=rules, notes=notes
-    )
+    second, notes, sampler = make(tmp_path, steps=first.step + 3, environment=Uneven(), pool_rules=rules, notes=notes)
     second.load_state_dict(notes.saved[first.step])
     await sampler.update_weights(tmp_path, second.step)
     assert await second.run()
@@ -113,14 +119,13 @@ async def test_a_drained_run_goes_on_when_a_share_comes_back(tmp_path):
 
 
 async def test_with_online_filtering_the_examples_of_dropped_groups_are_judged_too(tmp_path):
-    orchestrator, notes, _ = make(
-        tmp_path, steps=6, environment=Uneven(), pool_rules=RULES, online_filtering=True
-    )
+    orchestrator, notes, _ = make(tmp_path, steps=6, environment=Uneven(), pool_rules=RULES, online_filtering=True)
     assert await orchestrator.run()
     assert set(orchestrator.pools_for_tests.members("coins", "easy")) == TRIVIAL
     assert set(orchestrator.pools_for_tests.members("coins", "hard")) == IMPOSSIBLE
-    trained = Counter(t.example_id for _, _, groups in notes.steps for g in groups for t in g.trajectories
-                      if t.advantage is not None)  # fmt: skip
+    trained = Counter(
+        t.example_id for _, _, groups in notes.steps for g in groups for t in g.trajectories if t.advantage is not None
+    )
     assert set(trained) == {"e4", "e5", "e6"}
 
 
@@ -189,5 +194,3 @@ def test_each_pool_is_a_file_of_the_checkpoint(tmp_path):
     assert (tmp_path / "easy_examples.jsonl").read_text() == easy
     assert (tmp_path / "hard_examples.jsonl").read_text() == easy.replace("e1", "e2").replace("1.0", "0.0")
     assert read_loop_state(tmp_path) == state
-
-

@@ -173,8 +173,15 @@ def test_at_every_step_of_a_synchronous_run_the_factor_is_in_flight_where_two_of
 def test_no_surplus_group_is_lost_for_being_long(level):
     """Half of the groups are flat, three times as many as needed are in flight: all others are trained, long or short,
     in about the order in which they were launched."""
-    play = Play(seconds=lambda index: 10.0 if index % 4 == 0 else 1.0, flat=lambda index: index % 8 < 4, level=level,
-                factor=3.0, filtering=True, batches=40, bound=100)  # fmt: skip
+    play = Play(
+        seconds=lambda index: 10.0 if index % 4 == 0 else 1.0,
+        flat=lambda index: index % 8 < 4,
+        level=level,
+        factor=3.0,
+        filtering=True,
+        batches=40,
+        bound=100,
+    )
     taken = on_virtual_time(play.run())
     indices = [i for _, batch, _ in taken for i in batch]
     assert len(set(indices)) == len(indices) == 40 * G

@@ -28,8 +28,13 @@ LENGTHS = {
     "heavy tail": lambda rng: min(200.0, rng.paretovariate(0.8)),
     "stragglers": lambda rng: 40.0 if rng.random() < 0.05 else 1.0,
 }
-POOLS = [None, None, PoolRules(easy_threshold=0.99), PoolRules(hard_threshold=0.5),
-         PoolRules(easy_threshold=0.6, hard_threshold=0.3, easy_fraction=0.3)]  # fmt: skip
+POOLS = [
+    None,
+    None,
+    PoolRules(easy_threshold=0.99),
+    PoolRules(hard_threshold=0.5),
+    PoolRules(easy_threshold=0.6, hard_threshold=0.3, easy_fraction=0.3),
+]
 
 
 class RandomRun:
@@ -48,15 +53,28 @@ class RandomRun:
     def make(self, state):
         self.ledger, self.version, self.saved = Ledger(), 0, []
         setup = SimpleNamespace(
-            env="e", environment=object(), sampler=SimpleNamespace(vocab_size=9), slots=asyncio.Semaphore(self.slots),
-            runner=SimpleNamespace(run=self.run_episode, metrics=dict), tally=EpisodeTally(), run_id="", routing=None,
-        )  # fmt: skip
+            env="e",
+            environment=object(),
+            sampler=SimpleNamespace(vocab_size=9),
+            slots=asyncio.Semaphore(self.slots),
+            runner=SimpleNamespace(run=self.run_episode, metrics=dict),
+            tally=EpisodeTally(),
+            run_id="",
+            routing=None,
+        )
         self.dispatcher = Dispatcher(
             schedule=ExampleSchedule({"e": self.examples}, {"e": 1.0}, seed=self.seed, pool_rules=self.pools),
-            setups={"e": setup}, ledger=self.ledger, group_size=self.size, groups_per_batch=self.groups,
-            max_async_level=self.level, max_off_policy_steps=self.bound, oversampling_factor=self.factor, run_seed=0,
-            max_steps=self.batches, online_difficulty_filtering=self.filtering,
-        )  # fmt: skip
+            setups={"e": setup},
+            ledger=self.ledger,
+            group_size=self.size,
+            groups_per_batch=self.groups,
+            max_async_level=self.level,
+            max_off_policy_steps=self.bound,
+            oversampling_factor=self.factor,
+            run_seed=0,
+            max_steps=self.batches,
+            online_difficulty_filtering=self.filtering,
+        )
         if state is not None:
             self.version = state["step"]
             self.dispatcher.load_state_dict(state["dispatcher"])
@@ -73,8 +91,12 @@ class RandomRun:
             await asyncio.sleep(self.seconds(rng) / num_turns)
             count = rng.randint(1, 4)
             recorder.count(count)
-            recorder.record(prompt_ids=[1, turn], completion_ids=[2] * count, logprobs=[-1.0] * count,
-                            policy_versions=[begun] + [self.version] * (count - 1))  # fmt: skip
+            recorder.record(
+                prompt_ids=[1, turn],
+                completion_ids=[2] * count,
+                logprobs=[-1.0] * count,
+                policy_versions=[begun] + [self.version] * (count - 1),
+            )
             if rng.random() < self.fails / num_turns:
                 error = "environment: broke"
                 break
@@ -134,8 +156,12 @@ class RandomRun:
                 self.ledger.settle_group(group.index, trained=ends.pop("trained"), dropped=ends)
             self.dispatcher.settled()
             self.version = number + 1
-            state = {"step": self.version, "dispatcher": self.dispatcher.state_dict(),
-                     "ledger": self.ledger.state_dict(), "pending": self.dispatcher.num_pending_tokens}  # fmt: skip
+            state = {
+                "step": self.version,
+                "dispatcher": self.dispatcher.state_dict(),
+                "ledger": self.ledger.state_dict(),
+                "pending": self.dispatcher.num_pending_tokens,
+            }
             self.saved.append(json.loads(json.dumps(state)))
             held = [row["index"] for row in state["dispatcher"]["held"]]
             launched = range(state["dispatcher"]["schedule"]["drawn"])
@@ -191,9 +217,7 @@ def _forgets_what_is_held(dispatcher):
 state_dict = Dispatcher.state_dict
 
 
-@pytest.mark.parametrize(
-    ("name", "broken"), [("_drop_stale", _drops_nothing), ("state_dict", _forgets_what_is_held)]
-)
+@pytest.mark.parametrize(("name", "broken"), [("_drop_stale", _drops_nothing), ("state_dict", _forgets_what_is_held)])
 def test_a_dispatcher_that_does_not_do_its_part_is_found_by_the_first_runs(monkeypatch, name, broken):
     monkeypatch.setattr(Dispatcher, name, broken)
     with pytest.raises(AssertionError):

@@ -10,19 +10,28 @@ def rollout(reward, num_tokens, *, version=0, advantage=None, turn_advantages=()
     """Two turns."""
     first, second = turn_advantages or (None, None)
     turns = (
-        Turn(prompt_ids=[1], completion_ids=[2] * (num_tokens - 1), policy_versions=[version] * (num_tokens - 1),
-             advantage=first),
+        Turn(
+            prompt_ids=[1],
+            completion_ids=[2] * (num_tokens - 1),
+            policy_versions=[version] * (num_tokens - 1),
+            advantage=first,
+        ),
         Turn(prompt_ids=[1], completion_ids=[3], policy_versions=[version + 1], advantage=second),
-    )  # fmt: skip
+    )
     return Trajectory(example_id="x", turns=turns, reward=reward, advantage=advantage, error=error, sample_index=num)
 
 
 def test_every_completed_rollout_is_in_every_distribution():
-    trained = Group(group_id="a", example_id="x", env="e", trajectories=(
-        rollout(1.0, 3, version=2, advantage=0.5),
-        rollout(0.0, 5, version=1, turn_advantages=(-0.5, 0.25)),
-        rollout(None, 9, error="raised"),
-    ))  # fmt: skip
+    trained = Group(
+        group_id="a",
+        example_id="x",
+        env="e",
+        trajectories=(
+            rollout(1.0, 3, version=2, advantage=0.5),
+            rollout(0.0, 5, version=1, turn_advantages=(-0.5, 0.25)),
+            rollout(None, 9, error="raised"),
+        ),
+    )
     filtered = dataclasses.replace(trained, group_id="b", trajectories=(rollout(1.0, 2, version=3),))
     assert rollout_distributions([*trained.trajectories, *filtered.trajectories], 3) == {
         "distribution/reward": [1.0, 0.0, 1.0],

@@ -28,9 +28,10 @@ def watched(*, best: bool = True, patience: int | None = None, min_delta: float 
     which = Criterion(metric="success", **criterion)
     return EvalProgress(
         best=BestEvaluation(criterion=which) if best else None,
-        early_stopping=None if patience is None else
-        EarlyStopping(criterion=which, patience=patience, min_delta=min_delta),
-    )  # fmt: skip
+        early_stopping=None
+        if patience is None
+        else EarlyStopping(criterion=which, patience=patience, min_delta=min_delta),
+    )
 
 
 def test_the_examples_of_the_docstrings_hold():
@@ -240,8 +241,16 @@ async def test_a_run_that_ended_early_ends_at_once_when_it_is_resumed_and_goes_o
 async def test_the_evaluation_with_which_drained_examples_end_a_run_may_be_the_best(tmp_path, scripted):
     """The checkpoint of that step was written before it was known, and is written again."""
     scripted([0.25, 0.75])
-    run, notes, _ = make(tmp_path, steps=50, environment=Uneven(hopeless=True), pool_rules=RULES, evaluate=True,
-                         interval=1, eval_interval=100, progress=watched())  # fmt: skip
+    run, notes, _ = make(
+        tmp_path,
+        steps=50,
+        environment=Uneven(hopeless=True),
+        pool_rules=RULES,
+        evaluate=True,
+        interval=1,
+        eval_interval=100,
+        progress=watched(),
+    )
     assert await run.run()
     assert 0 < run.step < 10
     assert run.ending()["best"]["step"] == run.step

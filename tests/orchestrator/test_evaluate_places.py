@@ -20,9 +20,15 @@ class OneSecond:
         self.num_made = 0
         environment = SimpleNamespace(examples=lambda split: [Example(id=f"e{i}") for i in range(1000)])
         self.setup = SimpleNamespace(
-            env="e", environment=environment, sampler=SimpleNamespace(vocab_size=9), slots=asyncio.Semaphore(places),
-            runner=SimpleNamespace(run=self.run, metrics=dict), tally=EpisodeTally(), run_id="", routing=None,
-        )  # fmt: skip
+            env="e",
+            environment=environment,
+            sampler=SimpleNamespace(vocab_size=9),
+            slots=asyncio.Semaphore(places),
+            runner=SimpleNamespace(run=self.run, metrics=dict),
+            tally=EpisodeTally(),
+            run_id="",
+            routing=None,
+        )
 
     async def run(self, setup, task, recorder):
         loop = asyncio.get_running_loop()

@@ -95,9 +95,11 @@ async def test_a_trainer_that_dies_while_rollouts_are_awaited_ends_the_run_at_on
     """The rollouts of the third batch never end."""
     trainer = DyingTrainer(tmp_path)
     sampler = ScriptedSampler(
-        script=lambda r: say("x" * (1 + r.seed % 5)), vocab_size=VOCAB_SIZE, context_length=100,
+        script=lambda r: say("x" * (1 + r.seed % 5)),
+        vocab_size=VOCAB_SIZE,
+        context_length=100,
         trouble=lambda index, request: "hang" if index >= 2 * BATCH else None,
-    )  # fmt: skip
+    )
     orchestrator, notes, _ = make(tmp_path, level=level, steps=6, trainer=trainer, sampler=sampler, interval=2)
     async with nothing_left_behind():
         running = asyncio.ensure_future(orchestrator.run())
@@ -126,9 +128,11 @@ class DyingEngine(ScriptedSampler):
 async def test_an_engine_that_dies_ends_the_run_at_once_with_its_reason(tmp_path, level):
     """The rollouts of the third batch never end."""
     sampler = DyingEngine(
-        script=lambda r: say("x" * (1 + r.seed % 5)), vocab_size=VOCAB_SIZE, context_length=100,
+        script=lambda r: say("x" * (1 + r.seed % 5)),
+        vocab_size=VOCAB_SIZE,
+        context_length=100,
         trouble=lambda index, request: "hang" if index >= 2 * BATCH else None,
-    )  # fmt: skip
+    )
     orchestrator, notes, _ = make(tmp_path, level=level, steps=6, sampler=sampler, interval=2)
     async with nothing_left_behind():
         running = asyncio.ensure_future(orchestrator.run())
@@ -210,10 +214,13 @@ async def test_a_sampler_that_holds_other_weights_samples_nothing_that_is_traine
     sampler = SamplesMeanwhile(first=2 * BATCH)
     orchestrator, notes, _ = make(tmp_path, level=level, steps=6, trainer=trainer, sampler=sampler, probes=probes())
     async with nothing_left_behind():
-        with pytest.raises(RunStopped, match=(
-            r"the sampler does not hold policy version 2, which it was told to load: its logprobs differ by 0\.5 on "
-            r"average, more than 0\.0001\. It samples nothing more"
-        )):  # fmt: skip
+        with pytest.raises(
+            RunStopped,
+            match=(
+                r"the sampler does not hold policy version 2, which it was told to load: its logprobs differ by 0\.5 on "
+                r"average, more than 0\.0001\. It samples nothing more"
+            ),
+        ):
             await orchestrator.run()
     assert steps_of(notes) == list(range(1, orchestrator.step + 1))
     assert 2 <= orchestrator.step <= 2 + level

@@ -85,9 +85,15 @@ async def test_errors_filters_missing_logprobs_and_length_are_told_apart(tmp_pat
     sampler = Sampler(lambda index: said[index % 6])
     environment = Judged(lambda example, seed: None if next(failing) else float(seed % 7))
     orchestrator, notes, _ = make(
-        tmp_path, level=level, steps=4, environment=environment, sampler=sampler, filters={"shouting": Shouting()},
-        max_length=30, strategy=strategy,
-    )  # fmt: skip
+        tmp_path,
+        level=level,
+        steps=4,
+        environment=environment,
+        sampler=sampler,
+        filters={"shouting": Shouting()},
+        max_length=30,
+        strategy=strategy,
+    )
     assert await orchestrator.run()
     ledger = check(orchestrator, notes)
     recount = Counter()
@@ -163,9 +169,11 @@ async def test_what_is_stale_and_what_a_stop_cancels_is_counted_over_a_resume(tm
     """Batches wait in the queue until they are older than allowed; then the run is stopped in flight and goes on."""
     trainer, answered = GatedTrainer(tmp_path), (level + 1) * BATCH
     sampler = ScriptedSampler(
-        script=lambda r: say("x" * (1 + r.seed % 5)), vocab_size=VOCAB_SIZE, context_length=100,
+        script=lambda r: say("x" * (1 + r.seed % 5)),
+        vocab_size=VOCAB_SIZE,
+        context_length=100,
         trouble=lambda index, request: "hang" if index >= answered + 2 else None,
-    )  # fmt: skip
+    )
     first, notes, _ = make(
         tmp_path, level=level, steps=8, trainer=trainer, max_off_policy_steps=level - 1, sampler=sampler
     )
@@ -211,9 +219,13 @@ async def test_what_is_sampled_with_trained_false_is_counted_as_untrained(tmp_pa
     """Two of each five turns are the user's, and one is the agent's untrained last one."""
     said = ["a", "bb", "ccc", "dddd", "eeeee"]
     orchestrator, notes, _ = make(
-        tmp_path, level=level, steps=3, environment=PlayedUser(), strategy=strategy,
+        tmp_path,
+        level=level,
+        steps=3,
+        environment=PlayedUser(),
+        strategy=strategy,
         sampler=Sampler(lambda index: said[index % 5]),
-    )  # fmt: skip
+    )
     assert await orchestrator.run()
     ledger = check(orchestrator, notes)
     turns = [turn for _, _, groups in notes.steps for g in groups for t in g.trajectories for turn in t.turns]
@@ -241,10 +253,13 @@ class Forgetful(Coins):
 async def test_a_break_stops_a_run_that_asked_for_it_and_says_where(tmp_path, level):
     orchestrator, notes, _ = make(tmp_path, level=level, environment=Forgetful(), on_break="error")
     ours, theirs = [ord(c) for c in "other"], [ord(c) for c in "one"]
-    with pytest.raises(RunStopped, match=re.escape(
-        "turn 2 (main) does not extend turn 0: of its 8 prompt ids the first 2 are the same; at position 2 it has "
-        f"{[*ours[1:], 260, 258]}, turn 0 has"
-    )) as caught:  # fmt: skip
+    with pytest.raises(
+        RunStopped,
+        match=re.escape(
+            "turn 2 (main) does not extend turn 0: of its 8 prompt ids the first 2 are the same; at position 2 it has "
+            f"{[*ours[1:], 260, 258]}, turn 0 has"
+        ),
+    ) as caught:
         await orchestrator.run()
     assert str(theirs[1:])[:-1] in str(caught.value)
     assert 'on_break = "error"' in str(caught.value)
@@ -297,9 +312,17 @@ async def test_an_episode_that_goes_on_after_its_end_is_set_aside_and_counted(tm
 
 def test_these_are_all_the_reasons():
     assert set(REASONS) == {
-        "difficulty", "stale", "error", "missing_logprobs", "over_length", "cancelled", "lost_worker", "lost_replica",
-        "unused_at_end", "untrained",
-    }  # fmt: skip
+        "difficulty",
+        "stale",
+        "error",
+        "missing_logprobs",
+        "over_length",
+        "cancelled",
+        "lost_worker",
+        "lost_replica",
+        "unused_at_end",
+        "untrained",
+    }
 
 
 class OfMixtures(ScriptedSampler):

@@ -31,16 +31,21 @@ class Counting:
 def sample(token_ids, mask, temperatures):
     length = len(token_ids)
     return TrainingSample(
-        token_ids=np.array(token_ids, dtype=np.int32), loss_mask=np.array(mask), logprobs=np.zeros(length, np.float32),
-        advantages=np.zeros(length, np.float32), chunk_ids=np.zeros(length, np.int32),
-        policy_versions=np.zeros(length, np.int32), temperatures=np.array(temperatures, dtype=np.float32),
-    )  # fmt: skip
+        token_ids=np.array(token_ids, dtype=np.int32),
+        loss_mask=np.array(mask),
+        logprobs=np.zeros(length, np.float32),
+        advantages=np.zeros(length, np.float32),
+        chunk_ids=np.zeros(length, np.int32),
+        policy_versions=np.zeros(length, np.int32),
+        temperatures=np.array(temperatures, dtype=np.float32),
+    )
 
 
 async def test_each_trained_token_is_scored_at_its_own_temperature_and_no_other():
     one = sample([5, 6, 7, 8], [False, True, False, True], [1, 0.5, 1, 2])
-    group = AssembledGroup(group=Group(group_id="g", example_id="x", env="e", trajectories=()), samples=(one,),
-                           fates=())  # fmt: skip
+    group = AssembledGroup(
+        group=Group(group_id="g", example_id="x", env="e", trajectories=()), samples=(one,), fates=()
+    )
     teacher = Counting()
     (scored,) = await add_logprob_streams([group], {"teacher": teacher})
     np.testing.assert_array_equal(

@@ -18,8 +18,10 @@ async def test_a_synchronous_run_samples_every_batch_with_the_newest_weights(tmp
     assert [versions(groups) for _, _, groups in notes.steps] == [{0}, {1}, {2}, {3}]
     assert sampler.policy_version == 4
     ledger = orchestrator.ledger_for_tests
-    assert ledger.sampled == ledger.trained == sum(
-        t.num_sampled_tokens for _, _, groups in notes.steps for g in groups for t in g.trajectories
+    assert (
+        ledger.sampled
+        == ledger.trained
+        == sum(t.num_sampled_tokens for _, _, groups in notes.steps for g in groups for t in g.trajectories)
     )
 
 
@@ -73,9 +75,12 @@ async def test_filtered_rollouts_stay_in_the_metrics_and_their_tokens_under_the_
     orchestrator, notes, _ = make(tmp_path, filters={"zero_advantage": ZeroAdvantage()}, steps=6)
     await orchestrator.run()
     flat = [
-        t for _, _, groups in notes.steps for g in groups for t in g.trajectories
+        t
+        for _, _, groups in notes.steps
+        for g in groups
+        for t in g.trajectories
         if len({u.reward for u in g.trajectories}) == 1
-    ]  # fmt: skip
+    ]
     assert orchestrator.ledger_for_tests.dropped["filter:zero_advantage"] == sum(t.num_sampled_tokens for t in flat)
     assert sum(m.get("filters/zero_advantage/dropped", 0) for _, m, _ in notes.steps) == len(flat) > 0
     assert all(m["rollouts"] == GROUP * GROUPS for _, m, _ in notes.steps)

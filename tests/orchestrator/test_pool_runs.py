@@ -145,17 +145,26 @@ class HeldOnFirst(ScriptedReplica):
 def trajectories(notes):
     return sorted(
         (t.trajectory_id, t.reward, [turn.completion_ids.tolist() for turn in t.turns])
-        for _, _, groups in notes.steps for g in groups for t in g.trajectories
-    )  # fmt: skip
+        for _, _, groups in notes.steps
+        for g in groups
+        for t in g.trajectories
+    )
 
 
 async def same_trajectories_although_a_replica_dies(tmp_path, elsewhere):
     """No limit but that of the frozen one's silence can end anything: the other answers at once."""
     local, expected, _ = make(tmp_path, sampler=scripted(), environment=Doublings(), max_length=500)
     assert await local.run()
-    replicas, restarts = [HeldOnFirst(i) for i in range(2)], Restarts(**{
-        "script": two_turns, "vocab_size": VOCAB_SIZE, "context_length": 500,
-    })  # fmt: skip
+    replicas, restarts = (
+        [HeldOnFirst(i) for i in range(2)],
+        Restarts(
+            **{
+                "script": two_turns,
+                "vocab_size": VOCAB_SIZE,
+                "context_length": 500,
+            }
+        ),
+    )
     limits = dataclasses.replace(LIMITS, health=0.5, stall=HANGS, update=HANGS, check=HANGS, start=HANGS)
     pool = ReplicaPool(replicas, restart=restarts, limits=limits)
     orchestrator, notes, _ = make(tmp_path, sampler=pool, environment=Doublings(), max_length=500)

@@ -114,8 +114,9 @@ def model(tmp_path_factory):
 def what_was_sampled(run, env="lots.Lots"):
     return sorted(
         (t["trajectory_id"], t["reward"], [(turn["completion_ids"], turn["logprobs"]) for turn in t["turns"]])
-        for t in trajectory_lines(run) if t["env"] == env
-    )  # fmt: skip
+        for t in trajectory_lines(run)
+        if t["env"] == env
+    )
 
 
 def evals(run):
@@ -124,8 +125,10 @@ def evals(run):
 
 
 def test_verbatim_rl_in_processes_writes_what_a_local_run_writes(model, tmp_path, capfd):
-    loud = LOTS.replace('    async def score(self, trajectory):\n', '    async def score(self, trajectory):\n'
-                        '        print("\\x1b[31mscored in", __import__("os").getpid())\n')  # fmt: skip
+    loud = LOTS.replace(
+        "    async def score(self, trajectory):\n",
+        '    async def score(self, trajectory):\n        print("\\x1b[31mscored in", __import__("os").getpid())\n',
+    )
     with workplace(tmp_path / "work", {"lots": loud}) as folder:
         text = TOML.replace("[inference.torch]\n", "[inference.torch]\ndeterministic = true\n").format(model=model)
         (folder / "run.toml").write_text(
@@ -155,7 +158,7 @@ def test_verbatim_rl_in_processes_writes_what_a_local_run_writes(model, tmp_path
         assert json.loads("{" + results[0]) == json.loads("{" + results[1])
 
 
-HARMFUL = '''
+HARMFUL = """
 import os, time
 from lots import Lot, Lots
 
@@ -174,7 +177,7 @@ class Harms(Lots):
         episode = Harm(seed)
         episode.mode = self.mode
         return episode
-'''
+"""
 
 
 def test_an_environment_that_exits_leaves_the_one_beside_it_as_it_is(model, tmp_path):
@@ -207,9 +210,13 @@ def test_ctrl_c_reaches_the_run_and_its_workers_end_with_it(model, tmp_path):
     name, _, value = mark.partition("=")
     run = subprocess.Popen(
         [sys.executable, "-m", "verbatim.cli", "rl", "run.toml", "--run-dir", "out", "--max-steps", "500", *PROCESSES],
-        cwd=tmp_path, env={**os.environ, name: value}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        cwd=tmp_path,
+        env={**os.environ, name: value},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
         start_new_session=True,
-    )  # fmt: skip
+    )
     try:
         metrics = tmp_path / "out" / "metrics.jsonl"
         wait_until(lambda: run.poll() is not None or (metrics.exists() and train_lines(tmp_path / "out")))
@@ -237,14 +244,19 @@ def marked(mark):
 
 
 REFUSED = {
-    "Ray's keys": (["--orchestrator.rollout.backend", "processes", "--orchestrator.rollout.port", "80"],
-                   "orchestrator.rollout.port is now orchestrator.rollout.ray.port"),
-    "Ray and isolated": (["--orchestrator.rollout.backend", "ray", *ISOLATED],
-                         "train.env.0.isolated = true asks for processes of this machine, found rollout.backend"),
+    "Ray's keys": (
+        ["--orchestrator.rollout.backend", "processes", "--orchestrator.rollout.port", "80"],
+        "orchestrator.rollout.port is now orchestrator.rollout.ray.port",
+    ),
+    "Ray and isolated": (
+        ["--orchestrator.rollout.backend", "ray", *ISOLATED],
+        "train.env.0.isolated = true asks for processes of this machine, found rollout.backend",
+    ),
     "Ray and a limit of memory": (
         ["--orchestrator.rollout.backend", "ray", "--orchestrator.rollout.ray.worker-memory-mb", "100"],
-        'unknown key "worker_memory_mb" in [orchestrator.rollout.ray]; it belongs to [orchestrator.rollout.processes]'),
-}  # fmt: skip
+        'unknown key "worker_memory_mb" in [orchestrator.rollout.ray]; it belongs to [orchestrator.rollout.processes]',
+    ),
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)

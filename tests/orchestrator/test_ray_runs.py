@@ -146,9 +146,14 @@ def test_a_ray_that_a_run_started_ends_with_it(model, tmp_path):
     (tmp_path / "run.toml").write_text(TOML.format(model=model) + 'import_path = "lots.Lots"\n')
     name, _, value = mark.partition("=")
     done = subprocess.run(
-        [sys.executable, "-m", "verbatim.cli", "rl", "run.toml", "--run-dir", "out", *RAY], cwd=tmp_path,
-        env={**os.environ, name: value}, capture_output=True, text=True, timeout=HANGS, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", "verbatim.cli", "rl", "run.toml", "--run-dir", "out", *RAY],
+        cwd=tmp_path,
+        env={**os.environ, name: value},
+        capture_output=True,
+        text=True,
+        timeout=HANGS,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert "ray" not in (done.stdout + done.stderr).lower()  # not a word of its own
     assert len(train_lines(tmp_path / "out")) == 2

@@ -20,16 +20,20 @@ def metrics_of(*trajectories: Trajectory) -> dict[str, float]:
     groups = []
     for env in dict.fromkeys(t.env for t in numbered):
         group = Group(group_id=env, example_id="x", env=env, trajectories=tuple(t for t in numbered if t.env == env))
-        fates = tuple(Fate.of_dropped(t, "error") if t.error else Fate(trajectory=t, turns=("trained",) * len(t.turns))
-                      for t in group.trajectories)  # fmt: skip
+        fates = tuple(
+            Fate.of_dropped(t, "error") if t.error else Fate(trajectory=t, turns=("trained",) * len(t.turns))
+            for t in group.trajectories
+        )
         groups.append(AssembledGroup(group=group, samples=(), fates=fates))
     return rollout_metrics(groups, 0, {t.trajectory_id: (t.reward or 0) >= 1 for t in numbered})
 
 
 def test_the_share_of_episodes_that_ended_in_unreadable_calls_is_a_metric():
     ends = ["malformed", "stop", "max_turns", "stop"]
-    found = episode_metrics([episode(0.0, stop_reason=end, trajectory_id=str(i)) for i, end in enumerate(ends)],
-                            {str(i): False for i in range(4)})  # fmt: skip
+    found = episode_metrics(
+        [episode(0.0, stop_reason=end, trajectory_id=str(i)) for i, end in enumerate(ends)],
+        {str(i): False for i in range(4)},
+    )
     assert found["malformed"] == pytest.approx(0.25)
     assert metrics_of(*(episode(0.0, stop_reason=end) for end in ends))["malformed"] == pytest.approx(0.25)
 
@@ -37,10 +41,12 @@ def test_the_share_of_episodes_that_ended_in_unreadable_calls_is_a_metric():
 def test_breaks_are_counted_by_the_reasons_that_were_noted():
     noted = [{"turn": 1, "after": 0, "reason": "thought_dropped"}, {"turn": 2, "after": 1, "reason": "other_end"}]
     found = metrics_of(
-        episode(1.0, info={"rendered_anew": noted}), episode(0.0, info={"rendered_anew": noted[:1]}), episode(0.0),
+        episode(1.0, info={"rendered_anew": noted}),
+        episode(0.0, info={"rendered_anew": noted[:1]}),
+        episode(0.0),
         episode(0.0, info={"rendered_anew": "an environment's own"}),
         episode(0.0, info={"rendered_anew": [{"reason": "made up"}, 7]}),
-    )  # fmt: skip
+    )
     counted = {name: value for name, value in found.items() if name.startswith("breaks/")}
     assert counted == {"breaks/thought_dropped": 2.0, "breaks/other_end": 1.0}
 
@@ -48,9 +54,12 @@ def test_breaks_are_counted_by_the_reasons_that_were_noted():
 def test_what_judges_spent_is_added_up_and_an_environments_own_info_of_any_shape_is_let_be():
     spent = {"judge_usage": {"requests": 2, "cost": 0.5}}
     found = metrics_of(
-        episode(1.0, info=spent), episode(None, info=spent, error="judge: no verdict"),
+        episode(1.0, info=spent),
+        episode(None, info=spent, error="judge: no verdict"),
         episode(1.0, info={"judge": "gpt", "judge_usage": "two"}),
         episode(1.0, info={"judge_usage": {"requests": "?"}}),
-    )  # fmt: skip
+    )
     assert {name: value for name, value in found.items() if name.startswith("judge")} == {
-        "judge/requests": 4.0, "judge/cost": 1.0}  # fmt: skip
+        "judge/requests": 4.0,
+        "judge/cost": 1.0,
+    }

@@ -98,6 +98,10 @@ async def test_a_run_that_stops_lets_all_batches_go(link: Link, trainer: Sending
 async def test_what_was_sent_is_in_the_metrics_of_its_step_alone(trainer: SendingTrainer):
     assert trainer.metrics() == {"weights/broadcast": 0.0}
     await trainer.send(order(1))
-    assert trainer.metrics() == {"weights/broadcast": 1.0, "weights/broadcast_bytes": 8, "time/weight_broadcast": 2.0,
-                                 "time/weight_meeting": 0.5}  # fmt: skip
+    assert trainer.metrics() == {
+        "weights/broadcast": 1.0,
+        "weights/broadcast_bytes": 8,
+        "time/weight_broadcast": 2.0,
+        "time/weight_meeting": 0.5,
+    }
     assert trainer.metrics() == {"weights/broadcast": 0.0}

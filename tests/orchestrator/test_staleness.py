@@ -27,8 +27,7 @@ def test_rollouts_for_batch_n_start_with_version_n_minus_k_or_newer(batch, versi
 
 def sampled_by(*versions):
     turns = [
-        Turn(prompt_ids=[1], completion_ids=[2] * len(v), logprobs=[-1.0] * len(v), policy_versions=v)
-        for v in versions
+        Turn(prompt_ids=[1], completion_ids=[2] * len(v), logprobs=[-1.0] * len(v), policy_versions=v) for v in versions
     ]
     return Trajectory(example_id="x", turns=turns)
 
@@ -71,8 +70,11 @@ def test_a_group_is_too_old_when_all_that_completed_in_it_is():
 
 def test_ages_are_counted_with_a_column_for_each_that_may_be_trained():
     assert age_metrics([0, 1, 1], 2) == {
-        "staleness/mean": pytest.approx(2 / 3), "staleness/max": 1, "staleness/age/0": 1, "staleness/age/1": 2,
+        "staleness/mean": pytest.approx(2 / 3),
+        "staleness/max": 1,
+        "staleness/age/0": 1,
+        "staleness/age/1": 2,
         "staleness/age/2": 0,
-    }  # fmt: skip
+    }
     assert age_metrics([], 1) == {"staleness/age/0": 0, "staleness/age/1": 0}
     assert age_metrics([40], 100)["staleness/age/40"] == 1

@@ -63,9 +63,13 @@ async def sharing(tmp_path, replicas, *, restart=None, during=lambda version: No
     pool = ReplicaPool(replicas, restart=restart, limits=LIMITS)
     device = Device(replicas, restart)
     orchestrator, notes, _ = make(
-        tmp_path, sampler=pool, trainer=Visitor(tmp_path, device, during, delay), probes=probes(0), shares_device=True,
+        tmp_path,
+        sampler=pool,
+        trainer=Visitor(tmp_path, device, during, delay),
+        probes=probes(0),
+        shares_device=True,
         **{"steps": 6, **settings},
-    )  # fmt: skip
+    )
     try:
         yield orchestrator, notes, pool, device
     finally:
@@ -123,9 +127,16 @@ async def test_a_server_that_dies_while_it_sleeps_is_started_when_the_trainer_ha
         if version == 3:
             replica.die()
 
-    async with nothing_left_behind(), sharing(
-        tmp_path, [replica], restart=restarts, during=during, delay=0.1  # several looks at its health
-    ) as (orchestrator, notes, pool, _):
+    async with (
+        nothing_left_behind(),
+        sharing(
+            tmp_path,
+            [replica],
+            restart=restarts,
+            during=during,
+            delay=0.1,  # several looks at its health
+        ) as (orchestrator, notes, pool, _),
+    ):
         assert await orchestrator.run()
         ledger = check(orchestrator, notes, pool)
     assert restarts.asked == [0]
@@ -146,9 +157,10 @@ async def test_kills_at_any_moment_never_put_both_on_the_device(tmp_path, seed):
             if alive:
                 rng.choice(alive).die()
 
-    async with nothing_left_behind(), sharing(
-        tmp_path, replicas, restart=restarts, steps=10, delay=0.05
-    ) as (orchestrator, notes, pool, _):
+    async with (
+        nothing_left_behind(),
+        sharing(tmp_path, replicas, restart=restarts, steps=10, delay=0.05) as (orchestrator, notes, pool, _),
+    ):
         harming = asyncio.ensure_future(harm())
         assert await orchestrator.run()
         harming.cancel()

@@ -73,22 +73,46 @@ class Play:
     """Plays groups of one rollout, or of two where they are filtered: group i takes `seconds(i)`, samples one token by
     the version in use when it begins and one at its end, and is flat where `flat(i)`."""
 
-    def __init__(self, *, seconds, flat=lambda index: False, groups_per_batch=16, level=1, bound=8,
-                 factor=1.0, batches=20, filtering=False, places=10_000):  # fmt: skip
+    def __init__(
+        self,
+        *,
+        seconds,
+        flat=lambda index: False,
+        groups_per_batch=16,
+        level=1,
+        bound=8,
+        factor=1.0,
+        batches=20,
+        filtering=False,
+        places=10_000,
+    ):
         self.seconds, self.flat, self.batches = seconds, flat, batches
         self.version, self.ledger = 0, Ledger()
         self.launched, self.finished, self.taken, self.in_flight = {}, {}, [], []
         setup = SimpleNamespace(
-            env="e", environment=object(), sampler=SimpleNamespace(vocab_size=9), slots=asyncio.Semaphore(places),
-            runner=SimpleNamespace(run=self.run_episode, metrics=dict), tally=EpisodeTally(), run_id="", routing=None,
-        )  # fmt: skip
+            env="e",
+            environment=object(),
+            sampler=SimpleNamespace(vocab_size=9),
+            slots=asyncio.Semaphore(places),
+            runner=SimpleNamespace(run=self.run_episode, metrics=dict),
+            tally=EpisodeTally(),
+            run_id="",
+            routing=None,
+        )
         examples = {"e": [Example(id=f"e{i}") for i in range(7)]}
         self.dispatcher = Dispatcher(
-            schedule=ExampleSchedule(examples, {"e": 1.0}, seed=0), setups={"e": setup}, ledger=self.ledger,
-            group_size=2 if filtering else 1, groups_per_batch=groups_per_batch, max_async_level=level,
-            max_off_policy_steps=bound, oversampling_factor=factor, run_seed=0, max_steps=batches,
+            schedule=ExampleSchedule(examples, {"e": 1.0}, seed=0),
+            setups={"e": setup},
+            ledger=self.ledger,
+            group_size=2 if filtering else 1,
+            groups_per_batch=groups_per_batch,
+            max_async_level=level,
+            max_off_policy_steps=bound,
+            oversampling_factor=factor,
+            run_seed=0,
+            max_steps=batches,
             online_difficulty_filtering=filtering,
-        )  # fmt: skip
+        )
 
     async def run_episode(self, setup, task, recorder):
         index = int(task.identity.group_id.removeprefix("train-"))
@@ -97,8 +121,7 @@ class Play:
         begun = self.version
         await asyncio.sleep(self.seconds(index))
         recorder.count(2)
-        turn = Turn(prompt_ids=[1], completion_ids=[2, 3], logprobs=[-1.0, -1.0],
-                    policy_versions=[begun, self.version])  # fmt: skip
+        turn = Turn(prompt_ids=[1], completion_ids=[2, 3], logprobs=[-1.0, -1.0], policy_versions=[begun, self.version])
         self.finished[index] = now()
         reward = 0.0 if self.flat(index) else float(task.identity.sample_index)
         return Trajectory.of(task.identity, turns=[turn], reward=reward)

@@ -96,8 +96,11 @@ def check_deal(pieces, num_ranks, most_tokens, deal=deal):
         bound = max(most_tokens, *(pieces[i].tokens for numbers in together for i in numbers))
         assert all(sum(pieces[i].tokens for i in numbers) <= bound for numbers in together)
         assert all(numbers for numbers in together)
-        assert all(len(numbers) == 1 or pieces[i].tokens <= most_tokens or bound >= sum(
-            pieces[j].tokens for j in numbers) for numbers in together for i in numbers)  # fmt: skip
+        assert all(
+            len(numbers) == 1 or pieces[i].tokens <= most_tokens or bound >= sum(pieces[j].tokens for j in numbers)
+            for numbers in together
+            for i in numbers
+        )
     for mine, costs in zip(dealt.pieces, dealt.costs, strict=True):
         assert costs == pytest.approx([sum(pieces[i].cost for i in numbers) for numbers in mine])
 
@@ -124,8 +127,9 @@ def test_the_worked_example_of_a_cost():
 
 def test_a_shared_prefix_costs_once():
     """[1, 2, 3] and [1, 2, 4, 5]: five tokens, which see 1, 2, 3, 3 and 4."""
-    (tree,) = pack_tree([sample([1, 2, 3], [2], "a"), sample([1, 2, 4, 5], [3], "b")], micro_batch_tokens=9,
-                        keep_whole=False)  # fmt: skip
+    (tree,) = pack_tree(
+        [sample([1, 2, 3], [2], "a"), sample([1, 2, 4, 5], [3], "b")], micro_batch_tokens=9, keep_whole=False
+    )
     assert CostModel(attention=((0, 0.1),), per_target=0.5).micro_batch(tree) == pytest.approx(5 + 1.3 + 2 * 0.5)
 
 
@@ -133,9 +137,14 @@ def test_the_costs_of_a_model_follow_from_its_shape():
     """Width 8, two heads of 6, one key and value head, inner 16: 8 (2 * 12 + 2 * 6 + 3 * 16) = 672 parameters a
     layer. A pair takes 4 * 12 operations and a token 2 * 672; a target 2 * 8 * 100, a token of two layers 4 * 672."""
     shape = SimpleNamespace(
-        hidden_size=8, num_attention_heads=2, head_dim=6, num_key_value_heads=1, intermediate_size=16,
-        num_hidden_layers=2, vocab_size=100,
-    )  # fmt: skip
+        hidden_size=8,
+        num_attention_heads=2,
+        head_dim=6,
+        num_key_value_heads=1,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        vocab_size=100,
+    )
     cost = model_cost(shape)
     assert cost.attention == ((0, pytest.approx(48 / 1344)),)
     assert cost.per_target == pytest.approx(1600 / 2688)

@@ -56,12 +56,15 @@ def test_a_packer_with_the_right_gradient_is_taken_and_one_with_another_is_refus
 @pytest.mark.parametrize(
     ("packing", "expected"),
     [
-        ("tre", "trainer.packing: there is no packer 'tre'; did you mean \"tree\"? There are auto, rows, tree; or "
-         'import your own: "my_module.name"'),
+        (
+            "tre",
+            "trainer.packing: there is no packer 'tre'; did you mean \"tree\"? There are auto, rows, tree; or "
+            'import your own: "my_module.name"',
+        ),
         ("my_packers.short", 'trainer.packing.keep_whole: unknown knob "keep_whole"'),
         ("my_packers.pakc", "trainer.packing: my_packers ("),
     ],
-)  # fmt: skip
+)
 def test_a_packer_that_cannot_be_called_is_refused_when_the_file_is_loaded(tmp_path: Path, packing: str, expected: str):
     with workplace(tmp_path, {"my_packers": MINE}):
         Path("run.toml").write_text('[model]\nname = "m"\n[[orchestrator.train.env]]\nid = "guess_number"\n')

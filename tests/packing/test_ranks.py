@@ -48,9 +48,12 @@ def targets(micro_batch):
     """The same, as the micro-batch has it: a token sees those whose interval holds it."""
     found = Counter()
     for at, token, number, offset in zip(
-        *(getattr(micro_batch.targets, name).tolist()
-          for name in ("source_positions", "target_ids", "trajectories", "offsets")), strict=True,
-    ):  # fmt: skip
+        *(
+            getattr(micro_batch.targets, name).tolist()
+            for name in ("source_positions", "target_ids", "trajectories", "offsets")
+        ),
+        strict=True,
+    ):
         seen = (micro_batch.starts[: at + 1] <= micro_batch.starts[at]) & (
             micro_batch.starts[at] < micro_batch.ends[: at + 1]
         )
@@ -69,9 +72,12 @@ def samples_of(trajectories):
 
 
 @given(
-    batch=batches(), limit=limits, keep_whole=st.booleans(), packing=st.sampled_from(PACKINGS),
+    batch=batches(),
+    limit=limits,
+    keep_whole=st.booleans(),
+    packing=st.sampled_from(PACKINGS),
     num_ranks=st.integers(1, 9),
-)  # fmt: skip
+)
 @drawn("targets of ranks", 30, 2000)
 def test_every_trained_token_once_in_its_context_and_trajectories_whole(batch, limit, keep_whole, packing, num_ranks):
     samples = samples_of(batch)
@@ -81,8 +87,9 @@ def test_every_trained_token_once_in_its_context_and_trajectories_whole(batch, l
     assert targets_of(ranks) == trained(samples)
 
     again = deal_samples(samples, packing, **terms)
-    assert all(equal(one, other) for rank, mine in enumerate(ranks)
-               for one, other in zip(mine, again.lay(rank), strict=True))  # fmt: skip
+    assert all(
+        equal(one, other) for rank, mine in enumerate(ranks) for one, other in zip(mine, again.lay(rank), strict=True)
+    )
 
     def size_of(name):
         mine = [each for each in samples if each.trajectory_id == name and each.num_trained_tokens]
@@ -128,8 +135,9 @@ def test_one_rank_has_the_packers_own_micro_batches(batch, limit, keep_whole, pa
 
 
 def test_a_batch_smaller_than_the_ranks_leaves_some_without_work():
-    dealt = deal_samples([sample([1, 2, 3], [2])], "auto", num_ranks=3, micro_batch_tokens=9, keep_whole=False,
-                         cost=COST)  # fmt: skip
+    dealt = deal_samples(
+        [sample([1, 2, 3], [2])], "auto", num_ranks=3, micro_batch_tokens=9, keep_whole=False, cost=COST
+    )
     assert [len(dealt.lay(rank)) for rank in range(3)] == [1, 0, 0]
     assert dealt.num_passes == 1
     nothing = deal_samples([], "auto", num_ranks=2, micro_batch_tokens=9, keep_whole=False, cost=COST)
@@ -141,15 +149,17 @@ def test_a_group_is_dealt_with_its_prompt_once_on_each_rank(prompt):
     """Eight answers of 11 tokens to one prompt."""
     ids = list(range(100, 100 + prompt))
     group = [sample([*ids, 1000 + i, *range(10)], [prompt + 5], f"t{i}") for i in range(8)]
-    dealt = deal_samples(group, "tree", num_ranks=2, micro_batch_tokens=500, keep_whole=False,
-                         cost=CostModel(attention=((0, 0.0),)))  # fmt: skip
+    dealt = deal_samples(
+        group, "tree", num_ranks=2, micro_batch_tokens=500, keep_whole=False, cost=CostModel(attention=((0, 0.0),))
+    )
     assert dealt.costs == ((prompt + 4 * 11,), (prompt + 4 * 11,))
 
 
 def test_repeated_tokens_are_counted_over_all_ranks():
     samples = [sample([1, 2, 3, 4, 5, 6, 7, i, i], [8], f"{i}") for i in range(20, 24)]
-    dealt = deal_samples(samples, "tree", num_ranks=2, micro_batch_tokens=50, keep_whole=False,
-                         cost=CostModel(attention=((0, 0.0),)))  # fmt: skip
+    dealt = deal_samples(
+        samples, "tree", num_ranks=2, micro_batch_tokens=50, keep_whole=False, cost=CostModel(attention=((0, 0.0),))
+    )
     packed = [m for rank in (0, 1) for m in dealt.lay(rank)]
     assert [m.num_tokens for m in packed] == [11, 11]
     assert [m.num_repeated_tokens for m in packed] == [0, 7]

@@ -68,8 +68,11 @@ def test_a_sample_above_the_budget_is_alone():
 
 def test_samples_of_a_trajectory_stay_together_where_they_fit():
     # 4 + 5 of "a" are placed as one item of 9, so "b" of 6 opens its own; singly 6 + 4 would go together.
-    samples = [make_sample(range(4), [0, 1, 1, 1], "a"), make_sample(range(5), [0, 1, 1, 1, 1], "a"),
-               make_sample(range(6), [0, 1, 1, 1, 1, 1], "b")]  # fmt: skip
+    samples = [
+        make_sample(range(4), [0, 1, 1, 1], "a"),
+        make_sample(range(5), [0, 1, 1, 1, 1], "a"),
+        make_sample(range(6), [0, 1, 1, 1, 1, 1], "b"),
+    ]
     whole = pack_rows(samples, micro_batch_tokens=10, keep_whole=True)
     single = pack_rows(samples, micro_batch_tokens=10, keep_whole=False)
     assert [batch.row_lengths.tolist() for batch in whole] == [[4, 5], [6]]
@@ -129,20 +132,35 @@ def contents(batches):
         for i in range(len(t)):
             source = int(t.source_positions[i])
             row_start = source - int(batch.position_ids[source])
-            found.append((
-                tuple(batch.input_ids[row_start : source + 1].tolist()), int(t.target_ids[i]),
-                float(t.inference_logprobs[i]), float(t.advantages[i]), int(t.chunk_ids[i]), float(t.temperatures[i]),
-                batch.trajectory_ids[t.trajectories[i]],
-            ))  # fmt: skip
+            found.append(
+                (
+                    tuple(batch.input_ids[row_start : source + 1].tolist()),
+                    int(t.target_ids[i]),
+                    float(t.inference_logprobs[i]),
+                    float(t.advantages[i]),
+                    int(t.chunk_ids[i]),
+                    float(t.temperatures[i]),
+                    batch.trajectory_ids[t.trajectories[i]],
+                )
+            )
     return sorted(found)
 
 
 def expected_contents(samples):
     return sorted(
-        (tuple(s.token_ids[:i].tolist()), int(s.token_ids[i]), float(s.logprobs[i]), float(s.advantages[i]),
-         int(s.chunk_ids[i]), float(s.temperatures[i]), s.trajectory_id)
-        for s in samples for i in range(len(s)) if s.loss_mask[i]
-    )  # fmt: skip
+        (
+            tuple(s.token_ids[:i].tolist()),
+            int(s.token_ids[i]),
+            float(s.logprobs[i]),
+            float(s.advantages[i]),
+            int(s.chunk_ids[i]),
+            float(s.temperatures[i]),
+            s.trajectory_id,
+        )
+        for s in samples
+        for i in range(len(s))
+        if s.loss_mask[i]
+    )
 
 
 @given(samples=batches_of_samples(), budget=st.integers(1, 30), keep_whole=st.booleans(), data=st.data())

@@ -22,15 +22,19 @@ def sample(ids, trained, name="t"):
     made = make_sample(len(ids), name, seed=len(ids))
     mask = np.isin(np.arange(len(ids)), trained)
     return replace(
-        made, token_ids=np.array(ids, dtype=np.int32), loss_mask=mask,
+        made,
+        token_ids=np.array(ids, dtype=np.int32),
+        loss_mask=mask,
         logprobs=np.where(mask, -0.5 - np.arange(len(ids)), np.nan).astype(np.float32),
-        advantages=mask.astype(np.float32), chunk_ids=np.where(mask, 0, -1).astype(np.int32),
-    )  # fmt: skip
+        advantages=mask.astype(np.float32),
+        chunk_ids=np.where(mask, 0, -1).astype(np.int32),
+    )
 
 
 def test_the_worked_example():
-    (batch,) = pack_tree([sample([1, 2, 4, 5], [2, 3], "b"), sample([1, 2, 3], [2], "a")], micro_batch_tokens=99,
-                         keep_whole=False)  # fmt: skip
+    (batch,) = pack_tree(
+        [sample([1, 2, 4, 5], [2, 3], "b"), sample([1, 2, 3], [2], "a")], micro_batch_tokens=99, keep_whole=False
+    )
     assert batch.input_ids.tolist() == [1, 2, 3, 4, 5]
     assert batch.position_ids.tolist() == [0, 1, 2, 2, 3]
     assert batch.starts.tolist() == [0, 1, 2, 3, 4]
@@ -43,8 +47,9 @@ def test_the_worked_example():
 
 
 def test_the_same_sample_twice_is_computed_once_and_trained_twice():
-    (batch,) = pack_tree([sample([1, 2, 3], [1, 2], "a"), sample([1, 2, 3], [1, 2], "b")], micro_batch_tokens=99,
-                         keep_whole=False)  # fmt: skip
+    (batch,) = pack_tree(
+        [sample([1, 2, 3], [1, 2], "a"), sample([1, 2, 3], [1, 2], "b")], micro_batch_tokens=99, keep_whole=False
+    )
     assert batch.input_ids.tolist() == [1, 2, 3]
     assert sorted(batch.targets.source_positions.tolist()) == [0, 0, 1, 1]
 
@@ -58,8 +63,9 @@ def test_nothing_shared_is_rows():
 def test_a_tree_is_cut_where_least_is_shared():
     """Budget 10: three samples fit, with 9 tokens, but the second and the third share only one of them."""
     texts = [[1, 2, 3, 4], [1, 2, 3, 5, 5, 5], [1, 9, 9], [1, 9, 9, 8, 8]]
-    batches = pack_tree([sample(t, [len(t) - 1], f"{i}") for i, t in enumerate(texts)], micro_batch_tokens=10,
-                        keep_whole=False)  # fmt: skip
+    batches = pack_tree(
+        [sample(t, [len(t) - 1], f"{i}") for i, t in enumerate(texts)], micro_batch_tokens=10, keep_whole=False
+    )
     assert [batch.num_tokens for batch in batches] == [7, 5]
 
 
@@ -143,8 +149,10 @@ def path_of(batch, u):
 
 @given(
     st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=12), min_size=1, max_size=14),
-    st.integers(3, 40), st.booleans(), st.integers(1, 4),
-)  # fmt: skip
+    st.integers(3, 40),
+    st.booleans(),
+    st.integers(1, 4),
+)
 @drawn("targets of trees", 50, 5000)
 def test_every_target_is_predicted_from_exactly_its_context(texts, budget, keep_whole, per_trajectory):
     check_contexts(texts, budget, keep_whole, per_trajectory)
@@ -179,21 +187,26 @@ def check_contexts(texts, budget, keep_whole, per_trajectory, pack=pack_tree):
         found += [
             (paths[source], int(target), batch.trajectory_ids[trajectory], float(logprob))
             for source, target, trajectory, logprob in zip(
-                targets.source_positions, targets.target_ids, targets.trajectories, targets.inference_logprobs,
+                targets.source_positions,
+                targets.target_ids,
+                targets.trajectories,
+                targets.inference_logprobs,
                 strict=True,
             )
         ]
     wanted = [
         (tuple(text[:t]), text[t], s.trajectory_id, -0.5 - t)
-        for text, s in zip(texts, samples, strict=True) for t in range(1, len(text))
-    ]  # fmt: skip
+        for text, s in zip(texts, samples, strict=True)
+        for t in range(1, len(text))
+    ]
     assert sorted(found) == sorted(wanted)
 
 
 @given(
     st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=8), min_size=1, max_size=14),
-    st.integers(3, 40), st.integers(1, 4),
-)  # fmt: skip
+    st.integers(3, 40),
+    st.integers(1, 4),
+)
 @drawn("trajectories of trees", 50, 5000)
 def test_a_trajectory_that_fits_is_in_one_micro_batch(texts, budget, per_trajectory):
     samples = [sample(text, [len(text) - 1], f"t{i // per_trajectory}") for i, text in enumerate(texts)]
@@ -222,9 +235,10 @@ def test_trajectories_of_different_experts_stay_apart_within_the_budget():
     """Sorted by tokens alone, the row of b would stand between those of a, which would then share nothing."""
     prefix = [1, 2, 3, 4, 5, 6]
     samples = [
-        routed(sample([*prefix, 10], [6], "a"), [1] * 6), routed(sample([*prefix, 11], [6], "b"), [2] * 6),
+        routed(sample([*prefix, 10], [6], "a"), [1] * 6),
+        routed(sample([*prefix, 11], [6], "b"), [2] * 6),
         routed(sample([*prefix, 12], [6], "a"), [1] * 6),
-    ]  # fmt: skip
+    ]
     for keep_whole in (True, False):
         (batch,) = pack_tree(samples, micro_batch_tokens=16, keep_whole=keep_whole)
         assert batch.num_tokens == 8 + 7
@@ -244,8 +258,9 @@ def test_no_micro_batch_of_recorded_experts_exceeds_the_budget(seed, keep_whole,
             known = rng.random(len(ids) - 1) < 0.8
             made = routed(made, rng.integers(0, 2, len(ids) - 1) * (rng.random() < 0.7), known)
         samples.append(made)
-    step = deal_samples(samples, "tree", num_ranks=num_ranks, micro_batch_tokens=10, keep_whole=keep_whole,
-                        cost=CostModel())  # fmt: skip
+    step = deal_samples(
+        samples, "tree", num_ranks=num_ranks, micro_batch_tokens=10, keep_whole=keep_whole, cost=CostModel()
+    )
     batches = [batch for rank in range(num_ranks) for batch in step.lay(rank)]
     assert sum(len(batch.targets) for batch in batches) == len(samples)
     for batch in batches:

@@ -62,9 +62,12 @@ def before_rl(config, tmp_path_factory):
 def after_rl(config, before_rl, tmp_path_factory):
     """The same model after a few steps on its own episodes."""
     trainer = Trainer(
-        before_rl, config.trainer, loss=LOSSES["default"], tokenizer=load_tokenizer(before_rl),
+        before_rl,
+        config.trainer,
+        loss=LOSSES["default"],
+        tokenizer=load_tokenizer(before_rl),
         total_optimizer_steps=3 * config.trainer.optimizer_steps_per_batch,
-    )  # fmt: skip
+    )
     for step in range(3):
         metrics = trainer.train_batch(training_samples(episodes(before_rl, seed=step)))
         assert metrics["grad_norm"] > 0
@@ -81,11 +84,14 @@ def episodes(model, *, seed, deterministic=False):
             model, config=TorchSettings(max_batch_size=32, deterministic=deterministic), context_length=512
         )
         setup = RolloutSetup(
-            env="guess_number", environment=ENVIRONMENT, sampler=sampler,
+            env="guess_number",
+            environment=ENVIRONMENT,
+            sampler=sampler,
             renderer=create_renderer("auto", load_tokenizer(model)),
-            params=SamplingParams(temperature=1.0, max_tokens=48), limits=EpisodeLimits(max_context=512),
+            params=SamplingParams(temperature=1.0, max_tokens=48),
+            limits=EpisodeLimits(max_context=512),
             slots=asyncio.Semaphore(64),
-        )  # fmt: skip
+        )
         try:
             runs = [
                 GroupRun(setup, example, index=i, size=8, run_seed=seed)

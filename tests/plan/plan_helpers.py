@@ -19,10 +19,19 @@ def write_model(
         kind = Qwen3MoeConfig
         settings = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": inner // experts}
     config = kind(
-        vocab_size=vocab_size, hidden_size=hidden_size, intermediate_size=inner, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=2, head_dim=hidden_size // heads, max_position_embeddings=65536,
-        tie_word_embeddings=tied, bos_token_id=None, eos_token_id=None, **settings,
-    )  # fmt: skip
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=2,
+        head_dim=hidden_size // heads,
+        max_position_embeddings=65536,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=None,
+        **settings,
+    )
     if not weights:
         config.architectures = [f"{kind.__name__.removesuffix('Config')}ForCausalLM"]
         config.save_pretrained(folder)
@@ -41,10 +50,16 @@ def groups(*, num_groups, group_size, length, shared, vocab_size):
         for number in range(group_size):
             ids = np.concatenate([prompt, rng.integers(0, vocab_size, length - shared)]).astype(np.int32)
             mask = np.arange(length) >= shared
-            samples.append(TrainingSample(
-                token_ids=ids, loss_mask=mask, logprobs=np.where(mask, -8.0, np.nan).astype(np.float32),
-                advantages=np.where(mask, 0.5, 0).astype(np.float32), chunk_ids=np.where(mask, 0, -1).astype(np.int32),
-                policy_versions=np.where(mask, 0, -1).astype(np.int32), temperatures=np.ones(length, np.float32),
-                trajectory_id=f"{group}-{number}",
-            ))  # fmt: skip
+            samples.append(
+                TrainingSample(
+                    token_ids=ids,
+                    loss_mask=mask,
+                    logprobs=np.where(mask, -8.0, np.nan).astype(np.float32),
+                    advantages=np.where(mask, 0.5, 0).astype(np.float32),
+                    chunk_ids=np.where(mask, 0, -1).astype(np.int32),
+                    policy_versions=np.where(mask, 0, -1).astype(np.int32),
+                    temperatures=np.ones(length, np.float32),
+                    trajectory_id=f"{group}-{number}",
+                )
+            )
     return samples

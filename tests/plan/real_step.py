@@ -41,17 +41,35 @@ def peaks(folder, settings, lengths, *, processes=1, loss="default", reference=N
         own_malloc: Whether large tensors have mappings of their own.
     """
     with tempfile.TemporaryDirectory() as name:
-        job = {"folder": str(folder), "settings": settings, "lengths": lengths, "processes": processes, "loss": loss,
-               "reference": reference, "experts": experts, "meet": str(Path(name) / "store")}  # fmt: skip
+        job = {
+            "folder": str(folder),
+            "settings": settings,
+            "lengths": lengths,
+            "processes": processes,
+            "loss": loss,
+            "reference": reference,
+            "experts": experts,
+            "meet": str(Path(name) / "store"),
+        }
         here = Path(__file__).parent
         malloc = {"MALLOC_MMAP_THRESHOLD_": THRESHOLD, "MALLOC_TRIM_THRESHOLD_": THRESHOLD} if own_malloc else {}
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), *filter(None, sys.path)]), **malloc,
-                       "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(here), *filter(None, sys.path)]),
+            **malloc,
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
         children = [
-            subprocess.Popen([sys.executable, __file__, json.dumps(job), str(rank)], env=environment, text=True,
-                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            subprocess.Popen(
+                [sys.executable, __file__, json.dumps(job), str(rank)],
+                env=environment,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
             for rank in range(processes)
-        ]  # fmt: skip
+        ]
         found = []
         for child in children:
             out, error = child.communicate(timeout=1200)
@@ -73,11 +91,17 @@ def main(job, rank):
     torch.set_num_threads(1)
     samples = groups(**job["lengths"])
     with tempfile.TemporaryDirectory() as name:
-        tiny = write_model(Path(name), hidden_size=64, layers=2, vocab_size=job["lengths"]["vocab_size"],
-                           experts=job["experts"])  # fmt: skip
+        tiny = write_model(
+            Path(name), hidden_size=64, layers=2, vocab_size=job["lengths"]["vocab_size"], experts=job["experts"]
+        )
         plain = {k: v for k, v in job["settings"].items() if k != "parallel"}
-        warm = Trainer(tiny, TrainerConfig(device="cpu", **plain), loss=LOSSES[job["loss"]], total_optimizer_steps=9,
-                       frozen={"reference": tiny} if job["reference"] else None)  # fmt: skip
+        warm = Trainer(
+            tiny,
+            TrainerConfig(device="cpu", **plain),
+            loss=LOSSES[job["loss"]],
+            total_optimizer_steps=9,
+            frozen={"reference": tiny} if job["reference"] else None,
+        )
         warm.train_batch(samples[:2])
         del warm
     ranks = None
@@ -88,9 +112,13 @@ def main(job, rank):
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     before = resident("VmRSS")
     trainer = Trainer(
-        job["folder"], TrainerConfig(device="cpu", **job["settings"]), loss=LOSSES[job["loss"]],
-        total_optimizer_steps=9, ranks=ranks, frozen={"reference": job["reference"]} if job["reference"] else None,
-    )  # fmt: skip
+        job["folder"],
+        TrainerConfig(device="cpu", **job["settings"]),
+        loss=LOSSES[job["loss"]],
+        total_optimizer_steps=9,
+        ranks=ranks,
+        frozen={"reference": job["reference"]} if job["reference"] else None,
+    )
     steps = 0
 
     def reset_before_the_second():
@@ -101,6 +129,7 @@ def main(job, rank):
             Path("/proc/self/clear_refs").write_text("5")  # VmHWM counts from here
 
     if rank:
+
         def obey(order):
             if order["do"] == "train":
                 reset_before_the_second()

@@ -23,10 +23,17 @@ def model(tmp_path_factory):
 def planned(model, *, length=128, loss="default", on_cuda=False, reference=None, processes=1, **settings):
     samples = groups(num_groups=2, group_size=4, length=length, shared=length // 2, vocab_size=VOCAB)
     trainer = TrainerConfig(**{"packing": "rows", "micro_batch_tokens": 4 * length, **settings})
-    return measure(StepCase(
-        source=str(model), trainer=trainer, loss=LOSSES[loss], samples=samples, processes=processes, on_cuda=on_cuda,
-        reference=None if reference is None else str(reference),
-    ))  # fmt: skip
+    return measure(
+        StepCase(
+            source=str(model),
+            trainer=trainer,
+            loss=LOSSES[loss],
+            samples=samples,
+            processes=processes,
+            on_cuda=on_cuda,
+            reference=None if reference is None else str(reference),
+        )
+    )
 
 
 def test_the_highest_sum_of_tensors_that_are_alive_is_kept():
@@ -86,8 +93,9 @@ def test_a_reference_has_weights_and_no_more_and_none_under_adapters(model):
 @pytest.mark.slow
 def test_processes_that_share_a_micro_batch_have_half_of_its_activations(model):
     alone = planned(model, length=512, micro_batch_tokens=1024, processes=2)
-    shared = planned(model, length=512, micro_batch_tokens=512, processes=2,
-                     parallel=ParallelConfig(processes=2, sequence=2))  # fmt: skip
+    shared = planned(
+        model, length=512, micro_batch_tokens=512, processes=2, parallel=ParallelConfig(processes=2, sequence=2)
+    )
     assert [m.num_tokens for m in shared.dealt[0]] == 4 * [1024]
     # Parts are those at the peak, which is at the logits of the whole micro batch, and in the attention of the half.
     taken = [found.parts[ACTIVATIONS] + found.parts[LOGITS] for found in (alone, shared)]

@@ -48,20 +48,22 @@ def ratio(source, settings, lengths, *, processes=1, loss="default", reference=N
 
 def planned(source, settings, lengths, *, processes=1, loss="default", reference=None):
     """The peak of a step, in bytes."""
-    found = measure(StepCase(
-        source=str(source), trainer=TrainerConfig(**settings), loss=LOSSES[loss], samples=groups(**lengths),
-        processes=processes, reference=None if reference is None else str(reference),
-    ))  # fmt: skip
+    found = measure(
+        StepCase(
+            source=str(source),
+            trainer=TrainerConfig(**settings),
+            loss=LOSSES[loss],
+            samples=groups(**lengths),
+            processes=processes,
+            reference=None if reference is None else str(reference),
+        )
+    )
     assert sum(found.parts.values()) == found.peak
     return found.peak
 
 
-CASES = [
-    (size, packing, processes) for size in SHAPES for packing in ("rows", "tree") for processes in (1, 2)
-]  # fmt: skip
-PAIRS = [
-    ("10 million", "rows", 1), ("10 million", "tree", 2), ("150 million", "tree", 1), ("150 million", "rows", 2)
-]  # fmt: skip
+CASES = [(size, packing, processes) for size in SHAPES for packing in ("rows", "tree") for processes in (1, 2)]
+PAIRS = [("10 million", "rows", 1), ("10 million", "tree", 2), ("150 million", "tree", 1), ("150 million", "rows", 2)]
 """Each value of each beside each of the others."""
 
 
@@ -80,10 +82,13 @@ CHECKPOINTED, BFLOAT16 = {"gradient_checkpointing": True}, {"dtype": "bfloat16"}
 
 @pytest.mark.slow
 @pytest.mark.campaign
-@pytest.mark.parametrize(("settings", "much"), sized(
-    [(BFLOAT16 | CHECKPOINTED, True), ({"logprob_chunk": 4096}, False)],
-    [(CHECKPOINTED, True), (BFLOAT16, False), (BFLOAT16 | CHECKPOINTED, True), ({"logprob_chunk": 4096}, False)],
-))  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "much"),
+    sized(
+        [(BFLOAT16 | CHECKPOINTED, True), ({"logprob_chunk": 4096}, False)],
+        [(CHECKPOINTED, True), (BFLOAT16, False), (BFLOAT16 | CHECKPOINTED, True), ({"logprob_chunk": 4096}, False)],
+    ),
+)
 def test_settings_that_change_the_memory_change_the_plan(folder, settings, much):
     lengths = {"num_groups": 1, "group_size": 8, "length": 512, "shared": 128, "vocab_size": 4096}
     source, usual = folder("10 million"), {"packing": "rows", "micro_batch_tokens": 4096}

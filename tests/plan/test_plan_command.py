@@ -86,8 +86,10 @@ def test_a_step_takes_both_sides_in_turns_or_the_slower_one(file, capsys):
 
 @pytest.mark.slow
 def test_twice_the_utilisation_is_half_of_the_time(file, capsys):
-    seconds = [planned(capsys, file(), "--gpu", "h100", "--utilisation", share)[1]["trainer"]["compute_seconds"]
-               for share in ("0.2", "0.4")]  # fmt: skip
+    seconds = [
+        planned(capsys, file(), "--gpu", "h100", "--utilisation", share)[1]["trainer"]["compute_seconds"]
+        for share in ("0.2", "0.4")
+    ]
     assert seconds[0] == pytest.approx(2 * seconds[1])
 
 
@@ -116,15 +118,21 @@ def test_what_does_not_fit_says_what_to_change(file, capsys):
     assert needed["--orchestrator.seq-len 1024"] < plan["memory"]["needed"]
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
-    (["--gpu", "h1000"], "--gpu h1000: this device is not known; expected one of 4090, a100-40"),
-    (["--gpu", "h100", "--gpus", "1"], "--gpus 1, but the file asks for 2"),
-    (["--gpu", "h100", "--gpus", "0"], "--gpus 0: expected how many devices there are"),
-    (["--gpu", "h100", "--utilisation", "30"], "--utilisation 30: expected a share"),
-    (["--gpu", "h100", "--from-run", "nowhere"], "--from-run nowhere: there is no folder trajectories"),
-    (["--gpu", "h100", "--gpus", "400"], "399 processes (trainer.parallel.processes), but the largest parameter of a "
-     "layer has 192 rows"),
-], ids=["gpu", "too few", "none", "share", "run", "too many"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--gpu", "h1000"], "--gpu h1000: this device is not known; expected one of 4090, a100-40"),
+        (["--gpu", "h100", "--gpus", "1"], "--gpus 1, but the file asks for 2"),
+        (["--gpu", "h100", "--gpus", "0"], "--gpus 0: expected how many devices there are"),
+        (["--gpu", "h100", "--utilisation", "30"], "--utilisation 30: expected a share"),
+        (["--gpu", "h100", "--from-run", "nowhere"], "--from-run nowhere: there is no folder trajectories"),
+        (
+            ["--gpu", "h100", "--gpus", "400"],
+            "399 processes (trainer.parallel.processes), but the largest parameter of a layer has 192 rows",
+        ),
+    ],
+    ids=["gpu", "too few", "none", "share", "run", "too many"],
+)
 def test_bad_input_is_refused(file, capsys, arguments, said):
     assert main(["plan", file(), *arguments]) == 2
     assert said in capsys.readouterr().err

@@ -7,16 +7,27 @@ from verbatim.plan.placement import place
 
 
 def placed(sampler, trainer, *, is_cuda=True, gpus=None):
-    config = make_config({
-        "orchestrator": {"train": {"env": [{"id": "guess_number"}]}}, "model": {"name": "any"},
-        "inference": {"backend": "torch", "torch": {"device": sampler}}, "trainer": {"device": trainer},
-    })  # fmt: skip
+    config = make_config(
+        {
+            "orchestrator": {"train": {"env": [{"id": "guess_number"}]}},
+            "model": {"name": "any"},
+            "inference": {"backend": "torch", "torch": {"device": sampler}},
+            "trainer": {"device": trainer},
+        }
+    )
     return place(config, is_cuda=is_cuda, gpus=gpus)
 
 
-@pytest.mark.parametrize(("sampler", "trainer"), [
-    ("auto", "auto"), ("auto", "cuda"), ("cuda", "auto"), ("cuda:0", "cuda"), ("auto", "cuda:0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sampler", "trainer"),
+    [
+        ("auto", "auto"),
+        ("auto", "cuda"),
+        ("cuda", "auto"),
+        ("cuda:0", "cuda"),
+        ("auto", "cuda:0"),
+    ],
+)
 def test_two_names_of_the_first_device_are_one_device(sampler, trainer):
     found = placed(sampler, trainer)
     assert found.where == "beside the trainer" and found.devices == 1

@@ -22,8 +22,9 @@ def trainer(num_ranks, **settings):
     """A micro-batch of 100 tokens for each rank; a million parameters."""
     samples = groups(num_groups=num_ranks, group_size=1, length=100, shared=50, vocab_size=100)
     dealt = [pack_rows([sample], micro_batch_tokens=100, keep_whole=False) for sample in samples]
-    return trainer_speed(dealt, COST, TrainerConfig(**settings), DEVICE, num_parameters=10**6, num_trained=10**6,
-                         utilisation=0.5)  # fmt: skip
+    return trainer_speed(
+        dealt, COST, TrainerConfig(**settings), DEVICE, num_parameters=10**6, num_trained=10**6, utilisation=0.5
+    )
 
 
 def test_the_backward_pass_takes_twice_the_forward_pass():
@@ -49,20 +50,42 @@ def test_two_ranks_take_as_long_for_twice_the_work_and_exchange_beside_it():
 
 
 def test_the_unit_of_a_cost_is_two_operations_for_each_parameter():
-    config = SimpleNamespace(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3,
-                             intermediate_size=192, vocab_size=1000)  # fmt: skip
+    config = SimpleNamespace(
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=3,
+        intermediate_size=192,
+        vocab_size=1000,
+    )
     assert model_cost(config).unit == 2 * 3 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192)
 
 
-BATCH = PlannedBatch(samples=(), num_rollouts=10, sampled_tokens=1000, prompt_tokens=2000, longest_sampled=100,
-                     mean_context=50.0, said="")  # fmt: skip
+BATCH = PlannedBatch(
+    samples=(),
+    num_rollouts=10,
+    sampled_tokens=1000,
+    prompt_tokens=2000,
+    longest_sampled=100,
+    mean_context=50.0,
+    said="",
+)
 CONFIG = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_hidden_layers=3)
 REPLICA = Replicas(count=1, devices_each=1, dtype="bfloat16", most_sequences=64, memory_share=1.0)
 
 
 def sampler(batch=BATCH, replicas=REPLICA, in_flight=10):
-    return sampler_speed(batch, replicas, COST, CONFIG, DEVICE, num_parameters=10**6, in_flight=in_flight,
-                         utilisation=0.5, bandwidth_utilisation=0.5)  # fmt: skip
+    return sampler_speed(
+        batch,
+        replicas,
+        COST,
+        CONFIG,
+        DEVICE,
+        num_parameters=10**6,
+        in_flight=in_flight,
+        utilisation=0.5,
+        bandwidth_utilisation=0.5,
+    )
 
 
 def test_a_decode_pass_reads_the_weights_once_and_the_cache_of_each_sequence():
@@ -75,16 +98,30 @@ def test_a_decode_pass_reads_the_weights_once_and_the_cache_of_each_sequence():
     assert found.bound_by == "memory bandwidth"
 
 
-@pytest.mark.parametrize(("config", "packed"), [
-    ({}, 10**6 - 64_000), ({"tie_word_embeddings": True}, 10**6), ({"num_experts": 4}, 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "packed"),
+    [
+        ({}, 10**6 - 64_000),
+        ({"tie_word_embeddings": True}, 10**6),
+        ({"num_experts": 4}, 0),
+    ],
+)
 def test_the_compiled_kernel_keeps_a_copy_of_the_matrices(config, packed):
     model = SimpleNamespace(**vars(CONFIG), vocab_size=1000, hidden_size=64, **config)
     found, plain = (
-        sampler_speed(BATCH, replace(REPLICA, dtype="float32", packs=packs), COST, model, DEVICE, in_flight=10,
-                      num_parameters=10**6, utilisation=0.5, bandwidth_utilisation=0.5)
+        sampler_speed(
+            BATCH,
+            replace(REPLICA, dtype="float32", packs=packs),
+            COST,
+            model,
+            DEVICE,
+            in_flight=10,
+            num_parameters=10**6,
+            utilisation=0.5,
+            bandwidth_utilisation=0.5,
+        )
         for packs in (True, False)
-    )  # fmt: skip
+    )
     assert (found.packed, plain.packed) == (4 * packed, 0)
     assert found.memory == plain.memory + 4 * packed == found.weights + found.packed + found.cache
     assert found.seconds == plain.seconds  # a pass reads the copy alone
@@ -93,8 +130,17 @@ def test_the_compiled_kernel_keeps_a_copy_of_the_matrices(config, packed):
 def test_the_compiled_kernel_keeps_keys_and_values_of_a_model_in_bfloat16_in_float32():
     model = SimpleNamespace(**vars(CONFIG), vocab_size=1000, hidden_size=64)
     for packs, width in ((True, 4), (False, 2)):
-        found = sampler_speed(BATCH, replace(REPLICA, dtype="bfloat16", packs=packs), COST, model, DEVICE, in_flight=10,
-                              num_parameters=10**6, utilisation=0.5, bandwidth_utilisation=0.5)  # fmt: skip
+        found = sampler_speed(
+            BATCH,
+            replace(REPLICA, dtype="bfloat16", packs=packs),
+            COST,
+            model,
+            DEVICE,
+            in_flight=10,
+            num_parameters=10**6,
+            utilisation=0.5,
+            bandwidth_utilisation=0.5,
+        )
         assert found.cache == found.in_flight * 50 * 2 * 3 * 2 * 16 * width
         assert found.packed == packs * 2 * (10**6 - 64_000)
 
@@ -105,8 +151,17 @@ def test_what_the_copy_takes_is_no_room_for_sequences():
     device = replace(DEVICE, memory=8_000_000 + 5 * of_one)
     asked = replace(REPLICA, dtype="float32")
     for packs, sequences in ((False, 10), (True, 5)):
-        found = sampler_speed(BATCH, replace(asked, packs=packs), COST, model, device, in_flight=10,
-                              num_parameters=10**6, utilisation=0.5, bandwidth_utilisation=0.5)  # fmt: skip
+        found = sampler_speed(
+            BATCH,
+            replace(asked, packs=packs),
+            COST,
+            model,
+            device,
+            in_flight=10,
+            num_parameters=10**6,
+            utilisation=0.5,
+            bandwidth_utilisation=0.5,
+        )
         assert found.in_flight == sequences
 
 
@@ -119,8 +174,9 @@ def test_the_longest_rollout_takes_its_passes_however_many_replicas_there_are():
 
 
 def test_layers_with_a_window_are_not_counted_in_the_cache():
-    config = SimpleNamespace(**vars(CONFIG), sliding_window=128,
-                             layer_types=["sliding_attention", "sliding_attention", "full_attention"])  # fmt: skip
+    config = SimpleNamespace(
+        **vars(CONFIG), sliding_window=128, layer_types=["sliding_attention", "sliding_attention", "full_attention"]
+    )
     assert cache_bytes_per_token(config, 2) == 2 * 1 * 2 * 16 * 2
 
 

@@ -94,7 +94,7 @@ CREDIT = (
         harm="Gibberish is trained because another filter has seen it first.",
         tests=_CREDIT,
     ),
-)  # fmt: skip
+)
 
 LOSSES = (
     Fault(
@@ -185,7 +185,7 @@ LOSSES = (
         harm='"cispo" and "tis" take a step of another formula.',
         tests=("losses/test_bounded_weights.py",),
     ),
-)  # fmt: skip
+)
 
 _ROWS, _TREES = ("packing/test_rows.py",), ("packing/test_tree.py",)
 PACKING = (
@@ -253,7 +253,7 @@ PACKING = (
         harm="A trajectory that fits a micro-batch to the last token is computed in two passes.",
         tests=_ROWS,
     ),
-)  # fmt: skip
+)
 
 _INVARIANCE = ("trainer/test_gradient_invariance.py",)
 _LOGPROBS = ("trainer/test_target_logprobs.py",)
@@ -347,4 +347,4 @@ STEP = (
         harm="The page of a run shows gradients that shrink with the size of the batch.",
         tests=("trainer/test_token_values.py",),
     ),
-)  # fmt: skip
+)

@@ -77,9 +77,9 @@ WEIGHT_SYNC = (
         name="weights are published before they are trained",
         file="trainer/worker.py",
         old="            metrics = self.trainer.train_batch(samples, tokens.append if self.keeps_tokens else None)\n"
-            "            folder = self.weights.publish(version, self.trainer.save_weights)\n",
+        "            folder = self.weights.publish(version, self.trainer.save_weights)\n",
         new="            folder = self.weights.publish(version, self.trainer.save_weights)\n"
-            "            metrics = self.trainer.train_batch(samples, tokens.append if self.keeps_tokens else None)\n",
+        "            metrics = self.trainer.train_batch(samples, tokens.append if self.keeps_tokens else None)\n",
         harm="The sampler is one step behind for ever, and no age says so.",
         tests=_WORKER,
     ),
@@ -96,11 +96,11 @@ WEIGHT_SYNC = (
         file="inference/embedded/slots.py",
         old="        self.versions[slots, at] = version\n",
         new="        self.versions[slots, at] = np.where(at > self.prompt_length[slots], self.versions[slots, at - 1], "
-            "version)\n",
+        "version)\n",
         harm="What new weights sampled in the middle of a turn counts as sampled by the old ones.",
         tests=("inference/test_slots.py", "inference/test_rebuild.py"),
     ),
-)  # fmt: skip
+)
 
 _MATCHING = ("gateway/test_matching.py",)
 _GATEWAY = ("gateway/test_gateway.py",)
@@ -157,7 +157,7 @@ GATEWAY = (
         name="the calls of an answer do not count",
         file="gateway/canonical.py",
         old='            parts += [str(call["function"].get("name") or ""), '
-            'canonical_arguments(call["function"].get("arguments"))]\n',
+        'canonical_arguments(call["function"].get("arguments"))]\n',
         new='            parts += [str(call["function"].get("name") or "")]\n',
         harm="An edited call is taken for the one that was sampled.",
         tests=_MATCHING,
@@ -186,7 +186,7 @@ GATEWAY = (
         harm="Turns at temperature 0, whose sampling probability is 1, are trained as samples.",
         tests=_GATEWAY,
     ),
-)  # fmt: skip
+)
 
 _SCHEDULE = ("curriculum",)
 _STATE = ("trainer/test_trainer_resume.py",)
@@ -281,4 +281,4 @@ RESUME = (
         harm="A killed write is taken for a checkpoint.",
         tests=_STORE,
     ),
-)  # fmt: skip
+)

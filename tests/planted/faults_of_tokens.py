@@ -55,7 +55,7 @@ RECORDS = (
         harm="Who trains on a rollout's `labels` trains an opponent's or a judge's words.",
         tests=("trajectories/test_interleaved.py",),
     ),
-)  # fmt: skip
+)
 
 _SAMPLES = ("trajectories/test_edge_cases.py",)
 _SPANS = ("trajectories/test_spans.py",)
@@ -112,7 +112,7 @@ SAMPLES = (
         name="the stop token is outside of the mask",
         file="records/spans.py",
         old="            array[span[0] : span[1]] = value\n",
-        new="            array[span[0] : span[1] - (name == \"loss_mask\")] = value\n",
+        new='            array[span[0] : span[1] - (name == "loss_mask")] = value\n',
         harm="Whoever reads `loss_mask` leaves the stop token untrained.",
         tests=_SPANS,
     ),
@@ -148,7 +148,7 @@ SAMPLES = (
         harm="The trainer of a mixture sends each token through the experts of its neighbour.",
         tests=("trainer/test_router_replay.py",),
     ),
-)  # fmt: skip
+)
 
 _LEDGER = ("trajectories/test_ledger.py",)
 _FATES = ("trajectories/test_fate.py",)
@@ -252,4 +252,4 @@ LEDGER = (
         harm="Tokens older than max_off_policy_steps are trained where several agents speak.",
         tests=_STALENESS,
     ),
-)  # fmt: skip
+)

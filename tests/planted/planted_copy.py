@@ -92,10 +92,19 @@ class PlantedCopy:
         path = os.pathsep.join(filter(None, [str(self.package.parent), os.environ.get("PYTHONPATH", "")]))
         env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
         self._server = subprocess.Popen(
-            [sys.executable, str(SERVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root,
-            env={**env, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
-                 "TOKENIZERS_PARALLELISM": "false"},
-        )  # fmt: skip
+            [sys.executable, str(SERVER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=root,
+            env={
+                **env,
+                "PYTHONPATH": path,
+                "OMP_NUM_THREADS": "1",
+                "MKL_NUM_THREADS": "1",
+                "TOKENIZERS_PARALLELISM": "false",
+            },
+        )
 
     def clean(self, tests: Sequence[str]) -> Outcome:
         """The outcome of these tests without a fault; a list is run once."""
@@ -143,10 +152,15 @@ class PlantedCopy:
         self._count += 1
         out, result, temporary = (self._place / f"{self._count:03d}.{kind}" for kind in ("out", "json", "tmp"))
         request = {
-            "arguments": [*(str(self._root / "tests" / test) for test in tests), *options], "root": str(self._root),
-            "package": str(self.package), "file": file, "out": str(out), "result": str(result),
-            "temporary": str(temporary), "to_the_end": to_the_end,
-        }  # fmt: skip
+            "arguments": [*(str(self._root / "tests" / test) for test in tests), *options],
+            "root": str(self._root),
+            "package": str(self.package),
+            "file": file,
+            "out": str(out),
+            "result": str(result),
+            "temporary": str(temporary),
+            "to_the_end": to_the_end,
+        }
         assert self._server.stdin is not None
         self._server.stdin.write(json.dumps(request) + "\n")
         self._server.stdin.flush()

@@ -17,9 +17,22 @@ import threading
 from pathlib import Path
 from typing import Any
 
-MODULES = ("pytest", "pytest_asyncio", "hypothesis.strategies", "numpy", "torch", "torch.utils.checkpoint",
-           "safetensors.torch", "pydantic", "transformers.models.qwen3.modeling_qwen3",
-           "transformers.models.llama.modeling_llama", "httpx", "aiohttp.web", "openai", "anthropic")  # fmt: skip
+MODULES = (
+    "pytest",
+    "pytest_asyncio",
+    "hypothesis.strategies",
+    "numpy",
+    "torch",
+    "torch.utils.checkpoint",
+    "safetensors.torch",
+    "pydantic",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.llama.modeling_llama",
+    "httpx",
+    "aiohttp.web",
+    "openai",
+    "anthropic",
+)
 
 
 def serve() -> None:
@@ -55,20 +68,35 @@ def become(request: dict[str, Any]) -> None:
 
     seen, root = Seen(to_the_end=request["to_the_end"]), request["root"]
     pytest.main(
-        [*request["arguments"], f"--rootdir={root}", "-c", f"{root}/pyproject.toml", "-p", "no:cacheprovider",
-         f"--basetemp={request['temporary']}"],
+        [
+            *request["arguments"],
+            f"--rootdir={root}",
+            "-c",
+            f"{root}/pyproject.toml",
+            "-p",
+            "no:cacheprovider",
+            f"--basetemp={request['temporary']}",
+        ],
         plugins=[seen],
-    )  # fmt: skip
-    result = {"passed": seen.passed, "failed": seen.failed, "broken": seen.broken, "cpu": sum(os.times()[:4]),
-              "loaded": _loaded(Path(request["package"]), request["file"])}  # fmt: skip
+    )
+    result = {
+        "passed": seen.passed,
+        "failed": seen.failed,
+        "broken": seen.broken,
+        "cpu": sum(os.times()[:4]),
+        "loaded": _loaded(Path(request["package"]), request["file"]),
+    }
     sys.stdout.flush()
     Path(request["result"]).write_text(json.dumps(result))
     os._exit(0)
 
 
 def _loaded(package: Path, file: str | None) -> bool:
-    found = {module.__file__ for name, module in list(sys.modules.items())
-             if name.partition(".")[0] == "verbatim" and getattr(module, "__file__", None)}  # fmt: skip
+    found = {
+        module.__file__
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] == "verbatim" and getattr(module, "__file__", None)
+    }
     wanted = package / (file or "__init__.py")
     return str(wanted) in found and all(Path(path).is_relative_to(package) for path in found)
 

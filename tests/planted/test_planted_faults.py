@@ -15,28 +15,49 @@ from planted_copy import ROOT, Fault, PlantedCopy
 from campaigns import sized
 
 AREAS = {
-    "records": RECORDS, "samples": SAMPLES, "ledger": LEDGER, "credit": CREDIT, "losses": LOSSES, "packing": PACKING,
-    "step": STEP, "weight sync": WEIGHT_SYNC, "gateway": GATEWAY, "resume": RESUME,
-}  # fmt: skip
+    "records": RECORDS,
+    "samples": SAMPLES,
+    "ledger": LEDGER,
+    "credit": CREDIT,
+    "losses": LOSSES,
+    "packing": PACKING,
+    "step": STEP,
+    "weight sync": WEIGHT_SYNC,
+    "gateway": GATEWAY,
+    "resume": RESUME,
+}
 FAULTS = {fault.name: fault for faults in AREAS.values() for fault in faults}
 SMALL = [
-    "a logprob that is NaN becomes 0", "the stop token is outside of the mask",
-    "a state forgets the groups that were settled out of order", "the baseline is over rollouts that failed too",
-    "the KL term drives the policy away", "a target is predicted from itself", "the temperature is not applied",
-    "the canary compares a version with itself", "a request continues the first answer that it has, not the last",
+    "a logprob that is NaN becomes 0",
+    "the stop token is outside of the mask",
+    "a state forgets the groups that were settled out of order",
+    "the baseline is over rollouts that failed too",
+    "the KL term drives the policy away",
+    "a target is predicted from itself",
+    "the temperature is not applied",
+    "the canary compares a version with itself",
+    "a request continues the first answer that it has, not the last",
     "a resumed run begins its pass again",
-]  # fmt: skip
+]
 """One of each area, which plants and finds in a second."""
 QUICK = "not slow and not extras and not vllm and not fake_cuda and not clients"
 
 REWORDED = Fault(
-    name="a comment", file="credit/rloo.py", old="    size = len(inputs.rollouts)\n",
-    new="    size = len(inputs.rollouts)  # of the group\n", harm="None.", tests=("credit/test_baselines.py",),
-)  # fmt: skip
+    name="a comment",
+    file="credit/rloo.py",
+    old="    size = len(inputs.rollouts)\n",
+    new="    size = len(inputs.rollouts)  # of the group\n",
+    harm="None.",
+    tests=("credit/test_baselines.py",),
+)
 UNREADABLE = Fault(
-    name="no Python", file="credit/rloo.py", old="    size = len(inputs.rollouts)\n", new="    size = len(\n",
-    harm="Everything stops at once.", tests=("credit/test_baselines.py",),
-)  # fmt: skip
+    name="no Python",
+    file="credit/rloo.py",
+    old="    size = len(inputs.rollouts)\n",
+    new="    size = len(\n",
+    harm="Everything stops at once.",
+    tests=("credit/test_baselines.py",),
+)
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,18 @@ def write_llama(folder, *, tied):
     """A random Llama of two layers with grouped heads, whose weights make context matter."""
     torch.manual_seed(1)
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=tied, initializer_range=0.15,
-        bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=tied,
+        initializer_range=0.15,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     model = LlamaForCausalLM(config)
     with torch.no_grad():
         for parameter in model.parameters():

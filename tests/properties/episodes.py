@@ -47,8 +47,16 @@ def random_batch(random: Random) -> list[Trajectory]:
         for index in range(random.randint(1, 3)):
             turns = _turns(random, numbers, opening, learns, ordinary=not batch)
             advantage = random.choice((None, 0.0, _number(numbers), _number(numbers))) if learns else 0.0
-            batch.append(Trajectory(example_id="x", turns=turns, advantage=advantage, trajectory_id=f"{group}/{index}",
-                                    group_id=f"{group}", sample_index=index))  # fmt: skip
+            batch.append(
+                Trajectory(
+                    example_id="x",
+                    turns=turns,
+                    advantage=advantage,
+                    trajectory_id=f"{group}/{index}",
+                    group_id=f"{group}",
+                    sample_index=index,
+                )
+            )
     return batch
 
 
@@ -94,9 +102,15 @@ def _next_prompt(random: Random, conversations: dict[str, Blocks], agent: str, o
 
 
 def _turn(
-    random: Random, numbers: np.random.Generator, agent: str, blocks: Blocks, completion: tuple[int, ...], learns: bool,
-    *, ordinary: bool,
-) -> Turn:  # fmt: skip
+    random: Random,
+    numbers: np.random.Generator,
+    agent: str,
+    blocks: Blocks,
+    completion: tuple[int, ...],
+    learns: bool,
+    *,
+    ordinary: bool,
+) -> Turn:
     count = len(completion)
     kinds = (_number(numbers),) if ordinary else (None, None, 0.0, _number(numbers))
     return Turn(

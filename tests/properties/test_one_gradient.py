@@ -75,8 +75,15 @@ def test_an_advantage_of_another_token_is_found(model):
         batch = random_batch(Random(seed))
         turns = reference.trained_turns(reference.model_in(model), batch)
         try:
-            check(model, turns, reference.default_formula, lambda s: list(moved(batch, s)), 1e-12,
-                  loss=LOSSES["default"], micro_batch_tokens=10_000)  # fmt: skip
+            check(
+                model,
+                turns,
+                reference.default_formula,
+                lambda s: list(moved(batch, s)),
+                1e-12,
+                loss=LOSSES["default"],
+                micro_batch_tokens=10_000,
+            )
         except AssertionError:
             return True
         return False

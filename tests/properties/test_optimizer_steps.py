@@ -22,7 +22,7 @@ TOTAL = 30
 PAIRS = (
     (("interleaved", "rows"), ("branching", "tree")),
     (("interleaved", "tree"), ("branching", "rows")),
-)  # fmt: skip
+)
 """Strategies and packers that are compared with each other."""
 
 
@@ -53,9 +53,12 @@ def test_the_loss_and_the_gradients_norm_are_divided_alike(model, batch, limit, 
 
 @pytest.mark.slow
 @given(
-    run=st.lists(batches(), min_size=2, max_size=3), limit=limits, level=levels,
-    steps=st.integers(1, 4), pair=st.sampled_from(PAIRS),
-)  # fmt: skip
+    run=st.lists(batches(), min_size=2, max_size=3),
+    limit=limits,
+    level=levels,
+    steps=st.integers(1, 4),
+    pair=st.sampled_from(PAIRS),
+)
 @drawn("optimizer steps: numbers and rates", 5, 1000)
 def test_optimizer_steps_and_learning_rates_do_not_depend_on_the_number_of_samples(
     model, run, limit, level, steps, pair

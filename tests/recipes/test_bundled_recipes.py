@@ -19,16 +19,24 @@ from verbatim.config.recipe_files import recipes
 from verbatim.environments import ENVIRONMENTS
 
 SMALL = {
-    "max-steps": "2", "orchestrator.batch-size": "8", "orchestrator.group-size": "4", "orchestrator.eval.episodes": "4",
-    "orchestrator.seq-len": "384", "orchestrator.sampling.max-tokens": "32", "trainer.separate-process": "false",
-    "orchestrator.max-async-level": "0", "orchestrator.filters": "[]",
+    "max-steps": "2",
+    "orchestrator.batch-size": "8",
+    "orchestrator.group-size": "4",
+    "orchestrator.eval.episodes": "4",
+    "orchestrator.seq-len": "384",
+    "orchestrator.sampling.max-tokens": "32",
+    "trainer.separate-process": "false",
+    "orchestrator.max-async-level": "0",
+    "orchestrator.filters": "[]",
     # What tiny models say earns nothing; its length differs, so that advantages do.
-    "orchestrator.length-penalty.type": "tokens", "orchestrator.length-penalty.target": "0",
-}  # fmt: skip
+    "orchestrator.length-penalty.type": "tokens",
+    "orchestrator.length-penalty.target": "0",
+}
 BUILT = {
-    "warm-start.steps": "40", "warm-start.conversations": "60",
+    "warm-start.steps": "40",
+    "warm-start.conversations": "60",
     **{f"model.build.{key.replace('_', '-')}": str(value) for key, value in SIZES.model_dump().items()},
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -93,8 +101,9 @@ def test_the_recipe_of_imitation_takes_its_steps(place: Path):
     """The teacher always guesses 8, so the policy learns to: what is trained is what the teacher said."""
     build_tiny_model(place / "student")
     with chat_server(lambda body: call("guess", {"number": 8}, call_id=f"c{len(body['messages'])}")) as server:
-        run = play("guess_number_sft", **SMALL,
-                   **{"model.name": "student", "orchestrator.teacher.base-url": server.url})  # fmt: skip
+        run = play(
+            "guess_number_sft", **SMALL, **{"model.name": "student", "orchestrator.teacher.base-url": server.url}
+        )
     trajectories = trajectory_lines(run)
     check(run, trajectories)
     calls = [c for t in trajectories for turn in t["turns"] for c in turn["tool_calls"]]

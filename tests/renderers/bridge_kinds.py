@@ -18,20 +18,33 @@ PAGE = Path(__file__).parents[2] / "docs" / "renderers.md"
 BEGIN, END = (f"<!-- tests/renderers/test_bridge_table.py: {place} -->" for place in ("begin", "end"))
 FOLDER = Path(__file__).parent / "data" / "trl_templates"
 TEXTLESS = ("llava", "idefics", "smolvlm")
-TEMPLATES = {f"template {file.stem}": file.read_text(encoding="utf-8") for file in sorted(FOLDER.glob("*.jinja"))
-             if not file.stem.startswith(TEXTLESS)}  # fmt: skip
+TEMPLATES = {
+    f"template {file.stem}": file.read_text(encoding="utf-8")
+    for file in sorted(FOLDER.glob("*.jinja"))
+    if not file.stem.startswith(TEXTLESS)
+}
 
 ASK = {"role": "user", "content": "How warm is it?"}
 AGAIN = {"role": "user", "content": "And tomorrow?"}
-TOOLS = [{"type": "function", "function": {
-    "name": "look", "description": "Look at the sky.",
-    "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
-}}]  # fmt: skip
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "description": "Look at the sky.",
+            "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
+        },
+    }
+]
 LETTERS = {
-    BreakReason.CONTROL_TOKEN: "a", BreakReason.OTHER_END: "b", BreakReason.OPEN_THOUGHT: "c",
-    BreakReason.TOOLS_CHANGED: "d", BreakReason.OTHER_MESSAGES: "e", BreakReason.THOUGHT_DROPPED: "f",
+    BreakReason.CONTROL_TOKEN: "a",
+    BreakReason.OTHER_END: "b",
+    BreakReason.OPEN_THOUGHT: "c",
+    BreakReason.TOOLS_CHANGED: "d",
+    BreakReason.OTHER_MESSAGES: "e",
+    BreakReason.THOUGHT_DROPPED: "f",
     BreakReason.FORMAT_UNKNOWN: "g",
-}  # fmt: skip
+}
 
 
 def call(number=0):
@@ -45,11 +58,17 @@ def sees(number=0):
 
 
 KINDS = {
-    "tool: no block": ("call", None), "tool: empty block": ("call", ""), "tool: thought": ("call", "hm"),
-    "tool: text and call": ("talk", None), "tool: two calls": ("calls", None),
-    "tool: unreadable call": ("unreadable", None), "tool: other spelling": ("spelt", None),
-    "user: plain": ("answer", None), "user: empty block": ("answer", ""), "user: thought": ("answer", "hm"),
-}  # fmt: skip
+    "tool: no block": ("call", None),
+    "tool: empty block": ("call", ""),
+    "tool: thought": ("call", "hm"),
+    "tool: text and call": ("talk", None),
+    "tool: two calls": ("calls", None),
+    "tool: unreadable call": ("unreadable", None),
+    "tool: other spelling": ("spelt", None),
+    "user: plain": ("answer", None),
+    "user: empty block": ("answer", ""),
+    "user: thought": ("answer", "hm"),
+}
 """(what is sampled, the thought before it: None = no block)"""
 
 

@@ -12,14 +12,25 @@ def call(**arguments):
 
 
 CALL = {"role": "assistant", "content": "", "tool_calls": [call(place="Bonn")]}
-CALLS = {**CALL, "content": "Let me see.",
-         "tool_calls": [call(place="Bonn"), call(place="Köln", days=[1, {"a": None}])]}  # fmt: skip
-TEXT_ARGUMENTS = {**CALL, "tool_calls": [
-    {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"place":"Rom"}'}}]}  # fmt: skip
-TOOLS = [{"type": "function", "function": {
-    "name": "look", "description": "Look at the sky.",
-    "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
-}}]  # fmt: skip
+CALLS = {
+    **CALL,
+    "content": "Let me see.",
+    "tool_calls": [call(place="Bonn"), call(place="Köln", days=[1, {"a": None}])],
+}
+TEXT_ARGUMENTS = {
+    **CALL,
+    "tool_calls": [{"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"place":"Rom"}'}}],
+}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "description": "Look at the sky.",
+            "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
+        },
+    }
+]
 
 
 def user(text):

@@ -44,17 +44,51 @@ CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 GLM = ("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 GLM_MARKUP = (*HERMES, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-KIMI = ("<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>", "<|im_end|>", "[EOS]",
-        "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
-        "<|tool_call_argument_begin|>", "<|tool_call_end|>")  # fmt: skip
+KIMI = (
+    "<|im_user|>",
+    "<|im_assistant|>",
+    "<|im_system|>",
+    "<|im_middle|>",
+    "<|im_end|>",
+    "[EOS]",
+    "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+)
 KIMI_MEDIA = ("<|endoftext|>", "<|media_begin|>", "<|media_content|>", "<|media_end|>", "<|media_pad|>")
-DEEPSEEK = tuple(map(_deepseek, (
-    "begin of sentence", "end of sentence", "User", "Assistant", "tool calls begin", "tool calls end",
-    "tool call begin", "tool call end", "tool sep", "tool outputs begin", "tool outputs end", "tool output begin",
-    "tool output end",
-)))  # fmt: skip
-HARMONY = ("<|startoftext|>", "<|endoftext|>", "<|return|>", "<|constrain|>", "<|channel|>", "<|start|>", "<|end|>",
-           "<|message|>", "<|call|>")  # fmt: skip
+DEEPSEEK = tuple(
+    map(
+        _deepseek,
+        (
+            "begin of sentence",
+            "end of sentence",
+            "User",
+            "Assistant",
+            "tool calls begin",
+            "tool calls end",
+            "tool call begin",
+            "tool call end",
+            "tool sep",
+            "tool outputs begin",
+            "tool outputs end",
+            "tool output begin",
+            "tool output end",
+        ),
+    )
+)
+HARMONY = (
+    "<|startoftext|>",
+    "<|endoftext|>",
+    "<|return|>",
+    "<|constrain|>",
+    "<|channel|>",
+    "<|start|>",
+    "<|end|>",
+    "<|message|>",
+    "<|call|>",
+)
 LLAMA = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>")
 
 FAMILIES = {

@@ -43,7 +43,7 @@ def byte_tokenizer(template: str) -> PreTrainedTokenizerFast:
     backend.add_special_tokens([AddedToken(token, special=True) for token in tokens])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>", chat_template=template
-    )  # fmt: skip
+    )
 
 
 class Dialogues:
@@ -76,10 +76,11 @@ class Dialogues:
         """What comes next: the tools' answers, the user, or both."""
         named = self._chance(0.7)
         new = [
-            self._message("tool", self._text()) | {"tool_call_id": call["id"]}
+            self._message("tool", self._text())
+            | {"tool_call_id": call["id"]}
             | ({"name": call["function"]["name"]} if named else {})
             for call in reply.get("tool_calls", ())
-        ]  # fmt: skip
+        ]
         return new if new and self._chance(0.9) else [*new, self._message("user", self._text())]
 
     def turns(self) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
@@ -118,10 +119,14 @@ class Dialogues:
 
     def _tool(self, number: int) -> dict[str, Any]:
         properties = {"place": {"type": "string", "description": self._text()}}
-        return {"type": "function", "function": {
-            "name": ("look", "go_to", "add")[number], "description": self._text(),
-            "parameters": {"type": "object", "properties": properties, "required": ["place"]},
-        }}  # fmt: skip
+        return {
+            "type": "function",
+            "function": {
+                "name": ("look", "go_to", "add")[number],
+                "description": self._text(),
+                "parameters": {"type": "object", "properties": properties, "required": ["place"]},
+            },
+        }
 
 
 @dataclass
@@ -156,8 +161,10 @@ def check(renderer: TemplateRenderer, tokenizer: Any, tally: Tally, seed: int, h
                 given = renderer._wrapped(messages, tools)
                 theirs = tokenizer.apply_chat_template(
                     [with_arguments(m, as_text=renderer._arguments_as_text) for m in given],
-                    tools=renderer._given(tools), add_generation_prompt=True, return_dict=False,
-                )  # fmt: skip
+                    tools=renderer._given(tools),
+                    add_generation_prompt=True,
+                    return_dict=False,
+                )
                 tally.differs += not _hostile(messages, tools) and conversation.prompt_ids.tolist() != theirs
             completion = _sampled(renderer, messages, meant, answers, tools)
             reply, calls, new = _read(renderer, conversation.prompt_ids, completion, meant, answers)

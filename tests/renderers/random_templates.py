@@ -16,21 +16,52 @@ _PRELUDES = (
     "{% macro say(t) %}{% if t is string %}{{ t|trim }}{% endif %}{% endmacro %}",
 )
 _TESTS = (
-    "loop.last", "loop.first", "loop.index0 > ns.x", "loop.index0 < ns.x", "loop.index0 % 2 == 0", "m.role == 'user'",
-    "m.role == 'tool'", "m.tool_calls", "m.reasoning_content", "'</think>' in m.content", "m.content", "ns.y",
-    "loop.nextitem and loop.nextitem.role == 'tool'", "loop.previtem and loop.previtem.role == 'tool'",
-    "not loop.last and messages[loop.index0 + 1].role == 'user'", "messages[loop.index0 - 1].role == 'tool'",
-    "loop.last or messages[loop.index0 + 1].role != 'tool'", "messages|length > 5", "messages[-1].role == 'tool'",
-    "ns.z", "tools", "m.name", "loop.index0 == ns.x", "m.role == 'assistant' and loop.index0 > ns.x",
-    "m.tool_calls is defined and loop.last", "loop.length > 3", "ns.z == m.role",
-)  # fmt: skip
+    "loop.last",
+    "loop.first",
+    "loop.index0 > ns.x",
+    "loop.index0 < ns.x",
+    "loop.index0 % 2 == 0",
+    "m.role == 'user'",
+    "m.role == 'tool'",
+    "m.tool_calls",
+    "m.reasoning_content",
+    "'</think>' in m.content",
+    "m.content",
+    "ns.y",
+    "loop.nextitem and loop.nextitem.role == 'tool'",
+    "loop.previtem and loop.previtem.role == 'tool'",
+    "not loop.last and messages[loop.index0 + 1].role == 'user'",
+    "messages[loop.index0 - 1].role == 'tool'",
+    "loop.last or messages[loop.index0 + 1].role != 'tool'",
+    "messages|length > 5",
+    "messages[-1].role == 'tool'",
+    "ns.z",
+    "tools",
+    "m.name",
+    "loop.index0 == ns.x",
+    "m.role == 'assistant' and loop.index0 > ns.x",
+    "m.tool_calls is defined and loop.last",
+    "loop.length > 3",
+    "ns.z == m.role",
+)
 _ACTIONS = (
-    "A", "{{ m.content }}", "{{ m.reasoning_content }}", "{% set ns.y = true %}", "{% set ns.y = false %}",
-    "{% set ns.z = m.role %}", "{{ ns.z }}", "{% set ns.x = loop.index0 %}", "", "", "{{ m.name }}",
-    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}", "{{ loop.index }}",
+    "A",
+    "{{ m.content }}",
+    "{{ m.reasoning_content }}",
+    "{% set ns.y = true %}",
+    "{% set ns.y = false %}",
+    "{% set ns.z = m.role %}",
+    "{{ ns.z }}",
+    "{% set ns.x = loop.index0 %}",
+    "",
+    "",
+    "{{ m.name }}",
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}",
+    "{{ loop.index }}",
     "{% for k in messages[loop.index:] %}{% if k.role == 'user' %}{% set ns.y = true %}{% endif %}{% endfor %}",
-    "{% set ns.z = ns.z ~ 'x' %}", "{{ raise_exception('no') if m.role == 'tool' and loop.first }}",
-)  # fmt: skip
+    "{% set ns.z = ns.z ~ 'x' %}",
+    "{{ raise_exception('no') if m.role == 'tool' and loop.first }}",
+)
 
 
 def random_template(seed: int) -> str:
@@ -52,4 +83,4 @@ def random_template(seed: int) -> str:
     return (
         f"{start}{{% for m in messages %}}<|{{{{ m.role }}}}|>{''.join(body)}<|eot|>\n{{% endfor %}}{end}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    )  # fmt: skip
+    )

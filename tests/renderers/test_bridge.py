@@ -40,10 +40,12 @@ def encoded(renderer, text):
 
 KEPT = {
     "ChatML": template(),
-    "a system message apart": template(before=(
-        "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% set rest = messages[1:] %}"
-        "{% else %}{% set rest = messages %}{% endif %}"
-    )).replace("in messages %}\n<", "in rest %}\n<"),
+    "a system message apart": template(
+        before=(
+            "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% set rest = messages[1:] %}"
+            "{% else %}{% set rest = messages %}{% endif %}"
+        )
+    ).replace("in messages %}\n<", "in rest %}\n<"),
     "a look at the message before": template(
         "{% if loop.previtem and loop.previtem.role == 'tool' %}T{% endif %}" + TURN
     ),
@@ -58,7 +60,7 @@ KEPT = {
         "{% if m.role == 'assistant' %}{% generation %}<|im_start|>assistant\n{{ m.content }}<|im_end|>\n"
         "{% endgeneration %}{% else %}" + TURN + "{% endif %}"
     ),
-}  # fmt: skip
+}
 
 REWRITTEN = {
     "the number of messages": template(before="{{ messages | length }}"),
@@ -68,7 +70,7 @@ REWRITTEN = {
     "answers above the last question dropped": template(
         "{% if m.role == 'user' or loop.index0 > messages | length - 2 %}" + TURN + "{% endif %}"
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", KEPT)
@@ -134,9 +136,11 @@ def test_messages_that_are_edited_after_they_were_rendered_are_not_read_again():
 
 
 def test_an_answer_that_history_would_write_otherwise_stays_as_it_was_sampled():
-    renderer = renderer_of(template(
-        TURN.replace("m.content", "m.content | upper if m.role == 'assistant' and not loop.last else m.content")
-    ))  # fmt: skip
+    renderer = renderer_of(
+        template(
+            TURN.replace("m.content", "m.content | upper if m.role == 'assistant' and not loop.last else m.content")
+        )
+    )
     prompt = renderer.render_ids([user("hi")])
     bridged = renderer.bridge_to_next_turn(prompt, encoded(renderer, "yo<|im_end|>"), [user("so?")])
     assert renderer.decode(bridged[len(prompt) :]).startswith("yo<|im_end|>\n\n<|im_start|>user\nso?")

@@ -37,8 +37,6 @@ def test_every_template_of_the_package_is_here():
     assert (len(TEMPLATES) - len(patched), len(patched)) == (41, 31)
 
 
-
-
 @pytest.mark.slow
 @pytest.mark.campaign
 @pytest.mark.parametrize("part", range(PARTS))

@@ -64,8 +64,22 @@ def test_each_bridge_of_the_table_is_what_the_format_writes_behind_a_turn(campai
     assert row.cases > 100
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3-vl", "qwen3.5", "glm-4.5", "glm-5", "minimax-m2", "kimi-k2.5",
-                                  "nemotron-3", "template qwen3", "template qwen2_5", "template glm4moe"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3",
+        "qwen3-vl",
+        "qwen3.5",
+        "glm-4.5",
+        "glm-5",
+        "minimax-m2",
+        "kimi-k2.5",
+        "nemotron-3",
+        "template qwen3",
+        "template qwen2_5",
+        "template glm4moe",
+    ],
+)
 def test_no_tools_answer_is_rendered_anew_for_a_form(name):
     """An empty block, text beside a call, two calls, one that cannot be read, another spelling of one, a thought."""
     for kind in KINDS:
@@ -73,8 +87,10 @@ def test_no_tools_answer_is_rendered_anew_for_a_form(name):
             assert outcome(name, kind, "tool_cycle") == "yes", kind
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3-vl", "qwen3.5", "glm-4.5", "glm-5", "minimax-m2", "kimi-k2.5",
-                                  "nemotron-3", "template qwen3"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3", "qwen3-vl", "qwen3.5", "glm-4.5", "glm-5", "minimax-m2", "kimi-k2.5", "nemotron-3", "template qwen3"],
+)
 def test_at_a_users_message_only_a_thought_is_dropped_and_none_where_all_are_kept(name):
     assert outcome(name, "user: plain", "tool_cycle") == "yes"
     assert outcome(name, "user: empty block", "tool_cycle") == "yes"

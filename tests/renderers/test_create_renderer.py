@@ -51,8 +51,11 @@ def test_a_family_given_by_name_is_used_but_said_to_differ(tokenizer, caplog):
 
 
 def test_a_template_that_refuses_a_probe_is_not_a_familys(tokenizer):
-    refuses = with_template(tokenizer, "{%- elif message.role == 'tool' -%}",
-                            "{%- elif message.role == 'tool' -%}{{ raise_exception('no') }}")  # fmt: skip
+    refuses = with_template(
+        tokenizer,
+        "{%- elif message.role == 'tool' -%}",
+        "{%- elif message.role == 'tool' -%}{{ raise_exception('no') }}",
+    )
     assert create_renderer("auto", refuses).name == "template"
 
 
@@ -62,8 +65,17 @@ def named(name, family):
     return renamed
 
 
-RECOGNISED = ["qwen3", "qwen3-vl", "qwen3.5", "qwen3.6", "qwen3.8", "nemotron-3", "nemotron-3-ultra", "gpt-oss",
-              "llama-3"]  # fmt: skip
+RECOGNISED = [
+    "qwen3",
+    "qwen3-vl",
+    "qwen3.5",
+    "qwen3.6",
+    "qwen3.8",
+    "nemotron-3",
+    "nemotron-3-ultra",
+    "gpt-oss",
+    "llama-3",
+]
 
 
 @pytest.mark.parametrize("family", RECOGNISED)
@@ -81,12 +93,20 @@ def test_a_family_that_differs_from_the_template_in_one_probe_is_not_recognised(
 
 @pytest.mark.parametrize(
     ("name", "family"),
-    [("Qwen/Qwen3-8B", "qwen3"), ("zai-org/GLM-5", "glm-5"), ("zai-org/GLM-4.5-Air", "glm-4.5"),
-     ("moonshotai/Kimi-K2-Instruct", "kimi-k2"), ("moonshotai/Kimi-K2.5", "kimi-k2.5"),
-     ("MiniMaxAI/MiniMax-M2", "minimax-m2"), ("deepseek-ai/DeepSeek-V3", "deepseek-v3"),
-     ("openai/gpt-oss-20b", "gpt-oss"), ("Qwen/Qwen3-VL-4B-Instruct", "qwen3-vl"), ("Qwen/Qwen3.5-4B", "qwen3.5"),
-     ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "nemotron-3")],
-)  # fmt: skip
+    [
+        ("Qwen/Qwen3-8B", "qwen3"),
+        ("zai-org/GLM-5", "glm-5"),
+        ("zai-org/GLM-4.5-Air", "glm-4.5"),
+        ("moonshotai/Kimi-K2-Instruct", "kimi-k2"),
+        ("moonshotai/Kimi-K2.5", "kimi-k2.5"),
+        ("MiniMaxAI/MiniMax-M2", "minimax-m2"),
+        ("deepseek-ai/DeepSeek-V3", "deepseek-v3"),
+        ("openai/gpt-oss-20b", "gpt-oss"),
+        ("Qwen/Qwen3-VL-4B-Instruct", "qwen3-vl"),
+        ("Qwen/Qwen3.5-4B", "qwen3.5"),
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "nemotron-3"),
+    ],
+)
 def test_auto_recognises_a_published_model_by_its_name(name, family):
     assert create_renderer("auto", named(name, family)).name == family
 

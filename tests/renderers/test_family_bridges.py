@@ -36,10 +36,16 @@ ANSWER = {"role": "assistant", "content": "About 20."}
 CALL = {"role": "assistant", "content": "", "tool_calls": [call(place="Bonn")]}
 TALK = {**CALL, "content": "Let me see."}
 CALLS = {**CALL, "tool_calls": [call(place="Bonn"), call(1, place="Rom", days=[1, {"a": None}])]}
-TOOLS = [{"type": "function", "function": {
-    "name": "look", "description": "Look at the sky.",
-    "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
-}}]  # fmt: skip
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "description": "Look at the sky.",
+            "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
+        },
+    }
+]
 
 HISTORIES = {
     "a question": [ASK],

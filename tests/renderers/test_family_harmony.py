@@ -12,20 +12,27 @@ from verbatim.renderers import create_renderer
 from verbatim.renderers.harmony import HarmonyRenderer
 
 ASK = {"role": "user", "content": "How warm is it?"}
-CALL = {"role": "assistant", "content": "", "tool_calls": [
-    {"id": "", "type": "function", "function": {"name": "look", "arguments": {"place": "Bonn"}}}]}  # fmt: skip
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"id": "", "type": "function", "function": {"name": "look", "arguments": {"place": "Bonn"}}}],
+}
 SEES = {"role": "tool", "content": "20 °C", "name": "look"}
-TOOLS = [{"type": "function", "function": {
-    "name": "look", "description": "Look at the sky.",
-    "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
-}}]  # fmt: skip
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "description": "Look at the sky.",
+            "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
+        },
+    }
+]
 SAMPLED_CALL = (
     "<|channel|>analysis<|message|>Bonn, then.<|end|><|start|>assistant<|channel|>commentary to=functions.look "
     '<|constrain|>json<|message|>{"place": "Bonn"}<|call|>'
 )
-TOOL_TURN = (
-    '<|start|>functions.look to=assistant<|channel|>commentary<|message|>"20 °C"<|end|><|start|>assistant'
-)
+TOOL_TURN = '<|start|>functions.look to=assistant<|channel|>commentary<|message|>"20 °C"<|end|><|start|>assistant'
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +75,19 @@ def test_analysis_is_reasoning_and_a_commentary_to_a_function_is_a_call(harmony,
     ("text", "content", "reasoning", "statuses"),
     [
         ("<|channel|>final<|message|>20.<|return|>", "20.", None, []),
-        ("<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>20.<|return|>", "20.",
-         "hm", []),
+        (
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>20.<|return|>",
+            "20.",
+            "hm",
+            [],
+        ),
         ("<|channel|>analysis<|message|>cut o", "", "cut o", []),
-        ("<|channel|>commentary<|message|>Let me see.<|end|>" + f"<|start|>assistant{SAMPLED_CALL}", "Let me see.",
-         "Bonn, then.", ["ok"]),
+        (
+            "<|channel|>commentary<|message|>Let me see.<|end|>" + f"<|start|>assistant{SAMPLED_CALL}",
+            "Let me see.",
+            "Bonn, then.",
+            ["ok"],
+        ),
         (" to=functions.look<|channel|>commentary json<|message|>{}<|call|>", "", None, ["ok"]),
         (SAMPLED_CALL.removesuffix("<|call|>"), "", "Bonn, then.", ["unclosed_block"]),
         (SAMPLED_CALL.replace("}", ""), "", "Bonn, then.", ["invalid_json"]),
@@ -81,7 +96,7 @@ def test_analysis_is_reasoning_and_a_commentary_to_a_function_is_a_call(harmony,
         ("no header at all<|return|>", "no header at all", None, []),
         ("", "", None, []),
     ],
-)  # fmt: skip
+)
 def test_what_is_sampled_is_read_by_channel(harmony, tokenizer, text, content, reasoning, statuses):
     read = harmony.parse_response(ids(tokenizer, text))
     assert (read.content, read.reasoning_content) == (content, reasoning)

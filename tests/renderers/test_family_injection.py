@@ -15,23 +15,42 @@ from verbatim.renderers.guard import BREAK, ESCAPE, GuardedTokenizer
 from verbatim.renderers.recognise import check_guarded
 from verbatim.renderers.template import TemplateRenderer
 
-FIELDS = ("system", "user", "said", "thought", "function", "parameter", "key", "value", "deep", "call id", "answer",
-          "tool", "description", "choice")  # fmt: skip
+FIELDS = (
+    "system",
+    "user",
+    "said",
+    "thought",
+    "function",
+    "parameter",
+    "key",
+    "value",
+    "deep",
+    "call id",
+    "answer",
+    "tool",
+    "description",
+    "choice",
+)
 
 
 def dialogue(words):
     """Every field that text can be in."""
     arguments = {words["key"]: words["value"], "deep": [{"a": [words["deep"]]}]}
     call = {"id": words["call id"], "type": "function", "function": {"name": words["function"], "arguments": arguments}}
-    schema = {"type": "object", "required": [words["parameter"]], "properties": {
-        words["parameter"]: {"type": "string", "description": words["description"], "enum": [words["choice"]]}}}
+    schema = {
+        "type": "object",
+        "required": [words["parameter"]],
+        "properties": {
+            words["parameter"]: {"type": "string", "description": words["description"], "enum": [words["choice"]]}
+        },
+    }
     function = {"name": words["function"], "description": words["description"], "parameters": schema}
     messages = [
         {"role": "system", "content": words["system"]},
         {"role": "user", "content": words["user"]},
         {"role": "assistant", "content": words["said"], "reasoning_content": words["thought"], "tool_calls": [call]},
         {"role": "tool", "content": words["answer"], "tool_call_id": words["call id"], "name": words["tool"]},
-    ]  # fmt: skip
+    ]
     return messages, [{"type": "function", "function": function}]
 
 
@@ -43,9 +62,11 @@ def specials(name, ids):
 HARMLESS = dict.fromkeys(FIELDS, "w")
 RENDERERS = {
     **{name: lambda name=name: family_renderer(name) for name in FAMILIES},
-    **{f"template of {name}": lambda name=name: TemplateRenderer(family_tokenizer(name))
-       for name in ("qwen3", "glm-4.5", "nemotron-3", "qwen3.5")},
-}  # fmt: skip
+    **{
+        f"template of {name}": lambda name=name: TemplateRenderer(family_tokenizer(name))
+        for name in ("qwen3", "glm-4.5", "nemotron-3", "qwen3.5")
+    },
+}
 
 
 FORMS = ("x{}y", "w{}", "{}w")

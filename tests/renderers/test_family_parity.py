@@ -34,8 +34,10 @@ def template_ids(name, messages, tools, generation):
     try:
         return family_tokenizer(name).apply_chat_template(
             [READS.get(name, dict)(message) for message in messages],
-            tools=tools, add_generation_prompt=generation, return_dict=False,
-        )  # fmt: skip
+            tools=tools,
+            add_generation_prompt=generation,
+            return_dict=False,
+        )
     except (jinja2.TemplateError, TypeError, ValueError, KeyError):
         return None
 
@@ -84,20 +86,42 @@ def test_the_ids_are_those_of_the_published_chat_template(name):
     assert compared >= 34  # of 56
 
 
-TEXT = st.text(st.sampled_from("a. \n<>/|\"\\{}é日🙂"), max_size=8)
-JSON = st.recursive(st.none() | st.booleans() | st.integers() | TEXT, lambda inner: st.lists(inner, max_size=2)
-                    | st.dictionaries(TEXT, inner, max_size=2), max_leaves=3)  # fmt: skip
-SAID = st.builds(lambda content, extra: {"role": "assistant", "content": content, **extra}, TEXT,
-                 st.fixed_dictionaries({}, optional={"reasoning_content": TEXT}))  # fmt: skip
-CALLED = st.builds(lambda said, arguments: {**said, "tool_calls": [
-    {"id": "functions.look:0", "type": "function", "function": {"name": "look", "arguments": arguments}}]},
-    SAID, st.dictionaries(st.sampled_from(["place", "é"]), JSON))  # fmt: skip
-ROUND = st.builds(lambda ask, calls, answers, said: [
-    {"role": "user", "content": ask},
-    *(m for call, text in zip(calls, answers, strict=False) for m in (
-        call, {"role": "tool", "content": text, "tool_call_id": "functions.look:0", "name": "look"})),
-    said,
-], TEXT, st.lists(CALLED, max_size=2), st.lists(TEXT, max_size=2), SAID)  # fmt: skip
+TEXT = st.text(st.sampled_from('a. \n<>/|"\\{}é日🙂'), max_size=8)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | TEXT,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(TEXT, inner, max_size=2),
+    max_leaves=3,
+)
+SAID = st.builds(
+    lambda content, extra: {"role": "assistant", "content": content, **extra},
+    TEXT,
+    st.fixed_dictionaries({}, optional={"reasoning_content": TEXT}),
+)
+CALLED = st.builds(
+    lambda said, arguments: {
+        **said,
+        "tool_calls": [
+            {"id": "functions.look:0", "type": "function", "function": {"name": "look", "arguments": arguments}}
+        ],
+    },
+    SAID,
+    st.dictionaries(st.sampled_from(["place", "é"]), JSON),
+)
+ROUND = st.builds(
+    lambda ask, calls, answers, said: [
+        {"role": "user", "content": ask},
+        *(
+            m
+            for call, text in zip(calls, answers, strict=False)
+            for m in (call, {"role": "tool", "content": text, "tool_call_id": "functions.look:0", "name": "look"})
+        ),
+        said,
+    ],
+    TEXT,
+    st.lists(CALLED, max_size=2),
+    st.lists(TEXT, max_size=2),
+    SAID,
+)
 
 
 @pytest.mark.parametrize("name", [name for name in WITH_TEMPLATE if name != "deepseek-v3"])
@@ -148,9 +172,18 @@ def test_a_difference_that_is_listed_is_there(name):
 # -- families without a published template at hand: data/golden/README.md
 
 GOLDEN = ("glm-5", "minimax-m2", "kimi-k2", "kimi-k2.5")
-CALL = {"role": "assistant", "content": "", "reasoning_content": "Bonn.", "tool_calls": [
-    {"id": "functions.look:0", "type": "function",
-     "function": {"name": "look", "arguments": {"place": "Köln", "days": [1]}}}]}  # fmt: skip
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "reasoning_content": "Bonn.",
+    "tool_calls": [
+        {
+            "id": "functions.look:0",
+            "type": "function",
+            "function": {"name": "look", "arguments": {"place": "Köln", "days": [1]}},
+        }
+    ],
+}
 SEES = {"role": "tool", "content": "20 °C", "tool_call_id": "functions.look:0", "name": "look"}
 
 

@@ -10,25 +10,44 @@ from drawn import drawn, is_found
 
 ASK = {"role": "user", "content": "How warm is it?"}
 PROPERTIES = {
-    "place": {"type": "string"}, "days": {"type": "array"}, "deep": {"type": "object"}, "count": {"type": "integer"},
-    "warm": {"type": "boolean"}, "least": {"type": "number"},
-}  # fmt: skip
-TOOLS = [{"type": "function", "function": {
-    "name": name, "description": "Look at the sky.", "parameters": {"type": "object", "properties": PROPERTIES},
-}} for name in ("look", "look_again")]  # fmt: skip
+    "place": {"type": "string"},
+    "days": {"type": "array"},
+    "deep": {"type": "object"},
+    "count": {"type": "integer"},
+    "warm": {"type": "boolean"},
+    "least": {"type": "number"},
+}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "Look at the sky.",
+            "parameters": {"type": "object", "properties": PROPERTIES},
+        },
+    }
+    for name in ("look", "look_again")
+]
 
 # Formats that write arguments as text do not keep the space around them, nor does any keep it around what is said.
-TEXT = st.text(st.sampled_from("aB5. \n\"\\{}[]:<>é日🙂"), max_size=12).map(str.strip)
+TEXT = st.text(st.sampled_from('aB5. \n"\\{}[]:<>é日🙂'), max_size=12).map(str.strip)
 WORDS = st.sampled_from(["5", "true", "null", "None", '{"a": 1}', "[1]", "1e3"])
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-9, 9**20) | TEXT, lambda inner: st.lists(inner, max_size=2)
-    | st.dictionaries(TEXT, inner, max_size=2), max_leaves=4,
-)  # fmt: skip
-ARGUMENTS = st.fixed_dictionaries({}, optional={
-    "place": WORDS | TEXT.filter(bool), "days": st.lists(JSON, max_size=3),
-    "deep": st.dictionaries(TEXT, JSON, max_size=2),
-    "count": st.integers(), "warm": st.booleans(), "least": st.floats(allow_nan=False, allow_infinity=False),
-})  # fmt: skip
+    st.none() | st.booleans() | st.integers(-9, 9**20) | TEXT,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(TEXT, inner, max_size=2),
+    max_leaves=4,
+)
+ARGUMENTS = st.fixed_dictionaries(
+    {},
+    optional={
+        "place": WORDS | TEXT.filter(bool),
+        "days": st.lists(JSON, max_size=3),
+        "deep": st.dictionaries(TEXT, JSON, max_size=2),
+        "count": st.integers(),
+        "warm": st.booleans(),
+        "least": st.floats(allow_nan=False, allow_infinity=False),
+    },
+)
 SAID = TEXT.map(lambda text: f"w{text}w")
 THOUGHT = st.none() | TEXT.map(lambda text: f"t{text}t")
 
@@ -55,10 +74,13 @@ def message(name, content, thought, calls):
         made["reasoning_content"] = thought
     if calls:
         made["tool_calls"] = [
-            {"id": f"functions.{called}:{number}", "type": "function",
-             "function": {"name": called, "arguments": arguments}}
+            {
+                "id": f"functions.{called}:{number}",
+                "type": "function",
+                "function": {"name": called, "arguments": arguments},
+            }
             for number, (called, arguments) in enumerate(calls)
-        ]  # fmt: skip
+        ]
     return made
 
 

@@ -18,10 +18,38 @@ from verbatim.renderers.guard import BREAK, Guard, GuardedTokenizer
 
 CONTROL = CONTROL_TOKENS + MARKUP_TOKENS
 # Whole control tokens, halves of them, the guard's own noncharacters, and spaces that templates strip.
-FRAGMENTS = [*CONTROL, "<", "|", ">", "<|", "|>", "<|im_", "end|>", "im_end|>", "<tool", "_call>", "</", "think>", "\n",
-             " ", "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3", "\ufdd4", "{", '"', "\\", "é", "🙂", "a"]  # fmt: skip
-TRICKY = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=8).map("".join).filter(
-    lambda text: not any("\ud800" <= c <= "\udfff" for c in text)
+FRAGMENTS = [
+    *CONTROL,
+    "<",
+    "|",
+    ">",
+    "<|",
+    "|>",
+    "<|im_",
+    "end|>",
+    "im_end|>",
+    "<tool",
+    "_call>",
+    "</",
+    "think>",
+    "\n",
+    " ",
+    "\ufdd0",
+    "\ufdd1",
+    "\ufdd2",
+    "\ufdd3",
+    "\ufdd4",
+    "{",
+    '"',
+    "\\",
+    "é",
+    "🙂",
+    "a",
+]
+TRICKY = (
+    st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=8)
+    .map("".join)
+    .filter(lambda text: not any("\ud800" <= c <= "\udfff" for c in text))
 )
 
 
@@ -40,11 +68,17 @@ def dialogue(words):
     return [
         {"role": "system", "content": system},
         {"role": "user", "content": user},
-        {"role": "assistant", "content": content, "reasoning_content": "x" + thought, "tool_calls": [
-            {"id": "1", "type": "function", "function": {"name": name, "arguments": {"a": argument, argument: [1]}}}]},
+        {
+            "role": "assistant",
+            "content": content,
+            "reasoning_content": "x" + thought,
+            "tool_calls": [
+                {"id": "1", "type": "function", "function": {"name": name, "arguments": {"a": argument, argument: [1]}}}
+            ],
+        },
         {"role": "tool", "content": answer, "tool_call_id": "1"},
         {"role": "tool", "content": again, "tool_call_id": "1"},
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("renderer_name", ["qwen3", "template"])
@@ -68,8 +102,11 @@ def test_text_that_is_not_marked_is_found(tokenizer, monkeypatch):
     """The campaign can fail."""
     renderer = create_renderer("template", tokenizer)
     monkeypatch.setattr(renderer._tokenizer.guard, "text", lambda text: text)
-    assert is_found(lambda words, tool: keeps_control_tokens(renderer, tokenizer, words, tool),
-                    st.lists(TRICKY, min_size=8, max_size=8), TRICKY)  # fmt: skip
+    assert is_found(
+        lambda words, tool: keeps_control_tokens(renderer, tokenizer, words, tool),
+        st.lists(TRICKY, min_size=8, max_size=8),
+        TRICKY,
+    )
 
 
 @given(text=TRICKY)
@@ -226,8 +263,9 @@ def tokenizer_of(*tokens, normalizer=None, pre_tokenizer=None, decoder=None):
     backend.decoder = decoder or decoders.ByteLevel()
     if normalizer is not None:
         backend.normalizer = normalizer
-    trainer = BpeTrainer(vocab_size=400, initial_alphabet=[*pre_tokenizers.ByteLevel.alphabet(), "▁"],
-                         show_progress=False)  # fmt: skip
+    trainer = BpeTrainer(
+        vocab_size=400, initial_alphabet=[*pre_tokenizers.ByteLevel.alphabet(), "▁"], show_progress=False
+    )
     backend.train_from_iterator(["some words, <end> some more words"] * 3, trainer)
     backend.add_tokens(list(tokens))
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")

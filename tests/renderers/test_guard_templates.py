@@ -9,8 +9,10 @@ from random_dialogues import byte_tokenizer
 from verbatim.errors import ModelError
 from verbatim.renderers import create_renderer
 
-TURN = ("{% for m in messages %}<|im_start|>{{ m.role }}\n%s<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")  # fmt: skip
+TURN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n%s<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 USER = {"role": "user", "content": "u"}
 
 

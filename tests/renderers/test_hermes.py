@@ -26,8 +26,14 @@ SYSTEMLESS = (
     "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
     "[{{ m.role }}] {{ m.content }}<eot>\n{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
 )
-LOOK = {"type": "function", "function": {"name": "look", "description": "Look at the sky.", "parameters": {
-    "type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]}}}  # fmt: skip
+LOOK = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Look at the sky.",
+        "parameters": {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]},
+    },
+}
 ASK = {"role": "user", "content": "How warm is it?"}
 ANSWER = {"role": "assistant", "content": "20 degrees."}
 SEES = {"role": "tool", "content": "20 °C", "tool_call_id": "call_0", "name": "look"}
@@ -125,17 +131,23 @@ def test_a_template_with_tools_of_its_own_is_told_of(caplog, tokenizer):
 @pytest.mark.parametrize(
     ("sampled", "content", "calls"),
     [
-        ('<tool_call>\n{"name": "look", "arguments": {"at": "Bonn"}}\n</tool_call>', "",
-         [("look", {"at": "Bonn"}, "ok")]),
+        (
+            '<tool_call>\n{"name": "look", "arguments": {"at": "Bonn"}}\n</tool_call>',
+            "",
+            [("look", {"at": "Bonn"}, "ok")],
+        ),
         ('Hm.\n<tool_call>{"arguments":{"n":1},"name":"look"}</tool_call>', "Hm.", [("look", {"n": 1}, "ok")]),
-        ('<tool_call>\n{"name": "a", "arguments": {}}\n</tool_call>\n<tool_call>\n{"name": "b"}\n</tool_call>', "",
-         [("a", {}, "ok"), ("b", {}, "ok")]),
+        (
+            '<tool_call>\n{"name": "a", "arguments": {}}\n</tool_call>\n<tool_call>\n{"name": "b"}\n</tool_call>',
+            "",
+            [("a", {}, "ok"), ("b", {}, "ok")],
+        ),
         ('<tool_call>\n{"name": "look", "arguments": {"at": "Bonn"}', "", [(None, None, "unclosed_block")]),
         ('<tool_call>\n{"name": look}\n</tool_call>', "", [(None, None, "invalid_json")]),
         ('<tool_call>\n{"arguments": {}}\n</tool_call>', "", [(None, None, "missing_name")]),
         ("20 degrees.", "20 degrees.", []),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("tags", [(), ("<tool_call>", "</tool_call>")])
 def test_sampled_calls_are_read_and_bridged_as_they_were_sampled(sampled, content, calls, tags):
     renderer = create_renderer("template", chatml_tokenizer(*tags), tools="hermes")
@@ -167,7 +179,7 @@ def test_no_text_of_a_tool_or_of_an_argument_closes_its_block(tags):
     ids = renderer.render_ids(messages, [tool], add_generation_prompt=False)
     text = renderer.decode(ids)
     assert [text.count(tag) for tag in ("<tool_response>", "</tool_response>", "</tools>")] == [1, 1, 2]
-    assert text.count("<tool_call>\n{\"name\": \"look\"") == 1
+    assert text.count('<tool_call>\n{"name": "look"') == 1
     answer = text.partition("<tool_response>\n")[2].partition("\n</tool_response>")[0]
     assert json.loads(answer) == {"name": "look", "content": HOSTILE}
     assert json.loads(text.partition("<tools>\n")[2].partition("\n</tools>")[0]) == tool
@@ -215,8 +227,9 @@ def test_a_demonstrated_call_is_learned_as_the_call():
     renderer = create_renderer("template", chatml_tokenizer(), tools="hermes")
     trajectory = trajectory_from_messages(renderer, [ASK, calling(at="Bonn"), SEES, ANSWER], [LOOK])
     assert [renderer.decode(turn.completion_ids) for turn in trajectory.turns] == [
-        '<tool_call>\n{"name": "look", "arguments": {"at": "Bonn"}}\n</tool_call><|im_end|>', "20 degrees.<|im_end|>",
-    ]  # fmt: skip
+        '<tool_call>\n{"name": "look", "arguments": {"at": "Bonn"}}\n</tool_call><|im_end|>',
+        "20 degrees.<|im_end|>",
+    ]
     first, second = trajectory.turns
     kept = [*first.prompt_ids, *first.completion_ids]
     assert second.prompt_ids[: len(kept)].tolist() == kept

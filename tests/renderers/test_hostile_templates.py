@@ -20,9 +20,14 @@ SYSTEM, USER, REPLY = (
     {"role": role, "content": text} for role, text in (("system", "s"), ("user", "u"), ("assistant", "yo"))
 )
 HISTORIES = [
-    [USER], [SYSTEM, USER], [USER] * 2, [USER] * 3, [USER, REPLY, USER], [SYSTEM, USER, REPLY, USER],
+    [USER],
+    [SYSTEM, USER],
+    [USER] * 2,
+    [USER] * 3,
+    [USER, REPLY, USER],
+    [SYSTEM, USER, REPLY, USER],
     [USER, REPLY, USER, REPLY, USER],
-]  # fmt: skip
+]
 TOOLS = [{"type": "function", "function": {"name": "look", "description": "d", "parameters": {}}}]
 
 

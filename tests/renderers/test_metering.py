@@ -35,11 +35,14 @@ def test_a_template_writes_what_transformers_gives(name):
     ours = ChatTemplate(SOURCES[name], tokenizer.special_tokens_map)
     for about, messages, tools in PROBES:
         for generation in (True, False):
-            theirs = written(lambda messages=messages, tools=tools, generation=generation: (
-                tokenizer.apply_chat_template(copy.deepcopy(list(messages)), tools=tools, tokenize=False,
-                                              add_generation_prompt=generation)))  # fmt: skip
-            mine = written(lambda messages=messages, tools=tools, generation=generation: (
-                ours.text(messages, tools, generation)))  # fmt: skip
+            theirs = written(
+                lambda messages=messages, tools=tools, generation=generation: tokenizer.apply_chat_template(
+                    copy.deepcopy(list(messages)), tools=tools, tokenize=False, add_generation_prompt=generation
+                )
+            )
+            mine = written(
+                lambda messages=messages, tools=tools, generation=generation: ours.text(messages, tools, generation)
+            )
             assert mine == theirs, about
 
 
@@ -57,8 +60,7 @@ EXPRESSIONS = {
     "{{ messages[0].content[:4] }} {{ [1, 2, 3][::-1] }} {{ messages[0]['role'] }}": "word [3, 2, 1] user",
     "{{ {'a': 1, 2: 'b'}.items() | list }} {{ {'a': 1} | tojson }}": "[('a', 1), (2, 'b')] {\"a\": 1}",
     "{{ ['b', 'a'] | sort | join(', ') }} {{ [1, 2] | map('string') | join('-') }}": "a, b 1-2",
-    "{% for a in [1, 2, 3] if a > 1 %}{{ loop.index }}{{ loop.last }}{{ a }};{% else %}none{% endfor %}":
-        "1False2;2True3;",
+    "{% for a in [1, 2, 3] if a > 1 %}{{ loop.index }}{{ loop.last }}{{ a }};{% else %}none{% endfor %}": "1False2;2True3;",
     "{% for x in [[1, [2]]] recursive %}{{ loop(x) if x is iterable else x }}{% endfor %}": "12",
     "{% macro f(a, b=2) %}<{{ a }}{{ b }}{{ caller() if caller }}>{% endmacro %}{{ f(1) }}"
     "{% call f(3) %}x{% endcall %}": "<12><32x>",
@@ -68,12 +70,11 @@ EXPRESSIONS = {
     "{% generation %}{{ messages[0].role }}{% endgeneration %}": "user",
     "{{ 'a<b>' | e }}{{ 'a' is in ['a'] }}{{ missing is defined }}{{ missing }}": "a&lt;b&gt;TrueFalse",
     "{{ 'a,b'.split(',')[1] }}{{ ' x '.strip() }}{{ 'abc'.replace('b', '--') }}{{ 'x'.encode().decode() }}": "bxa--cx",
-    "{{ 'k' in messages[0] }}{{ messages[0].get('k', 'd') }}{{ messages[0].keys() | list }}":
-        "Falsed['role', 'content']",
+    "{{ 'k' in messages[0] }}{{ messages[0].get('k', 'd') }}{{ messages[0].keys() | list }}": "Falsed['role', 'content']",
     "{% for k, v in {'a': 1}.items() %}{{ k }}{{ v }}{% endfor %}{% block x %}y{% endblock %}": "a1y",
     "{% set c = cycler('a', 'b') %}{{ c.next() }}{{ c.next() }}{% set j = joiner('|') %}{{ j() }}x{{ j() }}": "abx|",
     "{{ strftime_now('%Y') | length }}{{ 0.1 + 0.2 }}{{ 10 ** 30 }}": "40.30000000000000004" + "1" + "0" * 30,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("source", EXPRESSIONS)
@@ -82,8 +83,10 @@ def test_expressions_mean_what_they_mean_in_jinja(source):
 
 
 def test_the_budget_grows_with_the_conversation():
-    quadratic = PLAIN + "{% for m in messages %}{% for n in messages %}{% if n.role == m.role %}{% endif %}" \
-                        "{% endfor %}{% endfor %}"  # fmt: skip
+    quadratic = (
+        PLAIN + "{% for m in messages %}{% for n in messages %}{% if n.role == m.role %}{% endif %}"
+        "{% endfor %}{% endfor %}"
+    )
     assert text(quadratic, [USER, ANSWER] * 100).count("\n") == 200
     with pytest.raises(TemplateFault, match="does not come to an end with 1 messages"):
         text(quadratic.replace("n in messages", "n in range(99999)").replace("m in messages", "m in range(99)"))
@@ -121,8 +124,10 @@ def test_values_of_other_types_are_shown_by_their_names_and_lend_no_methods():
             raise AssertionError
 
     message = {"role": "user", "content": Word("w"), "x": Thing(), "n": np.float32(0.5), "t": (1, 2)}
-    assert text("{{ messages[0].content }}{{ messages[0].x }}{{ messages[0].n }}{{ messages[0].t }}",
-                [message]) == "w<Thing>0.5(1, 2)"  # fmt: skip
+    assert (
+        text("{{ messages[0].content }}{{ messages[0].x }}{{ messages[0].n }}{{ messages[0].t }}", [message])
+        == "w<Thing>0.5(1, 2)"
+    )
     with pytest.raises(EnvironmentFault, match="go"):
         text("{{ messages[0].content.go() }}", [message])
 

@@ -15,9 +15,7 @@ from verbatim.renderers.responses import MAX_DEPTH
 
 
 def template_ids(tokenizer, messages, tools, generation=True):
-    return tokenizer.apply_chat_template(
-        messages, tools=tools, add_generation_prompt=generation, return_dict=False
-    )
+    return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=generation, return_dict=False)
 
 
 def ids(values):
@@ -179,7 +177,7 @@ def test_what_is_rendered_is_parsed_back(qwen3, tokenizer):
         ('{"name": "look", "arguments": {"place": ' + "1" * 5000 + "}}", "invalid_json", None),
         ('{"name": "look", "arguments": {"p": ' + "[" * MAX_DEPTH + "]" * MAX_DEPTH + "}}", "invalid_json", "look"),
     ],
-)  # fmt: skip
+)
 def test_a_call_that_cannot_be_used_has_a_status_that_says_why(qwen3, tokenizer, body, status, name):
     (call,) = read(qwen3, tokenizer, f"<tool_call>\n{body}\n</tool_call><|im_end|>").tool_calls
     assert (call.status, call.name) == (status, name)

@@ -14,9 +14,33 @@ from drawn import drawn, is_found
 from verbatim.renderers import create_renderer, stable_text
 from verbatim.renderers.base import ReadsGrowingText
 
-TEXTS = ["so ", "I", " look", "\n", "\n\n", "ö", "🙂", "<", "< 3", "<think", ">", "{", '{"name": "look", ', "[",
-         "look(", '"arguments": {"at": "Bonn"}}', "<think>", "</think>", "<tool_call>", "</tool_call>",
-         "\n<tool_call>\n", "<function=look>", "```json\n", "<tool", "_call>"]  # fmt: skip
+TEXTS = [
+    "so ",
+    "I",
+    " look",
+    "\n",
+    "\n\n",
+    "ö",
+    "🙂",
+    "<",
+    "< 3",
+    "<think",
+    ">",
+    "{",
+    '{"name": "look", ',
+    "[",
+    "look(",
+    '"arguments": {"at": "Bonn"}}',
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "\n<tool_call>\n",
+    "<function=look>",
+    "```json\n",
+    "<tool",
+    "_call>",
+]
 TEMPLATES = ["qwen3", "llama-3", "deepseek-v3", "glm-4.5"]
 
 
@@ -91,10 +115,14 @@ def test_plain_text_and_thinking_are_settled_up_to_the_last_word(renderer):
     tokenizer = family_tokenizer("qwen3")
     one = create_renderer(renderer, tokenizer)
     for text, expected in [
-        ("so I look", ("", "so I look")), ("so I look ", ("", "so I look")), ("<think>hm", ("hm", "")),
-        ("<think>\nhm\n</think>\n\nso", ("hm", "so")), ("<think>hm </thi", ("hm", "")),
-        ("so <tool_call>\n{", ("", "so")), ("so <to", ("", "so")),
-    ]:  # fmt: skip
+        ("so I look", ("", "so I look")),
+        ("so I look ", ("", "so I look")),
+        ("<think>hm", ("hm", "")),
+        ("<think>\nhm\n</think>\n\nso", ("hm", "so")),
+        ("<think>hm </thi", ("hm", "")),
+        ("so <tool_call>\n{", ("", "so")),
+        ("so <to", ("", "so")),
+    ]:
         ids = np.array(tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
         assert one.stable_text(ids) == expected, text
 

@@ -32,17 +32,25 @@ def renderer_of(name: str):
 def sampled(ids: list[int], ends: tuple[int, ...]) -> Completion:
     stop = next((k + 1 for k, token in enumerate(ids) if token in ends), None)
     kept = np.array(ids[:stop], dtype=np.int32)
-    return Completion(ids=kept, logprobs=np.zeros(len(kept), np.float32), policy_versions=np.zeros(len(kept), np.int32),
-                      stop_reason=StopReason.LENGTH if stop is None else StopReason.STOP)  # fmt: skip
+    return Completion(
+        ids=kept,
+        logprobs=np.zeros(len(kept), np.float32),
+        policy_versions=np.zeros(len(kept), np.int32),
+        stop_reason=StopReason.LENGTH if stop is None else StopReason.STOP,
+    )
 
 
 def replies(name: str) -> st.SearchStrategy[dict[str, Any]]:
     """What is sampled, what is asked for, and after how many tokens something is streamed."""
-    return st.fixed_dictionaries({
-        "ids": completions(name.rpartition(" ")[2]), "stops": st.lists(st.sampled_from(STOPS), max_size=2, unique=True),
-        "parallel": st.booleans(), "choice": st.sampled_from(["auto", "none"]),
-        "cuts": st.lists(st.integers(0, 40), max_size=6),
-    })  # fmt: skip
+    return st.fixed_dictionaries(
+        {
+            "ids": completions(name.rpartition(" ")[2]),
+            "stops": st.lists(st.sampled_from(STOPS), max_size=2, unique=True),
+            "parallel": st.booleans(),
+            "choice": st.sampled_from(["auto", "none"]),
+            "cuts": st.lists(st.integers(0, 40), max_size=6),
+        }
+    )
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -56,8 +64,14 @@ def joins(renderer, ids, stops, parallel, choice, cuts, partial=partial_texts) -
     """`partial` is what is streamed of the tokens so far."""
     prompt = renderer.render_ids([{"role": "user", "content": "hi"}])
     completion = sampled(ids, renderer.stop_token_ids)
-    request = ChatRequest(protocol="openai_chat", model="", messages=(), stop=tuple(stops), tool_choice=choice,
-                          parallel_tool_calls=parallel)  # fmt: skip
+    request = ChatRequest(
+        protocol="openai_chat",
+        model="",
+        messages=(),
+        stop=tuple(stops),
+        tool_choice=choice,
+        parallel_tool_calls=parallel,
+    )
     reply = read_reply(completion, request, renderer, prompt, call_id=str)
     assert reply.ids.tolist() == completion.ids.tolist()[: len(reply.ids)]
     assert len(reply.ids) + reply.num_cut_tokens == len(completion.ids)

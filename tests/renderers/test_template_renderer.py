@@ -37,9 +37,10 @@ def plain():
 
 # Arguments given as JSON text are parsed first: see the next test.
 WITH_PARSED_ARGUMENTS = [
-    dialogue for dialogue in DIALOGUES
+    dialogue
+    for dialogue in DIALOGUES
     if not any(isinstance(c["function"]["arguments"], str) for m in dialogue[0] for c in m.get("tool_calls", ()))
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("number", range(len(WITH_PARSED_ARGUMENTS)))
@@ -53,8 +54,10 @@ def test_rendering_is_the_chat_templates_own(template, tokenizer, number):
 
 
 def test_arguments_given_as_json_text_are_not_quoted_twice(template):
-    as_text = {**CALL, "tool_calls": [
-        {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"place": "Bonn"}'}}]}  # fmt: skip
+    as_text = {
+        **CALL,
+        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"place": "Bonn"}'}}],
+    }
     assert template.render_ids([ASK, as_text, SEES]).tolist() == template.render_ids([ASK, CALL, SEES]).tolist()
 
 
@@ -88,18 +91,27 @@ def test_messages_that_the_template_refuses_are_the_environments_fault(plain):
 
 
 def test_calls_are_read_where_the_template_writes_them_as_text():
-    renderer = TemplateRenderer(byte_tokenizer(PLAIN.replace("{# <tool_call> #}", "").replace("<eot>", (
-        "{% for c in m.tool_calls or [] %}\n<tool_call>\n{\"name\": \"{{ c.function.name }}\", \"arguments\": "
-        "{{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}<eot>"
-    ))))  # fmt: skip
+    renderer = TemplateRenderer(
+        byte_tokenizer(
+            PLAIN.replace("{# <tool_call> #}", "").replace(
+                "<eot>",
+                (
+                    '{% for c in m.tool_calls or [] %}\n<tool_call>\n{"name": "{{ c.function.name }}", "arguments": '
+                    "{{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}<eot>"
+                ),
+            )
+        )
+    )
     good = '<tool_call>\n{"name": "look", "arguments": {"place": "Bonn"}}\n</tool_call>'
     text = f"<think>so</think>Well.\n{good}\n<tool_call>[1]</tool_call><tool_call>{{"
     parsed = renderer.parse_response(np.asarray(renderer._tokenizer.encode(text), dtype=np.int32))
     assert parsed.content == "Well."
     assert parsed.reasoning_content == "so"
     assert [(c.name, c.status) for c in parsed.tool_calls] == [
-        ("look", "ok"), (None, "malformed_structure"), (None, "unclosed_block"),
-    ]  # fmt: skip
+        ("look", "ok"),
+        (None, "malformed_structure"),
+        (None, "unclosed_block"),
+    ]
 
 
 def test_no_calls_are_read_where_the_template_writes_none(plain):
@@ -144,10 +156,25 @@ ROUNDS = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% e
         ("{{ 1 // 0 }}" + PLAIN, "ZeroDivisionError"),
         ("{% if add_generation_prompt %}{{ '{}{}'.format(1) }}{% endif %}" + PLAIN, "IndexError"),
     ],
-    ids=["endless", "recursive", "syntax", "changes what it is given", "reaches outside", "raises", "includes", "none",
-         "deep brackets", "deep conditions", "deep loops", "a huge number", "half a character",
-         "half a character that is written", "a division by zero", "fails in the prompt only"],
-)  # fmt: skip
+    ids=[
+        "endless",
+        "recursive",
+        "syntax",
+        "changes what it is given",
+        "reaches outside",
+        "raises",
+        "includes",
+        "none",
+        "deep brackets",
+        "deep conditions",
+        "deep loops",
+        "a huge number",
+        "half a character",
+        "half a character that is written",
+        "a division by zero",
+        "fails in the prompt only",
+    ],
+)
 def test_a_template_that_cannot_be_used_is_refused(template, complaint):
     with pytest.raises(ModelError, match=complaint):
         create_renderer("template", byte_tokenizer(template))
@@ -177,9 +204,17 @@ def test_a_template_that_would_take_for_ever_is_refused_at_once(source):
 
 @pytest.mark.parametrize(
     "late",
-    ["1 // 0", "'{}{}'.format(1)", "'x'.encode('foo')", "1 is divisibleby(0)", "cycler()",
-     "[1, 'x'] | sort", "messages.x.y", "'\\ud800'"],
-)  # fmt: skip
+    [
+        "1 // 0",
+        "'{}{}'.format(1)",
+        "'x'.encode('foo')",
+        "1 is divisibleby(0)",
+        "cycler()",
+        "[1, 'x'] | sort",
+        "messages.x.y",
+        "'\\ud800'",
+    ],
+)
 def test_whatever_a_template_raises_is_a_refusal(late):
     source = "{% if messages | length > 3 %}{{ " + late + " }}{% endif %}" + PLAIN
     renderer = create_renderer("template", byte_tokenizer(source))
@@ -189,9 +224,19 @@ def test_whatever_a_template_raises_is_a_refusal(late):
 
 @pytest.mark.parametrize(
     "text",
-    ["{", "[1]", '{"eos_token_id": "x"}', '{"eos_token_id": {}}', '{"eos_token_id": -1}', '{"eos_token_id": true}',
-     '{"eos_token_id": [1, null]}', '{"eos_token_id": 1.5}', '{"eos_token_id": 99999999999}', "[" * 99999],
-)  # fmt: skip
+    [
+        "{",
+        "[1]",
+        '{"eos_token_id": "x"}',
+        '{"eos_token_id": {}}',
+        '{"eos_token_id": -1}',
+        '{"eos_token_id": true}',
+        '{"eos_token_id": [1, null]}',
+        '{"eos_token_id": 1.5}',
+        '{"eos_token_id": 99999999999}',
+        "[" * 99999,
+    ],
+)
 def test_a_broken_generation_config_is_said_to_be(tmp_path, text):
     (tmp_path / "generation_config.json").write_text(text)
     fast = byte_tokenizer(PLAIN)
@@ -287,6 +332,9 @@ def test_arguments_are_given_as_the_template_wants_them(arguments):
     loop = "{% for c in m.tool_calls or [] %}" + call + "{% endfor %}"
     renderer = TemplateRenderer(byte_tokenizer(PLAIN.replace("<eot>", loop + "<eot>")))
     for given in ({"place": "Bonn"}, '{"place": "Bonn"}'):
-        said = {"role": "assistant", "content": "", "tool_calls": [
-            {"id": "1", "type": "function", "function": {"name": "look", "arguments": given}}]}  # fmt: skip
+        said = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "look", "arguments": given}}],
+        }
         assert '<call>look {"place": "Bonn"}</call>' in renderer.decode(renderer.render_ids([ASK, said]))

@@ -57,8 +57,15 @@ def test_several_calls_in_a_list_are_each_read():
     assert [(c.name, c.arguments) for c in calls] == [("look", {}), ("go", {"to": "Bonn"})]
 
 
-TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {
-    "zip": {"type": "string"}, "days": {"type": "integer"}}}}}]  # fmt: skip
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "parameters": {"type": "object", "properties": {"zip": {"type": "string"}, "days": {"type": "integer"}}},
+        },
+    }
+]
 TAGGED = {
     "qwen3_5_think": (
         "<tool_call>\n<function=look>\n<parameter=zip>\n00123\n</parameter>\n<parameter=days>\n2\n</parameter>\n"
@@ -87,8 +94,9 @@ def test_calls_written_as_python_are_read_and_never_run():
     text = '<|tool_call_start|>[look(place="Bonn", days=2), go(far=True, to=["a"])]<|tool_call_end|>Fine.'
     calls = read(renderer("lfm2_v2"), text).tool_calls
     assert [(c.name, c.arguments) for c in calls] == [
-        ("look", {"place": "Bonn", "days": 2}), ("go", {"far": True, "to": ["a"]}),
-    ]  # fmt: skip
+        ("look", {"place": "Bonn", "days": 2}),
+        ("go", {"far": True, "to": ["a"]}),
+    ]
     hostile = '<|tool_call_start|>[__import__("os").system("true")]<|tool_call_end|>'
     (call,) = read(renderer("lfm2_v2"), hostile).tool_calls
     assert call.status == "malformed_structure"
@@ -119,10 +127,13 @@ def test_bare_json_is_a_call_only_where_it_is_the_whole_answer():
 @pytest.mark.parametrize(
     "text",
     [
-        '{"name": "Ann", "age": 3}', '{"name": "look", "parameters": [1]}', '{"name": ["look"], "parameters": {}}',
-        '{"name": "Bonn is nice', '{"name": "look", "arguments": {"at": 1}}',
+        '{"name": "Ann", "age": 3}',
+        '{"name": "look", "parameters": [1]}',
+        '{"name": ["look"], "parameters": {}}',
+        '{"name": "Bonn is nice',
+        '{"name": "look", "arguments": {"at": 1}}',
     ],
-)  # fmt: skip
+)
 def test_bare_json_without_a_name_and_arguments_is_an_answer(text):
     parsed = read(renderer("llama3_1"), text)
     assert (parsed.content, parsed.tool_calls) == (text, ())
@@ -135,9 +146,23 @@ def test_a_bare_call_that_is_cut_off_is_an_attempt():
 
 @pytest.mark.parametrize(
     "value",
-    ["{[1]}", "{{}}", "{1, 2}", 'b"x"', "1j", "1 + 2", "...", "set()", "-x", "{1: 2}", "{[]: 2}", "{**{}}",
-     '{"a": 1, "a": 2}', 'f"{x}"'],
-)  # fmt: skip
+    [
+        "{[1]}",
+        "{{}}",
+        "{1, 2}",
+        'b"x"',
+        "1j",
+        "1 + 2",
+        "...",
+        "set()",
+        "-x",
+        "{1: 2}",
+        "{[]: 2}",
+        "{**{}}",
+        '{"a": 1, "a": 2}',
+        'f"{x}"',
+    ],
+)
 def test_what_is_python_but_not_json_is_no_argument(value):
     text = f"<|tool_call_start|>[look(at={value})]<|tool_call_end|>"
     (call,) = read(renderer("lfm2_v2"), text).tool_calls
@@ -174,7 +199,7 @@ def look(schema):
         ({"anyOf": [{"type": "array"}, {"type": "null"}]}, "[1]", [1]),
         ({}, "True", "True"),
     ],
-)  # fmt: skip
+)
 def test_a_bare_argument_has_a_type_that_its_schema_declares(name, schema, text, value):
     (call,) = read(renderer(name), argument(name, text), look(schema)).tool_calls
     assert (json.dumps(call.arguments), call.status) == (json.dumps({"at": value}), "ok")
@@ -195,12 +220,17 @@ def argument(name, text):
 @pytest.mark.parametrize(
     "tools",
     [
-        "look", ["look"], [None], {"a": 1}, [{"function": None}], [{"function": {"name": "look", "parameters": "x"}}],
+        "look",
+        ["look"],
+        [None],
+        {"a": 1},
+        [{"function": None}],
+        [{"function": {"name": "look", "parameters": "x"}}],
         [{"function": {"name": "look", "parameters": {"properties": ["zip"]}}}],
         [{"function": {"name": "look", "parameters": {"properties": {"zip": "b", "days": {"type": {"a": 1}}}}}}],
         [{"function": {"name": "look", "parameters": {"properties": {"zip": {"anyOf": 3}, "days": {"type": [[]]}}}}}],
     ],
-)  # fmt: skip
+)
 def test_a_malformed_schema_says_nothing_of_types(tools):
     (call,) = read(renderer("glm4moe"), TAGGED["glm4moe"].replace("00123", "Bonn"), tools).tool_calls
     assert (call.arguments, call.status) == ({"zip": "Bonn", "days": 2}, "ok")
@@ -226,18 +256,53 @@ def test_a_call_that_begins_with_prose_is_read():
 
 def test_a_format_without_an_end_of_values_is_not_read():
     calls = "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}{% for k, v in c.function.arguments.items() %}"
-    source = PROSE.replace("{% for c in m.tool_calls or [] %}I will call ", calls + "<k>{{ k }}</k>{{ v }}{% endfor %}"
-                           "</call>{% endfor %}{% for c in [] %}")  # fmt: skip
+    source = PROSE.replace(
+        "{% for c in m.tool_calls or [] %}I will call ",
+        calls + "<k>{{ k }}</k>{{ v }}{% endfor %}</call>{% endfor %}{% for c in [] %}",
+    )
     text = "<call>look<k>at</k>Bonn</call>"
     assert read(TemplateRenderer(byte_tokenizer(source)), text).content == text
 
 
 PIECES = [
-    "<tool_call>", "</tool_call>", "<function=look>", "<parameter=at>", "</parameter>", "</function>", "look", "at",
-    "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|tool_call_start|>", "<|tool_call_end|>", "[", "]", "{",
-    "}", "(", ")", '"', ":", ",", "=", "name", "arguments", "{[1]}", "None", "5", "\n", "<think>", "</think>", "**",
-    "[TOOL_CALLS]", '{"name": "look", "arguments": {}}', "\ufdd5", "0x" + "f" * 4000,
-]  # fmt: skip
+    "<tool_call>",
+    "</tool_call>",
+    "<function=look>",
+    "<parameter=at>",
+    "</parameter>",
+    "</function>",
+    "look",
+    "at",
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+    "<|tool_call_start|>",
+    "<|tool_call_end|>",
+    "[",
+    "]",
+    "{",
+    "}",
+    "(",
+    ")",
+    '"',
+    ":",
+    ",",
+    "=",
+    "name",
+    "arguments",
+    "{[1]}",
+    "None",
+    "5",
+    "\n",
+    "<think>",
+    "</think>",
+    "**",
+    "[TOOL_CALLS]",
+    '{"name": "look", "arguments": {}}',
+    "\ufdd5",
+    "0x" + "f" * 4000,
+]
 SYNTAXES = ["qwen2_5", "llama3_1", "mistral", "qwen3_5_think", "glm4moe", "lfm2_v2"]
 
 

@@ -48,8 +48,10 @@ def add_numbers(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def call(name: str, arguments: Any, call_id: str | None = "c0") -> dict[str, Any]:
     text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-    return {"content": None, "tool_calls": [{"id": call_id, "type": "function",
-                                             "function": {"name": name, "arguments": text}}]}  # fmt: skip
+    return {
+        "content": None,
+        "tool_calls": [{"id": call_id, "type": "function", "function": {"name": name, "arguments": text}}],
+    }
 
 
 def message_ids(message: Mapping[str, Any]) -> list[int]:
@@ -69,9 +71,18 @@ def completion(body: Mapping[str, Any], message: dict[str, Any], **changes: Any)
     finish = message.pop("finish_reason", "tool_calls" if message.get("tool_calls") else "stop")
     choice = {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": finish}
     prompt, sampled = prompt_ids(body["messages"]), message_ids(message)
-    answer = {"id": "x", "object": "chat.completion", "created": 0, "model": body["model"], "choices": [choice],
-              "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(sampled),
-                        "total_tokens": len(prompt) + len(sampled)}}  # fmt: skip
+    answer = {
+        "id": "x",
+        "object": "chat.completion",
+        "created": 0,
+        "model": body["model"],
+        "choices": [choice],
+        "usage": {
+            "prompt_tokens": len(prompt),
+            "completion_tokens": len(sampled),
+            "total_tokens": len(prompt) + len(sampled),
+        },
+    }
     if body.get("return_token_ids"):
         choice["token_ids"], answer["prompt_token_ids"] = sampled, prompt
     if body.get("logprobs"):

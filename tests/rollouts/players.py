@@ -168,8 +168,20 @@ class Exchanged:
         return getattr(self.now, name)
 
 
-TROUBLES = ("block", "exit", "files", "fork", "interpreter", "lock", "memory", "over", "print", "score", "threads",
-            "wait")  # fmt: skip
+TROUBLES = (
+    "block",
+    "exit",
+    "files",
+    "fork",
+    "interpreter",
+    "lock",
+    "memory",
+    "over",
+    "print",
+    "score",
+    "threads",
+    "wait",
+)
 
 
 def sharing_players(folder):
@@ -194,7 +206,7 @@ class Players:
         """Of Ray actors."""
         inputs = RunnerInputs(
             setups=self.remote(**name), sampler=self.sampler, renderer=ByteRenderer(), workers=workers
-        )  # fmt: skip
+        )
         return ray_runner(inputs)
 
     @contextlib.asynccontextmanager
@@ -208,9 +220,15 @@ class Players:
 
     def setup(self, player):
         return RolloutSetup(
-            env="doubles", environment=self.environment, sampler=self.sampler, renderer=ByteRenderer(),
-            params=SamplingParams(), limits=self.limits, slots=asyncio.Semaphore(64), runner=player,
-        )  # fmt: skip
+            env="doubles",
+            environment=self.environment,
+            sampler=self.sampler,
+            renderer=ByteRenderer(),
+            params=SamplingParams(),
+            limits=self.limits,
+            slots=asyncio.Semaphore(64),
+            runner=player,
+        )
 
     def group(self, player, example="3", index=0, size=4, **listeners):
         return GroupRun(self.setup(player), Example(id=example), index=index, size=size, run_seed=7, **listeners)

@@ -39,6 +39,7 @@ def main():
     quiet = {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **quiet})
     try:
+
         def add_node():
             return cluster.add_node(num_cpus=1, **quiet)
 

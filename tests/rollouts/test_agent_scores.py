@@ -26,10 +26,17 @@ class Duels:
 
 async def play(score):
     sampler = ScriptedSampler(script=[say("a"), say("b"), say("c")], vocab_size=VOCAB_SIZE, context_length=1000)
-    loop = AgentLoop(sampler=sampler, renderer=ByteRenderer(), params=SamplingParams(), limits=EpisodeLimits(),
-                     recorder=Recorder(VOCAB_SIZE), seed=0)  # fmt: skip
-    return await run_episode(environment=Duels(score), example=Example(id="a"), seed=0, loop=loop,
-                             identity=RolloutIdentity(example_id="a"))  # fmt: skip
+    loop = AgentLoop(
+        sampler=sampler,
+        renderer=ByteRenderer(),
+        params=SamplingParams(),
+        limits=EpisodeLimits(),
+        recorder=Recorder(VOCAB_SIZE),
+        seed=0,
+    )
+    return await run_episode(
+        environment=Duels(score), example=Example(id="a"), seed=0, loop=loop, identity=RolloutIdentity(example_id="a")
+    )
 
 
 class Duel(Episode):
@@ -68,10 +75,12 @@ async def test_where_no_agent_is_main_the_conversation_is_that_of_the_first():
 @pytest.mark.parametrize(
     ("agents", "said"),
     [
-        ({}, "expected {agent: number}"), ([1.0], "expected {agent: number}"),
-        ({"left": "1"}, "score, for the agents, returned"), ({"left": float("nan")}, "expected a finite number"),
+        ({}, "expected {agent: number}"),
+        ([1.0], "expected {agent: number}"),
+        ({"left": "1"}, "score, for the agents, returned"),
+        ({"left": float("nan")}, "expected a finite number"),
     ],
-)  # fmt: skip
+)
 async def test_rewards_of_agents_that_are_no_numbers_fail_the_episode(agents, said):
     trajectory = await play(AgentScores(agents=agents))
     assert said in trajectory.error

@@ -61,8 +61,12 @@ def told(results: list[Trajectory]) -> list[tuple[Any, ...]]:
 def test_a_faulty_server_changes_no_trajectory_and_each_fault_is_counted_where_it_happened():
     """One request in eight fails at its first try, in one of four ways."""
     faults: dict[str, Counter[str]] = defaultdict(Counter)
-    kinds = {"status_500": Raw(500, "boom"), "connection": Raw(drop=True), "bad_answer": Raw(body=BROKEN),
-             "status_429": Raw(429, "slow down", {"Retry-After": "0.01"})}  # fmt: skip
+    kinds = {
+        "status_500": Raw(500, "boom"),
+        "connection": Raw(drop=True),
+        "bad_answer": Raw(body=BROKEN),
+        "status_429": Raw(429, "slow down", {"Retry-After": "0.01"}),
+    }
 
     def fault(body: dict[str, Any], tries: int) -> Raw | None:
         digest = hashlib.sha256(json.dumps(body["messages"]).encode()).digest()
@@ -137,9 +141,13 @@ def over():
 
 
 async def play(
-    rollout: APIMultiTurnRollout, conversations: list[dict[str, Any]], hangs: Counter[str], *, times: int = 1,
+    rollout: APIMultiTurnRollout,
+    conversations: list[dict[str, Any]],
+    hangs: Counter[str],
+    *,
+    times: int = 1,
     **overrides: Any,
-) -> list[Trajectory]:  # fmt: skip
+) -> list[Trajectory]:
     """The first conversation hangs, so many times; once all others have ended, its deadline passes each time."""
     ends: dict[int, Trajectory] = {}
     running = asyncio.create_task(rollout.run_each(conversations, ends.__setitem__, **overrides))
@@ -220,17 +228,19 @@ async def test_tools_that_raise_hang_or_return_10_mb_are_told_and_counted_and_ha
     expected = [{"timeout": 1}, None, {"exception": 1}, {"oversize": 1}, None]
     assert [r.info.get("tool_errors") for r in results] == expected
     assert [r["messages"][-1]["content"] for r in results] == [
-        "Error: add did not a", "7", "Error: add failed: R", "7" * 20, "7"
-    ]  # fmt: skip
+        "Error: add did not a",
+        "7",
+        "Error: add failed: R",
+        "7" * 20,
+        "7",
+    ]
     assert len(results[3]["messages"][2]["content"]) == 16_384
 
 
 @pytest.mark.parametrize(
     ("kind", "said"), [("exception", "RuntimeError: broke"), ("timeout", f"within {HANGS:g} seconds")]
 )
-async def test_a_failing_tool_ends_the_trajectory_where_that_is_asked_for(
-    kind: str, said: str, over: threading.Event
-):
+async def test_a_failing_tool_ends_the_trajectory_where_that_is_asked_for(kind: str, said: str, over: threading.Event):
     hangs: Counter[str] = Counter()
     managers = [faulty(kind, over, hangs), faulty("none", over, hangs)]
     with chat_server(once) as server:
@@ -286,8 +296,10 @@ async def test_what_is_cancelled_is_handed_over_as_such(tmp_path: Path, over: th
         with pytest.raises(asyncio.CancelledError):
             await task
     assert {index: t.stop_reason for index, t in ends.items()} == {
-        0: StopReason.STOP, 1: StopReason.CANCELLED, 2: StopReason.CANCELLED
-    }  # fmt: skip
+        0: StopReason.STOP,
+        1: StopReason.CANCELLED,
+        2: StopReason.CANCELLED,
+    }
     assert_all_is_kept(tmp_path)
 
 
@@ -360,8 +372,9 @@ def test_the_key_reaches_the_server_and_nothing_else(
         monkeypatch.setenv("SOME_KEY", KEY)
     caplog.set_level(logging.DEBUG)
     with chat_server(fault=fault) as server:
-        api = OpenAI(model="adder", base_url=server.url, api_key_env="SOME_KEY",
-                     api_key=None if from_environment else KEY)  # fmt: skip
+        api = OpenAI(
+            model="adder", base_url=server.url, api_key_env="SOME_KEY", api_key=None if from_environment else KEY
+        )
         rollout = rollout_of(server, trace_dir=tmp_path)
         results = rollout([ask("1 2"), ask("3 4")], api=api)
     assert {headers["authorization"] for headers in server.headers} == {f"Bearer {KEY}"}

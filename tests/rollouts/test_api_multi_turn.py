@@ -68,13 +68,18 @@ def test_it_is_a_rollout():
 def test_as_many_come_back_as_were_given_in_their_order_and_nothing_is_changed():
     given = [
         Example(id="e", env="sums", messages=({"role": "user", "content": "1 2"},), payload={"answer": 3}),
-        Trajectory(example_id="t", trajectory_id="t-7", group_id="g", sample_index=7,
-                   messages=({"role": "user", "content": "2 3"},)),
+        Trajectory(
+            example_id="t",
+            trajectory_id="t-7",
+            group_id="g",
+            sample_index=7,
+            messages=({"role": "user", "content": "2 3"},),
+        ),
         ask("3 4", id="m", answer=7),
         ask("4 5"),
         ask("3 4", id="m", answer=7),
         *(ask(f"{n} 1", id=n) for n in range(20)),
-    ]  # fmt: skip
+    ]
     before = copy.deepcopy([g if isinstance(g, dict) else g.messages for g in given])
     with chat_server() as server:
         results = rollout_of(server, concurrency=5)(given)
@@ -82,8 +87,13 @@ def test_as_many_come_back_as_were_given_in_their_order_and_nothing_is_changed()
     last = [r["messages"][-1]["content"] for r in results]
     assert last == ["3", "5", "7", "9", "7", *(str(n + 1) for n in range(20))]
     identities = [(r.example_id, r.trajectory_id, r.group_id, r.sample_index, r.env) for r in results[:5]]
-    assert identities == [("e", "e-0", "", 0, "sums"), ("t", "t-7", "g", 7, ""), ("m", "m-0", "", 0, ""),
-                          ("3", "3-0", "", 0, ""), ("m", "m-1", "", 1, "")]  # fmt: skip
+    assert identities == [
+        ("e", "e-0", "", 0, "sums"),
+        ("t", "t-7", "g", 7, ""),
+        ("m", "m-0", "", 0, ""),
+        ("3", "3-0", "", 0, ""),
+        ("m", "m-1", "", 1, ""),
+    ]
     assert [r.info.get("task") for r in results[:4]] == [{"answer": 3}, None, {"answer": 7}, None]
     results[2].messages[0]["content"] = "changed"
     assert given[2]["messages"][0]["content"] == "3 4"
@@ -217,9 +227,10 @@ def test_usage_is_added_up():
     # Prompts of the toy template: role, "1 2", END, role; then with the call and its answer.
     said = len('[{"arguments": "{\\"a\\": 1, \\"b\\": 2}", "name": "add"}]')
     assert result.info["usage"] == {
-        "prompt_tokens": 6 + (6 + said + 1 + 3 + 1), "completion_tokens": said + 1 + 2,
+        "prompt_tokens": 6 + (6 + said + 1 + 3 + 1),
+        "completion_tokens": said + 1 + 2,
         "total_tokens": 12 + said + 5 + said + 3,
-    }  # fmt: skip
+    }
 
 
 def test_a_call_that_cannot_be_read_is_answered_and_sent_back_as_servers_take_it():

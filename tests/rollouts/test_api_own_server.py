@@ -47,9 +47,12 @@ TOOLS = ToolManager([add])
 
 def shown(a: int, b: int) -> list[dict[str, Any]]:
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": {"a": a, "b": b}}}
-    return [{"role": "user", "content": f"{a} {b}"}, {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": "c", "name": "add", "content": str(a + b)},
-            {"role": "assistant", "content": str(a + b)}]  # fmt: skip
+    return [
+        {"role": "user", "content": f"{a} {b}"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "name": "add", "content": str(a + b)},
+        {"role": "assistant", "content": str(a + b)},
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +73,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = load_tokenizer(folder)
     renderer = create_renderer("auto", tokenizer)
     samples = [
-        build(trajectory_from_messages(renderer, talk, TOOLS.schemas, trajectory_id=str(k), env="adds"),
-              max_length=384, needs_logprobs=False).samples for k, talk in enumerate(talks)
-    ]  # fmt: skip
+        build(
+            trajectory_from_messages(renderer, talk, TOOLS.schemas, trajectory_id=str(k), env="adds"),
+            max_length=384,
+            needs_logprobs=False,
+        ).samples
+        for k, talk in enumerate(talks)
+    ]
     config = TrainerConfig.model_validate({"optim": {"lr": 5e-3}})
     trainer = Trainer(folder, config, loss=LOSSES["sft"], total_optimizer_steps=120, tokenizer=tokenizer)
     warm_start(trainer, samples, steps=120, batch_size=9, seed=0)
@@ -99,8 +106,22 @@ def process(*command: str, **env: str) -> Iterator[subprocess.Popen[str]]:
 @contextlib.contextmanager
 def verbatim_serve(model: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`verbatim serve` on a free port of this machine, and its address."""
-    with process(sys.executable, "-m", "verbatim.cli", "serve", str(model), "--port", "0", "--name", "adds",
-                 "--deterministic", "--device", "cpu", "--seed", "0") as started:  # fmt: skip
+    with process(
+        sys.executable,
+        "-m",
+        "verbatim.cli",
+        "serve",
+        str(model),
+        "--port",
+        "0",
+        "--name",
+        "adds",
+        "--deterministic",
+        "--device",
+        "cpu",
+        "--seed",
+        "0",
+    ) as started:
         assert started.stdout is not None
         said = started.stdout.readline()
         found = re.search(r"adds at (http://\S+)", said)
@@ -117,10 +138,17 @@ def url(model: Path) -> Iterator[str]:
 def over(url: str, name: str = "adds", **settings: Any) -> APIMultiTurnRollout:
     api = OpenAI(model=name, base_url=f"{url}/v1", api_key="none", processed_logprobs=True, max_retries=1)
     return APIMultiTurnRollout(
-        api=api, extra_body={"return_token_ids": True}, progress=False,
-        **{"concurrency": 9, "seed": 3, "tool_manager": TOOLS,
-           "sampling_params": SamplingParams(temperature=0.8, max_tokens=64), **settings},
-    )  # fmt: skip
+        api=api,
+        extra_body={"return_token_ids": True},
+        progress=False,
+        **{
+            "concurrency": 9,
+            "seed": 3,
+            "tool_manager": TOOLS,
+            "sampling_params": SamplingParams(temperature=0.8, max_tokens=64),
+            **settings,
+        },
+    )
 
 
 async def assert_logprobs_are_the_models(sampler: Any, trajectories: list[Trajectory], atol: float) -> None:
@@ -160,10 +188,12 @@ def test_breaks_are_those_of_the_ids(url: str):
 def test_what_was_sampled_comes_again_from_its_seed(url: str):
     params = SamplingParams(temperature=1.5, max_tokens=48)
     first, again, other = (
-        [[turn.completion_ids.tolist() for turn in result.turns]
-         for result in over(url, seed=seed, sampling_params=params)(CONVERSATIONS[:4])]
+        [
+            [turn.completion_ids.tolist() for turn in result.turns]
+            for result in over(url, seed=seed, sampling_params=params)(CONVERSATIONS[:4])
+        ]
         for seed in (3, 3, 4)
-    )  # fmt: skip
+    )
     assert first == again != other
 
 
@@ -186,13 +216,19 @@ async def test_token_in_token_out_over_the_process_equals_the_local_rollout(url:
     from verbatim.renderers import create_renderer
 
     renderer = create_renderer("auto", load_tokenizer(model))
-    local = TorchSampler(model, config=TorchSettings(device="cpu", deterministic=True), context_length=384,
-                         num_threads=1)  # fmt: skip
+    local = TorchSampler(
+        model, config=TorchSettings(device="cpu", deterministic=True), context_length=384, num_threads=1
+    )
     remote = await HttpSampler.connect(url)
     found = []
     for sampler in (local, remote):
-        rollout = MultiTurnRollout(sampler=sampler, template=renderer, tool_manager=TOOLS, seed=5,
-                                   sampling_params=SamplingParams(max_tokens=48))  # fmt: skip
+        rollout = MultiTurnRollout(
+            sampler=sampler,
+            template=renderer,
+            tool_manager=TOOLS,
+            seed=5,
+            sampling_params=SamplingParams(max_tokens=48),
+        )
         found.append(await rollout.run(CONVERSATIONS))
         await sampler.close()
     for one, other in zip(*found, strict=True):
@@ -243,11 +279,35 @@ def vllm_url(model: Path) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with process(python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
-                 "--served-model-name", "adds", "--port", str(port), "--host", "127.0.0.1", "--dtype", "float32",
-                 "--max-model-len", "384", "--max-num-batched-tokens", "64", "--max-num-seqs", "16",
-                 *SMALL_CACHE, "--enable-scale-out", "--logprobs-mode", "processed_logprobs",
-                 "--enable-auto-tool-choice", "--tool-call-parser", "hermes", **ONE_PROCESS) as started:  # fmt: skip
+    with process(
+        python,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(model),
+        "--served-model-name",
+        "adds",
+        "--port",
+        str(port),
+        "--host",
+        "127.0.0.1",
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        "384",
+        "--max-num-batched-tokens",
+        "64",
+        "--max-num-seqs",
+        "16",
+        *SMALL_CACHE,
+        "--enable-scale-out",
+        "--logprobs-mode",
+        "processed_logprobs",
+        "--enable-auto-tool-choice",
+        "--tool-call-parser",
+        "hermes",
+        **ONE_PROCESS,
+    ) as started:
         url = f"http://127.0.0.1:{port}"
         wait_until(lambda: started.poll() is not None or _is_up(url), LONGEST_START)
         assert started.poll() is None, "vLLM's server ended"
@@ -276,8 +336,12 @@ async def test_trajectories_over_vllm_have_the_local_models_logprobs(vllm_url: s
         from verbatim.models.loading import load_tokenizer
         from verbatim.renderers import create_renderer
 
-        rollout = MultiTurnRollout(sampler=remote, template=create_renderer("auto", load_tokenizer(model)),
-                                   tool_manager=TOOLS, sampling_params=SamplingParams(max_tokens=48))  # fmt: skip
+        rollout = MultiTurnRollout(
+            sampler=remote,
+            template=create_renderer("auto", load_tokenizer(model)),
+            tool_manager=TOOLS,
+            sampling_params=SamplingParams(max_tokens=48),
+        )
         exact = await rollout.run(CONVERSATIONS)
         assert [r["error"] for r in exact] == [None] * len(exact)
         await assert_logprobs_are_the_models(local, exact, atol=1e-4)

@@ -19,9 +19,14 @@ from verbatim.rollouts.traces import TraceFolder
 from verbatim.tools import FunctionTool
 
 ENDINGS = [
-    SystemExit(0), SystemExit("bye"), KeyboardInterrupt(), GeneratorExit(), asyncio.CancelledError(),
-    RuntimeError("no"), type("Own", (BaseException,), {})("mine"),
-]  # fmt: skip
+    SystemExit(0),
+    SystemExit("bye"),
+    KeyboardInterrupt(),
+    GeneratorExit(),
+    asyncio.CancelledError(),
+    RuntimeError("no"),
+    type("Own", (BaseException,), {})("mine"),
+]
 
 
 class Task(Episode):
@@ -72,11 +77,16 @@ class Tasks:
 
 async def group_of(environment, size=1, completion=None, **limits):
     setup = RolloutSetup(
-        env="tasks", environment=environment, renderer=ByteRenderer(), params=SamplingParams(),
-        sampler=ScriptedSampler(script=lambda request: completion or say("hm"), vocab_size=VOCAB_SIZE,
-                                context_length=1000),
-        limits=EpisodeLimits(**{"max_turns": 2, **limits}), slots=asyncio.Semaphore(8),
-    )  # fmt: skip
+        env="tasks",
+        environment=environment,
+        renderer=ByteRenderer(),
+        params=SamplingParams(),
+        sampler=ScriptedSampler(
+            script=lambda request: completion or say("hm"), vocab_size=VOCAB_SIZE, context_length=1000
+        ),
+        limits=EpisodeLimits(**{"max_turns": 2, **limits}),
+        slots=asyncio.Semaphore(8),
+    )
     group = await GroupRun(setup, Example(id="a"), index=0, size=size, run_seed=1).run()
     return group.trajectories, setup.tally
 
@@ -97,8 +107,11 @@ def raising(error, *, is_async=True):
 async def test_whatever_an_environment_raises_is_the_fault_of_its_episode(where, error):
     fault = raising(error, is_async=where not in ("state_key", "is_success"))
     (trajectory,), tally = await group_of(Tasks(**{where: fault}))
-    said = ("awaited something that was cancelled" if isinstance(error, asyncio.CancelledError)
-            else f"raised {type(error).__name__}")  # fmt: skip
+    said = (
+        "awaited something that was cancelled"
+        if isinstance(error, asyncio.CancelledError)
+        else f"raised {type(error).__name__}"
+    )
     assert trajectory.error.startswith(f"environment: {where} {said}")
     assert tally.failures == {f"environment: {where} {said}": 1}
 
@@ -110,8 +123,9 @@ async def test_whatever_a_tool_raises_is_told_to_the_model(error):
     assert trajectory.info["tool_errors"] == {"exception": 1}
 
 
-@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt(), GeneratorExit()],
-                         ids=lambda error: type(error).__name__)  # fmt: skip
+@pytest.mark.parametrize(
+    "error", [SystemExit(0), KeyboardInterrupt(), GeneratorExit()], ids=lambda error: type(error).__name__
+)
 async def test_what_a_tool_raises_on_its_thread_is_told_to_the_model(error):
     class Threaded(Tasks):
         async def start(self, example, seed):

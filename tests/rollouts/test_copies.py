@@ -12,9 +12,13 @@ from verbatim.rollouts.copies import begins_with, copied, others_in, same_messag
 
 
 def called(arguments):
-    return {"role": "assistant", "content": "", "tool_calls": [
-        {"id": "call_0", "type": "function", "function": {"name": "look", "arguments": arguments}},
-    ]}  # fmt: skip
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"id": "call_0", "type": "function", "function": {"name": "look", "arguments": arguments}},
+        ],
+    }
 
 
 def known_again(now, before):
@@ -61,16 +65,19 @@ def test_what_cannot_be_copied_is_the_environments_fault():
         copied({"role": "user", "content": Stubborn()})
 
 
-@pytest.mark.parametrize("before, now, same", [
-    ({"number": 1}, {"number": 1}, True),
-    ({"number": 1}, {"number": 1.0}, False),
-    ({"number": 1}, {"number": True}, False),
-    ({"number": 0.0}, {"number": 0}, False),
-    ({"at": ["Bonn"]}, {"at": ("Bonn",)}, True),
-    ({"at": "Bonn", "deep": True}, {"deep": True, "at": "Bonn"}, True),
-    ({"at": "x" * 1000, "deep": True}, {"at": "x" * 1000, "deep": 1}, False),
-    ({"at": "x" * 1000, "deep": True}, {"at": "x" * 1000, "deep": True}, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "before, now, same",
+    [
+        ({"number": 1}, {"number": 1}, True),
+        ({"number": 1}, {"number": 1.0}, False),
+        ({"number": 1}, {"number": True}, False),
+        ({"number": 0.0}, {"number": 0}, False),
+        ({"at": ["Bonn"]}, {"at": ("Bonn",)}, True),
+        ({"at": "Bonn", "deep": True}, {"deep": True, "at": "Bonn"}, True),
+        ({"at": "x" * 1000, "deep": True}, {"at": "x" * 1000, "deep": 1}, False),
+        ({"at": "x" * 1000, "deep": True}, {"at": "x" * 1000, "deep": True}, True),
+    ],
+)
 def test_a_conversation_is_known_again_where_a_template_would_write_it_alike(before, now, same):
     asked = {"role": "user", "content": "where?"}
     assert known_again([asked, called(now), asked], [asked, called(before)]) is same

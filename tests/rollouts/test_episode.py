@@ -86,13 +86,20 @@ async def play(sampler, environment=None, renderer=None, **limits):
     limits = EpisodeLimits(**limits)
     recorder = Recorder(VOCAB_SIZE)
     loop = AgentLoop(
-        sampler=sampler, renderer=renderer or ByteRenderer(), params=SamplingParams(), limits=limits,
-        recorder=recorder, seed=7,
-    )  # fmt: skip
+        sampler=sampler,
+        renderer=renderer or ByteRenderer(),
+        params=SamplingParams(),
+        limits=limits,
+        recorder=recorder,
+        seed=7,
+    )
     return await run_episode(
-        environment=environment, example=Example(id="a"), seed=7, loop=loop,
+        environment=environment,
+        example=Example(id="a"),
+        seed=7,
+        loop=loop,
         identity=RolloutIdentity(example_id="a", trajectory_id="t", group_id="g", env="counters", seed=7),
-    )  # fmt: skip
+    )
 
 
 async def test_two_turns_with_a_tool_are_recorded_id_for_id():
@@ -340,9 +347,15 @@ async def test_every_turn_has_its_own_seed_and_an_episode_its_own_sessions():
 
 def setup(sampler, environment):
     return RolloutSetup(
-        env="counters", environment=environment, sampler=sampler, renderer=ByteRenderer(), params=SamplingParams(),
-        limits=EpisodeLimits(), slots=asyncio.Semaphore(8), run_id="today",
-    )  # fmt: skip
+        env="counters",
+        environment=environment,
+        sampler=sampler,
+        renderer=ByteRenderer(),
+        params=SamplingParams(),
+        limits=EpisodeLimits(),
+        slots=asyncio.Semaphore(8),
+        run_id="today",
+    )
 
 
 async def test_a_group_counts_every_sampled_token_as_it_appears():
@@ -355,10 +368,17 @@ async def test_a_group_counts_every_sampled_token_as_it_appears():
     assert len({t.seed for t in group.trajectories}) == 3
     assert group.index == 4
     assert [t.identity for t in group.trajectories] == [
-        RolloutIdentity(run_id="today", env="counters", example_id="a", group_id="train-4", sample_index=i,
-                        trajectory_id=f"train-4-{i}", seed=group.trajectories[i].seed)
+        RolloutIdentity(
+            run_id="today",
+            env="counters",
+            example_id="a",
+            group_id="train-4",
+            sample_index=i,
+            trajectory_id=f"train-4-{i}",
+            seed=group.trajectories[i].seed,
+        )
         for i in range(3)
-    ]  # fmt: skip
+    ]
 
 
 async def test_group_level_rewards_replace_single_ones_and_a_failing_judge_fails_its_group():
@@ -474,9 +494,11 @@ async def test_a_message_that_was_edited_in_place_is_shown_as_it_is_now_and_brea
     trajectory = await play(sampler_of(say("one"), say("two"), say("three")), EditsInPlace(edit))
     assert trajectory.error is None
     now = [
-        {"role": "user", "content": "secret"}, {"role": "assistant", "content": "one"},
-        {"role": "user", "content": "again", "details": [{"n": 1}]}, {"role": "assistant", "content": "two"},
-    ]  # fmt: skip
+        {"role": "user", "content": "secret"},
+        {"role": "assistant", "content": "one"},
+        {"role": "user", "content": "again", "details": [{"n": 1}]},
+        {"role": "assistant", "content": "two"},
+    ]
     edit(now)
     rendered = ByteRenderer(bridges=False).render_ids([*now, {"role": "user", "content": "last"}])
     assert trajectory.turns[2].prompt_ids.tolist() == rendered.tolist()
@@ -592,8 +614,11 @@ async def test_siblings_of_a_turn_that_ends_the_episode_are_cut_off_and_it_stays
     async def together(agent, tasks):
         await asyncio.gather(speak(agent, "long"), speak(agent, "sub"))
 
-    sampler = ScriptedSampler(script=lambda request: [*b"no end"] if len(sampler.requests) == 1 else say("x" * 20),
-                              vocab_size=VOCAB_SIZE, context_length=1000)  # fmt: skip
+    sampler = ScriptedSampler(
+        script=lambda request: [*b"no end"] if len(sampler.requests) == 1 else say("x" * 20),
+        vocab_size=VOCAB_SIZE,
+        context_length=1000,
+    )
     trajectory = await play(sampler, Runs(together))
     assert (trajectory.error, trajectory.stop_reason, trajectory.reward) == (None, "length", 1.0)
     assert len(trajectory.turns) == 1
@@ -638,8 +663,11 @@ async def test_a_completion_that_was_not_read_when_the_episode_ended_is_no_turn_
     environment.busy = busy = Busy()
     monkeypatch.setattr("verbatim.rollouts.agent_loop.turnstile", lambda: busy)
     ending = [*b"no end"] if run is ends_with_a_turn else say("x" * 5)
-    sampler = ScriptedSampler(script=lambda request: ending if len(sampler.requests) == 1 else say("x" * 5),
-                              vocab_size=VOCAB_SIZE, context_length=1000)  # fmt: skip
+    sampler = ScriptedSampler(
+        script=lambda request: ending if len(sampler.requests) == 1 else say("x" * 5),
+        vocab_size=VOCAB_SIZE,
+        context_length=1000,
+    )
     trajectory = await play(sampler, environment)
     busy.gate.set()
     await asyncio.gather(*environment.tasks, return_exceptions=True)
@@ -677,8 +705,15 @@ async def test_a_group_s_count_and_drops_are_every_token_that_was_drawn():
         await speak(agent, "main")
 
     sampled, dropped, sampler, environment = [], Tokens(), slow_sampler(), Runs(insists)
-    run = GroupRun(setup(sampler, environment), Example(id="a"), index=0, size=3, run_seed=0,
-                   on_sampled=sampled.append, on_dropped=dropped.update)  # fmt: skip
+    run = GroupRun(
+        setup(sampler, environment),
+        Example(id="a"),
+        index=0,
+        size=3,
+        run_seed=0,
+        on_sampled=sampled.append,
+        on_dropped=dropped.update,
+    )
     group = await run.run()
     await asyncio.gather(*environment.tasks)
     assert sum(sampled) == sampler.num_drawn == run.num_sampled_tokens + dropped.total()

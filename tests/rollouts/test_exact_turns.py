@@ -20,8 +20,14 @@ PARAMS = SamplingParams(max_tokens=50, temperature=0.5, stop_token_ids=(END,))
 
 def loop_over(*script: list[int], limits: EpisodeLimits | None = None, **fields: Any) -> AgentLoop:
     sampler = ScriptedSampler(script=script, vocab_size=VOCAB_SIZE, context_length=100, **fields)
-    return AgentLoop(sampler=sampler, renderer=ByteRenderer(), params=SamplingParams(), seed=3,
-                     limits=limits or EpisodeLimits(max_context=100), recorder=Recorder(VOCAB_SIZE))  # fmt: skip
+    return AgentLoop(
+        sampler=sampler,
+        renderer=ByteRenderer(),
+        params=SamplingParams(),
+        seed=3,
+        limits=limits or EpisodeLimits(max_context=100),
+        recorder=Recorder(VOCAB_SIZE),
+    )
 
 
 def ids(*values: int) -> np.ndarray:

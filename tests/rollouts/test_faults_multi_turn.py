@@ -79,10 +79,18 @@ def embedded(folder):
     from verbatim.inference.embedded.settings import TorchSettings
 
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(Qwen3Config(
-        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, max_position_embeddings=2048,
-    )).save_pretrained(folder)  # fmt: skip
+    AutoModelForCausalLM.from_config(
+        Qwen3Config(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+            max_position_embeddings=2048,
+        )
+    ).save_pretrained(folder)
     config = TorchSettings(device="cpu", deterministic=True)
     return TorchSampler(folder, config=config, context_length=2048, num_threads=1)
 
@@ -91,9 +99,14 @@ def play(sampler, faults):
     """All trajectories, and their workers."""
     workers = [Worker(found) for found in faults]
     rollout = MultiTurnRollout(
-        sampler=sampler, template=Babble(), sampling_params=SamplingParams(max_tokens=24), max_turns=MAX_TURNS,
-        tool_timeout=0.3, tool_output_limit=100, seed=5,
-    )  # fmt: skip
+        sampler=sampler,
+        template=Babble(),
+        sampling_params=SamplingParams(max_tokens=24),
+        max_turns=MAX_TURNS,
+        tool_timeout=0.3,
+        tool_output_limit=100,
+        seed=5,
+    )
     tasks = [{"messages": [{"role": "user", "content": f"task {index}"}]} for index in range(EPISODES)]
 
     async def run():

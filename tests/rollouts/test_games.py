@@ -35,11 +35,28 @@ from waiting import HANGS
 
 pytestmark = pytest.mark.extras
 
-ALONE = ["2048-v0-ultra-easy", "Bandit-v0", "Blackjack-v0", "FrozenLake-v0-random", "GuessTheNumber-v0",
-         "LightsOut-v0", "TowerOfHanoi-v0"]  # fmt: skip
-AGAINST = ["ConnectFour-v0", "IteratedMatchingPennies-v0", "IteratedPrisonersDilemma-v0",
-           "IteratedRockPaperScissors-v0", "KuhnPoker-v0-short", "LiarsDice-v0-small", "Nim-v0", "PigDice-v0-50",
-           "SimpleTak-v0", "ThreePlayerTicTacToe-v0", "TicTacToe-v0"]  # fmt: skip
+ALONE = [
+    "2048-v0-ultra-easy",
+    "Bandit-v0",
+    "Blackjack-v0",
+    "FrozenLake-v0-random",
+    "GuessTheNumber-v0",
+    "LightsOut-v0",
+    "TowerOfHanoi-v0",
+]
+AGAINST = [
+    "ConnectFour-v0",
+    "IteratedMatchingPennies-v0",
+    "IteratedPrisonersDilemma-v0",
+    "IteratedRockPaperScissors-v0",
+    "KuhnPoker-v0-short",
+    "LiarsDice-v0-small",
+    "Nim-v0",
+    "PigDice-v0-50",
+    "SimpleTak-v0",
+    "ThreePlayerTicTacToe-v0",
+    "TicTacToe-v0",
+]
 PLAYER_0_WINS = ["[0]", "[3]", "[1]", "[4]", "[2]"]
 """Tic-tac-toe: the first player fills the upper row."""
 PLAYER_1_WINS = ["[0]", "[3]", "[1]", "[4]", "[8]", "[5]"]
@@ -55,12 +72,16 @@ def sampler_of(said, **options):
 async def play(environment, said, *, index=0, seed=0, **limits):
     example = environment.examples("train")[index]
     loop = AgentLoop(
-        sampler=sampler_of(said), renderer=ByteRenderer(), params=SamplingParams(max_tokens=1000),
-        limits=EpisodeLimits(**{"max_turns": 1000, "max_context": 50_000, **limits}), recorder=Recorder(VOCAB_SIZE),
+        sampler=sampler_of(said),
+        renderer=ByteRenderer(),
+        params=SamplingParams(max_tokens=1000),
+        limits=EpisodeLimits(**{"max_turns": 1000, "max_context": 50_000, **limits}),
+        recorder=Recorder(VOCAB_SIZE),
         seed=0,
-    )  # fmt: skip
-    return await run_episode(environment=environment, example=example, seed=seed, loop=loop,
-                             identity=RolloutIdentity(example_id=example.id))  # fmt: skip
+    )
+    return await run_episode(
+        environment=environment, example=example, seed=seed, loop=loop, identity=RolloutIdentity(example_id=example.id)
+    )
 
 
 def played_directly(name: str, seed: int, num_players: int):
@@ -141,8 +162,9 @@ async def test_games_side_by_side_do_not_share_random_numbers():
 # ---- who is trained, and what becomes of every token
 
 
-RULES = GroupRules(advantage=default_advantage, filters={}, strategy="interleaved", max_length=50_000,
-                   max_off_policy_steps=8)  # fmt: skip
+RULES = GroupRules(
+    advantage=default_advantage, filters={}, strategy="interleaved", max_length=50_000, max_off_policy_steps=8
+)
 
 
 async def group_of(environment, games, *, index=0):
@@ -155,14 +177,18 @@ async def group_of(environment, games, *, index=0):
         return say(next(left[seeds.setdefault(session, len(seeds))]))
 
     setup = RolloutSetup(
-        env="game", environment=environment, limits=EpisodeLimits(max_turns=100, max_context=50_000),
-        params=SamplingParams(max_tokens=1000), renderer=ByteRenderer(),
+        env="game",
+        environment=environment,
+        limits=EpisodeLimits(max_turns=100, max_context=50_000),
+        params=SamplingParams(max_tokens=1000),
+        renderer=ByteRenderer(),
         sampler=ScriptedSampler(script=script, vocab_size=VOCAB_SIZE, context_length=50_000),
         slots=asyncio.Semaphore(1),
-    )  # fmt: skip
+    )
     example = environment.examples("train")[index]
-    run = GroupRun(setup, example, index=0, size=len(games), run_seed=0, on_sampled=ledger.sampled_tokens,
-                   on_dropped=ledger.drop)  # fmt: skip
+    run = GroupRun(
+        setup, example, index=0, size=len(games), run_seed=0, on_sampled=ledger.sampled_tokens, on_dropped=ledger.drop
+    )
     group = await run.run()
     assert [t.error for t in group.trajectories] == [None] * len(games)
     assembled = assemble_group(group, RULES, 0)
@@ -175,8 +201,13 @@ def advantages_of(assembled):
     """The advantage of each agent's trained tokens, by trajectory."""
     found = []
     for trajectory in assembled.group.trajectories:
-        found.append({turn.agent: turn.advantage if turn.advantage is not None else trajectory.advantage
-                      for turn in trajectory.turns if turn.trained})  # fmt: skip
+        found.append(
+            {
+                turn.agent: turn.advantage if turn.advantage is not None else trajectory.advantage
+                for turn in trajectory.turns
+                if turn.trained
+            }
+        )
     return found
 
 
@@ -204,8 +235,12 @@ async def test_against_an_untrained_policy_only_its_own_seat_is_trained():
     assert advantages_of(assembled) == [{"main": -1.0}, {"main": 1.0}]
     assert (ledger.sampled, ledger.trained, dict(ledger.dropped)) == (44, 20, {"untrained": 24})
     assert [turn.agent for turn in assembled.group.trajectories[0].turns] == [
-        "player_0", "main", "player_0", "main", "player_0"
-    ]  # fmt: skip
+        "player_0",
+        "main",
+        "player_0",
+        "main",
+        "player_0",
+    ]
 
 
 async def test_a_random_opponent_is_in_no_trajectory():
@@ -248,8 +283,12 @@ async def test_a_frozen_checkpoint_plays_the_other_side_and_is_in_no_trajectory(
     texts = [chat_text(one.messages, ()) for one in shown]
     build_model(tmp_path / "model", SIZES.model_copy(update={"context_length": 2048}), texts, seed=0)
     opponent = {"frozen": str(tmp_path / "model"), "max_tokens": 4}
-    environment = TextArena(game="IteratedPrisonersDilemma-v0", seat=0, opponent=opponent,
-                            options={"num_rounds": 1, "communication_turns": 1})  # fmt: skip
+    environment = TextArena(
+        game="IteratedPrisonersDilemma-v0",
+        seat=0,
+        opponent=opponent,
+        options={"num_rounds": 1, "communication_turns": 1},
+    )
     trajectories = [await play(environment, ["[Cooperate]"] * 4, seed=seed) for seed in (1, 1)]
     first, again = trajectories
     assert (first.error, again.error) == (None, None)
@@ -283,10 +322,15 @@ async def test_a_game_that_gives_no_numbers_fails_its_episode(monkeypatch):
 # ---- what is refused, and what is listed
 
 
-@pytest.mark.parametrize(("name", "reason"), [
-    ("Countdown-v0", "Invalid action format"), ("Cryptarithm-v0", "Bad action format"),
-    ("Slitherlink-v0", "Bad action format"), ("ThreeCardMonte-v0", "Bad action."),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("Countdown-v0", "Invalid action format"),
+        ("Cryptarithm-v0", "Bad action format"),
+        ("Slitherlink-v0", "Bad action format"),
+        ("ThreeCardMonte-v0", "Bad action."),
+    ],
+)
 def test_an_invalid_move_earns_a_number_and_is_told_why_where_the_package_mixes_both_up(name: str, reason: str):
     game = Game(package.find_game(name), {}, 1, seed=3)
     for _ in range(20):
@@ -303,14 +347,14 @@ def test_an_invalid_move_earns_a_number_and_is_told_why_where_the_package_mixes_
 @pytest.mark.parametrize(
     ("args", "kind", "said"),
     [
-        ({"game": "TicTakToe-v0"}, UsageError, 'no game \'TicTakToe-v0\'; did you mean "TicTacToe-v0"?'),
+        ({"game": "TicTakToe-v0"}, UsageError, "no game 'TicTakToe-v0'; did you mean \"TicTacToe-v0\"?"),
         ({"game": "Debate-v0"}, UsageError, "Debate-v0 needs models behind OpenRouter"),
         ({"game": "Klondike-v0"}, UsageError, "what the package holds is not valid Python"),
         ({"game": "UsedCarNegotiation-v0"}, UsageError, "files that the published package does not hold"),
         ({"game": "TicTacToe-v0", "options": {"rows": 4}}, ComponentError, "unexpected keyword argument 'rows'"),
         ({"game": "TicTacToe-v0", "num_players": 3}, ComponentError, "does not begin with 3 players"),
         ({"game": "TicTacToe-v0", "seat": 2}, UsageError, 'seat = 2; expected 0 to 1, or "alternate"'),
-        ({"game": "TicTacToe-v0", "opponent": "me"}, UsageError, "opponent = 'me'; expected \"self\", \"policy\""),
+        ({"game": "TicTacToe-v0", "opponent": "me"}, UsageError, 'opponent = \'me\'; expected "self", "policy"'),
         ({"game": "Stratego-v0", "opponent": "random"}, UsageError, "moves of Stratego-v0 cannot be drawn at random"),
         ({"game": "Nim-v0", "opponent": {"frozen": "no/such/folder"}}, UsageError, "no/such/folder"),
         ({"game": "Nim-v0", "opponent": {"model": "a", "tokens": 3}}, UsageError, 'unknown knob "tokens"'),
@@ -372,8 +416,24 @@ CHECKED = ["Blackjack-v0", "FrozenLake-v0-random", "KuhnPoker-v0-short", "ThreeP
 
 def findings_of(name: str, capsys) -> list[str]:
     args = {"game": name, "opponent": "random"} if name in AGAINST else {"game": name}
-    main(["env", "check", "textarena", "--args", json.dumps(args), "--examples", "2", "--max-turns", "200",
-          "--seq-len", "20000", "--timeout", f"{HANGS:g}", "--json"])  # fmt: skip
+    main(
+        [
+            "env",
+            "check",
+            "textarena",
+            "--args",
+            json.dumps(args),
+            "--examples",
+            "2",
+            "--max-turns",
+            "200",
+            "--seq-len",
+            "20000",
+            "--timeout",
+            f"{HANGS:g}",
+            "--json",
+        ]
+    )
     return [finding["kind"] for finding in json.loads(capsys.readouterr().out)["findings"]]
 
 

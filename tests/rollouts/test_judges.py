@@ -75,8 +75,13 @@ def play(environment: Any, answer: str = "4", size: int = 1) -> list[Trajectory]
 
 def test_each_criterion_is_a_part_of_the_reward_and_what_was_spent_is_counted():
     with chat_server(said('I think {"correct": 10, "brief": 4}.')) as server:
-        judge = Judge(model="big", base_url=server.url, criteria=CRITERIA, price={"prompt": 2.0, "completion": 10.0},
-                      show=["answer"])  # fmt: skip
+        judge = Judge(
+            model="big",
+            base_url=server.url,
+            criteria=CRITERIA,
+            price={"prompt": 2.0, "completion": 10.0},
+            show=["answer"],
+        )
         parts, usage = grade(judge, fields={"answer": "4", "hidden": "no"})
     assert parts == {"correct": 0.5, "brief": pytest.approx(0.2)}
     (request,) = server.requests
@@ -258,9 +263,13 @@ def test_a_judge_is_one_line_of_toml_and_its_counts_are_metrics(tmp_path: Path, 
 
 def test_an_environment_of_ones_own_may_be_named_with_its_arguments(monkeypatch, tmp_path):
     with chat_server(said('{"quality": 10}')) as server:
-        environment = create_environment("judged", {
-            "environment": "single_turn", "args": {"data": [{"prompt": "Hi?"}]},
-            "judge": {"model": "m", "base_url": server.url},
-        })  # fmt: skip
+        environment = create_environment(
+            "judged",
+            {
+                "environment": "single_turn",
+                "args": {"data": [{"prompt": "Hi?"}]},
+                "judge": {"model": "m", "base_url": server.url},
+            },
+        )
         (trajectory,) = play(environment, answer="Hello")
     assert trajectory.reward == 1.0

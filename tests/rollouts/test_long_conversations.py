@@ -50,7 +50,7 @@ def loop_of(renderer, **limits):
     recorder = Recorder(VOCAB_SIZE)
     return AgentLoop(
         sampler=sampler, renderer=renderer, params=SamplingParams(), limits=limits, recorder=recorder, seed=1
-    ), recorder  # fmt: skip
+    ), recorder
 
 
 @pytest.mark.parametrize(("messages", "thread"), [(SHORT, "loop"), (MANY, "other"), (MUCH, "other")])

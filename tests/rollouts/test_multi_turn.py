@@ -80,8 +80,14 @@ def test_a_call_and_its_answer_make_the_documented_keys():
 def test_fields_beside_the_messages_stay_where_they_were_and_a_result_can_be_fed_back():
     """Also as its dict: the model is shown the tools that came with the conversation."""
     rollout, _ = make()
-    schema = {"type": "function", "function": {"name": "add", "description": "Mine.", "parameters": {
-        "type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}}}  # fmt: skip
+    schema = {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Mine.",
+            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+        },
+    }
     shown = []
 
     class Watches(ByteRenderer):
@@ -121,27 +127,37 @@ def test_a_trajectory_without_a_task_can_be_fed_back(info):
 def test_several_samples_of_one_conversation_have_ids_of_their_own():
     rollout, _ = make()
     (one,) = rollout([talk("hello")])
-    for given in ([one] * 3, [dict(one)] * 3, [Trajectory(example_id="0", messages=one.messages)] * 3,
-                  [{**talk("hello"), "trajectory_id": "0-0", "id": 0}] * 3):  # fmt: skip
+    for given in (
+        [one] * 3,
+        [dict(one)] * 3,
+        [Trajectory(example_id="0", messages=one.messages)] * 3,
+        [{**talk("hello"), "trajectory_id": "0-0", "id": 0}] * 3,
+    ):
         results = rollout(given)
         assert [(r.trajectory_id, r.sample_index) for r in results] == [("0-0", 0), ("0-1", 1), ("0-2", 2)]
-    mixed = rollout([{**talk("hello"), "id": "m"}, {**talk("hello"), "id": "m", "sample_index": 5},
-                     {**talk("hello"), "id": "m"}, {**talk("hello"), "trajectory_id": "m-0"}])  # fmt: skip
+    mixed = rollout(
+        [
+            {**talk("hello"), "id": "m"},
+            {**talk("hello"), "id": "m", "sample_index": 5},
+            {**talk("hello"), "id": "m"},
+            {**talk("hello"), "trajectory_id": "m-0"},
+        ]
+    )
     assert [r.trajectory_id for r in mixed] == ["m-0", "m-5", "m-2", "3-0"]
 
 
 def test_the_same_number_comes_out_in_the_same_order_and_the_inputs_stay_as_they_were():
     rollout, _ = make()
     given = [
-        talk("add 1 1"), Example(id="seven", env="sums", messages=(talk("add 3 4")["messages"][0],)), talk("hello"),
+        talk("add 1 1"),
+        Example(id="seven", env="sums", messages=(talk("add 3 4")["messages"][0],)),
+        talk("hello"),
         Trajectory(example_id="nine", group_id="g", messages=tuple(talk("add 4 5")["messages"])),
         {**talk("add 5 6"), "id": "ten", "answer": 11},
-    ]  # fmt: skip
+    ]
     before = copy.deepcopy([given[0], given[2]])
     results = rollout(given)
-    assert [r["messages"][0]["content"] for r in results] == [
-        "add 1 1", "add 3 4", "hello", "add 4 5", "add 5 6"
-    ]
+    assert [r["messages"][0]["content"] for r in results] == ["add 1 1", "add 3 4", "hello", "add 4 5", "add 5 6"]
     assert [r["messages"][-2]["content"] for r in results] == ["2", "7", "hello", "9", "11"]
     assert (results[1].example_id, results[1].env) == ("seven", "sums")
     assert (results[3].example_id, results[3].group_id) == ("nine", "g")
@@ -293,10 +309,12 @@ def test_what_is_no_conversation_is_refused_with_its_place(given, message):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"max_turn": 3}, "no setting 'max_turn'; did you mean max_turns"),
-     ({"max_turns": 0}, "max_turns = 0; expected a number above 0"),
-     ({"tool_error": "ignore"}, 'expected "message" or "stop"')],
-)  # fmt: skip
+    [
+        ({"max_turn": 3}, "no setting 'max_turn'; did you mean max_turns"),
+        ({"max_turns": 0}, "max_turns = 0; expected a number above 0"),
+        ({"tool_error": "ignore"}, 'expected "message" or "stop"'),
+    ],
+)
 def test_options_that_cannot_be_are_refused(options, message):
     rollout, _ = make()
     with pytest.raises(UsageError, match=message):

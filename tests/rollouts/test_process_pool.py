@@ -107,8 +107,13 @@ async def test_what_goes_wrong_in_an_episode_stays_on_its_trajectory_as_here(sha
     for group, example in zip(found, examples, strict=True):
         same(group, await players.here(example, size=1))
     assert [(t.error or "none").partition(":")[0] for group in found for t in group.trajectories] == [
-        "sampler", "environment", "timeout", "record", "none", "record"
-    ]  # fmt: skip
+        "sampler",
+        "environment",
+        "timeout",
+        "record",
+        "none",
+        "record",
+    ]
 
 
 @in_one_loop
@@ -264,10 +269,12 @@ async def test_what_cannot_travel_fails_its_episode_and_no_worker(shared):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("trouble", "limit", "why"),
-    [("memory", None, r"it used \d+ MB of memory; orchestrator.rollout.processes.worker_memory_mb = 300"),
-     ("threads", "MOST_THREADS", r"it had \d+ threads; at most 50"),
-     ("files", "MOST_FILES", r"it had \d+ open files; at most 50")],
-)  # fmt: skip
+    [
+        ("memory", None, r"it used \d+ MB of memory; orchestrator.rollout.processes.worker_memory_mb = 300"),
+        ("threads", "MOST_THREADS", r"it had \d+ threads; at most 50"),
+        ("files", "MOST_FILES", r"it had \d+ open files; at most 50"),
+    ],
+)
 @in_one_loop
 async def test_a_worker_that_takes_too_much_is_replaced(shared, monkeypatch, trouble, limit, why):
     monkeypatch.setattr(process_worker, "WATCH_EVERY", 0.05)
@@ -390,6 +397,7 @@ async def test_a_worker_that_refuses_is_ended_also_where_the_run_ends_meanwhile(
 @pytest.mark.slow
 async def test_a_worker_that_cannot_be_reached_is_ended(monkeypatch):
     """Its process is there, and then the connection cannot be made."""
+
     async def fails(*args, **kwargs):
         raise OSError("no connection")
 
@@ -442,8 +450,9 @@ asyncio.run(main())
 
 @pytest.mark.slow
 def test_workers_end_with_the_run_however_that_ends(tmp_path):
-    program = subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path)], cwd=Path(__file__).parents[1],
-                               stdout=subprocess.PIPE, text=True)  # fmt: skip
+    program = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(tmp_path)], cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, text=True
+    )
     try:
         pids = list(map(int, program.stdout.readline().split()))
         assert len(pids) == 2 and all(map(runs, pids))
@@ -470,16 +479,24 @@ async def test_a_teacher_plays_in_processes_too():
     found, counts = [], []
     with chat_server() as server:
         api = OpenAI(model="teacher", base_url=server.url)
-        remote = RemoteSetup(env="sums", name="rollouts.test_teacher_loop.Sums", args={}, params=params, limits=limits,
-                             teacher=api)  # fmt: skip
+        remote = RemoteSetup(
+            env="sums", name="rollouts.test_teacher_loop.Sums", args={}, params=params, limits=limits, teacher=api
+        )
         inputs = RunnerInputs(setups={("train", "sums"): remote}, sampler=sampler, renderer=ByteRenderer(), workers=1)
         pool = process_runner(inputs)
         async with pool as player, api.connect() as teacher:
             for who in (player, LocalRunner()):
                 setup = RolloutSetup(
-                    env="sums", environment=Sums(), sampler=sampler, renderer=ByteRenderer(), params=params,
-                    limits=limits, slots=asyncio.Semaphore(8), teacher=teacher, runner=who,
-                )  # fmt: skip
+                    env="sums",
+                    environment=Sums(),
+                    sampler=sampler,
+                    renderer=ByteRenderer(),
+                    params=params,
+                    limits=limits,
+                    slots=asyncio.Semaphore(8),
+                    teacher=teacher,
+                    runner=who,
+                )
                 listener = []
                 run = GroupRun(setup, Example(id="x"), index=0, size=2, run_seed=0, on_sampled=listener.append)
                 found.append(await run.run())

@@ -91,8 +91,10 @@ async def test_what_goes_wrong_in_an_episode_stays_on_its_trajectory_as_here(sha
     for group, example in zip(found, examples, strict=True):
         same(group, await players.here(example, size=1))
     assert [t.error for group in found for t in group.trajectories] == [
-        "environment: score raised RuntimeError: no score", "timeout: the episode took more than 600 s", None,
-    ]  # fmt: skip
+        "environment: score raised RuntimeError: no score",
+        "timeout: the episode took more than 600 s",
+        None,
+    ]
 
 
 def lost_to(counts):
@@ -219,9 +221,13 @@ async def test_what_cannot_travel_fails_its_episode_and_no_actor(shared):
 @pytest.mark.slow
 def test_a_lost_host_is_a_lost_worker_and_a_cluster_that_was_there_stays():
     done = subprocess.run(
-        [sys.executable, "-m", "rollouts.ray_cluster_program"], cwd=Path(__file__).parents[1], capture_output=True,
-        text=True, timeout=2 * HANGS, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", "rollouts.ray_cluster_program"],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=2 * HANGS,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found == {"same": [True] * 6, "lost": 1, "again": 3, "left": False, "free": 2.0}
@@ -243,9 +249,11 @@ async def test_what_hinders_the_actors_is_said_before_anything_is_played(local_r
 
 @pytest.mark.parametrize(
     ("address", "message"),
-    [("127.0.0.1:1", r'at address = "127.0.0.1:1": .*refused.*ray start --head'),
-     ("ray://10.0.0.1", r"expected \"auto\", or an address such as")],
-)  # fmt: skip
+    [
+        ("127.0.0.1:1", r'at address = "127.0.0.1:1": .*refused.*ray start --head'),
+        ("ray://10.0.0.1", r"expected \"auto\", or an address such as"),
+    ],
+)
 def test_a_cluster_that_is_not_there_is_named_at_once(local_ray, address, message):
     with pytest.raises(UsageError, match=message):
         connect(local_ray, address)
@@ -258,16 +266,24 @@ async def test_a_teacher_plays_on_actors_too(local_ray):
     found, counts = [], []
     with chat_server() as server:
         api = OpenAI(model="teacher", base_url=server.url)
-        remote = RemoteSetup(env="sums", name="rollouts.test_teacher_loop.Sums", args={}, params=params, limits=limits,
-                             teacher=api)  # fmt: skip
+        remote = RemoteSetup(
+            env="sums", name="rollouts.test_teacher_loop.Sums", args={}, params=params, limits=limits, teacher=api
+        )
         inputs = RunnerInputs(setups={("train", "sums"): remote}, sampler=sampler, renderer=ByteRenderer(), workers=1)
         pool = ray_runner(inputs)
         async with pool as player, api.connect() as teacher:
             for who in (player, LocalRunner()):
                 setup = RolloutSetup(
-                    env="sums", environment=Sums(), sampler=sampler, renderer=ByteRenderer(), params=params,
-                    limits=limits, slots=asyncio.Semaphore(8), teacher=teacher, runner=who,
-                )  # fmt: skip
+                    env="sums",
+                    environment=Sums(),
+                    sampler=sampler,
+                    renderer=ByteRenderer(),
+                    params=params,
+                    limits=limits,
+                    slots=asyncio.Semaphore(8),
+                    teacher=teacher,
+                    runner=who,
+                )
                 listener = []
                 run = GroupRun(setup, Example(id="x"), index=0, size=2, run_seed=0, on_sampled=listener.append)
                 found.append(await run.run())

@@ -46,9 +46,15 @@ async def play(environment, script, size=3):
     )
     tally = EpisodeTally("train")
     setup = RolloutSetup(
-        env="questions", environment=environment, sampler=sampler, renderer=ByteRenderer(), params=SamplingParams(),
-        limits=EpisodeLimits(), slots=asyncio.Semaphore(1), tally=tally,
-    )  # fmt: skip
+        env="questions",
+        environment=environment,
+        sampler=sampler,
+        renderer=ByteRenderer(),
+        params=SamplingParams(),
+        limits=EpisodeLimits(),
+        slots=asyncio.Semaphore(1),
+        tally=tally,
+    )
     await GroupRun(setup, Example(id="q"), index=0, size=size, run_seed=0).run()
     return tally
 

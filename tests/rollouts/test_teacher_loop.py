@@ -68,10 +68,15 @@ def play(environment=None, size=1, limits=None, fault=None):
         api = OpenAI(model="teacher", base_url=server.url, max_retries=2)
         async with api.connect() as connection:
             setup = RolloutSetup(
-                env="sums", environment=environment or Sums(), renderer=ByteRenderer(), params=SamplingParams(),
+                env="sums",
+                environment=environment or Sums(),
+                renderer=ByteRenderer(),
+                params=SamplingParams(),
                 sampler=ScriptedSampler(script=[], vocab_size=VOCAB_SIZE, context_length=500),
-                limits=limits or EpisodeLimits(), slots=asyncio.Semaphore(8), teacher=connection,
-            )  # fmt: skip
+                limits=limits or EpisodeLimits(),
+                slots=asyncio.Semaphore(8),
+                teacher=connection,
+            )
             counted = []
             group = GroupRun(setup, Example(id="x"), index=0, size=size, run_seed=0, on_sampled=counted.append)
             return await group.run(), sum(counted)

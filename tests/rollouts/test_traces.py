@@ -24,11 +24,22 @@ from waiting import HANGS, wait_until
 
 
 def trajectory(**changes: Any) -> Trajectory:
-    turn = Turn(prompt_ids=[1, 2], completion_ids=[3, 4], logprobs=[-0.1, -1e-30], policy_versions=[7, 8],
-                timing=TurnTiming(generated=1.5, tools=0.25))  # fmt: skip
+    turn = Turn(
+        prompt_ids=[1, 2],
+        completion_ids=[3, 4],
+        logprobs=[-0.1, -1e-30],
+        policy_versions=[7, 8],
+        timing=TurnTiming(generated=1.5, tools=0.25),
+    )
     timeline = [{"what": "tool", "seconds": 0.25}]
-    fields = {"example_id": "x", "trajectory_id": "x-0", "turns": (turn,), "stop_reason": "stop",
-              "messages": ({"role": "user", "content": "é"},), "info": {"timeline": timeline}}  # fmt: skip
+    fields = {
+        "example_id": "x",
+        "trajectory_id": "x-0",
+        "turns": (turn,),
+        "stop_reason": "stop",
+        "messages": ({"role": "user", "content": "é"},),
+        "info": {"timeline": timeline},
+    }
     return Trajectory(**{**fields, **changes})
 
 
@@ -194,11 +205,13 @@ def test_a_callback_sees_the_task_and_a_failing_one_harms_no_result(tmp_path: Pa
         return result["messages"][-1]["content"] == result["info"]["task"]["answer"]
 
     with chat_server() as server:
-        results = rollout_of(server, tmp_path, success_callback=is_right)([
-            {"messages": [{"role": "user", "content": "1 2"}], "answer": "3"},
-            {"messages": [{"role": "user", "content": "1 2"}], "answer": "4"},
-            {"messages": [{"role": "user", "content": "1 2"}]},
-        ])
+        results = rollout_of(server, tmp_path, success_callback=is_right)(
+            [
+                {"messages": [{"role": "user", "content": "1 2"}], "answer": "3"},
+                {"messages": [{"role": "user", "content": "1 2"}], "answer": "4"},
+                {"messages": [{"role": "user", "content": "1 2"}]},
+            ]
+        )
     assert [r["stop_reason"] for r in results] == ["stop"] * 3
     names = sorted(path.name.split("-")[:2] for path in tmp_path.iterdir())
     assert names == [["fail", "1"], ["fail", "2"], ["ok", "0"]]

@@ -14,18 +14,30 @@ from verbatim.run.tables import component_tables
 
 
 def watch_with(alarms: dict[str, Any]) -> object:
-    return make_watch(make_config({
-        "model": {"name": "m"}, "max_steps": 1, "orchestrator": {"train": {"env": [{"id": "guess_number"}]}},
-        "monitor": {"alarms": alarms},
-    }, tables=component_tables()))  # fmt: skip
+    return make_watch(
+        make_config(
+            {
+                "model": {"name": "m"},
+                "max_steps": 1,
+                "orchestrator": {"train": {"env": [{"id": "guess_number"}]}},
+                "monitor": {"alarms": alarms},
+            },
+            tables=component_tables(),
+        )
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "knob", "last", "beyond"),
-    [("mismatch_kl", "steps", 48, 49), ("entropy_collapse", "steps", 24, 25), ("reward_hacking", "steps", 24, 25),
-     ("reward_hacking", "steps", 7, 6), ("reward_success_gap", "steps", 7, 6),
-     ("evaluation_flat", "evaluations", 32, 33)],
-)  # fmt: skip
+    [
+        ("mismatch_kl", "steps", 48, 49),
+        ("entropy_collapse", "steps", 24, 25),
+        ("reward_hacking", "steps", 24, 25),
+        ("reward_hacking", "steps", 7, 6),
+        ("reward_success_gap", "steps", 7, 6),
+        ("evaluation_flat", "evaluations", 32, 33),
+    ],
+)
 def test_a_knob_with_which_an_alarm_is_silent_is_refused(name: str, knob: str, last: int, beyond: int):
     assert watch_with({name: {knob: last}}) is not None
     with pytest.raises(UsageError, match=rf"monitor.alarms.{name}.{knob}: found {beyond}, expected "):

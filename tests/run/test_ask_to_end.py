@@ -34,9 +34,12 @@ def asked(console: Printing) -> tuple[bool, bool, int]:
 
 @pytest.mark.parametrize(
     "error",
-    [OSError(errno.EIO, "Input/output error"), BrokenPipeError(errno.EPIPE, "Broken"),
-     ValueError("I/O operation on closed file.")],
-)  # fmt: skip
+    [
+        OSError(errno.EIO, "Input/output error"),
+        BrokenPipeError(errno.EPIPE, "Broken"),
+        ValueError("I/O operation on closed file."),
+    ],
+)
 def test_a_terminal_that_is_gone_does_not_keep_a_run_from_ending(error: Exception):
     assert asked(Printing(error)) == (True, True, 1)
 

@@ -68,12 +68,15 @@ def test_episodes_are_paired_by_example_number_and_seed(tmp_path):
     assert [(p.before.reward, p.after.reward) for p in found.pairs] == [(0.0, 0.2), (0.1, 0.3)]
 
 
-@pytest.mark.parametrize("evaluations", [
-    [(0, [episode("a", 0.0)])],  # one evaluation
-    [(0, [episode("a", 0.0)]), (3, [episode("b", 1.0)])],  # nothing in common
-    [(0, [episode("a", 0.0, info={NOT_WRITTEN: "not JSON"})]), (3, [episode("a", 1.0)])],  # no messages to show
-    [],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "evaluations",
+    [
+        [(0, [episode("a", 0.0)])],  # one evaluation
+        [(0, [episode("a", 0.0)]), (3, [episode("b", 1.0)])],  # nothing in common
+        [(0, [episode("a", 0.0, info={NOT_WRITTEN: "not JSON"})]), (3, [episode("a", 1.0)])],  # no messages to show
+        [],
+    ],
+)
 def test_nothing_is_compared_where_there_is_nothing_to_compare(tmp_path, evaluations):
     assert compared(tmp_path, *evaluations) == []
 
@@ -95,9 +98,11 @@ def test_the_opening_is_printed_once_and_the_rest_side_by_side(tmp_path):
         ["agent", "guess(number=9)", "agent", "guess(number=3)"],
         ["tool", "lower", "tool", "correct"],
         ["agent", "guess(number=9)", "end", "success,", "reward", "1"],
-        ["tool", "lower"], ["agent", "guess(number=1)"], ["tool", "higher"],
+        ["tool", "lower"],
+        ["agent", "guess(number=1)"],
+        ["tool", "higher"],
         ["end", "failure,", "reward", "0"],
-    ]  # fmt: skip
+    ]
     assert len({line.rindex("agent") for line in table[1:2]} | {table[2].rindex("tool"), table[3].rindex("end")}) == 1
 
 
@@ -122,11 +127,20 @@ def test_what_an_encoding_cannot_write_and_control_characters_do_no_harm(tmp_pat
     assert "\\x1b[31m? é [bold]" in out.buffer.getvalue().decode("latin-1")
 
 
-@pytest.mark.parametrize(("message", "text"), [
-    ({"role": "assistant", "content": None}, "(nothing)"),
-    ({"role": "assistant", "content": " so: ", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1'}}]},
-     'so:\nf({"a": 1)'),
-    ({"role": "user", "content": [{"type": "text", "text": "x"}]}, "[{'type': 'text', 'text': 'x'}]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ({"role": "assistant", "content": None}, "(nothing)"),
+        (
+            {
+                "role": "assistant",
+                "content": " so: ",
+                "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1'}}],
+            },
+            'so:\nf({"a": 1)',
+        ),
+        ({"role": "user", "content": [{"type": "text", "text": "x"}]}, "[{'type': 'text', 'text': 'x'}]"),
+    ],
+)
 def test_messages_of_any_form_have_a_text(message, text):
     assert message_text(message, 400) == text

@@ -18,7 +18,7 @@ from verbatim.errors import UsageError
 from verbatim.models.loading import load_tokenizer, save_model
 from verbatim.run.environments import read_conversations
 
-PLUG_INS = '''
+PLUG_INS = """
 import math
 from dataclasses import dataclass
 
@@ -54,9 +54,9 @@ class Short(Long):
 
 
 def without_action(trajectory): ...
-'''
+"""
 
-ENVIRONMENTS = '''
+ENVIRONMENTS = """
 from lots import Lots
 
 
@@ -79,7 +79,7 @@ class Loud(Lots):
 class Shy(Lots):
     def demonstrations(self, count, seed):
         return []
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -105,13 +105,27 @@ def custom(name: str, more: str = "") -> str:
 
 
 REFUSED = {
-    "renderer": (["--orchestrator.renderer.name", "qwem3"],
-                 ["orchestrator.renderer.name", "there is no renderer 'qwem3'; did you mean \"qwen3\"?"]),
-    "renderer of another model": (["--orchestrator.renderer.name", "kimi-k2"],
-                                  ['the tokenizer does not fit renderer "kimi-k2"']),
+    "renderer": (
+        ["--orchestrator.renderer.name", "qwem3"],
+        ["orchestrator.renderer.name", "there is no renderer 'qwem3'; did you mean \"qwen3\"?"],
+    ),
+    "renderer of another model": (
+        ["--orchestrator.renderer.name", "kimi-k2"],
+        ['the tokenizer does not fit renderer "kimi-k2"'],
+    ),
     "renderer of another model than the one to build": (
-        ["--orchestrator.renderer.name", "kimi-k2", "--model", "{ build = { hidden_size = 32 } }", ENV, "null",
-         "--orchestrator.train.env.0.id", "guess-number"], ['the tokenizer does not fit renderer "kimi-k2"']),
+        [
+            "--orchestrator.renderer.name",
+            "kimi-k2",
+            "--model",
+            "{ build = { hidden_size = 32 } }",
+            ENV,
+            "null",
+            "--orchestrator.train.env.0.id",
+            "guess-number",
+        ],
+        ['the tokenizer does not fit renderer "kimi-k2"'],
+    ),
     "environment that raises": ([ENV, "tasks.Raises"], ["tasks.Raises", "OSError", "no such data set"]),
     "environment without examples": ([ENV, "tasks.Empty"], ['examples("train") is empty']),
     "environment without parameters to read": ([ENV, "builtins.dict"], ["does not tell its parameters"]),
@@ -121,25 +135,33 @@ REFUSED = {
     "no conversations": ([WARM, '{ data = "none.jsonl" }'], ["there is no file none.jsonl"]),
     "loss of four tensors": (
         ["--trainer.loss", custom("four_tensors")],
-        ["trainer.loss.import_path", "loss four_tensors needs inference_logprobs, advantages, loss_mask",
-         "first parameter 'trainer_logprobs'"]),
+        [
+            "trainer.loss.import_path",
+            "loss four_tensors needs inference_logprobs, advantages, loss_mask",
+            "first parameter 'trainer_logprobs'",
+        ],
+    ),
     "record of a loss of four tensors": (["--trainer.loss", custom("RECORD")], ["loss four_tensors needs"]),
     "loss without an input": (["--trainer.loss", custom("no_inputs")], ["no_inputs(scale) takes no input"]),
     "loss that is async": (["--trainer.loss", custom("slow_loss")], ["loss slow_loss is async"]),
     "loss that is a number": (["--trainer.loss", custom("THRESHOLD")], ["is int, expected a function"]),
     "loss that is a class": (["--trainer.loss", custom("NotCallable")], ["is a class without __call__"]),
     "misspelt knob of a loss": (
-        ["--trainer.loss", custom("own_loss", ", kwargs = { scael = 2.0 }")], ['did you mean "scale"?']),
+        ["--trainer.loss", custom("own_loss", ", kwargs = { scael = 2.0 }")],
+        ['did you mean "scale"?'],
+    ),
     "filter without an action": (["--orchestrator.filters", f"[{custom('without_action')}]"], ["has no action"]),
     "seq_len beyond the model's positions": (["--orchestrator.seq-len", "999"], ["seq_len = 999", "end at 384"]),
     "device that does not exist": (["--trainer.device", "gpu"], ["trainer.device", "there is no device 'gpu'"]),
     "teacher that is not there": (
         ["--orchestrator.training-mode", "opd", "--orchestrator.teacher", '{ model = "./nowhere" }'],
-        ["there is no model folder './nowhere'"]),
+        ["there is no model folder './nowhere'"],
+    ),
     "teacher's address": (
         ["--orchestrator.training-mode", "opd", "--orchestrator.teacher", '{ model = "t", base_url = "localhost:8" }'],
-        ["base_url 'localhost:8'; expected an address such as"]),
-}  # fmt: skip
+        ["base_url 'localhost:8'; expected an address such as"],
+    ),
+}
 
 
 @pytest.mark.parametrize("command", ["config", "rl"])
@@ -195,13 +217,15 @@ def test_what_an_environment_prints_is_not_in_the_configuration(place: Path, cap
 
 @pytest.mark.slow
 def test_filters_of_ones_own_are_counted_each_under_its_own_name(place: Path):
-    filters = ", ".join([
-        custom("Long", ", kwargs = { limit = 0, action = 'monitor' }"),
-        custom("Short", ", kwargs = { action = 'monitor' }"),
-        custom("Long", ", kwargs = { limit = 0, action = 'monitor' }"),
-        '{ type = "gibberish", threshold = 0.0, action = "monitor" }',
-        '{ type = "gibberish", threshold = -0.1, action = "monitor" }',
-    ])  # fmt: skip
+    filters = ", ".join(
+        [
+            custom("Long", ", kwargs = { limit = 0, action = 'monitor' }"),
+            custom("Short", ", kwargs = { action = 'monitor' }"),
+            custom("Long", ", kwargs = { limit = 0, action = 'monitor' }"),
+            '{ type = "gibberish", threshold = 0.0, action = "monitor" }',
+            '{ type = "gibberish", threshold = -0.1, action = "monitor" }',
+        ]
+    )
     options = ["--run-dir", "run", "--max-steps", "1", "--orchestrator.filters", f"[{filters}]"]
     assert main(["rl", "run.toml", *options]) == 0
     (line,) = train_lines(place / "run")
@@ -213,19 +237,27 @@ def test_filters_of_ones_own_are_counted_each_under_its_own_name(place: Path):
     ("options", "unread"),
     [
         ([], []),
-        (["--orchestrator.rollout.processes.worker-memory-mb", "900"],
-         ['[orchestrator.rollout.processes] is not read: orchestrator.rollout.backend = "local"']),
+        (
+            ["--orchestrator.rollout.processes.worker-memory-mb", "900"],
+            ['[orchestrator.rollout.processes] is not read: orchestrator.rollout.backend = "local"'],
+        ),
         (["--orchestrator.rollout.processes.worker-memory-mb", "900", "--orchestrator.train.env.0.isolated"], []),
-        (["--orchestrator.rollout.ray.port", "0", "--orchestrator.rollout.backend", "processes"],
-         ['[orchestrator.rollout.ray] is not read: orchestrator.rollout.backend = "processes"']),
-        (["--inference.backend", "plug_ins.Sampler", "--inference.torch.deterministic", "true"],
-         ['[inference.torch] is not read: inference.backend = "plug_ins.Sampler"']),
+        (
+            ["--orchestrator.rollout.ray.port", "0", "--orchestrator.rollout.backend", "processes"],
+            ['[orchestrator.rollout.ray] is not read: orchestrator.rollout.backend = "processes"'],
+        ),
+        (
+            ["--inference.backend", "plug_ins.Sampler", "--inference.torch.deterministic", "true"],
+            ['[inference.torch] is not read: inference.backend = "plug_ins.Sampler"'],
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_table_of_a_backend_that_is_not_in_use_is_told(place: Path, caplog, options, unread):
     with (place / "plug_ins.py").open("a") as file:
-        file.write("from verbatim.config import BackendSettings\n\n\nclass Sampler:\n"
-                   "    def __init__(self, inputs, settings: BackendSettings): ...\n")  # fmt: skip
+        file.write(
+            "from verbatim.config import BackendSettings\n\n\nclass Sampler:\n"
+            "    def __init__(self, inputs, settings: BackendSettings): ...\n"
+        )
     assert main(["config", "run.toml", *options]) == 0
     assert [message for message in caplog.messages if "is not read" in message] == unread
 
@@ -243,12 +275,15 @@ def test_a_model_that_the_sampler_refuses_leaves_no_run_behind(place: Path, mode
     assert main(["rl", "run.toml", "--max-steps", "1", *options]) == 0
 
 
-@pytest.mark.parametrize(("options", "lost"), [
-    ([], []),
-    (["--trainer.loss.kl-ref-tau", "0.1"], ["their term of trainer.loss.kl_ref_tau"]),
-    (["--orchestrator.advantage.type", "chunk_returns"], ['"chunk_returns" without a baseline learns from']),
-    (["--orchestrator.advantage", '{ type = "chunk_returns", baseline = "group" }'], []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "lost"),
+    [
+        ([], []),
+        (["--trainer.loss.kl-ref-tau", "0.1"], ["their term of trainer.loss.kl_ref_tau"]),
+        (["--orchestrator.advantage.type", "chunk_returns"], ['"chunk_returns" without a baseline learns from']),
+        (["--orchestrator.advantage", '{ type = "chunk_returns", baseline = "group" }'], []),
+    ],
+)
 def test_groups_that_are_filtered_though_they_have_a_gradient_are_told_of(place: Path, caplog, options, lost):
     filtering = ["--orchestrator.buffer.online-difficulty-filtering", "true"]
     assert main(["config", "run.toml", *filtering, *options]) == 0
@@ -262,17 +297,30 @@ def test_groups_that_are_filtered_though_they_have_a_gradient_are_told_of(place:
 
 @pytest.mark.realtime
 @pytest.mark.parametrize("command", ["config", "rl"])
-@pytest.mark.parametrize(("options", "said"), [
-    (["--inference.vllm.max-model-len", "100"], "inference.vllm.max_model_len = 100 is shorter than orchestrator.seq_"),
-    (["--inference.vllm.weight-transfer", "http", "--inference.vllm.urls", "[]"],
-     'inference.vllm.weight_transfer = "http" is for servers on other hosts, in urls'),
-    (["--trainer.lora.r", "4", "--inference.vllm.weight-transfer", "nccl"], 'inference.vllm.weight_transfer = "nccl"'),
-    (["--trainer.lora.r", "4", "--inference.vllm.colocate", "true", "--inference.vllm.urls", "[]"],
-     "inference.vllm.colocate puts servers to sleep"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            ["--inference.vllm.max-model-len", "100"],
+            "inference.vllm.max_model_len = 100 is shorter than orchestrator.seq_",
+        ),
+        (
+            ["--inference.vllm.weight-transfer", "http", "--inference.vllm.urls", "[]"],
+            'inference.vllm.weight_transfer = "http" is for servers on other hosts, in urls',
+        ),
+        (
+            ["--trainer.lora.r", "4", "--inference.vllm.weight-transfer", "nccl"],
+            'inference.vllm.weight_transfer = "nccl"',
+        ),
+        (
+            ["--trainer.lora.r", "4", "--inference.vllm.colocate", "true", "--inference.vllm.urls", "[]"],
+            "inference.vllm.colocate puts servers to sleep",
+        ),
+    ],
+)
 def test_vllm_servers_that_cannot_serve_the_run_are_refused_before_a_warm_start(
     place: Path, capsys, tmp_path_factory, command, options, said
-):  # fmt: skip
+):
     found = ["--inference.backend", "vllm", "--inference.vllm.urls", '["http://127.0.0.1:1"]']
     python = fake_python(tmp_path_factory.mktemp("python"))
     assert main([command, "run.toml", *found, "--inference.vllm.python", str(python), *options]) == 2

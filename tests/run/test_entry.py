@@ -27,12 +27,16 @@ from verbatim.run.tables import component_tables
 
 SETTINGS = {
     "orchestrator": {
-        "batch_size": 8, "group_size": 4, "seq_len": 384, "max_async_level": 0, "sampling": {"max_tokens": 8},
+        "batch_size": 8,
+        "group_size": 4,
+        "seq_len": 384,
+        "max_async_level": 0,
+        "sampling": {"max_tokens": 8},
         "filters": [{"type": "zero_advantage"}],
     },
     "trainer": {"separate_process": False, "optim": {"lr": 1e-2}},
     "inference": {"torch": {"max_batch_size": 8, "deterministic": True}},
-}  # fmt: skip
+}
 """Those of `TOML`, and deterministic: on a busy machine other requests meet in a batch, which changes the last bit."""
 
 
@@ -101,8 +105,12 @@ def test_a_scripts_run_is_the_commands_run_bit_for_bit_and_leaves_the_interprete
 
 @pytest.mark.slow
 def test_tables_in_python_are_the_file(place, model):
-    tables = {"model": {"name": model}, "max_steps": 2, **SETTINGS,
-              "orchestrator.train.env": [{"import_path": "lots.Lots"}]}  # fmt: skip
+    tables = {
+        "model": {"name": model},
+        "max_steps": 2,
+        **SETTINGS,
+        "orchestrator.train.env": [{"import_path": "lots.Lots"}],
+    }
     assert load_config("run.toml", [], component_tables()) == make_config(tables, tables=component_tables())
     from_file = verbatim.run("run.toml", quiet=True)
     from_tables = verbatim.run(tables, quiet=True)
@@ -251,9 +259,12 @@ def test_an_environment_that_is_an_object_stays_in_this_process(place, model):
     lots_class = import_object("lots.Lots")
     settings = {**SETTINGS, "trainer": {"optim": {"lr": 1e-2}}}
     result = verbatim.train(
-        model=model, environment=[lots_class(), {"id": lots_class(0.001), "max_turns": 2}], max_steps=1, quiet=True,
+        model=model,
+        environment=[lots_class(), {"id": lots_class(0.001), "max_turns": 2}],
+        max_steps=1,
+        quiet=True,
         **settings,
-    )  # fmt: skip
+    )
     stored = (result.folder / "config.toml").read_text()
     assert 'id = "Lots"' in stored
     assert 'id = "Lots_2"' in stored
@@ -441,10 +452,13 @@ def test_the_documented_examples_run_as_they_stand(place, model, capfd):
     sizes = '"batch_size": 8, "group_size": 4, "filters": [], "seq_len": 384'
     flat = "".join(f'"orchestrator.{pair}, ' for pair in sizes.replace('"', "").replace(": ", '": ').split(", "))
     for what, by in (
-        ("Qwen/Qwen3-0.6B", str(model)), ("max_steps=20", "max_steps=2"), ("max_steps=40", "max_steps=3"),
-        ("max_steps=5,", f"max_steps=1, orchestrator={{{sizes}}},"), ('"batch_size": 64, "group_size": 8', sizes),
+        ("Qwen/Qwen3-0.6B", str(model)),
+        ("max_steps=20", "max_steps=2"),
+        ("max_steps=40", "max_steps=3"),
+        ("max_steps=5,", f"max_steps=1, orchestrator={{{sizes}}},"),
+        ('"batch_size": 64, "group_size": 8', sizes),
         ('"trainer.optim.lr": 1e-5,', f'{flat}"orchestrator.sampling.max_tokens": 8,'),
-    ):  # fmt: skip
+    ):
         assert what in text
         text = text.replace(what, by)
     text = text.replace('"max_tokens": 32', '"max_tokens": 8')

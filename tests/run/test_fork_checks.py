@@ -15,12 +15,17 @@ from verbatim.run.tables import component_tables
 
 
 def configured(patience: int) -> RunConfig:
-    return make_config({
-        "max_steps": 50, "model": {"name": "m"},
-        "orchestrator": {
-            "train": {"env": [{"id": "guess_number"}]}, "eval": {"early_stopping": {"patience": patience}},
+    return make_config(
+        {
+            "max_steps": 50,
+            "model": {"name": "m"},
+            "orchestrator": {
+                "train": {"env": [{"id": "guess_number"}]},
+                "eval": {"early_stopping": {"patience": patience}},
+            },
         },
-    }, tables=component_tables())  # fmt: skip
+        tables=component_tables(),
+    )
 
 
 def stopped_after_20(run: Path) -> Fork:
@@ -30,10 +35,13 @@ def stopped_after_20(run: Path) -> Fork:
     (folder / "config.toml").write_text(dump_config(configured(2)))
     write_json(folder / "trainer/trainer.json", {"num_optimizer_steps": 20})
     stopping = {"best": 0.5, "best_step": 0, "since": [10, 20], "metric": "success", "mode": "max", "env": None}
-    write_loop_state(folder, {
-        "dispatcher": {"schedule": {"pools": {"easy": [], "hard": [], "recent": {}}}, "held": []},
-        "evaluations": {"last": 20, "best": None, "early_stopping": stopping},
-    })  # fmt: skip
+    write_loop_state(
+        folder,
+        {
+            "dispatcher": {"schedule": {"pools": {"easy": [], "hard": [], "recent": {}}}, "held": []},
+            "evaluations": {"last": 20, "best": None, "early_stopping": stopping},
+        },
+    )
     return Fork(run=run, checkpoint=Checkpoint(step=20, folder=folder))
 
 

@@ -35,8 +35,9 @@ def place(tmp_path: Path, model: Path, monkeypatch):
 
 
 def config(*options: str) -> int:
-    return main(["config", "run.toml", "--inference.backend", "vllm", "--inference.vllm.python", "vllm/python",
-                 *options])  # fmt: skip
+    return main(
+        ["config", "run.toml", "--inference.backend", "vllm", "--inference.vllm.python", "vllm/python", *options]
+    )
 
 
 def refused(capsys, *options: str) -> str:
@@ -55,8 +56,12 @@ OVERLAPS = {
     "by name": ([TRAINER, "cuda:2", DEVICES, '["2"]'], None, "2", 'Type trainer.device = "cuda:0"'),
     "the first that is seen": ([], "4,5", "4", 'Type trainer.device = "cuda:1"'),
     "seen by another number": ([TRAINER, "cuda:1", DEVICES, '["5"]'], "4,5", "5", 'Type trainer.device = "cuda:0"'),
-    "its environment decides": ([TRAINER, "cuda:3", "--inference.vllm.env", '{ CUDA_VISIBLE_DEVICES = "3" }'], None,
-                                "3", 'Type trainer.device = "cuda:0"'),
+    "its environment decides": (
+        [TRAINER, "cuda:3", "--inference.vllm.env", '{ CUDA_VISIBLE_DEVICES = "3" }'],
+        None,
+        "3",
+        'Type trainer.device = "cuda:0"',
+    ),
     "no other": ([], "6", "6", "No other device is visible here; choose another trainer.device"),
 }
 
@@ -130,18 +135,38 @@ def test_a_teacher_that_is_loaded_here_has_a_device_of_its_own(place, capsys, mo
     teacher = f'{{ model = "{model}", device = "cuda" }}'
     opd = ["--orchestrator.training-mode", "opd", "--orchestrator.teacher", teacher, COLOCATE, "true"]
     said = refused(capsys, *opd)
-    assert "orchestrator.teacher.device = 'cuda' is CUDA device 0, one of those that inference.vllm takes (0). Type " \
-           'orchestrator.teacher.device = "cuda:1", or serve it' in said  # fmt: skip
+    assert (
+        "orchestrator.teacher.device = 'cuda' is CUDA device 0, one of those that inference.vllm takes (0). Type "
+        'orchestrator.teacher.device = "cuda:1", or serve it' in said
+    )
 
 
 def test_servers_that_run_for_others_are_not_put_to_sleep(place, capsys, model):
-    assert main(["inference", "run.toml", "--inference.backend", "vllm", "--inference.vllm.python", "vllm/python",
-                 COLOCATE, "true"]) == 2  # fmt: skip
+    assert (
+        main(
+            [
+                "inference",
+                "run.toml",
+                "--inference.backend",
+                "vllm",
+                "--inference.vllm.python",
+                "vllm/python",
+                COLOCATE,
+                "true",
+            ]
+        )
+        == 2
+    )
     assert "colocate is for servers that a run starts" in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize(("more", "said"), [({"urls": ("http://a:1",)}, "it puts those in urls not to sleep"),
-                                            ({"weight_transfer": "nccl"}, "the trainer has left the device")])
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"urls": ("http://a:1",)}, "it puts those in urls not to sleep"),
+        ({"weight_transfer": "nccl"}, "the trainer has left the device"),
+    ],
+)
 def test_keys_that_do_not_go_with_sharing_are_refused(more, said):
     with pytest.raises((ConfigError, ValueError), match=said):
         VllmSettings(colocate=True, **more)

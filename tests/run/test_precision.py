@@ -55,11 +55,14 @@ class Fake:
 
 def config(trainer="auto", sampler="auto", *, build=None, trainer_too=None, **inference):
     return make_config(
-        {"model": {"build": LARGE if build is None else build}, "trainer": {"dtype": trainer, **(trainer_too or {})},
-         "orchestrator": {"train": {"env": [{"id": "guess_number"}]}},
-         "inference": {"torch": {"dtype": sampler, "max_batch_size": 16, **inference}}},
+        {
+            "model": {"build": LARGE if build is None else build},
+            "trainer": {"dtype": trainer, **(trainer_too or {})},
+            "orchestrator": {"train": {"env": [{"id": "guess_number"}]}},
+            "inference": {"torch": {"dtype": sampler, "max_batch_size": 16, **inference}},
+        },
         tables=component_tables(),
-    )  # fmt: skip
+    )
 
 
 def dtypes(resolved):
@@ -87,14 +90,17 @@ def test_what_is_given_is_left_alone_and_nothing_is_measured_for_it():
     assert dtypes(resolved) == ("bfloat16", "float32") and len(choices) == 1
 
 
-@pytest.mark.parametrize(("machine", "build", "dtype", "reason"), [
-    (Fake(), {}, "float32", "a tiny model, 28,087 numbers in a matrix"),
-    (Fake(cuda=True), {}, "float32", "a tiny model"),
-    (Fake(cuda=True), LARGE, "bfloat16", "the CUDA device computes in it"),
-    (Fake(cuda=False), LARGE, "float32", "the CUDA device computes in no bfloat16"),
-    (Fake(instructions=False), LARGE, "float32", "the processor has no instructions for bfloat16"),
-    (OnCuda(), LARGE, "bfloat16", "the CUDA device computes in it"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("machine", "build", "dtype", "reason"),
+    [
+        (Fake(), {}, "float32", "a tiny model, 28,087 numbers in a matrix"),
+        (Fake(cuda=True), {}, "float32", "a tiny model"),
+        (Fake(cuda=True), LARGE, "bfloat16", "the CUDA device computes in it"),
+        (Fake(cuda=False), LARGE, "float32", "the CUDA device computes in no bfloat16"),
+        (Fake(instructions=False), LARGE, "float32", "the processor has no instructions for bfloat16"),
+        (OnCuda(), LARGE, "bfloat16", "the CUDA device computes in it"),
+    ],
+)
 def test_what_needs_no_measuring_is_not_measured(machine, build, dtype, reason):
     resolved, choices = resolve_dtypes(config(build=build), machine=machine)
     assert dtypes(resolved) == (dtype, dtype)
@@ -119,8 +125,15 @@ def test_a_trainer_on_a_cpu_that_would_have_autocast_stays_in_float32(trainer):
 
 def test_the_layers_of_an_adapter_are_those_of_its_base(tmp_path):
     base = tmp_path / "base"
-    Qwen3Config(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-                num_hidden_layers=2, vocab_size=50).save_pretrained(base)  # fmt: skip
+    Qwen3Config(
+        hidden_size=64,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_hidden_layers=2,
+        vocab_size=50,
+    ).save_pretrained(base)
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
@@ -147,9 +160,13 @@ def test_a_run_that_goes_on_has_what_it_had():
 @pytest.mark.parametrize("as_tables", [lambda run: run.model_dump(), lambda run: tomllib.loads(dump_config(run))])
 def test_a_fork_with_another_sampler_than_the_run_had_chooses_for_it(as_tables):
     before = make_config(
-        {"model": {"build": LARGE}, "orchestrator": {"train": {"env": [{"id": "guess_number"}]}},
-         "inference": {"backend": "vllm"}}, tables=component_tables(),
-    )  # fmt: skip
+        {
+            "model": {"build": LARGE},
+            "orchestrator": {"train": {"env": [{"id": "guess_number"}]}},
+            "inference": {"backend": "vllm"},
+        },
+        tables=component_tables(),
+    )
     machine = Fake()
     resolved, choices = resolve_dtypes(config(), stored=as_tables(before), machine=machine)
     assert dtypes(resolved) == ("float32", "bfloat16") and machine.asked == [("sampler", 16, "auto")]
@@ -164,8 +181,9 @@ def test_the_folder_of_a_run_has_the_choice_and_gives_it_to_a_resumed_one(tmp_pa
         tell(choices, Console(quiet=True), folder.path)
     kept = json.loads((tmp_path / "run" / "precision.json").read_text())
     assert [(one["key"], one["dtype"]) for one in kept] == [
-        ("trainer.dtype", "bfloat16"), ("inference.torch.dtype", "float32"),
-    ]  # fmt: skip
+        ("trainer.dtype", "bfloat16"),
+        ("inference.torch.dtype", "float32"),
+    ]
     assert "2.00 times" in kept[0]["reason"]
     again, as_stored = resolve_dtypes(asked, stored=RunFolder.stored_tables(asked, True), machine=Fake(trainer=1.0))
     assert dtypes(again) == ("bfloat16", "float32")
@@ -190,8 +208,15 @@ def test_the_trainer_alone_is_measured_where_nothing_is_sampled():
 def test_a_server_by_itself_is_measured_for_its_model_and_settings(tmp_path, monkeypatch, faster, dtype):
     machine = Fake(sampler=faster)
     monkeypatch.setattr("verbatim.run.precision._this_machine", lambda: machine)
-    Qwen3Config(hidden_size=512, intermediate_size=1536, num_attention_heads=8, num_key_value_heads=4, head_dim=64,
-                num_hidden_layers=2, vocab_size=50).save_pretrained(tmp_path)  # fmt: skip
+    Qwen3Config(
+        hidden_size=512,
+        intermediate_size=1536,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        num_hidden_layers=2,
+        vocab_size=50,
+    ).save_pretrained(tmp_path)
     asked = TorchSettings(dtype="auto", max_batch_size=8, kernel="torch")
     settings, choice = resolve_server(asked, tmp_path)
     assert settings == asked.model_copy(update={"dtype": dtype}) and choice.dtype == dtype

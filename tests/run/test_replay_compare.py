@@ -21,9 +21,18 @@ LOOSE = 0.05
 
 @pytest.mark.parametrize(
     ("stored", "replayed", "within"),
-    [(1.0, 1.04, True), (1.0, 1.1, False), (100.0, 104.0, True), (math.inf, 3.0, False), (3.0, math.inf, False),
-     (math.nan, 3.0, False), (math.inf, -math.inf, False), (math.inf, math.inf, True), (math.nan, math.nan, True)],
-)  # fmt: skip
+    [
+        (1.0, 1.04, True),
+        (1.0, 1.1, False),
+        (100.0, 104.0, True),
+        (math.inf, 3.0, False),
+        (3.0, math.inf, False),
+        (math.nan, 3.0, False),
+        (math.inf, -math.inf, False),
+        (math.inf, math.inf, True),
+        (math.nan, math.nan, True),
+    ],
+)
 def test_a_metric_is_the_same_up_to_rounding(stored: float, replayed: float, within: bool):
     assert MetricDifference(stored=stored, replayed=replayed).is_within(LOOSE) is within
 
@@ -32,9 +41,11 @@ def test_a_metric_is_the_same_up_to_rounding(stored: float, replayed: float, wit
 def test_a_token_beside_infinity_is_another_one(stored: float, replayed: float):
     turn = Turn(prompt_ids=[1], completion_ids=[7, 8])
     fate = Fate(
-        trajectory=Trajectory(example_id="x", trajectory_id="a", turns=[turn]), turns=("trained",),
-        trainer_logprobs=(np.zeros(2, dtype=np.float32),), gradients=(np.array([0.5, stored], dtype=np.float32),),
-    )  # fmt: skip
+        trajectory=Trajectory(example_id="x", trajectory_id="a", turns=[turn]),
+        turns=("trained",),
+        trainer_logprobs=(np.zeros(2, dtype=np.float32),),
+        gradients=(np.array([0.5, stored], dtype=np.float32),),
+    )
     now = {("a", 0): np.array([0.5, replayed], dtype=np.float32)}
     with np.errstate(invalid="ignore"):
         found = compare_tokens([fate], lambda fate: fate.gradients, now, {("a", 0): turn.completion_ids})
@@ -54,10 +65,17 @@ def test_what_a_program_reads_is_json_whatever_the_step_came_to():
     """A metric that averages nothing is NaN, and Python would write that as it is."""
     same = TokenDifference(num_compared=1, num_different=0, largest=0.0, scale=1.0)
     replayed = Replay(
-        step=2, run=Path("r"), checkpoint=1, changes=(), num_tokens=1, gradients=same, weights=None, rounding=1e-4,
+        step=2,
+        run=Path("r"),
+        checkpoint=1,
+        changes=(),
+        num_tokens=1,
+        gradients=same,
+        weights=None,
+        rounding=1e-4,
         metrics={"ref_kl": MetricDifference(stored=math.nan, replayed=math.nan)},
         logprobs=TokenDifference(num_compared=1, num_different=1, largest=math.inf, scale=1.0),
-    )  # fmt: skip
+    )
     read = json.loads(json.dumps(as_json(replayed), allow_nan=False))
     assert read["metrics"] == {"ref_kl": {"stored": "NaN", "replayed": "NaN"}}
     assert (read["logprobs"]["largest"], read["logprobs"]["stored"], read["is_same"]) == ("Infinity", None, False)

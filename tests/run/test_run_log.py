@@ -57,18 +57,25 @@ def log_of(
 ) -> RunLog:
     labels = evaluates if isinstance(evaluates, tuple) else ("game",) * evaluates
     return RunLog(
-        folder, title="x", max_steps=9, first_step=first_step, trajectories=Retention() if saves else None,
-        store=CheckpointStore(folder.checkpoints), environments={label: GuessNumber() for label in labels},
-        earlier_seconds=0.0, started=time.monotonic(),
-    )  # fmt: skip
+        folder,
+        title="x",
+        max_steps=9,
+        first_step=first_step,
+        trajectories=Retention() if saves else None,
+        store=CheckpointStore(folder.checkpoints),
+        environments={label: GuessNumber() for label in labels},
+        earlier_seconds=0.0,
+        started=time.monotonic(),
+    )
 
 
 def evaluate(log: RunLog, step: int, env: str = "game", **fields: object) -> None:
-    trajectories = tuple(Trajectory(**{"example_id": f"{step}-{n}", "env": env, "reward": 1.0, **fields})
-                         for n in range(2))  # fmt: skip
-    log.on_eval(step, Evaluation(
-        env=env, num_episodes=2, num_failed=0, metrics={"success": 1.0}, trajectories=trajectories
-    ))  # fmt: skip
+    trajectories = tuple(
+        Trajectory(**{"example_id": f"{step}-{n}", "env": env, "reward": 1.0, **fields}) for n in range(2)
+    )
+    log.on_eval(
+        step, Evaluation(env=env, num_episodes=2, num_failed=0, metrics={"success": 1.0}, trajectories=trajectories)
+    )
 
 
 def train(log: RunLog, step: int) -> None:
@@ -106,8 +113,9 @@ def test_a_checkpoint_knows_how_long_the_logs_are_and_they_are_synced_before_it_
     assert manifest["logs"]["metrics.jsonl"] == {"size": mark.size, "records": 3, "crc32": mark.crc32}
     assert manifest["logs"]["trajectories"] == {
         str(step): {"size": path.stat().st_size, "crc32": zlib.crc32(path.read_bytes())}
-        for step, path in files_in(four_steps.trajectories).items() if step <= 3
-    }  # fmt: skip
+        for step, path in files_in(four_steps.trajectories).items()
+        if step <= 3
+    }
     synced: list[str] = []
     fsync, rename = os.fsync, os.rename
 
@@ -236,8 +244,10 @@ def test_an_evaluated_episode_that_is_not_json_is_kept_without_its_messages(fold
         "messages and info were not written: TypeError: Object of type set is not JSON serializable"
     )
     said = [record.getMessage() for record in caplog.records]
-    assert said == [f"evaluated episodes of step 1 are in {folder.evaluations} without their messages and info, which "
-                    "are not JSON", "2 trajectories were logged without their messages and info, which are not JSON"]
+    assert said == [
+        f"evaluated episodes of step 1 are in {folder.evaluations} without their messages and info, which are not JSON",
+        "2 trajectories were logged without their messages and info, which are not JSON",
+    ]
 
 
 @pytest.mark.slow
@@ -283,7 +293,7 @@ def test_a_run_of_an_earlier_version_goes_on_without_the_episodes_that_it_did_no
 
 def test_episodes_that_an_earlier_version_wrote_as_lines_are_cut_back_and_read_before_the_files(
     four_steps: RunFolder, caplog
-):  # fmt: skip
+):
     lines = TrajectoryLog(four_steps.eval_trajectories)
     for step in (0, 3, 4):
         lines.write(step, Trajectory(example_id=f"line {step}", env="game", reward=0.0))
@@ -352,14 +362,20 @@ class EverySecondStep:
         self.num_seen = state["num_seen"]
 
 
-def watched(
-    folder: RunFolder, first_step: int, detector: object, heard: Heard, started: float | None = None
-) -> RunLog:
+def watched(folder: RunFolder, first_step: int, detector: object, heard: Heard, started: float | None = None) -> RunLog:
     return RunLog(
-        folder, title="x", max_steps=9, first_step=first_step, trajectories=None, monitors=[heard], detector=detector,
-        store=CheckpointStore(folder.checkpoints), environments={}, earlier_seconds=5.0,
+        folder,
+        title="x",
+        max_steps=9,
+        first_step=first_step,
+        trajectories=None,
+        monitors=[heard],
+        detector=detector,
+        store=CheckpointStore(folder.checkpoints),
+        environments={},
+        earlier_seconds=5.0,
         started=time.monotonic() if started is None else started,
-    )  # fmt: skip
+    )
 
 
 def test_monitors_hear_of_a_step_its_trajectories_its_alarms_and_the_end_in_this_order(folder: RunFolder):
@@ -372,13 +388,19 @@ def test_monitors_hear_of_a_step_its_trajectories_its_alarms_and_the_end_in_this
     log.close("finished")
     assert heard.calls == [
         ("start", {"max_steps": 9}),
-        ("eval", 0, "game"), ("alarm", "evaluated", 0, "raised"),
-        ("step", 1), ("trajectories", 1, ["1-0", "1-1"]),
-        ("step", 2), ("trajectories", 2, ["2-0", "2-1"]), ("alarm", "even", 2, "raised"),
-        ("end", "finished", 2), ("close",),
-    ]  # fmt: skip
+        ("eval", 0, "game"),
+        ("alarm", "evaluated", 0, "raised"),
+        ("step", 1),
+        ("trajectories", 1, ["1-0", "1-1"]),
+        ("step", 2),
+        ("trajectories", 2, ["2-0", "2-1"]),
+        ("alarm", "even", 2, "raised"),
+        ("end", "finished", 2),
+        ("close",),
+    ]
     assert [(alarm.name, alarm.step, alarm.message, alarm.env) for alarm in read_alarms(folder.alarms)] == [
-        ("evaluated", 0, "", "game"), ("even", 2, "4 seen", None)
+        ("evaluated", 0, "", "game"),
+        ("even", 2, "4 seen", None),
     ]
 
 
@@ -395,9 +417,12 @@ def test_the_last_summary_has_the_last_metrics_the_evaluations_and_the_ledger(fo
     results = summary.pop("results")
     assert (results["steps"], results["success_before_rl"], results["trained_tokens"]) == (2, 1.0, 16)
     assert summary == {
-        "state": "failed", "steps": 2, "metrics": {"loss": 1.0, "ledger/sampled": 20, "ledger/trained": 16},
-        "evals": {"game": {"success": 1.0, "episodes": 2, "failed": 0}}, "ledger": {"sampled": 20, "trained": 16},
-    }  # fmt: skip
+        "state": "failed",
+        "steps": 2,
+        "metrics": {"loss": 1.0, "ledger/sampled": 20, "ledger/trained": 16},
+        "evals": {"game": {"success": 1.0, "episodes": 2, "failed": 0}},
+        "ledger": {"sampled": 20, "trained": 16},
+    }
 
 
 def test_alarms_go_back_to_the_checkpoint_and_the_detector_goes_on_from_its_state(folder: RunFolder):
@@ -483,7 +508,7 @@ def test_a_step_does_not_wait_until_its_trajectories_are_written_and_a_checkpoin
 @pytest.mark.parametrize("watches", [True, False])
 def test_alarms_that_stand_are_told_again_by_a_resumed_run_that_looks_for_them(
     folder: RunFolder, capsys, watches: bool
-):  # fmt: skip
+):
     class Raises:
         def on_step(self, step, metrics, fates):
             return [Alarm(name="stale", step=step, state="raised", message="9 steps old", cause="", advice="")]

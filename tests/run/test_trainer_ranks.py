@@ -22,10 +22,13 @@ def no_launcher(monkeypatch):
 
 
 def config_of(**trainer):
-    return make_config({
-        "model": {"name": "somewhere"}, "orchestrator": {"train": {"env": [{"id": "guess_number"}]}},
-        "trainer": {"device": "cpu", **trainer},
-    })  # fmt: skip
+    return make_config(
+        {
+            "model": {"name": "somewhere"},
+            "orchestrator": {"train": {"env": [{"id": "guess_number"}]}},
+            "trainer": {"device": "cpu", **trainer},
+        }
+    )
 
 
 def launched(monkeypatch, rank, size):
@@ -48,8 +51,9 @@ def test_a_process_that_does_not_come_is_named_at_the_deadline_and_ended(monkeyp
     monkeypatch.setattr(trainer_ranks, "sys", SimpleNamespace(executable=str(hanging)))
     monkeypatch.setattr(trainer_ranks, "_START_SECONDS", 0.5)
     said = r"rank 1 of the trainer \(process (\d+)\) did not start within 1 s \(trainer\.parallel\.deadline\)"
-    with pytest.raises(RunStopped, match=said) as caught, open_ranks(
-        config_of(parallel={"processes": 2, "deadline": 1}), tmp_path / "logs"
+    with (
+        pytest.raises(RunStopped, match=said) as caught,
+        open_ranks(config_of(parallel={"processes": 2, "deadline": 1}), tmp_path / "logs"),
     ):
         pass
     pid = int(re.search(said, str(caught.value))[1])
@@ -81,9 +85,12 @@ def test_more_processes_than_cuda_devices_are_refused(monkeypatch):
         num_processes(config_of(parallel={"processes": 3}), may_be_launched=False)
 
 
-@pytest.mark.parametrize("trainer, said", [
-    ({"separate_process": False}, r"parallel\.processes = 2 needs separate_process = true"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "trainer, said",
+    [
+        ({"separate_process": False}, r"parallel\.processes = 2 needs separate_process = true"),
+    ],
+)
 def test_what_several_processes_cannot_do_is_refused_with_the_configuration(trainer, said):
     with pytest.raises(ConfigError, match=said):
         config_of(parallel={"processes": 2}, **trainer)

@@ -45,6 +45,7 @@ def config(tmp_path: Path) -> Any:
 @pytest.fixture
 def routes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two networks: 10.0.0.x is reached from 10.0.0.1, 10.1.0.x from 10.1.0.1; nothing else."""
+
     def towards(host: str, port: int) -> str:
         if host == "127.0.0.1":
             return host
@@ -55,13 +56,16 @@ def routes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verbatim_weight_group, "address_towards", towards)
 
 
-@pytest.mark.parametrize(("urls", "orchestrator", "expected"), [
-    ([], None, "127.0.0.1"),
-    ([], "https://10.1.0.9:8400", "10.1.0.1"),
-    (["http://10.0.0.7:8000", "http://10.0.0.8:8000"], None, "10.0.0.1"),
-    (["http://127.0.0.1:8000"], "http://10.1.0.9:8400", "10.1.0.1"),  # beside the orchestrator
-    (["http://localhost:8000", "http://10.0.0.8:8000"], None, "10.0.0.1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("urls", "orchestrator", "expected"),
+    [
+        ([], None, "127.0.0.1"),
+        ([], "https://10.1.0.9:8400", "10.1.0.1"),
+        (["http://10.0.0.7:8000", "http://10.0.0.8:8000"], None, "10.0.0.1"),
+        (["http://127.0.0.1:8000"], "http://10.1.0.9:8400", "10.1.0.1"),  # beside the orchestrator
+        (["http://localhost:8000", "http://10.0.0.8:8000"], None, "10.0.0.1"),
+    ],
+)
 def test_the_address_is_that_of_the_route_to_the_servers(config, routes, urls, orchestrator, expected):
     assert own_address(config(more=f"urls = {urls}".replace("'", '"')), orchestrator) == expected
 
@@ -79,10 +83,19 @@ def test_an_address_of_another_host_is_refused_with_what_to_type(config, routes)
         own_address(config(more='transfer_address = "192.0.2.1"'), None)  # of a network for documentation
 
 
-@pytest.mark.parametrize(("urls", "said"), [
-    ('["http://10.0.0.7:1", "http://10.1.0.7:1"]', r'several addresses .*10\.0\.0\.1, 10\.1\.0\.1.*vllm\.transfer_add'),
-    ('["http://11.0.0.7:1"]', r"no route to .*11\.0\.0\.7: Network is unreachable.*inference\.vllm\.transfer_address"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("urls", "said"),
+    [
+        (
+            '["http://10.0.0.7:1", "http://10.1.0.7:1"]',
+            r"several addresses .*10\.0\.0\.1, 10\.1\.0\.1.*vllm\.transfer_add",
+        ),
+        (
+            '["http://11.0.0.7:1"]',
+            r"no route to .*11\.0\.0\.7: Network is unreachable.*inference\.vllm\.transfer_address",
+        ),
+    ],
+)
 def test_servers_without_one_address_of_this_host_are_refused(config, routes, urls, said):
     with pytest.raises(UsageError, match=said):
         own_address(config(more=f"urls = {urls}"), None)

@@ -43,8 +43,17 @@ def plain(place: str, days: int, share: float, is_dry: bool) -> str:
     """
 
 
-def unions(a: int | None, b: Optional[str], c: int | str, d: Union[str, float, None], e: int | list[int],
-           f: Optional[Any], g: None, h: Union[bool, int, str], i: list | tuple) -> None:  # fmt: skip
+def unions(
+    a: int | None,
+    b: Optional[str],
+    c: int | str,
+    d: Union[str, float, None],
+    e: int | list[int],
+    f: Optional[Any],
+    g: None,
+    h: Union[bool, int, str],
+    i: list | tuple,
+) -> None:
     """Unions of all kinds.
 
     Args:
@@ -60,10 +69,26 @@ def unions(a: int | None, b: Optional[str], c: int | str, d: Union[str, float, N
     """
 
 
-def containers(a: list, b: list[int], c: List[str], d: dict, e: dict[str, float], f: Dict[str, list[int]], g: tuple,
-               h: tuple[int, str], i: Tuple[float, list[bool]], j: list[Any], k: dict[str, Any], l: List,
-               m: list[dict[str, int | None]], n: Dict, o: list[list[list[int]]], p: Tuple, q: dict[int, str],
-               r: dict[Literal["x"], int]) -> dict[str, list]:  # fmt: skip
+def containers(
+    a: list,
+    b: list[int],
+    c: List[str],
+    d: dict,
+    e: dict[str, float],
+    f: Dict[str, list[int]],
+    g: tuple,
+    h: tuple[int, str],
+    i: Tuple[float, list[bool]],
+    j: list[Any],
+    k: dict[str, Any],
+    l: List,
+    m: list[dict[str, int | None]],
+    n: Dict,
+    o: list[list[list[int]]],
+    p: Tuple,
+    q: dict[int, str],
+    r: dict[Literal["x"], int],
+) -> dict[str, list]:
     """Containers in containers.
 
     Args:
@@ -91,9 +116,17 @@ def containers(a: list, b: list[int], c: List[str], d: dict, e: dict[str, float]
     """
 
 
-def choices(unit: Unit, level: Level, mixed: Mixed | None, word: Literal["a", "b"], single: Literal[3],
-            various: Literal["x", 1, True, None], units: list[Unit], either: Literal["a"] | int,
-            nested: dict[str, Unit | None]) -> Unit:  # fmt: skip
+def choices(
+    unit: Unit,
+    level: Level,
+    mixed: Mixed | None,
+    word: Literal["a", "b"],
+    single: Literal[3],
+    various: Literal["x", 1, True, None],
+    units: list[Unit],
+    either: Literal["a"] | int,
+    nested: dict[str, Unit | None],
+) -> Unit:
     """Choices.
 
     Args:
@@ -262,9 +295,24 @@ class Night(Sky):
 
 
 FUNCTIONS = (
-    plain, unions, containers, choices, choices_in_words, long_words, sections_after, note_after, no_arguments,
-    annotated, decorated, on_the_loop, Sky().bound, Sky.static, Sky().static, Sky.of_class, Night().bound,
-)  # fmt: skip
+    plain,
+    unions,
+    containers,
+    choices,
+    choices_in_words,
+    long_words,
+    sections_after,
+    note_after,
+    no_arguments,
+    annotated,
+    decorated,
+    on_the_loop,
+    Sky().bound,
+    Sky.static,
+    Sky().static,
+    Sky.of_class,
+    Night().bound,
+)
 
 
 def with_defaults(

@@ -22,16 +22,18 @@ def of(**properties):
 
 
 DOUBLING = {
-    "type": "object", "allOf": [{"$ref": "#/$defs/d0"}],
+    "type": "object",
+    "allOf": [{"$ref": "#/$defs/d0"}],
     "$defs": {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(40)} | {"d40": {}},
-}  # fmt: skip
+}
 NESTED = {"$schema": "https://json-schema.org/draft/2020-12/schema", "type": "string", "pattern": SLOW}
 
 SCHEMAS = {
     "a pattern": (of(at={"type": "string", "pattern": SLOW}), {"at": TEXT}),
     "a pattern of names": ({"type": "object", "patternProperties": {SLOW: {}}}, {TEXT: 1}),
     "a pattern of other names": (
-        {"type": "object", "patternProperties": {SLOW: {}}, "additionalProperties": False}, {TEXT: 1}
+        {"type": "object", "patternProperties": {SLOW: {}}, "additionalProperties": False},
+        {TEXT: 1},
     ),
     "a pattern for all names": ({"type": "object", "propertyNames": {"pattern": SLOW}}, {TEXT: 1}),
     "a pattern in a part that names its dialect": (of(at=NESTED), {"at": TEXT}),
@@ -39,9 +41,10 @@ SCHEMAS = {
     "references that double": (DOUBLING, {}),
     "references without end": ({"type": "object", "$ref": "#"}, {}),
     "a draft 7 pattern": (
-        {"$schema": "http://json-schema.org/draft-07/schema#", **of(at={"pattern": SLOW})}, {"at": TEXT}
+        {"$schema": "http://json-schema.org/draft-07/schema#", **of(at={"pattern": SLOW})},
+        {"at": TEXT},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
@@ -123,9 +126,18 @@ def test_a_schema_that_cannot_be_bounded_is_refused(schema, complaint):
 
 @pytest.mark.parametrize(
     ("pattern", "size"),
-    [("abc", 3), (r"\d{4}-\d{2}", 7), ("[a-z]{2}-(a{10}){10}", 103), ("(ab){3,5}", 10), ("a{2,}", 2), ("[{]{3}", 3),
-     (r"\({2}", 2), ("^(?:[0-9a-f]{8}(?:-[0-9a-f]{4}){3})$", 33), ("a{}", 3)],
-)  # fmt: skip
+    [
+        ("abc", 3),
+        (r"\d{4}-\d{2}", 7),
+        ("[a-z]{2}-(a{10}){10}", 103),
+        ("(ab){3,5}", 10),
+        ("a{2,}", 2),
+        ("[{]{3}", 3),
+        (r"\({2}", 2),
+        ("^(?:[0-9a-f]{8}(?:-[0-9a-f]{4}){3})$", 33),
+        ("a{}", 3),
+    ],
+)
 def test_the_size_of_a_pattern_with_its_repeats_written_out(pattern, size):
     assert json_arguments._written_out(pattern) == size
 

@@ -57,7 +57,7 @@ async def test_defaults_and_given_arguments_reach_the_function():
     assert await FunctionTool(look)({"place": "Bonn", "days": 2, "unit": "F"}) == ToolResult(content="Bonn 2 F")
 
 
-@pytest.mark.parametrize("value", ["", "é\u2028\"\\\x00", "\U0001f600", 2**80, -1, True, None, 0.1, [1, {"a": None}]])
+@pytest.mark.parametrize("value", ["", 'é\u2028"\\\x00', "\U0001f600", 2**80, -1, True, None, 0.1, [1, {"a": None}]])
 def test_plain_arguments_arrive_as_they_were_given(value):
     def keep(value: str | int | bool | float | list | None) -> None:
         got.append(value)

@@ -32,8 +32,19 @@ def test_an_isolation_that_isolates_nothing_is_found_out():
 
 
 def test_an_isolation_that_leaves_the_network_open_is_found_out():
-    without = running("unshare", "--user", "--map-root-user", "--mount", "--pid", "--ipc", "--uts", "--fork",
-                      "--mount-proc", "bash", "-c")  # fmt: skip
+    without = running(
+        "unshare",
+        "--user",
+        "--map-root-user",
+        "--mount",
+        "--pid",
+        "--ipc",
+        "--uts",
+        "--fork",
+        "--mount-proc",
+        "bash",
+        "-c",
+    )
     assert why_not(without) == "it shares the net namespace"
 
 

@@ -81,8 +81,9 @@ def test_the_schemas_are_the_servers_own(tools):
     function = tools["add"].schema["function"]
     assert function["description"] == "Add two numbers.\n\nBoth are whole."
     assert {name: about["type"] for name, about in function["parameters"]["properties"].items()} == {
-        "a": "integer", "b": "integer",
-    }  # fmt: skip
+        "a": "integer",
+        "b": "integer",
+    }
     assert function["parameters"]["required"] == ["a", "b"]
     assert "description" not in tools["pid"].schema["function"]
 
@@ -94,12 +95,22 @@ def test_the_schemas_are_the_servers_own(tools):
         ("lines", {}, (None, "one\ntwo")),
         ("add", {"a": "2", "b": 3}, ("invalid_arguments", "Error: add: a: '2' is not of type 'integer'")),
         ("add", {"a": 2}, ("invalid_arguments", "Error: add: 'b' is a required property")),
-        ("refuse", {"reason": "closed on " + "Sundays " * 100},
-         ("exception", "Error: refuse failed: Error executing tool refuse: closed on " + "Sundays " * 100)),
-        ("picture", {}, ("exception", "Error: picture failed: it answered with image data (image/png), and only text "
-                         "can be read here. Ask for text, or do without.")),
+        (
+            "refuse",
+            {"reason": "closed on " + "Sundays " * 100},
+            ("exception", "Error: refuse failed: Error executing tool refuse: closed on " + "Sundays " * 100),
+        ),
+        (
+            "picture",
+            {},
+            (
+                "exception",
+                "Error: picture failed: it answered with image data (image/png), and only text "
+                "can be read here. Ask for text, or do without.",
+            ),
+        ),
     ],
-)  # fmt: skip
+)
 def test_whatever_the_server_answers_becomes_text_or_a_counted_message(tools, name, arguments, expected):
     assert run(tools, name, **arguments) == expected
 
@@ -143,9 +154,7 @@ def test_a_rollout_brings_an_event_loop_of_its_own_also_where_one_is_running():
 
     async def notebook():
         async with stdio() as source:
-            rollout = MultiTurnRollout(
-                sampler=sampler, template=ByteRenderer(), tool_manager=ToolManager(source.tools)
-            )
+            rollout = MultiTurnRollout(sampler=sampler, template=ByteRenderer(), tool_manager=ToolManager(source.tools))
             return [*rollout(tasks), *rollout(tasks), *await rollout.run(tasks)]
 
     results = asyncio.run(notebook())
@@ -291,13 +300,17 @@ def test_a_source_whose_opening_is_cancelled_leaves_nothing_behind(tmp_path):
     ("source", "says"),
     [
         (McpTools.stdio("no-such", ["x"]), "no-such x: its server cannot be reached: FileNotFoundError"),
-        (McpTools.stdio(sys.executable, ["-c", "1"], connect_timeout=HANGS),
-         "its server cannot be reached: MCPError: Connection closed"),
-        (McpTools.stdio("sleep", ["infinity"], connect_timeout=0.2),
-         "sleep infinity: its server did not answer within 0.2 s"),
+        (
+            McpTools.stdio(sys.executable, ["-c", "1"], connect_timeout=HANGS),
+            "its server cannot be reached: MCPError: Connection closed",
+        ),
+        (
+            McpTools.stdio("sleep", ["infinity"], connect_timeout=0.2),
+            "sleep infinity: its server did not answer within 0.2 s",
+        ),
         (McpTools.http("http://127.0.0.1:9/mcp"), "its server cannot be reached: ConnectError"),
     ],
-)  # fmt: skip
+)
 def test_a_server_that_is_not_there_is_refused_when_the_source_is_opened(source, says):
     with pytest.raises(ComponentError, match=says):
         source.open()

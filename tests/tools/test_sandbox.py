@@ -167,8 +167,17 @@ async def test_there_is_no_network(start: Start):
             assert "connect" in tried.output
             assert "connected" not in tried.output
     assert set(re.findall(r"^ *(\w+):", await output(sandbox, "cat /proc/net/dev"), re.MULTILINE)) <= {
-        "lo", "sit0", "tunl0", "ip6tnl0", "gre0", "gretap0", "erspan0", "ip_vti0", "ip6_vti0", "ip6gre0",
-    }  # fmt: skip
+        "lo",
+        "sit0",
+        "tunl0",
+        "ip6tnl0",
+        "gre0",
+        "gretap0",
+        "erspan0",
+        "ip_vti0",
+        "ip6_vti0",
+        "ip6gre0",
+    }
 
 
 async def test_files_of_the_user_and_secrets_of_the_system_are_not_there(start: Start, tmp_path: Path):
@@ -205,8 +214,13 @@ async def test_there_are_no_privileges_to_gain(start: Start):
     status = await output(sandbox, "cat /proc/self/status")
     assert re.findall(r"^Cap(?:Prm|Eff|Bnd|Amb):\t(\w+)", status, re.MULTILINE) == ["0" * 16] * 4
     assert "NoNewPrivs:\t1" in status
-    for command in ("unshare --user --map-root-user true", "mount -t tmpfs x /tmp/work", "chroot / true",
-                    "echo 9 >/proc/sys/kernel/pid_max", "mknod d b 1 1"):  # fmt: skip
+    for command in (
+        "unshare --user --map-root-user true",
+        "mount -t tmpfs x /tmp/work",
+        "chroot / true",
+        "echo 9 >/proc/sys/kernel/pid_max",
+        "mknod d b 1 1",
+    ):
         assert (await sandbox.run(command)).status != 0, command
 
 
@@ -226,17 +240,22 @@ async def test_a_command_that_takes_too_long_is_stopped_and_the_files_are_kept(s
     sandbox, seconds = await start({"a": "kept\n"}), long_sleep()
     stopped = await cut_off(sandbox, f"echo runs; sleep {seconds}")
     assert stopped == CommandResult(
-        output="runs\n", status=None,
+        output="runs\n",
+        status=None,
         notes=(f"stopped: it took more than {HANGS:g} s; a fresh shell has started, files are kept",),
-    )  # fmt: skip
+    )
     assert not alive(seconds)
     assert await output(sandbox, "cat a") == "kept\n"
 
 
 @pytest.mark.parametrize(
-    "command", ["trap '' TERM INT HUP; echo runs; sleep 1e9", "echo runs; while :; do :; done",
-                "mkfifo p; (trap '' TERM; echo runs; cat) <>p"]
-)  # fmt: skip
+    "command",
+    [
+        "trap '' TERM INT HUP; echo runs; sleep 1e9",
+        "echo runs; while :; do :; done",
+        "mkfifo p; (trap '' TERM; echo runs; cat) <>p",
+    ],
+)
 async def test_a_command_that_resists_is_stopped_all_the_same(start: Start, command: str):
     sandbox = await start()
     assert (await cut_off(sandbox, command)).status is None

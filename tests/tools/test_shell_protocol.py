@@ -26,8 +26,10 @@ def test_answers_come_one_by_one():
     token = token_of(protocol)
     protocol.received += b"\0" + token + b" ready 0\0x\0" + token + b" 1 0\0"
     assert [protocol.answer(), protocol.answer(), protocol.answer()] == [
-        Answer(output=b"", to="ready", status=0), Answer(output=b"x", to=1, status=0), None,
-    ]  # fmt: skip
+        Answer(output=b"", to="ready", status=0),
+        Answer(output=b"x", to=1, status=0),
+        None,
+    ]
 
 
 def test_the_mark_of_another_shell_is_output():

@@ -443,9 +443,7 @@ async def test_calls_at_one_time_run_at_one_time():
         return number
 
     manager = ToolManager([meet])
-    outcomes = await asyncio.gather(
-        *(manager.dispatch(call("meet", {"number": i}), timeout=HANGS) for i in range(20))
-    )
+    outcomes = await asyncio.gather(*(manager.dispatch(call("meet", {"number": i}), timeout=HANGS) for i in range(20)))
     assert [outcome.message["content"] for outcome in outcomes] == [str(i) for i in range(20)]
 
 
@@ -528,6 +526,7 @@ async def test_an_exception_without_a_readable_message_is_an_answer_too():
 )
 async def test_a_result_of_the_wrong_types_is_a_fault_of_the_tool(given, says):
     """Without a fault the log would not have it, and a tool that does it always would fail in silence."""
+
     def wrong() -> ToolResult:
         return ToolResult(**given)
 

@@ -39,9 +39,10 @@ def main():
     with tempfile.TemporaryDirectory() as folder, crew(args.processes) as processes:
         root = Path(folder)
         models = {
-            "tied": write_model(root / "tied"), "untied": write_model(root / "untied", sliding_window=7, tied=False),
+            "tied": write_model(root / "tied"),
+            "untied": write_model(root / "untied", sliding_window=7, tied=False),
             "llama": write_llama(root / "llama"),
-        }  # fmt: skip
+        }
         share = -(-args.batches // len(SETTINGS))
         sequence = {"parallel": {"sequence": args.sequence}}
         cases = [{**case, **sequence, "model": str(models[case["model"]])} for case in SETTINGS]
@@ -50,13 +51,21 @@ def main():
             for n, case in enumerate(cases)
         ]
     farthest = max(figures["gradient"] for figures in found)
-    print(json.dumps({
-        "processes": args.processes, "sequence": args.sequence,
-        "batches": share * len(SETTINGS), "seconds": round(time.monotonic() - began),
-        "largest_gradient_difference": farthest[0], "parameter": farthest[1], "its_share": farthest[2],
-        "largest_gradient_difference_by_setting": [figures["gradient"] for figures in found],
-        "largest_metric_difference": max(figures["metrics"] for figures in found),
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "processes": args.processes,
+                "sequence": args.sequence,
+                "batches": share * len(SETTINGS),
+                "seconds": round(time.monotonic() - began),
+                "largest_gradient_difference": farthest[0],
+                "parameter": farthest[1],
+                "its_share": farthest[2],
+                "largest_gradient_difference_by_setting": [figures["gradient"] for figures in found],
+                "largest_metric_difference": max(figures["metrics"] for figures in found),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -75,10 +75,13 @@ def noted_gradients(trainer):
         if trainer._sharding is not None:
             trainer._sharding.drop_unused()
             trainer._sharding._used.fill_(1)
-        steps.append({
-            name: getattr(p.grad, "full_tensor", lambda p=p: p.grad)().clone()
-            for name, p in trainer.model.named_parameters() if p.grad is not None
-        })  # fmt: skip
+        steps.append(
+            {
+                name: getattr(p.grad, "full_tensor", lambda p=p: p.grad)().clone()
+                for name, p in trainer.model.named_parameters()
+                if p.grad is not None
+            }
+        )
         return take()
 
     trainer._step = step
@@ -143,10 +146,12 @@ def _compare(ranks, model, batches, **settings):
     ranks.gather(None)  # the others wait here, not in the next case
     return {
         "gradient": [apart(a, b) for a, b in zip(found, expected, strict=True)],
-        "metrics": metrics, "alone": alone_metrics,
+        "metrics": metrics,
+        "alone": alone_metrics,
         "tokens": max(_tokens_apart(a, b) for a, b in zip(tokens, alone_tokens, strict=True)),
-        "logprobs": _logprobs_apart(logprobs, alone_logprobs), "rounded": _logprobs_apart(rounded, alone_rounded),
-    }  # fmt: skip
+        "logprobs": _logprobs_apart(logprobs, alone_logprobs),
+        "rounded": _logprobs_apart(rounded, alone_rounded),
+    }
 
 
 def _logprobs_apart(found, expected):
@@ -162,9 +167,15 @@ def _tokens_apart(found, expected):
 def own_weights_as_reference(ranks, model, settings):
     """`ref_kl` of optimizer steps whose reference has the policy's own weights: the learning rate is 0."""
     trainer = trainer_of(
-        Path(model), ranks, compute="bfloat16", dtype="float32", frozen={"reference": model},
-        loss={"type": "default", "kl_ref_tau": 0.5}, optim=OptimConfig(lr=1e-30, weight_decay=0.0), **settings,
-    )  # fmt: skip
+        Path(model),
+        ranks,
+        compute="bfloat16",
+        dtype="float32",
+        frozen={"reference": model},
+        loss={"type": "default", "kl_ref_tau": 0.5},
+        optim=OptimConfig(lr=1e-30, weight_decay=0.0),
+        **settings,
+    )
     if not ranks.leads:
         ranks.follow(trainer.obey)
         return None
@@ -352,8 +363,11 @@ def send_in_vain(ranks, model, out):
         ranks.follow(trainer.obey)
         return None
     found = []
-    for error, after in ((SamplerFault("replica 1 is gone"), 3), (RuntimeError("NCCL error: remote process exited"), 0),
-                         (MemoryError("1 GiB"), 5)):  # fmt: skip
+    for error, after in (
+        (SamplerFault("replica 1 is gone"), 3),
+        (RuntimeError("NCCL error: remote process exited"), 0),
+        (MemoryError("1 GiB"), 5),
+    ):
         receivers = FailingReceivers(error, after)
         try:
             trainer.send_weights(receivers)
@@ -485,4 +499,3 @@ def same_weights(one, other):
         return {k: v for path in sorted(Path(folder).glob("*.safetensors")) for k, v in load_file(path).items()}
 
     return apart(read(one), read(other))
-

@@ -35,17 +35,26 @@ class Crew:
         paths = os.pathsep.join([str(here), *filter(None, sys.path)])
         for rank in range(self.size):
             with (self.folder / f"log-{rank}").open("ab") as log:
-                self.processes.append(warm.Popen(
-                    [sys.executable, str(here / "parallel_ranks.py"), str(self.folder), str(rank)], stdout=log,
-                    stderr=log, env={**os.environ, "PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo"},
-                ))  # fmt: skip
+                self.processes.append(
+                    warm.Popen(
+                        [sys.executable, str(here / "parallel_ranks.py"), str(self.folder), str(rank)],
+                        stdout=log,
+                        stderr=log,
+                        env={**os.environ, "PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo"},
+                    )
+                )
         return self
 
     def run(self, function, *arguments, size=None, deadline=2 * SECONDS, seconds=SECONDS):
         """The JSON value that the function returned on rank 0 of the first `size` processes."""
         self.jobs += 1
-        job = {"module": function.__module__, "name": function.__name__, "arguments": arguments,
-               "size": size or self.size, "deadline": deadline}  # fmt: skip
+        job = {
+            "module": function.__module__,
+            "name": function.__name__,
+            "arguments": arguments,
+            "size": size or self.size,
+            "deadline": deadline,
+        }
         _publish(self.folder / f"job-{self.jobs}", job)
         answer = self.folder / f"answer-{self.jobs}"
         until = time.monotonic() + seconds

@@ -28,8 +28,10 @@ def padded(seed, block):
     batch = forest(seed, count=40)
     padding = -batch.num_tokens % block
     end = batch.num_tokens + padding
-    return (np.append(batch.position_ids, np.arange(padding)).astype(np.int32),
-            np.append(batch.ends, np.full(padding, end)).astype(np.int32))  # fmt: skip
+    return (
+        np.append(batch.position_ids, np.arange(padding)).astype(np.int32),
+        np.append(batch.ends, np.full(padding, end)).astype(np.int32),
+    )
 
 
 def seen(depths, ends, window):
@@ -51,8 +53,9 @@ def test_attention_is_that_of_the_exact_plan(forest_of, window, block, kind):
     seed, value_size = forest_of
     torch.manual_seed(seed)
     depths, ends = padded(seed, block)
-    qkv = [torch.randn(1, heads, len(ends), size, dtype=torch.float64)
-           for heads, size in ((4, 8), (2, 8), (2, value_size))]  # fmt: skip
+    qkv = [
+        torch.randn(1, heads, len(ends), size, dtype=torch.float64) for heads, size in ((4, 8), (2, 8), (2, value_size))
+    ]
     call = attention_call(kind, window)
     found, expected = (plan(depths, ends, "cpu").attend(0, *qkv, call) for plan in (FlexPlan, TreePlan))
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
@@ -96,8 +99,9 @@ def test_the_backward_pass_visits_the_same_blocks(block):
     mask = FlexPlan(depths, ends, "cpu")._mask(None)
     partial, full = visible_blocks(depths, ends, None)
     for which, counts, numbers in (
-        (partial, mask.q_num_blocks, mask.q_indices), (full, mask.full_q_num_blocks, mask.full_q_indices)
-    ):  # fmt: skip
+        (partial, mask.q_num_blocks, mask.q_indices),
+        (full, mask.full_q_num_blocks, mask.full_q_indices),
+    ):
         for key in range(len(which)):
             assert sorted(numbers[0, 0, key, : counts[0, 0, key]].tolist()) == np.flatnonzero(which[:, key]).tolist()
 

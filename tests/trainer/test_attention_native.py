@@ -28,8 +28,10 @@ def tensors(tokens, shape, *, seed=0, dtype=torch.float32):
     """Queries, keys and values in the strides that models give them, and a gradient of the output."""
     torch.manual_seed(seed)
     heads, kv_heads, size, value_size = shape
-    qkv = [torch.randn(1, tokens, count, width).transpose(1, 2).to(dtype).requires_grad_()
-           for count, width in ((heads, size), (kv_heads, size), (kv_heads, value_size))]  # fmt: skip
+    qkv = [
+        torch.randn(1, tokens, count, width).transpose(1, 2).to(dtype).requires_grad_()
+        for count, width in ((heads, size), (kv_heads, size), (kv_heads, value_size))
+    ]
     return qkv, torch.randn(1, tokens, heads, value_size).to(dtype)
 
 

@@ -17,9 +17,7 @@ def seen_in(row_lengths, window):
     return seen
 
 
-CASES = (
-    [[1], [5], [3, 9, 10, 1, 10, 2], [4, 4, 4], [11, 10, 2], [2, 2, 4]], [None, 1, 3, 4, 100], list(KINDS)
-)  # fmt: skip
+CASES = ([[1], [5], [3, 9, 10, 1, 10, 2], [4, 4, 4], [11, 10, 2], [2, 2, 4]], [None, 1, 3, 4, 100], list(KINDS))
 
 
 @pytest.mark.campaign

@@ -56,8 +56,10 @@ def attends_as_dense(seed, value_size, window, block, kind, monkeypatch, *, plan
     batch = forest(seed)
     assert not batch.is_rows
     tokens = batch.num_tokens
-    qkv = [torch.randn(1, heads, tokens, size, dtype=torch.float64, requires_grad=True)
-           for heads, size in ((4, 8), (2, 8), (2, value_size))]  # fmt: skip
+    qkv = [
+        torch.randn(1, heads, tokens, size, dtype=torch.float64, requires_grad=True)
+        for heads, size in ((4, 8), (2, 8), (2, value_size))
+    ]
     outside = torch.randn(1, tokens, 4, value_size, dtype=torch.float64)
     plan = TreePlan(batch.position_ids, batch.ends)
     call = attention_call(kind, planned or window)

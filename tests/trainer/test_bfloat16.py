@@ -103,8 +103,6 @@ def gradients(made, samples):
     return kept
 
 
-
-
 def test_a_trainer_in_bfloat16_rounds_products_and_nothing_else(qwen):
     made = trainer(qwen, dtype="bfloat16")
     seen = {}
@@ -121,8 +119,9 @@ def test_a_trainer_in_bfloat16_rounds_products_and_nothing_else(qwen):
 
 
 def test_recomputed_activations_are_rounded_as_they_were(qwen):
-    plain, recomputed = (gradients(trainer(qwen, dtype="bfloat16", gradient_checkpointing=on), make_batch())
-                         for on in (False, True))  # fmt: skip
+    plain, recomputed = (
+        gradients(trainer(qwen, dtype="bfloat16", gradient_checkpointing=on), make_batch()) for on in (False, True)
+    )
     assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
 
 
@@ -134,9 +133,13 @@ def test_trees_are_held_against_float32_where_activations_are_recomputed(qwen, m
 
 def test_adapters_stay_in_float32_and_their_base_is_rounded(qwen):
     made = trainer(qwen, dtype="bfloat16", lora=LoraConfig(r=4))
-    kinds = {name.rpartition(".")[2] if "lora_" not in name else "adapter":
-             isinstance(vars(module).get("forward"), RoundedLinear)
-             for name, module in made.model.named_modules() if type(module) is nn.Linear}  # fmt: skip
+    kinds = {
+        name.rpartition(".")[2] if "lora_" not in name else "adapter": isinstance(
+            vars(module).get("forward"), RoundedLinear
+        )
+        for name, module in made.model.named_modules()
+        if type(module) is nn.Linear
+    }
     assert kinds["adapter"] is False and kinds["base_layer"] is True and kinds["lm_head"] is False
     exact = trainer(qwen, lora=LoraConfig(r=4))
     assert made.train_batch(make_batch())["loss"] == pytest.approx(exact.train_batch(make_batch())["loss"], rel=0.05)

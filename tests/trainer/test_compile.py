@@ -49,11 +49,14 @@ def backend(request, monkeypatch):
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("backend", [sized(TRACED, "inductor")], indirect=True)
-@pytest.mark.parametrize("settings", [
-    {"packing": "tree", "micro_batch_tokens": 40},
-    {"packing": "rows", "micro_batch_tokens": 30, "gradient_checkpointing": True},
-    {"packing": "tree", "lora": {"r": 4, "alpha": 8}},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"packing": "tree", "micro_batch_tokens": 40},
+        {"packing": "rows", "micro_batch_tokens": 30, "gradient_checkpointing": True},
+        {"packing": "tree", "lora": {"r": 4, "alpha": 8}},
+    ],
+)
 def test_the_gradient_is_that_of_layers_that_are_not_compiled(sliding_qwen, settings, backend):
     gradients_agree(sliding_qwen, [shared_prefixes(), make_batch(1)], **settings)
 
@@ -80,10 +83,13 @@ def gradients_agree(model, batches, **settings):
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("backend", [sized(TRACED, "inductor")], indirect=True)
-@pytest.mark.parametrize("settings", sized(
-    [{"router_aux_loss_coef": 0.5, "gradient_checkpointing": True}],
-    [{}, {"router_aux_loss_coef": 0.5}, {"router_aux_loss_coef": 0.5, "gradient_checkpointing": True}],
-))  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    sized(
+        [{"router_aux_loss_coef": 0.5, "gradient_checkpointing": True}],
+        [{}, {"router_aux_loss_coef": 0.5}, {"router_aux_loss_coef": 0.5, "gradient_checkpointing": True}],
+    ),
+)
 def test_a_mixture_of_experts_is_watched_and_told_what_to_choose_in_compiled_layers(tmp_path, settings, backend):
     experts = write_qwen_moe(tmp_path, norm_topk_prob=True)
     gradients, metrics = [], []
@@ -128,10 +134,19 @@ def test_layers_are_compiled_once_whatever_the_number_of_tokens(sliding_qwen, ba
 @pytest.mark.campaign
 def test_two_processes_compile_their_layers(qwen):
     with crew(2) as two:
-        (found,) = two.run(jobs.compare_compiled, sized(TRACED, "inductor"), [{
-            "model": str(qwen), "batches": [["usual", 0]], "micro_batch_tokens": 40, "compile": True,
-            "gradient_checkpointing": True,
-        }])  # fmt: skip
+        (found,) = two.run(
+            jobs.compare_compiled,
+            sized(TRACED, "inductor"),
+            [
+                {
+                    "model": str(qwen),
+                    "batches": [["usual", 0]],
+                    "micro_batch_tokens": 40,
+                    "compile": True,
+                    "gradient_checkpointing": True,
+                }
+            ],
+        )
     assert max(found["gradient"]) < 1e-10
 
 

@@ -35,9 +35,13 @@ def make_worker(model, folder, places):
     trainer = make_trainer(model, total=4)
     memory = DeviceMemory(trainer.model, trainer.optimizer, DEVICE, move=places.move) if places is not None else None
     return trainer, TrainerWorker(
-        trainer, version=0, weights=WeightFolders(folder / "weights"), states=folder / "states", context_length=20,
+        trainer,
+        version=0,
+        weights=WeightFolders(folder / "weights"),
+        states=folder / "states",
+        context_length=20,
         memory=memory,
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture

@@ -72,8 +72,9 @@ def test_a_rank_ends_for_the_first_failure_of_another(store):
 def test_a_rank_does_not_end_for_a_failure_of_its_own_nor_for_those_who_only_lost_the_others(store, looks):
     mine = Failures(store, 0, 3)
     for fail in (
-        lambda: Failures(store, 1, 3).tell(RuntimeError("gloo: timed out")), lambda: mine.tell(RunStopped("no memory"))
-    ):  # fmt: skip
+        lambda: Failures(store, 1, 3).tell(RuntimeError("gloo: timed out")),
+        lambda: mine.tell(RunStopped("no memory")),
+    ):
 
         def act(fail=fail):
             fail()
@@ -86,9 +87,10 @@ def test_a_rank_does_not_end_for_a_failure_of_its_own_nor_for_those_who_only_los
 def test_a_rank_that_hears_of_it_by_itself_is_not_ended(store, looks):
     """Rank 0 has a while to come out of what it does, and to say it where people read it."""
     told = Failures(store, 1, 3)
-    assert heard(
-        Failures(store, 0, 3), lambda: told.tell(RunStopped("x")), lambda ends: any(looks.seen), patience=HANGS
-    ) == []  # fmt: skip
+    assert (
+        heard(Failures(store, 0, 3), lambda: told.tell(RunStopped("x")), lambda ends: any(looks.seen), patience=HANGS)
+        == []
+    )
 
 
 @pytest.mark.slow
@@ -121,10 +123,17 @@ def test_ranks_that_do_not_come_are_named_when_the_deadline_has_passed(store, mo
     assert 200 < now[0] < 200.1
 
 
-@pytest.mark.parametrize("error, kind", [
-    (UsageError("x"), "usage"), (ComponentError("x"), "component"), (RunStopped("x"), "run"), (KeyError("x"), "run"),
-    (OSError(28, "No space left on device"), "run"), (KeyboardInterrupt(), "interrupted"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "error, kind",
+    [
+        (UsageError("x"), "usage"),
+        (ComponentError("x"), "component"),
+        (RunStopped("x"), "run"),
+        (KeyError("x"), "run"),
+        (OSError(28, "No space left on device"), "run"),
+        (KeyboardInterrupt(), "interrupted"),
+    ],
+)
 def test_a_failure_keeps_its_kind(error, kind):
     assert kind_of(error) == kind
 

@@ -44,9 +44,15 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setattr(failures, "GRACE", HANGS)
     monkeypatch.setattr(failures, "_LEAVE_SECONDS", HANGS)
     monkeypatch.setattr(trainer_ranks, "_PATIENCE", HANGS)
-    monkeypatch.setattr(trainer_ranks, "subprocess", SimpleNamespace(
-        Popen=start_faulty, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired,
-    ))  # fmt: skip
+    monkeypatch.setattr(
+        trainer_ranks,
+        "subprocess",
+        SimpleNamespace(
+            Popen=start_faulty,
+            DEVNULL=subprocess.DEVNULL,
+            TimeoutExpired=subprocess.TimeoutExpired,
+        ),
+    )
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
@@ -65,11 +71,14 @@ def plant(**fault):
 
 
 def config_of(model):
-    return make_config({
-        "model": {"name": str(model)}, "max_steps": 9,
-        "orchestrator": {"train": {"env": [{"id": "guess_number"}]}, "seq_len": 64},
-        "trainer": {"device": "cpu", "packing": "rows", "parallel": {"processes": 2, "deadline": DEADLINE}},
-    })  # fmt: skip
+    return make_config(
+        {
+            "model": {"name": str(model)},
+            "max_steps": 9,
+            "orchestrator": {"train": {"env": [{"id": "guess_number"}]}, "seq_len": 64},
+            "trainer": {"device": "cpu", "packing": "rows", "parallel": {"processes": 2, "deadline": DEADLINE}},
+        }
+    )
 
 
 @contextlib.contextmanager
@@ -113,11 +122,14 @@ def test_a_full_disk_on_one_host_is_named_by_all_and_the_run_goes_on_from_the_la
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("kind, error, said", [
-    ("usage", UsageError, "a bad record"),
-    ("system", RunStopped, r"Input/output error \(/dev/shm/x\)"),
-    ("bug", RunStopped, "KeyError: 'no such layer'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, error, said",
+    [
+        ("usage", UsageError, "a bad record"),
+        ("system", RunStopped, r"Input/output error \(/dev/shm/x\)"),
+        ("bug", RunStopped, "KeyError: 'no such layer'"),
+    ],
+)
 def test_an_error_in_the_pass_of_one_rank_ends_both_at_once(place, qwen, kind, error, said):
     with pytest.raises(error, match=NAMED.format(1) + " failed: " + said), soon(), two(qwen) as trainer:
         trainer.train_batch(make_batch(0))
@@ -154,10 +166,13 @@ def test_a_refusal_that_only_rank_1_sees_is_a_refusal_that_names_it(place, qwen)
         pass
 
 
-@pytest.mark.parametrize("fault, said", [
-    ({"start": True}, r"rank 1 of the trainer ended with status 3"),
-    ({"config": True}, r"rank 1 of the trainer failed: another version of verbatim"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "fault, said",
+    [
+        ({"start": True}, r"rank 1 of the trainer ended with status 3"),
+        ({"config": True}, r"rank 1 of the trainer failed: another version of verbatim"),
+    ],
+)
 def test_a_rank_that_fails_before_they_have_met_is_named_at_once(place, qwen, fault, said):
     plant(**fault)
     with pytest.raises((RunStopped, UsageError), match="(?s)" + said), soon(), two(qwen):
@@ -213,27 +228,40 @@ deadline = {deadline}
 """
 
 
-@pytest.mark.parametrize("fault, status, said", [
-    ({"rank": "0", "load": True}, 2, "error: no such file on this host: config.json"),
-    ({"rank": "1", "load": True}, 2, f"error: {NAMED.format(1)} failed: no such file on this host"),
-    ({"rank": "0", "between": True}, 2, "error: a bad sample"),
-    ({"rank": "0", "pass": "system"}, 1, r"stopped: Input/output error \(/dev/shm/x\)"),
-    ({"rank": "1", "pass": "usage"}, 2, f"error: {NAMED.format(1)} failed: a bad record"),
-    ({"rank": "1", "pass": "bug"}, 1, f"stopped: {NAMED.format(1)} failed: KeyError"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "fault, status, said",
+    [
+        ({"rank": "0", "load": True}, 2, "error: no such file on this host: config.json"),
+        ({"rank": "1", "load": True}, 2, f"error: {NAMED.format(1)} failed: no such file on this host"),
+        ({"rank": "0", "between": True}, 2, "error: a bad sample"),
+        ({"rank": "0", "pass": "system"}, 1, r"stopped: Input/output error \(/dev/shm/x\)"),
+        ({"rank": "1", "pass": "usage"}, 2, f"error: {NAMED.format(1)} failed: a bad record"),
+        ({"rank": "1", "pass": "bug"}, 1, f"stopped: {NAMED.format(1)} failed: KeyError"),
+    ],
+)
 def test_processes_of_a_launcher_end_at_once_with_the_same_status(place, fault, status, said):
     """Rank 0 holds the store, as with Slurm's srun; nothing kills the others."""
     Path("guess.toml").write_text(GUESS.format(deadline=DEADLINE))
     plant(**fault)
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "WORLD_SIZE": "2",
-                 "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}  # fmt: skip
+    variables = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     with soon():
         started = [
-            start_faulty([sys.executable, "-m", "verbatim.cli", "sft", "guess.toml"], text=True,
-                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                         env={**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            start_faulty(
+                [sys.executable, "-m", "verbatim.cli", "sft", "guess.toml"],
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env={**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
             for rank in range(2)
-        ]  # fmt: skip
+        ]
         try:
             outputs = [process.communicate(timeout=HANGS)[0] for process in started]
         finally:

@@ -23,9 +23,15 @@ pytestmark = pytest.mark.skipif(
     not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="this machine has no C compiler"
 )
 SIZES = {
-    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 144, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
-}  # fmt: skip
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 144,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+}
 FAMILIES = [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config]
 
 

@@ -33,10 +33,18 @@ def test_float32_gradient_is_that_of_transformers_itself(model):
     assert loss == pytest.approx(expected_loss, rel=1e-5)
 
 
-@pytest.mark.parametrize("settings", [
-    {"singly": True}, {"micro_batch_tokens": 40}, {"micro_batch_tokens": 33}, {"micro_batch_tokens": 1}, {"chunk": 1},
-    {"chunk": 5, "micro_batch_tokens": 60},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"singly": True},
+        {"micro_batch_tokens": 40},
+        {"micro_batch_tokens": 33},
+        {"micro_batch_tokens": 1},
+        {"chunk": 1},
+        {"chunk": 5, "micro_batch_tokens": 60},
+    ],
+    ids=str,
+)
 def test_packing_and_chunks_leave_the_gradient_alone(model, settings):
     samples = make_batch()
     expected, expected_loss, expected_metrics = gradients(model, samples)
@@ -104,10 +112,16 @@ def sequence_loss(inputs):
 SEQUENCE = Loss(sequence_loss, level="sequence", normalizer="trajectories")
 
 
-@pytest.mark.parametrize("settings", [
-    {"micro_batch_tokens": 54}, {"micro_batch_tokens": 40}, {"micro_batch_tokens": 1},
-    {"micro_batch_tokens": 35, "chunk": 4},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"micro_batch_tokens": 54},
+        {"micro_batch_tokens": 40},
+        {"micro_batch_tokens": 1},
+        {"micro_batch_tokens": 35, "chunk": 4},
+    ],
+    ids=str,
+)
 def test_a_trajectory_in_several_micro_batches_has_the_gradient_of_a_whole_one(model, settings):
     samples = make_batch()
     expected, expected_loss, expected_metrics = gradients(model, samples, loss=SEQUENCE)

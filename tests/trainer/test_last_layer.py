@@ -21,16 +21,28 @@ from verbatim.trainer.recompute import checkpoint_layers
 from verbatim.trainer.step import GradientPass
 
 SIZES = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "tie_word_embeddings": False,
-    "initializer_range": 0.15, "bos_token_id": None, "eos_token_id": None,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.15,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 FAMILIES = {
-    "llama": LlamaConfig(**SIZES), "qwen2": Qwen2Config(**SIZES), "qwen3": Qwen3Config(**SIZES),
+    "llama": LlamaConfig(**SIZES),
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen3": Qwen3Config(**SIZES),
     "mistral": MistralConfig(**SIZES, sliding_window=5),
-    "qwen3 with a window": Qwen3Config(**SIZES, layer_types=["full_attention", "sliding_attention"],
-                                       sliding_window=5, use_sliding_window=True),
-}  # fmt: skip
+    "qwen3 with a window": Qwen3Config(
+        **SIZES, layer_types=["full_attention", "sliding_attention"], sliding_window=5, use_sliding_window=True
+    ),
+}
 
 
 def samples():

@@ -13,6 +13,7 @@ def on_amd(monkeypatch):
 
 def called(module):
     """Whether oneDNN computes this module's output for a number of rows."""
+
     def by_rows(rows, **kwargs):
         x = torch.randn(rows, module.in_features, **kwargs, requires_grad=True)
         return type(module(x).grad_fn).__name__ == "_LinearBackward"

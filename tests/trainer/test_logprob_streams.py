@@ -16,11 +16,17 @@ def sample(teacher, trajectory_id, **streams):
     """Three tokens, of which the last two are trained."""
     mask = np.array([False, True, True])
     return TrainingSample(
-        token_ids=np.array([1, 2, 3], np.int32), loss_mask=mask, logprobs=np.float32([np.nan, -1, -1]),
-        advantages=np.float32(mask), chunk_ids=np.int32([-1, 0, 0]), policy_versions=np.int32([-1, 0, 0]),
-        temperatures=np.ones(3, np.float32), teacher_logprobs=np.float32(teacher), trajectory_id=trajectory_id,
+        token_ids=np.array([1, 2, 3], np.int32),
+        loss_mask=mask,
+        logprobs=np.float32([np.nan, -1, -1]),
+        advantages=np.float32(mask),
+        chunk_ids=np.int32([-1, 0, 0]),
+        policy_versions=np.int32([-1, 0, 0]),
+        temperatures=np.ones(3, np.float32),
+        teacher_logprobs=np.float32(teacher),
+        trajectory_id=trajectory_id,
         logprob_streams={name: np.float32(stream) for name, stream in streams.items()},
-    )  # fmt: skip
+    )
 
 
 def test_a_reference_model_s_logprobs_reach_the_loss_beside_the_teacher_s():
@@ -36,8 +42,11 @@ def test_a_reference_model_s_logprobs_reach_the_loss_beside_the_teacher_s():
 
 def test_a_stream_that_some_samples_of_a_batch_lack_stops_the_run():
     with pytest.raises(AssertionError, match=r"different logprob streams: .*\['reference', 'teacher'\]"):
-        pack_rows([sample([0, 0, 0], "a", reference=[0, 0, 0]), sample([0, 0, 0], "b")], micro_batch_tokens=6,
-                  keep_whole=False)  # fmt: skip
+        pack_rows(
+            [sample([0, 0, 0], "a", reference=[0, 0, 0]), sample([0, 0, 0], "b")],
+            micro_batch_tokens=6,
+            keep_whole=False,
+        )
 
 
 def test_the_teacher_s_logprobs_are_an_argument_and_a_property_of_samples_and_of_loss_inputs():

@@ -44,8 +44,9 @@ def adapted_layers(trainer):
     own = dict(trainer.model.named_parameters())
     return {
         name.removesuffix(".lora_A.default.weight"): (a, own[name.replace("lora_A", "lora_B")])
-        for name, a in own.items() if name.endswith(".lora_A.default.weight")
-    }  # fmt: skip
+        for name, a in own.items()
+        if name.endswith(".lora_A.default.weight")
+    }
 
 
 def saved(trainer, folder):
@@ -88,8 +89,9 @@ def test_the_gradient_is_that_of_the_dense_weights_by_the_chain_rule(model, pack
     expected, total, _ = gradients(tmp_path / "dense", samples, loss=LOSSES[loss], packing=packing)
 
     denominator = num_trained(samples)
-    step = GradientPass(lm=TargetLogprobs(trainer.lm, 1000), loss=LOSSES[loss], denominator=denominator,
-                        metrics=MetricSums())  # fmt: skip
+    step = GradientPass(
+        lm=TargetLogprobs(trainer.lm, 1000), loss=LOSSES[loss], denominator=denominator, metrics=MetricSums()
+    )
     keep_whole = LOSSES[loss].level != "token"
     step.run(PACKERS[packing](samples, micro_batch_tokens=10_000, keep_whole=keep_whole))
 
@@ -168,8 +170,10 @@ def test_what_is_saved_has_the_same_logprobs_in_plain_peft_and_transformers(trai
 
     folder = saved(trained, tmp_path / "adapter")
     assert sorted(path.name for path in folder.iterdir()) == [
-        "adapter_config.json", "adapter_model.safetensors", "base_model.json",
-    ]  # fmt: skip
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "base_model.json",
+    ]
     ids = ids_of(1)
     expected = trained.logprobs([whole_sample(ids)])[0][1:]
     plain = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(qwen), folder)
@@ -320,9 +324,19 @@ def test_layers_whose_weights_are_used_by_others_are_refused(qwen):
 def test_weights_that_are_kept_transposed_are_merged_so(tmp_path):
     """GPT-2 computes x W: its weights are [I, O]."""
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=VOCAB, n_positions=128, n_embd=32, n_layer=2, n_head=4, initializer_range=0.15,
-                        attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, bos_token_id=None,
-                        eos_token_id=None)  # fmt: skip
+    config = GPT2Config(
+        vocab_size=VOCAB,
+        n_positions=128,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        initializer_range=0.15,
+        attn_pdrop=0.0,
+        embd_pdrop=0.0,
+        resid_pdrop=0.0,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
     trainer = make_trainer(tmp_path / "gpt2", lora=LoraConfig(r=4, target_modules=("c_attn", "c_fc")))
     scatter(trainer)

@@ -106,13 +106,29 @@ def test_copies_are_ordered_by_streams_and_come_back_one_layer_ahead(monkeypatch
     moving = offload.ActivationOffload(torch.device("cuda"))
     kept = [moving._keep(torch.full((2,), float(number))) for number in (1, 2)]
     assert log == [
-        "side waits for compute", "[side", "out 1 async", "]", "side uses 1",
-        "side waits for compute", "[side", "out 2 async", "]", "side uses 2",
-    ]  # fmt: skip
+        "side waits for compute",
+        "[side",
+        "out 1 async",
+        "]",
+        "side uses 1",
+        "side waits for compute",
+        "[side",
+        "out 2 async",
+        "]",
+        "side uses 2",
+    ]
     log.clear()
     assert moving._bring_back(kept[1]).tolist() == [2, 2]
-    assert log == ["[side", "back 2 async", "]", "compute waits for side", "compute uses 2",
-                   "[side", "back 1 async", "]"]  # fmt: skip
+    assert log == [
+        "[side",
+        "back 2 async",
+        "]",
+        "compute waits for side",
+        "compute uses 2",
+        "[side",
+        "back 1 async",
+        "]",
+    ]
     log.clear()
     assert moving._bring_back(kept[0]).tolist() == [1, 1]
     assert log == ["compute waits for side", "compute uses 1"]

@@ -73,7 +73,7 @@ def test_rows_that_are_another_model_are_refused_by_name(tmp_path, monkeypatch):
 def test_wrong_trees_are_refused_and_auto_takes_rows(tmp_path, monkeypatch, caplog, plan, what):
     path = write_llama(tmp_path)
     monkeypatch.setattr("verbatim.trainer.attention.forest.TreePlan", plan)
-    with pytest.raises(ModelError, match=f"{what}.* set trainer.packing = \"rows\""):
+    with pytest.raises(ModelError, match=f'{what}.* set trainer.packing = "rows"'):
         make_trainer(path, packing="tree")
     with caplog.at_level(logging.WARNING, logger="verbatim.trainer.model_check"):
         trainer = make_trainer(path, packing="auto")

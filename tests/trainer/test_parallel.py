@@ -57,8 +57,11 @@ def assert_as_one(found, tolerance=1e-12):
     assert found["logprobs"] < 1e-6 and found["rounded"] < 1e-6
     assert found["tokens"] < 2e-6  # stored as float32
     for metrics, alone in zip(found["metrics"], found["alone"], strict=True):
-        same = {k: v for k, v in alone.items() if k not in (*TIMES, "num_micro_batches", "packing/repeated_tokens",
-                                                            "num_tokens", "packing/tree")}  # fmt: skip
+        same = {
+            k: v
+            for k, v in alone.items()
+            if k not in (*TIMES, "num_micro_batches", "packing/repeated_tokens", "num_tokens", "packing/tree")
+        }
         assert {k: metrics[k] for k in same} == pytest.approx(same, rel=tolerance)
         assert metrics.keys() == alone.keys()
 
@@ -76,8 +79,11 @@ def test_two_processes_that_share_micro_batches_have_the_gradient_and_the_metric
 ):
     llama = write_llama(tmp_path / "llama")  # one key/value head, which both want
     reference = {"loss": {"type": "gspo", "kl_ref_tau": 0.5}, "frozen": {"reference": str(llama)}}
-    shared = [*cases(qwen, sliding_qwen), case(llama, [["usual", 4]], loss="ipa", micro_batch_tokens=20),
-              case(qwen, [["usual", 6]], **reference)]  # fmt: skip
+    shared = [
+        *cases(qwen, sliding_qwen),
+        case(llama, [["usual", 4]], loss="ipa", micro_batch_tokens=20),
+        case(qwen, [["usual", 6]], **reference),
+    ]
     for found in two.run(jobs.compare, [{**one, **SHARED} for one in shared]):
         assert_as_one(found)
 
@@ -112,15 +118,28 @@ def test_adapters_and_their_base_as_reference_are_those_of_one_process(two, qwen
 
     copied = shutil.copytree(qwen, tmp_path / "copied")
     batches = [["usual", 0], ["usual", 1], ["shared", 2]]  # A has a gradient from the second on, because B begins at 0
-    *own, another = two.run(jobs.compare, [
-        adapted(qwen, batches, micro_batch_tokens=40),
-        adapted(sliding_qwen, [["shared", 0], ["shared", 1]], packing="tree", micro_batch_tokens=30,
-                loss=near("gspo"), gradient_checkpointing=True),
-        adapted(qwen, batches[1:], parallel={"sequence": 2}),  # both compute each micro-batch together
-        adapted(qwen, [["one", 5], ["one", 6]], lora={"r": 1, "alpha": 2, "target_modules": ["q_proj", "down_proj"]}),
-        adapted(qwen, batches[:2], frozen={"reference": str(copied)}),  # a model of its own, sharded
-        case(qwen, batches[:2], frozen={"reference": str(sliding_qwen)}, loss=near("default"), micro_batch_tokens=20),
-    ])  # fmt: skip
+    *own, another = two.run(
+        jobs.compare,
+        [
+            adapted(qwen, batches, micro_batch_tokens=40),
+            adapted(
+                sliding_qwen,
+                [["shared", 0], ["shared", 1]],
+                packing="tree",
+                micro_batch_tokens=30,
+                loss=near("gspo"),
+                gradient_checkpointing=True,
+            ),
+            adapted(qwen, batches[1:], parallel={"sequence": 2}),  # both compute each micro-batch together
+            adapted(
+                qwen, [["one", 5], ["one", 6]], lora={"r": 1, "alpha": 2, "target_modules": ["q_proj", "down_proj"]}
+            ),
+            adapted(qwen, batches[:2], frozen={"reference": str(copied)}),  # a model of its own, sharded
+            case(
+                qwen, batches[:2], frozen={"reference": str(sliding_qwen)}, loss=near("default"), micro_batch_tokens=20
+            ),
+        ],
+    )
     for found in (*own, another):
         assert_as_one(found)
         assert found["metrics"][-1]["ref_kl"] > 1e-6
@@ -132,10 +151,13 @@ def test_adapters_and_their_base_as_reference_are_those_of_one_process(two, qwen
 def test_every_loss_with_a_teacher_and_a_reference_is_that_of_one_process(two, qwen, sliding_qwen, loss):
     """Rows and trees, micro-batches so small that trajectories are cut, and one rank without work."""
     how = {"loss": loss} if loss == "sft" else {"loss": near(loss), "frozen": {"reference": str(sliding_qwen)}}
-    for found in two.run(jobs.compare, [
-        case(qwen, [["taught", 0], ["taught", 1]], micro_batch_tokens=20, **how),
-        case(qwen, [["taught", 2]], packing="tree", micro_batch_tokens=30, **how),
-    ]):  # fmt: skip
+    for found in two.run(
+        jobs.compare,
+        [
+            case(qwen, [["taught", 0], ["taught", 1]], micro_batch_tokens=20, **how),
+            case(qwen, [["taught", 2]], packing="tree", micro_batch_tokens=30, **how),
+        ],
+    ):
         assert_as_one(found)
 
 
@@ -355,8 +377,11 @@ def test_a_loss_that_fails_on_one_rank_stops_all_of_them_in_step(two, qwen, sequ
 
 def test_a_rank_that_keeps_the_others_waiting_is_named(two, tmp_path):
     first, again, leader = two.run(jobs.hang, str(tmp_path))
-    assert re.fullmatch(r"rank 1 of the trainer \(process \d+ on \S+\) kept the other processes waiting for 1 s "
-                        r"\(trainer\.parallel\.deadline\), or is gone", first)  # fmt: skip
+    assert re.fullmatch(
+        r"rank 1 of the trainer \(process \d+ on \S+\) kept the other processes waiting for 1 s "
+        r"\(trainer\.parallel\.deadline\), or is gone",
+        first,
+    )
     assert str(leader) not in first and again == f"the trainer's processes have ended: {first}"
 
 

@@ -25,8 +25,14 @@ def test_the_masks_of_one_micro_batch_at_a_time_exist(sliding_qwen, monkeypatch,
             return blocks
 
     monkeypatch.setattr("verbatim.trainer.attention.forest.TreePlan", Watched)
-    gradients(sliding_qwen, shared_prefixes(), loss=LOSSES[loss], packing="tree", micro_batch_tokens=20,
-              checkpointing=checkpointing)  # fmt: skip
+    gradients(
+        sliding_qwen,
+        shared_prefixes(),
+        loss=LOSSES[loss],
+        packing="tree",
+        micro_batch_tokens=20,
+        checkpointing=checkpointing,
+    )
     assert len(passes) > 2
     assert set(alive) == {0}
     assert all(ref() is None for _, refs in passes for ref in refs)

@@ -96,8 +96,9 @@ def test_a_run_begins_at_its_reference_leaves_it_and_does_not_move_it(qwen):
 
 def test_a_strong_term_holds_the_policy_near_its_reference(qwen):
     def distance(tau):
-        trainer = make_trainer(qwen, loss=dataclasses.replace(KL, knobs={"kl_ref_tau": tau}),
-                               frozen={"reference": qwen})  # fmt: skip
+        trainer = make_trainer(
+            qwen, loss=dataclasses.replace(KL, knobs={"kl_ref_tau": tau}), frozen={"reference": qwen}
+        )
         return [trainer.train_batch(make_batch()) for _ in range(6)][-1]["ref_kl"]
 
     assert distance(10.0) < 0.5 * distance(0.0)
@@ -161,10 +162,18 @@ def test_under_adapters_the_reference_is_their_base_at_no_memory(qwen, tmp_path)
 def test_a_reference_with_another_vocabulary_is_refused(qwen, tmp_path):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    small = LlamaForCausalLM(LlamaConfig(
-        vocab_size=VOCAB - 1, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, bos_token_id=None, eos_token_id=None,
-    ))  # fmt: skip
+    small = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCAB - 1,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+    )
     small.save_pretrained(tmp_path / "small")
     said = rf"small' has {VOCAB - 1} rows, .* {VOCAB}\. .*resize_token_embeddings\({VOCAB}\)"
     with pytest.raises(ModelError, match=said):

@@ -38,8 +38,15 @@ def experts(tmp_path_factory):
 
 def trained(folder, samples, *, coefficient=COEFFICIENT, loss="default", dtype="float64", **settings):
     """The gradient of one optimizer step, and its metrics."""
-    config = TrainerConfig(**{"optim": OptimConfig(lr=1e-30), "device": "cpu", "packing": "rows",
-                              "router_aux_loss_coef": coefficient, **settings})  # fmt: skip
+    config = TrainerConfig(
+        **{
+            "optim": OptimConfig(lr=1e-30),
+            "device": "cpu",
+            "packing": "rows",
+            "router_aux_loss_coef": coefficient,
+            **settings,
+        }
+    )
     trainer = Trainer(folder, config, loss=LOSSES[loss], total_optimizer_steps=9, dtype=dtype)
     steps = noted_gradients(trainer)
     metrics = trainer.train_batch(samples)
@@ -85,10 +92,12 @@ def with_balance(folder, samples, value=balance):
 
 
 PACKINGS = [
-    {"packing": "rows"}, {"packing": "rows", "micro_batch_tokens": 16}, {"packing": "tree"},
-    {"packing": "tree", "micro_batch_tokens": 16}, {"packing": "tree", "micro_batch_tokens": 20,
-                                                    "gradient_checkpointing": True},
-]  # fmt: skip
+    {"packing": "rows"},
+    {"packing": "rows", "micro_batch_tokens": 16},
+    {"packing": "tree"},
+    {"packing": "tree", "micro_batch_tokens": 16},
+    {"packing": "tree", "micro_batch_tokens": 20, "gradient_checkpointing": True},
+]
 
 
 @pytest.mark.slow
@@ -108,8 +117,11 @@ def test_the_balance_of_single_micro_batches_would_be_another(experts):
     samples = shared_prefixes()
     expected, value = with_balance(experts, samples)
     sizes = [s.num_trained_tokens for s in samples]
-    other, other_value = with_balance(experts, samples, lambda logits: sum(
-        balance(part) * part.shape[1] for part in logits.split(sizes, dim=1)) / sum(sizes))
+    other, other_value = with_balance(
+        experts,
+        samples,
+        lambda logits: sum(balance(part) * part.shape[1] for part in logits.split(sizes, dim=1)) / sum(sizes),
+    )
     assert abs(other_value / value - 1) > 1e-2
     assert largest_difference(other, expected) > 1e-2
 
@@ -143,8 +155,10 @@ def test_losses_of_whole_trajectories_have_it_too(experts, loss):
         trained(experts, samples, coefficient=c, loss=loss, micro_batch_tokens=20)[0][0] for c in (COEFFICIENT, 0.0)
     )
     by_token = [trained(experts, samples, coefficient=c)[0][0] for c in (COEFFICIENT, 0.0)]
-    added, expected = ({name: a[name] - b[name] for name in a if "norm" not in name and "lm_head" not in name}
-                       for a, b in ((with_it, without), by_token))
+    added, expected = (
+        {name: a[name] - b[name] for name in a if "norm" not in name and "lm_head" not in name}
+        for a, b in ((with_it, without), by_token)
+    )
     assert largest_difference(added, expected) < 1e-10
 
 
@@ -207,12 +221,28 @@ def test_what_has_no_such_loss_is_refused_by_name(tmp_path):
         check_router_loss(AutoConfig.from_pretrained(dense))
     check_router_loss(Qwen3MoeConfig(num_hidden_layers=2))
     torch.manual_seed(0)
-    DeepseekV3ForCausalLM(DeepseekV3Config(
-        vocab_size=61, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, n_group=2, topk_group=1,
-        num_experts_per_tok=2, first_k_dense_replace=1, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=8,
-        qk_nope_head_dim=8, v_head_dim=8, max_position_embeddings=128,
-    )).save_pretrained(tmp_path / "deepseek")  # fmt: skip
+    DeepseekV3ForCausalLM(
+        DeepseekV3Config(
+            vocab_size=61,
+            hidden_size=32,
+            intermediate_size=48,
+            moe_intermediate_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            n_routed_experts=4,
+            n_group=2,
+            topk_group=1,
+            num_experts_per_tok=2,
+            first_k_dense_replace=1,
+            kv_lora_rank=8,
+            q_lora_rank=8,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=8,
+            v_head_dim=8,
+            max_position_embeddings=128,
+        )
+    ).save_pretrained(tmp_path / "deepseek")
     with pytest.raises(ModelError, match=r"DeepseekV3ForCausalLM, but transformers has none for this class"):
         trained(tmp_path / "deepseek", [], dtype="float32")
 

@@ -91,8 +91,12 @@ def plain_loss_gradient(folder, samples):
 def loss_inputs(pi, mu, a):
     from verbatim.losses import LossInputs
 
-    return LossInputs(trainer_logprobs=pi, inference_logprobs=mu.double(), advantages=a.double(),
-                      loss_mask=torch.ones_like(pi, dtype=torch.bool))  # fmt: skip
+    return LossInputs(
+        trainer_logprobs=pi,
+        inference_logprobs=mu.double(),
+        advantages=a.double(),
+        loss_mask=torch.ones_like(pi, dtype=torch.bool),
+    )
 
 
 def make_trainer(folder, *, dtype="float64", **settings):
@@ -108,9 +112,11 @@ def trained(folder, samples, **settings):
 
 
 PACKINGS = [
-    {"packing": "rows"}, {"packing": "rows", "micro_batch_tokens": 16}, {"packing": "tree"},
+    {"packing": "rows"},
+    {"packing": "rows", "micro_batch_tokens": 16},
+    {"packing": "tree"},
     {"packing": "tree", "micro_batch_tokens": 20, "gradient_checkpointing": True},
-]  # fmt: skip
+]
 
 
 @pytest.mark.slow
@@ -150,8 +156,13 @@ def make_sampler(folder, **settings):
 
 
 def request(prompt, *, seed=0, session="", start=0, max_tokens=9):
-    return SampleRequest(prompt_ids=np.array(prompt, dtype=np.int32), params=SamplingParams(max_tokens=max_tokens),
-                         seed=seed, session=session, routed_experts_start=start)  # fmt: skip
+    return SampleRequest(
+        prompt_ids=np.array(prompt, dtype=np.int32),
+        params=SamplingParams(max_tokens=max_tokens),
+        seed=seed,
+        session=session,
+        routed_experts_start=start,
+    )
 
 
 def chosen_by(folder, ids):
@@ -172,7 +183,7 @@ def sets_of(experts):
 
 @pytest.mark.parametrize(
     "settings", [{}, {"deterministic": True}, {"prefill_chunk": 5}, {"max_batch_size": 1}], ids=str
-)  # fmt: skip
+)
 async def test_the_sampler_returns_the_experts_of_every_token(model, settings):
     """Also of those that come from the cache: of the same conversation, of another one, and of one that was parked."""
     sampler = make_sampler(model, **settings)
@@ -323,8 +334,10 @@ def test_the_recorder_asks_for_what_it_does_not_know():
 
 
 def test_records_come_back_from_json_and_messages(tmp_path):
-    turns = (Turn(prompt_ids=[1, 2], completion_ids=[3, 4], logprobs=[-1, -1], routed_experts=turn_experts(1, 3)),
-             Turn(prompt_ids=[1, 2, 3, 4, 5], completion_ids=[6], logprobs=[-1]))  # fmt: skip
+    turns = (
+        Turn(prompt_ids=[1, 2], completion_ids=[3, 4], logprobs=[-1, -1], routed_experts=turn_experts(1, 3)),
+        Turn(prompt_ids=[1, 2, 3, 4, 5], completion_ids=[6], logprobs=[-1]),
+    )
     trajectory = Trajectory(example_id="x", turns=turns)
     record = json.loads(json.dumps(plain(trajectory_to_json(trajectory))))
     again = trajectory_from_json(record)
@@ -356,9 +369,16 @@ def test_routers_that_give_other_groups_no_weight_are_refused():
 
     def routers(**settings):
         config = DeepseekV2Config(
-            num_hidden_layers=LAYERS, first_k_dense_replace=1, n_routed_experts=6, num_experts_per_tok=EACH,
-            topk_method="group_limited_greedy", hidden_size=32, moe_intermediate_size=16, vocab_size=VOCAB, **settings,
-        )  # fmt: skip
+            num_hidden_layers=LAYERS,
+            first_k_dense_replace=1,
+            n_routed_experts=6,
+            num_experts_per_tok=EACH,
+            topk_method="group_limited_greedy",
+            hidden_size=32,
+            moe_intermediate_size=16,
+            vocab_size=VOCAB,
+            **settings,
+        )
         with torch.device("meta"):
             return find_routers(AutoModelForCausalLM.from_config(config))
 
@@ -372,9 +392,13 @@ def test_a_model_is_tried_before_a_run_that_would_replay_its_experts(monkeypatch
     moe = Qwen3MoeConfig(**usual, num_experts=6, num_experts_per_tok=3)
     assert check_replay(moe) == Routing(num_layers=LAYERS, num_experts=6, experts_per_token=3)
     limited = DeepseekV2Config(
-        **usual, n_routed_experts=6, num_experts_per_tok=EACH, topk_method="group_limited_greedy", n_group=3,
+        **usual,
+        n_routed_experts=6,
+        num_experts_per_tok=EACH,
+        topk_method="group_limited_greedy",
+        n_group=3,
         topk_group=2,
-    )  # fmt: skip
+    )
     with pytest.raises(ModelError, match="group_limited_greedy"):
         check_replay(limited)
 
@@ -393,10 +417,12 @@ def test_a_model_is_tried_before_a_run_that_would_replay_its_experts(monkeypatch
 
 async def sample_all(sampler, prompts):
     try:
-        return await asyncio.gather(*(
-            sampler.generate(request(prompt, seed=i, session=str(i), max_tokens=48))
-            for i, prompt in enumerate(prompts)
-        ))  # fmt: skip
+        return await asyncio.gather(
+            *(
+                sampler.generate(request(prompt, seed=i, session=str(i), max_tokens=48))
+                for i, prompt in enumerate(prompts)
+            )
+        )
     finally:
         await sampler.close()
 
@@ -407,14 +433,20 @@ def mismatch(folder: Path, prompts: int = 24):
     rng = np.random.default_rng(0)
     openings = [rng.integers(0, VOCAB, 24).tolist() for _ in range(prompts)]
     done = asyncio.run(sample_all(make_sampler(folder, dtype="bfloat16", max_batch_size=8), openings))
-    turns = [Turn(prompt_ids=prompt, completion_ids=c.ids, logprobs=c.logprobs, routed_experts=c.routed_experts)
-             for prompt, c in zip(openings, done, strict=True)]  # fmt: skip
-    samples = [build_samples(Trajectory(example_id=str(i), trajectory_id=str(i), turns=(turn,)))[0]
-               for i, turn in enumerate(turns)]  # fmt: skip
+    turns = [
+        Turn(prompt_ids=prompt, completion_ids=c.ids, logprobs=c.logprobs, routed_experts=c.routed_experts)
+        for prompt, c in zip(openings, done, strict=True)
+    ]
+    samples = [
+        build_samples(Trajectory(example_id=str(i), trajectory_id=str(i), turns=(turn,)))[0]
+        for i, turn in enumerate(turns)
+    ]
     trainer = Trainer(
-        folder, TrainerConfig(device="cpu", dtype="bfloat16", packing="rows"), loss=LOSSES["default"],
+        folder,
+        TrainerConfig(device="cpu", dtype="bfloat16", packing="rows"),
+        loss=LOSSES["default"],
         total_optimizer_steps=1,
-    )  # fmt: skip
+    )
     gaps = {}
     for name, batch in (("with", samples), ("without", [dataclasses.replace(s, routed_experts=None) for s in samples])):
         found = trainer.logprobs(batch)

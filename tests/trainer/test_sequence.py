@@ -53,9 +53,12 @@ CALLS = {
 
 
 SHAPES = {
-    "each rank a key head": (2, 4, 2), "one key head for both": (2, 4, 1), "four ranks": (4, 4, 2),
-    "key heads cut by ranks": (3, 6, 2), "no groups": (3, 3, 3),
-}  # fmt: skip
+    "each rank a key head": (2, 4, 2),
+    "one key head for both": (2, 4, 1),
+    "four ranks": (4, 4, 2),
+    "key heads cut by ranks": (3, 6, 2),
+    "no groups": (3, 3, 3),
+}
 """Ranks, query heads, key/value heads."""
 SLICES = (list(CALLS), list(SHAPES), ["", "sinks"])
 
@@ -65,8 +68,9 @@ SLICES = (list(CALLS), list(SHAPES), ["", "sinks"])
 def test_slices_of_tokens_attend_as_the_whole(monkeypatch, name, shape, sinks):
     (plan, settings), (size, heads, kv_heads) = CALLS[name], SHAPES[shape]
     torch.manual_seed(0)
-    query, key, value = (torch.randn(1, n, TOKENS, d, dtype=torch.float64) for n, d in
-                         ((heads, 4), (kv_heads, 4), (kv_heads, 6)))  # fmt: skip
+    query, key, value = (
+        torch.randn(1, n, TOKENS, d, dtype=torch.float64) for n, d in ((heads, 4), (kv_heads, 4), (kv_heads, 6))
+    )
     weight = torch.randn(1, TOKENS, heads, 6, dtype=torch.float64)
     sink = torch.randn(heads, dtype=torch.float64) if sinks else None
 
@@ -118,8 +122,13 @@ def test_values_of_another_dtype_keep_it(monkeypatch):
 
 
 def one_step(lm, micro_batches, loss, sequence, *, streams=None):
-    step = GradientPass(lm=TargetLogprobs(lm, 7, sequence=sequence), loss=loss, denominator=31, metrics=MetricSums(),
-                        frozen=streams or {})  # fmt: skip
+    step = GradientPass(
+        lm=TargetLogprobs(lm, 7, sequence=sequence),
+        loss=loss,
+        denominator=31,
+        metrics=MetricSums(),
+        frozen=streams or {},
+    )
     step.run(micro_batches)
     return {name: p.grad for name, p in lm.model.named_parameters()}, step.loss_sum(), step
 
@@ -127,9 +136,7 @@ def one_step(lm, micro_batches, loss, sequence, *, streams=None):
 def as_ranks(monkeypatch, lm, micro_batches, loss, size):
     """The sum of the gradients, and of all that is counted, over ranks."""
     models = [copy.deepcopy(lm.model) for _ in range(size)]
-    found, meeting = on_ranks(
-        monkeypatch, size, lambda g: one_step(CausalLM(models[g.rank]), micro_batches, loss, g)
-    )  # fmt: skip
+    found, meeting = on_ranks(monkeypatch, size, lambda g: one_step(CausalLM(models[g.rank]), micro_batches, loss, g))
     metrics = MetricSums()
     for _, _, step in found:
         metrics.add_partial(step.metrics.partial())
@@ -265,8 +272,9 @@ def test_one_process_has_none_to_share_with(qwen):
 
 
 def test_heads_that_cannot_be_shared_out_are_refused(qwen):
-    with pytest.raises(ModelError, match="sequence = 3 does not divide the 4 attention heads of the model; take one "
-                                         "of 1, 2, 4"):  # fmt: skip
+    with pytest.raises(
+        ModelError, match="sequence = 3 does not divide the 4 attention heads of the model; take one of 1, 2, 4"
+    ):
         refuse_slices(loaded(qwen, "float32"), 3)
 
 

@@ -39,8 +39,9 @@ def reference(head, hidden, ids, temperatures):
 def test_two_tokens_by_hand():
     # Logits [ln 3, 0] at T = 1: p = 3/4; at T = 1/2 they double: p = 9/10.
     head = Head(torch.tensor([[math.log(3.0)], [0.0]], dtype=torch.float64))
-    found = TargetLogprobs(head, 8).forward(torch.ones(2, 1, dtype=torch.float64), torch.tensor([0, 0]),
-                                           torch.tensor([1.0, 0.5]))  # fmt: skip
+    found = TargetLogprobs(head, 8).forward(
+        torch.ones(2, 1, dtype=torch.float64), torch.tensor([0, 0]), torch.tensor([1.0, 0.5])
+    )
     assert found.logprobs_M.exp().tolist() == pytest.approx([0.75, 0.9], abs=1e-12)
     # -(3/4 ln 3/4 + 1/4 ln 1/4) and -(0.9 ln 0.9 + 0.1 ln 0.1)
     assert found.entropy_M.tolist() == pytest.approx([0.5623351446188083, 0.3250829733914482], abs=1e-12)
@@ -110,9 +111,14 @@ def test_peak_memory_is_a_quarter_of_the_full_logits_at_the_default_chunk():
     head = Head(0.02 * torch.randn(vocab, width))
     head.weight.grad = torch.zeros_like(head.weight)
     hidden = torch.randn(targets, width, requires_grad=True)
-    peak = peak_bytes(lambda: TargetLogprobs(head, chunk).backward(
-        hidden * 1, torch.randint(0, vocab, (targets,)), torch.ones(targets),
-        lambda at, found: -torch.ones_like(found.logprobs_M)))  # fmt: skip
+    peak = peak_bytes(
+        lambda: TargetLogprobs(head, chunk).backward(
+            hidden * 1,
+            torch.randint(0, vocab, (targets,)),
+            torch.ones(targets),
+            lambda at, found: -torch.ones_like(found.logprobs_M),
+        )
+    )
     assert peak <= 0.25 * targets * vocab * 4
 
 
@@ -123,8 +129,9 @@ def peak_bytes(function):
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         function()
     alive = peak = 0
-    for event in sorted((e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"),
-                        key=lambda e: e.start_ns()):  # fmt: skip
+    for event in sorted(
+        (e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()
+    ):
         alive += event.nbytes()
         peak = max(peak, alive)
     assert peak > 0

@@ -25,10 +25,17 @@ def kept_of(trainer, samples):
     return tokens
 
 
-@pytest.mark.parametrize(("loss", "packing", "samples"), [
-    ("default", "rows", make_batch()), ("default", "tree", shared_prefixes()), ("gspo", "rows", make_batch()),
-    ("gspo", "tree", shared_prefixes()), ("ipa", "rows", make_batch()), ("sft", "tree", shared_prefixes()),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("loss", "packing", "samples"),
+    [
+        ("default", "rows", make_batch()),
+        ("default", "tree", shared_prefixes()),
+        ("gspo", "rows", make_batch()),
+        ("gspo", "tree", shared_prefixes()),
+        ("ipa", "rows", make_batch()),
+        ("sft", "tree", shared_prefixes()),
+    ],
+)
 def test_logprobs_are_those_before_the_step_in_the_order_of_the_batch(qwen, loss, packing, samples):
     trainer = trainer_of(qwen, LOSSES[loss], packing=packing, micro_batch_tokens=40)
     before = [logprobs[sample.loss_mask] for logprobs, sample in zip(trainer.logprobs(samples), samples, strict=True)]
@@ -64,12 +71,15 @@ def test_tokens_are_told_by_turn():
     first, second = make_sample(6, "a", seed=1), make_sample(4, "a", seed=2)
     mask = np.array([False, True, True, False, True, True])
     first = replace(first, loss_mask=mask, chunk_ids=np.array([-1, 0, 0, -1, 2, 2], dtype=np.int32))
-    second = replace(second, loss_mask=np.array([False, False, True, True]),
-                     chunk_ids=np.array([-1, -1, 1, 1], dtype=np.int32))  # fmt: skip
+    second = replace(
+        second, loss_mask=np.array([False, False, True, True]), chunk_ids=np.array([-1, -1, 1, 1], dtype=np.int32)
+    )
     values = np.arange(6, dtype=np.float32)
     found = list(TrainedTokens(logprobs=-values, gradients=values).by_turn([first, second]))
     assert [(turn, logprobs.tolist(), gradients.tolist()) for _, turn, logprobs, gradients in found] == [
-        (0, [0, -1], [0, 1]), (2, [-2, -3], [2, 3]), (1, [-4, -5], [4, 5])
-    ]  # fmt: skip
+        (0, [0, -1], [0, 1]),
+        (2, [-2, -3], [2, 3]),
+        (1, [-4, -5], [4, 5]),
+    ]
     with pytest.raises(AssertionError, match="6 tokens of a batch that has 4"):
         list(TrainedTokens(logprobs=values, gradients=values).by_turn([first]))

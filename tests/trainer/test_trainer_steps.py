@@ -63,6 +63,7 @@ def test_loss_and_gradient_are_divided_by_all_trained_tokens_of_the_step(qwen):
 
 def test_a_loss_may_be_divided_by_trajectories(qwen):
     """One unit of loss per trajectory is a mean of 1, in every packing."""
+
     def one(inputs):
         return LossOutputs(inputs.trainer_logprobs.sum() * 0 + 1, {"num_seen": 1})
 
@@ -123,8 +124,9 @@ def test_optimizer_steps_per_batch_train_every_token_once(qwen):
         return default_loss(inputs)
 
     samples = make_batch()
-    trainer = make_trainer(qwen, loss=Loss(spy, level="token"), optimizer_steps_per_batch=3,
-                           optim={"schedule": "linear"}, total=6)  # fmt: skip
+    trainer = make_trainer(
+        qwen, loss=Loss(spy, level="token"), optimizer_steps_per_batch=3, optim={"schedule": "linear"}, total=6
+    )
     metrics = trainer.train_batch(samples)
     everything = sorted(float(x) for s in samples for x in s.logprobs[s.loss_mask])
     assert len(seen) == metrics["num_optimizer_steps"] == trainer.num_optimizer_steps == 3

@@ -149,8 +149,7 @@ def test_a_batch_without_a_finite_loss_is_refused_and_all_after_it_name_it(made,
     for version in (3, 4):
         with pytest.raises(RunStopped) as later:
             made.train(version)
-        assert str(later.value) == \
-            f"batch {version - 1} was not trained, because an earlier one failed: {first.value}"  # fmt: skip
+        assert str(later.value) == f"batch {version - 1} was not trained, because an earlier one failed: {first.value}"
     assert made.worker.version == 1
     assert [p.name for p in made.published.iterdir()] == ["v000001"]
     assert not made.states.exists()
@@ -269,8 +268,9 @@ def test_cores_that_the_sampler_leaves_free_are_taken(made, tmp_path, monkeypatc
     clock = [1000.0]
     monkeypatch.setattr("verbatim.cores.time.monotonic", lambda: clock[0])
     train = made.trainer.train_batch
-    monkeypatch.setattr(made.trainer, "train_batch",
-                        lambda *x: (others.append(sampler.threads_for_pass()), train(*x))[1])  # fmt: skip
+    monkeypatch.setattr(
+        made.trainer, "train_batch", lambda *x: (others.append(sampler.threads_for_pass()), train(*x))[1]
+    )
     made.worker.share(mine)
     sampler.compute(True)
     made.train(1)

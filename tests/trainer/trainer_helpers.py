@@ -38,11 +38,22 @@ def write_model(folder, *, sliding_window=None, tied=True, num_layers=2):
     torch.manual_seed(0)
     layers = ["sliding_attention" if sliding_window else "full_attention", "full_attention"][:num_layers]
     config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=num_layers, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=128, tie_word_embeddings=tied,
-        layer_types=layers, sliding_window=sliding_window, use_sliding_window=sliding_window is not None,
-        initializer_range=0.15, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        tie_word_embeddings=tied,
+        layer_types=layers,
+        sliding_window=sliding_window,
+        use_sliding_window=sliding_window is not None,
+        initializer_range=0.15,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     return _save(Qwen3ForCausalLM(config), folder)
 
 
@@ -50,10 +61,18 @@ def write_llama(folder, *, tied=False):
     """A random Llama of two layers, whose four query heads share one key/value head."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=1, max_position_embeddings=128, tie_word_embeddings=tied, initializer_range=0.15,
-        bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        max_position_embeddings=128,
+        tie_word_embeddings=tied,
+        initializer_range=0.15,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     return _save(LlamaForCausalLM(config), folder)
 
 
@@ -61,10 +80,19 @@ def write_experts(folder):
     """A random Mixtral of two layers; its folder has a tensor for each expert, the model one for all of a layer."""
     torch.manual_seed(0)
     config = MixtralConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, num_local_experts=4, num_experts_per_tok=2,
-        initializer_range=0.15, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        initializer_range=0.15,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     return _save(MixtralForCausalLM(config), folder)
 
 
@@ -72,11 +100,23 @@ def write_qwen_moe(folder, *, layers=3, dense=(1,), experts=5, each=2, vocab=VOC
     """A random Qwen3-MoE, whose tokens go to two of five experts in each layer but the second, which is dense."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
-        vocab_size=vocab, hidden_size=32, intermediate_size=48, moe_intermediate_size=24, num_hidden_layers=layers,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=128, num_experts=experts,
-        num_experts_per_tok=each, mlp_only_layers=list(dense), initializer_range=scale, bos_token_id=None,
-        eos_token_id=None, **settings,
-    )  # fmt: skip
+        vocab_size=vocab,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=24,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        num_experts=experts,
+        num_experts_per_tok=each,
+        mlp_only_layers=list(dense),
+        initializer_range=scale,
+        bos_token_id=None,
+        eos_token_id=None,
+        **settings,
+    )
     return _save(Qwen3MoeForCausalLM(config), folder)
 
 
@@ -149,8 +189,19 @@ def routed_samples(known=1.0):
     return samples
 
 
-def gradients(folder, samples, *, loss=LOSSES["default"], micro_batch_tokens=10_000, chunk=1000, dtype="float64",
-              singly=False, denominator=None, packing="rows", checkpointing=False):  # fmt: skip
+def gradients(
+    folder,
+    samples,
+    *,
+    loss=LOSSES["default"],
+    micro_batch_tokens=10_000,
+    chunk=1000,
+    dtype="float64",
+    singly=False,
+    denominator=None,
+    packing="rows",
+    checkpointing=False,
+):
     """The gradient of one optimizer step by parameter name, its loss sum, and its metrics.
 
     `singly` runs every sample in a forward pass of its own.
@@ -158,8 +209,9 @@ def gradients(folder, samples, *, loss=LOSSES["default"], micro_batch_tokens=10_
     pack = PACKERS[packing]
     model = loaded(folder, dtype, checkpointing)
     metrics = MetricSums()
-    step = GradientPass(lm=TargetLogprobs(model, chunk), loss=loss, denominator=denominator or num_trained(samples),
-                        metrics=metrics)  # fmt: skip
+    step = GradientPass(
+        lm=TargetLogprobs(model, chunk), loss=loss, denominator=denominator or num_trained(samples), metrics=metrics
+    )
     keep_whole = loss.level != "token"
     batches = [[s] for s in samples] if singly else [samples]
     packed = [m for b in batches for m in pack(b, micro_batch_tokens=micro_batch_tokens, keep_whole=keep_whole)]

@@ -49,33 +49,45 @@ THREE = (turn([U1], [A1]), turn([U1, A1, U2], [A2]), turn([U1, A1, U2, A2, U3], 
 
 def test_three_turns_interleaved_are_one_sample_and_branching_three():
     assert built(*THREE) == ([([U1, A1, U2, A2, U3, A3], [0, 1, 0, 1, 0, 1], [-1, 0, -1, 1, -1, 2])], {})
-    assert branches(*THREE) == ([
-        ([U1, A1], [0, 1], [-1, 0]),
-        ([U1, A1, U2, A2], [0, 0, 0, 1], [-1, -1, -1, 1]),
-        ([U1, A1, U2, A2, U3, A3], [0, 0, 0, 0, 0, 1], [-1, -1, -1, -1, -1, 2]),
-    ], {})  # fmt: skip
+    assert branches(*THREE) == (
+        [
+            ([U1, A1], [0, 1], [-1, 0]),
+            ([U1, A1, U2, A2], [0, 0, 0, 1], [-1, -1, -1, 1]),
+            ([U1, A1, U2, A2, U3, A3], [0, 0, 0, 0, 0, 1], [-1, -1, -1, -1, -1, 2]),
+        ],
+        {},
+    )
 
 
 def test_a_prompt_that_has_the_answer_in_other_words_is_not_merged():
     """U1, A1', U2 after U1, A1: whichever of the two were kept, one turn's logprobs would be of another context."""
     turns = (turn([1], [11, 99]), turn([1, 11, 2], [12]))
-    assert built(*turns) == ([
-        ([1, 11, 99], [0, 1, 1], [-1, 0, 0]),
-        ([1, 11, 2, 12], [0, 0, 0, 1], [-1, -1, -1, 1]),
-    ], {})  # fmt: skip
+    assert built(*turns) == (
+        [
+            ([1, 11, 99], [0, 1, 1], [-1, 0, 0]),
+            ([1, 11, 2, 12], [0, 0, 0, 1], [-1, -1, -1, 1]),
+        ],
+        {},
+    )
 
 
 def test_thinking_stripped_at_the_fourth_of_five_turns_makes_two_samples():
     """R is thinking; from the fourth turn on the history is without it."""
     r = 90
     five = (
-        turn([1], [r, 11]), turn([1, r, 11, 2], [r, 12]), turn([1, r, 11, 2, r, 12, 3], [r, 13]),
-        turn([1, 11, 2, 12, 3, 13, 4], [r, 14]), turn([1, 11, 2, 12, 3, 13, 4, r, 14, 5], [15]),
-    )  # fmt: skip
-    assert built(*five) == ([
-        ([1, r, 11, 2, r, 12, 3, r, 13], [0, 1, 1, 0, 1, 1, 0, 1, 1], [-1, 0, 0, -1, 1, 1, -1, 2, 2]),
-        ([1, 11, 2, 12, 3, 13, 4, r, 14, 5, 15], [0] * 7 + [1, 1, 0, 1], [-1] * 7 + [3, 3, -1, 4]),
-    ], {})  # fmt: skip
+        turn([1], [r, 11]),
+        turn([1, r, 11, 2], [r, 12]),
+        turn([1, r, 11, 2, r, 12, 3], [r, 13]),
+        turn([1, 11, 2, 12, 3, 13, 4], [r, 14]),
+        turn([1, 11, 2, 12, 3, 13, 4, r, 14, 5], [15]),
+    )
+    assert built(*five) == (
+        [
+            ([1, r, 11, 2, r, 12, 3, r, 13], [0, 1, 1, 0, 1, 1, 0, 1, 1], [-1, 0, 0, -1, 1, 1, -1, 2, 2]),
+            ([1, 11, 2, 12, 3, 13, 4, r, 14, 5, 15], [0] * 7 + [1, 1, 0, 1], [-1] * 7 + [3, 3, -1, 4]),
+        ],
+        {},
+    )
     samples, dropped = branches(*five)
     assert [sum(mask) for _, mask, _ in samples] == [2, 2, 2, 2, 1]
     assert [ids for ids, _, _ in samples] == [[*t.prompt_ids.tolist(), *t.completion_ids.tolist()] for t in five]
@@ -85,19 +97,27 @@ def test_thinking_stripped_at_the_fourth_of_five_turns_makes_two_samples():
 def test_a_sub_agent_between_two_turns_of_its_parent_is_a_sample_of_its_own():
     """The parent gets a summary back, not the sub-agent's conversation."""
     turns = (
-        turn([1, 2], [3]), turn([50, 51], [52], agent="sub/1"), turn([50, 51, 52, 53], [54], agent="sub/1"),
+        turn([1, 2], [3]),
+        turn([50, 51], [52], agent="sub/1"),
+        turn([50, 51, 52, 53], [54], agent="sub/1"),
         turn([1, 2, 3, 60], [4]),
-    )  # fmt: skip
-    assert built(*turns) == ([
-        ([1, 2, 3, 60, 4], [0, 0, 1, 0, 1], [-1, -1, 0, -1, 3]),
-        ([50, 51, 52, 53, 54], [0, 0, 1, 0, 1], [-1, -1, 1, -1, 2]),
-    ], {})  # fmt: skip
-    assert branches(*turns) == ([
-        ([1, 2, 3], [0, 0, 1], [-1, -1, 0]),
-        ([50, 51, 52], [0, 0, 1], [-1, -1, 1]),
-        ([50, 51, 52, 53, 54], [0, 0, 0, 0, 1], [-1, -1, -1, -1, 2]),
-        ([1, 2, 3, 60, 4], [0, 0, 0, 0, 1], [-1, -1, -1, -1, 3]),
-    ], {})  # fmt: skip
+    )
+    assert built(*turns) == (
+        [
+            ([1, 2, 3, 60, 4], [0, 0, 1, 0, 1], [-1, -1, 0, -1, 3]),
+            ([50, 51, 52, 53, 54], [0, 0, 1, 0, 1], [-1, -1, 1, -1, 2]),
+        ],
+        {},
+    )
+    assert branches(*turns) == (
+        [
+            ([1, 2, 3], [0, 0, 1], [-1, -1, 0]),
+            ([50, 51, 52], [0, 0, 1], [-1, -1, 1]),
+            ([50, 51, 52, 53, 54], [0, 0, 0, 0, 1], [-1, -1, -1, -1, 2]),
+            ([1, 2, 3, 60, 4], [0, 0, 0, 0, 1], [-1, -1, -1, -1, 3]),
+        ],
+        {},
+    )
 
 
 # ---- how an episode may end, and what it may hold
@@ -122,8 +142,10 @@ def test_an_over_long_prompt_before_generation_costs_nothing():
 
 def test_a_turn_beyond_the_length_is_dropped_whole_and_a_compacted_one_after_it_is_not():
     turns = (turn([1], [2]), turn([1, 2, 3, 4], [5, 6]), turn([1, 9], [7]))
-    assert built(*turns, max_length=5) == ([([1, 2], [0, 1], [-1, 0]), ([1, 9, 7], [0, 0, 1], [-1, -1, 2])],
-                                           {"over_length": 2})  # fmt: skip
+    assert built(*turns, max_length=5) == (
+        [([1, 2], [0, 1], [-1, 0]), ([1, 9, 7], [0, 0, 1], [-1, -1, 2])],
+        {"over_length": 2},
+    )
     assert branches(*turns, max_length=5) == built(*turns, max_length=5)
     assert built(*turns, max_length=6)[1] == {}
 
@@ -136,11 +158,17 @@ def test_an_episode_without_a_turn_or_without_a_sampled_token_is_nothing_to_trai
 
 def test_a_turn_without_logprobs_is_context_for_the_others_and_counted():
     turns = (turn([1], [2]), turn([1, 2, 3], [4, 5], logprobs=None), turn([1, 2, 3, 4, 5, 6], [7]))
-    assert built(*turns) == ([([1, 2, 3, 4, 5, 6, 7], [0, 1, 0, 0, 0, 0, 1], [-1, 0, -1, -1, -1, -1, 2])],
-                             {"missing_logprobs": 2})  # fmt: skip
-    assert branches(*turns) == ([
-        ([1, 2], [0, 1], [-1, 0]), ([1, 2, 3, 4, 5, 6, 7], [0, 0, 0, 0, 0, 0, 1], [-1, -1, -1, -1, -1, -1, 2]),
-    ], {"missing_logprobs": 2})  # fmt: skip
+    assert built(*turns) == (
+        [([1, 2, 3, 4, 5, 6, 7], [0, 1, 0, 0, 0, 0, 1], [-1, 0, -1, -1, -1, -1, 2])],
+        {"missing_logprobs": 2},
+    )
+    assert branches(*turns) == (
+        [
+            ([1, 2], [0, 1], [-1, 0]),
+            ([1, 2, 3, 4, 5, 6, 7], [0, 0, 0, 0, 0, 0, 1], [-1, -1, -1, -1, -1, -1, 2]),
+        ],
+        {"missing_logprobs": 2},
+    )
 
 
 def test_what_follows_the_last_trained_turn_is_not_in_the_sample():
@@ -229,10 +257,12 @@ class Speaks(Episode):
 async def episode_of(environment):
     sampler = ScriptedSampler(script=lambda request: say("hi"), vocab_size=VOCAB_SIZE, context_length=100)
     limits, recorder = EpisodeLimits(), Recorder(VOCAB_SIZE)
-    loop = AgentLoop(sampler=sampler, renderer=ByteRenderer(), params=SamplingParams(), limits=limits,
-                     recorder=recorder, seed=0)  # fmt: skip
-    return await run_episode(environment=environment, example=Example(id="x"), seed=0, loop=loop,
-                             identity=RolloutIdentity(example_id="x"))  # fmt: skip
+    loop = AgentLoop(
+        sampler=sampler, renderer=ByteRenderer(), params=SamplingParams(), limits=limits, recorder=recorder, seed=0
+    )
+    return await run_episode(
+        environment=environment, example=Example(id="x"), seed=0, loop=loop, identity=RolloutIdentity(example_id="x")
+    )
 
 
 @pytest.mark.parametrize("reward", [[1.0, 2.0], [], "1.0", float("inf")])

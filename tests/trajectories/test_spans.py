@@ -23,8 +23,17 @@ def samples(draw):
         start = end + draw(st.integers(0, 3))
         end = start + draw(st.integers(1, 4))
         logprobs = [-0.25 * (place + 1) for place in range(start, end)] if draw(st.booleans()) else None
-        spans.append(Span(start, end, chunk, draw(st.integers(-1, 9)), draw(st.sampled_from([0.0, -1.5, 0.5])),
-                          draw(st.sampled_from([0.0, 0.7, 1.0])), logprobs and np.float32(logprobs)))  # fmt: skip
+        spans.append(
+            Span(
+                start,
+                end,
+                chunk,
+                draw(st.integers(-1, 9)),
+                draw(st.sampled_from([0.0, -1.5, 0.5])),
+                draw(st.sampled_from([0.0, 0.7, 1.0])),
+                logprobs and np.float32(logprobs),
+            )
+        )
     return spans, end + draw(st.integers(0, 2))
 
 
@@ -34,15 +43,19 @@ def test_arrays_of_spans_hold_token_by_token_what_the_spans_say(made):
     spans, length = made
     of_token = {place: span for span in spans for place in range(span.start, span.end)}
     assert trained_places(spans).tolist() == sorted(of_token) and trained_places(spans).dtype == np.int64
-    for name, said in (("loss_mask", lambda span, place: True), ("chunk_ids", lambda span, place: span.chunk),
-                       ("policy_versions", lambda span, place: span.version),
-                       ("advantages", lambda span, place: span.advantage),
-                       ("temperatures", lambda span, place: span.temperature),
-                       ("logprobs", lambda span, place: np.nan if span.logprobs is None
-                                                        else span.logprobs[place - span.start])):  # fmt: skip
+    for name, said in (
+        ("loss_mask", lambda span, place: True),
+        ("chunk_ids", lambda span, place: span.chunk),
+        ("policy_versions", lambda span, place: span.version),
+        ("advantages", lambda span, place: span.advantage),
+        ("temperatures", lambda span, place: span.temperature),
+        ("logprobs", lambda span, place: np.nan if span.logprobs is None else span.logprobs[place - span.start]),
+    ):
         dtype, outside = OUTSIDE[name]
         whole = [said(of_token[place], place) if place in of_token else outside for place in range(length)]
-        for found, expected in ((expanded(spans, name, length), whole),
-                                (of_trained(spans, name), [whole[place] for place in sorted(of_token)])):  # fmt: skip
+        for found, expected in (
+            (expanded(spans, name, length), whole),
+            (of_trained(spans, name), [whole[place] for place in sorted(of_token)]),
+        ):
             assert found.dtype == dtype
             np.testing.assert_array_equal(found, np.array(expected, dtype=dtype))

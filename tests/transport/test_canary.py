@@ -118,11 +118,13 @@ SAID = "logprobs of a new request over the prefix cache differ by {} on average 
         ([-1.0, -2.0], None),
         ([-1.0, -2.0004], SAID.format("0.0002") + "more than 0.0001"),
         ([-1.0, -2.000008], None),  # 4e-6, less than a tenth of what the weights changed: 5e-5
-        ([-1.0, -2.000012],
-         SAID.format("6e-06") + "and the weights changed them by 5e-05: the cache is that of the weights before"),
+        (
+            [-1.0, -2.000012],
+            SAID.format("6e-06") + "and the weights changed them by 5e-05: the cache is that of the weights before",
+        ),
         ([np.nan, -2.0], SAID.format("nan") + "more than 0.0001"),
     ],
-)  # fmt: skip
+)
 def test_a_prefix_cache_that_outlived_its_weights_is_found(over_the_cache, fault):
     """The last two of the last probe's tokens: past the cache 0 and -1. New weights moved them by 5e-5 each."""
     new, old = probes([-9], [-7.0, 0, -1.0]), probes([-9], [-7.0, -5e-5, -0.99995])
@@ -168,9 +170,7 @@ ORDINARY, TINY = 1e-3, 1e-6
 @functools.cache
 def trained(model, tmp_path, lr):
     """What the trainer published before its first step, and after it."""
-    trainer = Trainer(
-        model, TrainerConfig(optim=OptimConfig(lr=lr)), loss=LOSSES["default"], total_optimizer_steps=1
-    )
+    trainer = Trainer(model, TrainerConfig(optim=OptimConfig(lr=lr)), loss=LOSSES["default"], total_optimizer_steps=1)
     worker = TrainerWorker(
         trainer, version=0, weights=WeightFolders(tmp_path / f"weights-{lr}"), states=tmp_path, context_length=33
     )

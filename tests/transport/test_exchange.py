@@ -39,9 +39,11 @@ def wait_for(exchange, number, seconds=HANGS):
 
 
 def report(version):
-    return {"result": to_json(
-        StepReport(version=version, weights=Path("w"), num_trained_tokens=version, metrics={}), Path("/run")
-    )}  # fmt: skip
+    return {
+        "result": to_json(
+            StepReport(version=version, weights=Path("w"), num_trained_tokens=version, metrics={}), Path("/run")
+        )
+    }
 
 
 def serve(exchange, count, answer=report):

@@ -26,8 +26,16 @@ class Peer:
     def beat(self, *, moves=True, doing="training on batch 3", wants_to_stop=False):
         self.beats += 1
         self.progress += moves
-        publish_json(self.path, {"pid": 4711, "beats": self.beats, "progress": self.progress, "doing": doing,
-                                 "wants_to_stop": wants_to_stop})  # fmt: skip
+        publish_json(
+            self.path,
+            {
+                "pid": 4711,
+                "beats": self.beats,
+                "progress": self.progress,
+                "doing": doing,
+                "wants_to_stop": wants_to_stop,
+            },
+        )
 
     def look_for(self, seconds, *, alive=False):
         """Look every now and then for so long; the last thing that was seen."""
@@ -56,8 +64,10 @@ def test_silence_up_to_the_timeout_is_no_fault_and_beyond_it_is(peer):
     assert peer.watch.fault() is None
     assert peer.look_for(10) is None
     fault = peer.look_for(LOOK)
-    assert fault == "the trainer (process 4711) has given no sign of life for 10 s; the last was that it is training " \
-                    "on batch 3"  # fmt: skip
+    assert (
+        fault == "the trainer (process 4711) has given no sign of life for 10 s; the last was that it is training "
+        "on batch 3"
+    )
     peer.beat()
     assert peer.watch.fault() is None  # it lives after all
 
@@ -72,8 +82,10 @@ def test_beats_without_progress_up_to_the_timeout_are_no_fault_and_beyond_it_are
     peer.beat()
     assert peer.watch.fault() is None
     assert peer.look_for(60, alive=True) is None
-    assert peer.look_for(LOOK, alive=True) == \
-        "the trainer (process 4711) is stuck: for 60 s it has been training on batch 3"  # fmt: skip
+    assert (
+        peer.look_for(LOOK, alive=True)
+        == "the trainer (process 4711) is stuck: for 60 s it has been training on batch 3"
+    )
 
 
 def test_a_counter_that_starts_anew_is_a_sign_of_life(peer):
@@ -131,8 +143,10 @@ def test_the_process_what_it_does_and_that_somebody_wants_it_to_end_are_told(tmp
         wait_until(lambda: watch.fault() is None and watch.wants_to_stop)
     watch.fault()
     now[0] += 1.0
-    assert watch.fault() == f"the trainer (process {os.getpid()}) has given no sign of life for 1 s; the last was " \
-                            "that it is training on batch 12"  # fmt: skip
+    assert (
+        watch.fault() == f"the trainer (process {os.getpid()}) has given no sign of life for 1 s; the last was "
+        "that it is training on batch 12"
+    )
 
 
 @pytest.mark.realtime

@@ -184,8 +184,11 @@ async def test_an_orchestrators_host_that_is_gone_ends_a_fetch(app, here, tmp_pa
         port = int(server.url.rpartition(":")[2])
     ask = {"file": "checkpoints/step_000002/state"}
     async with linked(port) as link:
-        with link.patient_for(9.5), pytest.raises(
-            RunStopped, match=r"nothing has come from http://.* for 1\d s \(.*\); once the orchestrator runs, start"
+        with (
+            link.patient_for(9.5),
+            pytest.raises(
+                RunStopped, match=r"nothing has come from http://.* for 1\d s \(.*\); once the orchestrator runs, start"
+            ),
         ):
             await link.download(f"{RUN}/files", tmp_path / "copy", size, sha256, **ask)
 
@@ -221,8 +224,7 @@ async def test_a_fetch_goes_on_while_each_connection_brings_some_bytes(here, por
     size, sha256 = protocol.mark_of(wanted)
     async with BreakingNetwork(port, 3_001) as network, Link(network.url, KEY) as link:
         with link.patient_for(1.5):  # the second failure in a row would end it
-            await link.download(f"{RUN}/files", tmp_path / "copy", size, sha256,
-                                file="checkpoints/step_000002/state")  # fmt: skip
+            await link.download(f"{RUN}/files", tmp_path / "copy", size, sha256, file="checkpoints/step_000002/state")
         assert network.connections > 15
     assert (tmp_path / "copy").read_bytes() == wanted.read_bytes()
 
@@ -328,8 +330,13 @@ async def test_a_wrong_key_is_refused(port, key):
 @pytest.mark.slow
 async def test_no_key_is_refused_on_every_route(port, app):
     async with aiohttp.ClientSession() as client:
-        for method, path in [("POST", RUN), ("GET", f"{RUN}/files?file=x"), ("PUT", f"{SESSIONS}/{SESSION}/beat"),
-                             ("GET", "/health"), ("GET", "/")]:  # fmt: skip
+        for method, path in [
+            ("POST", RUN),
+            ("GET", f"{RUN}/files?file=x"),
+            ("PUT", f"{SESSIONS}/{SESSION}/beat"),
+            ("GET", "/health"),
+            ("GET", "/"),
+        ]:
             async with client.request(method, f"http://127.0.0.1:{port}{path}") as response:
                 assert response.status == 401
     assert app.session is None
@@ -403,7 +410,7 @@ async def test_a_begin_that_is_sent_again_does_not_begin_twice(arrived, port, ap
 @pytest.mark.parametrize(("route", "name"), [("beat", "trainer.json"), ("answers/1", "000001.json")])
 async def test_a_file_that_is_sent_again_while_a_slow_disk_writes_it_is_published_once(
     arrived, port, app, monkeypatch, route, name
-):  # fmt: skip
+):
     writing, most, gate = [], [], threading.Event()
     publish = app_module.publish_bytes
 
@@ -444,8 +451,19 @@ async def test_a_trainer_that_begins_elsewhere_in_the_run_is_refused(port):
             await link.ask("POST", f"{SESSIONS}/{SESSION}", {"checkpoint": None})
 
 
-@pytest.mark.parametrize("folder", ["checkpoints/step_000002", "../x", "weights", "weights/../../v000001", "/tmp/v1",
-                                    "exchange/ffffffffffffffff/states/v000001", "config.toml", ""])  # fmt: skip
+@pytest.mark.parametrize(
+    "folder",
+    [
+        "checkpoints/step_000002",
+        "../x",
+        "weights",
+        "weights/../../v000001",
+        "/tmp/v1",
+        "exchange/ffffffffffffffff/states/v000001",
+        "config.toml",
+        "",
+    ],
+)
 async def test_a_trainer_writes_only_the_folders_that_are_its_own(here, port, folder):
     async with linked(port) as link:
         await begun(link)
@@ -485,8 +503,9 @@ async def test_https_with_an_authority_that_the_environment_names(app, ca, tmp_p
         monkeypatch.setenv("SSL_CERT_FILE", str(ca.authority))
         async with Link(it.url, KEY) as link:
             assert (await link.insist("POST", RUN, {"protocol": 1}))["protocol"] == 1
-    with pytest.raises(UsageError, match=r"--tls-cert .*: .*; expected PEM files"), serve_mirror(
-        app, Listen(host="127.0.0.1", port=0, key=KEY, certificate=tmp_path / "none.pem")
+    with (
+        pytest.raises(UsageError, match=r"--tls-cert .*: .*; expected PEM files"),
+        serve_mirror(app, Listen(host="127.0.0.1", port=0, key=KEY, certificate=tmp_path / "none.pem")),
     ):
         pass
 
@@ -519,8 +538,13 @@ async def test_batches_answers_weights_and_heartbeats_pass_over_a_network_that_b
             message = there.wait_for_message(number, mirror.look)
             seen.append(message.kind)
             if message.kind == "train":
-                report = StepReport(version=message.version, weights=version, num_trained_tokens=7, state=state,
-                                    metrics={"n": float(sum(map(len, message.samples)))})  # fmt: skip
+                report = StepReport(
+                    version=message.version,
+                    weights=version,
+                    num_trained_tokens=7,
+                    state=state,
+                    metrics={"n": float(sum(map(len, message.samples)))},
+                )
                 there.answer(number, {"result": to_json(report, there.run)})
         return seen
 

@@ -106,9 +106,11 @@ async def test_an_orchestrator_that_is_killed_ends_its_trainer_which_says_so(app
     monkeypatch.setattr(trainer_side, "_FAREWELL", 0.3)
     with contextlib.ExitStack() as its_life:
         url = its_life.enter_context(serve_mirror(app, Listen(host="127.0.0.1", port=0, key=KEY))).url
-        with pytest.raises(RunStopped) as end, Heartbeat(there.trainer_beat), Mirror(
-            Link(url, KEY), there, CHECKPOINT
-        ) as mirror:
+        with (
+            pytest.raises(RunStopped) as end,
+            Heartbeat(there.trainer_beat),
+            Mirror(Link(url, KEY), there, CHECKPOINT) as mirror,
+        ):
             async with attached(app, there):
                 await asyncio.to_thread(its_life.close)
                 await until(lambda: "ClientConnectorError" in mirror.trouble)
@@ -167,7 +169,7 @@ async def more_are_refused(disk: Disk) -> None:
 @pytest.mark.slow
 async def test_a_heartbeat_that_the_orchestrators_host_cannot_write_costs_itself_alone(
     app, port, there, quick_beats, monkeypatch, caplog
-):  # fmt: skip
+):
     caplog.set_level("INFO")
     disk = Disk(app_module.publish_bytes, "trainer.json")
     monkeypatch.setattr(app_module, "publish_bytes", disk.publish)
@@ -186,7 +188,7 @@ async def test_a_heartbeat_that_the_orchestrators_host_cannot_write_costs_itself
 @pytest.mark.slow
 async def test_a_heartbeat_that_the_trainers_host_cannot_write_costs_itself_alone(
     app, port, there, quick_beats, monkeypatch, caplog
-):  # fmt: skip
+):
     disk = Disk(trainer_side.publish_json, "orchestrator.json")
     monkeypatch.setattr(trainer_side, "publish_json", disk.publish)
     with Heartbeat(there.trainer_beat), Mirror(Link(f"http://127.0.0.1:{port}", KEY), there, CHECKPOINT) as mirror:
@@ -208,9 +210,11 @@ async def test_a_batch_that_finds_a_full_disk_ends_the_trainer_and_both_hosts_sa
 
     monkeypatch.setattr(link_module, "_append", full)
     with serve_mirror(app, Listen(host="127.0.0.1", port=0, key=KEY)) as server:
-        with pytest.raises(OSError, match="No space left on device") as end, Heartbeat(there.trainer_beat), Mirror(
-            Link(server.url, KEY), there, CHECKPOINT
-        ) as mirror:
+        with (
+            pytest.raises(OSError, match="No space left on device") as end,
+            Heartbeat(there.trainer_beat),
+            Mirror(Link(server.url, KEY), there, CHECKPOINT) as mirror,
+        ):
             async with attached(app, there) as here:
                 await asyncio.to_thread(here.send, 1, TrainerMessage(kind="train", version=3))
                 await asyncio.to_thread(serving, there, mirror, HANGS)
@@ -226,7 +230,7 @@ async def test_a_batch_that_finds_a_full_disk_ends_the_trainer_and_both_hosts_sa
 @pytest.mark.slow
 async def test_a_trainer_that_is_killed_as_it_prepares_and_started_again_is_the_one_that_is_served(
     app, here, port, tmp_path, quick_beats, monkeypatch
-):  # fmt: skip
+):
     monkeypatch.setattr(app_module, "_QUIET", 1.0)
     monkeypatch.setattr(trainer_side, "_AGAIN_SECONDS", 0.1)
     seen, said = [], io.StringIO()

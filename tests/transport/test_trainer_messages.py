@@ -47,13 +47,25 @@ def sample_of_spans(*, teacher: bool = False, name: str = "s") -> TrainingSample
     odd = np.array([-0.0, -1e-45], dtype=np.float32)
     sample = TrainingSample.of_spans(
         rng.integers(0, 2**31 - 1, 40, dtype=np.int32),
-        [Span(3, 5, 0, 8, -1.25, 0.7, odd), Span(5, 9, 0, 9, -1.25, 0.7, -rng.random(4, dtype=np.float32)),
-         Span(9, 10, 2, -1, 1 / 3, 1.0, -rng.random(1, dtype=np.float32)), Span(20, 30, 3, 9, 0.0, 1.0, None),
-         Span(38, 40, 5, 0, 0.0, 1.0, -rng.random(2, dtype=np.float32))],
-        trajectory_id=f"{name}-1", group_id="g", env="e", part=4,
-    )  # fmt: skip
-    return sample.with_streams({"teacher": -rng.random(40, dtype=np.float32),
-                                "reference": -rng.random(40, dtype=np.float32)}) if teacher else sample  # fmt: skip
+        [
+            Span(3, 5, 0, 8, -1.25, 0.7, odd),
+            Span(5, 9, 0, 9, -1.25, 0.7, -rng.random(4, dtype=np.float32)),
+            Span(9, 10, 2, -1, 1 / 3, 1.0, -rng.random(1, dtype=np.float32)),
+            Span(20, 30, 3, 9, 0.0, 1.0, None),
+            Span(38, 40, 5, 0, 0.0, 1.0, -rng.random(2, dtype=np.float32)),
+        ],
+        trajectory_id=f"{name}-1",
+        group_id="g",
+        env="e",
+        part=4,
+    )
+    return (
+        sample.with_streams(
+            {"teacher": -rng.random(40, dtype=np.float32), "reference": -rng.random(40, dtype=np.float32)}
+        )
+        if teacher
+        else sample
+    )
 
 
 ARRAYS = ("token_ids", "loss_mask", "logprobs", "advantages", "chunk_ids", "policy_versions", "temperatures")
@@ -67,8 +79,12 @@ def bits(sample: TrainingSample) -> dict[str, object]:
 
 @pytest.mark.parametrize("teacher", [False, True])
 def test_samples_of_spans_and_of_arrays_travel_together_with_every_bit(tmp_path, teacher):
-    sent = (sample_of_spans(teacher=teacher), make_sample(9, teacher=teacher), make_sample(0, teacher=teacher),
-            sample_of_spans(teacher=teacher, name="t"))  # fmt: skip
+    sent = (
+        sample_of_spans(teacher=teacher),
+        make_sample(9, teacher=teacher),
+        make_sample(0, teacher=teacher),
+        sample_of_spans(teacher=teacher, name="t"),
+    )
     found = travelled(TrainerMessage(kind="train", version=7, samples=sent), tmp_path).samples
     assert [bits(sample) for sample in found] == [bits(sample) for sample in sent]
     assert [sample.spans is None for sample in found] == [False, True, True, False]
@@ -78,8 +94,10 @@ def test_samples_of_spans_and_of_arrays_travel_together_with_every_bit(tmp_path,
 def test_a_logprob_stream_may_have_any_name(tmp_path):
     """Also one that is like the names of the tensors of spans."""
     names = ("span", "teacher", "span_numbers", "")
-    sent = [sample.with_streams({name: np.full(len(sample), -1.0 - i, np.float32) for i, name in enumerate(names)})
-            for sample in (sample_of_spans(), make_sample(9))]  # fmt: skip
+    sent = [
+        sample.with_streams({name: np.full(len(sample), -1.0 - i, np.float32) for i, name in enumerate(names)})
+        for sample in (sample_of_spans(), make_sample(9))
+    ]
     found = travelled(TrainerMessage(kind="train", version=1, samples=tuple(sent)), tmp_path).samples
     assert [bits(sample) for sample in found] == [bits(sample) for sample in sent]
     assert set(names) < bits(found[0]).keys()
@@ -90,8 +108,9 @@ def test_a_token_takes_at_most_14_bytes_of_an_order():
     turns, prompt = [], []
     for turn in range(16):
         prompt = prompt + [turn] * 128
-        turns.append(Turn(prompt_ids=prompt, completion_ids=[7] * 128, logprobs=[-0.5] * 128,
-                          policy_versions=[3] * 128))  # fmt: skip
+        turns.append(
+            Turn(prompt_ids=prompt, completion_ids=[7] * 128, logprobs=[-0.5] * 128, policy_versions=[3] * 128)
+        )
         prompt = prompt + [7] * 128
     batch = [Trajectory(example_id="x", turns=turns, advantage=0.5, trajectory_id=str(i)) for i in range(8)]
     samples = tuple(sample for trajectory in batch for sample in build_samples(trajectory))
@@ -146,9 +165,13 @@ def assert_same_probes(found, sent):
 def test_every_bit_of_a_report_survives_the_trip():
     metrics = {"third": 1 / 3, "tiny": 5e-324, "nan": math.nan, "inf": -math.inf, "count": 3, "zero": -0.0}
     sent = StepReport(
-        version=4, weights=Path("/w/v000004"), num_trained_tokens=10**12, metrics=metrics, probes=PROBES,
+        version=4,
+        weights=Path("/w/v000004"),
+        num_trained_tokens=10**12,
+        metrics=metrics,
+        probes=PROBES,
         state=Path("/s/é"),
-    )  # fmt: skip
+    )
     found = report_from_json(json.loads(json.dumps(to_json(sent, RUN))), RUN)
     assert (found.version, found.weights, found.num_trained_tokens) == (4, Path("/w/v000004"), 10**12)
     assert found.state == Path("/s/é")
@@ -181,8 +204,13 @@ def test_an_order_to_send_and_where_to_meet_survive_the_trip(tmp_path):
 
 def test_folders_of_the_run_are_those_of_the_host_that_reads_the_answer():
     there, here = Path("/there/run"), Path("/here/run")
-    report = StepReport(version=1, weights=there / "weights/v000001", num_trained_tokens=0, metrics={},
-                        state=there / "exchange/a1/states/v000001")  # fmt: skip
+    report = StepReport(
+        version=1,
+        weights=there / "weights/v000001",
+        num_trained_tokens=0,
+        metrics={},
+        state=there / "exchange/a1/states/v000001",
+    )
     found = report_from_json(json.loads(json.dumps(to_json(report, there))), here)
     assert (found.weights, found.state) == (here / "weights/v000001", here / "exchange/a1/states/v000001")
     ready = TrainerReady(version=3, weights=str(there / "model"), checkpoint=there / "checkpoints/step_000003")

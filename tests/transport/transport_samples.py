@@ -44,11 +44,17 @@ def assert_same_sample(found, sent):
     """The same bits, dtypes and texts."""
     assert found.logprob_streams.keys() == sent.logprob_streams.keys()
     assert (found.routed_experts is None) == (sent.routed_experts is None)
-    fields = [(name, getattr(found, name), value) for name, value in vars(sent).items()
-              if name not in ("logprob_streams", "routed_experts")]  # fmt: skip
+    fields = [
+        (name, getattr(found, name), value)
+        for name, value in vars(sent).items()
+        if name not in ("logprob_streams", "routed_experts")
+    ]
     streams = [(name, found.logprob_streams[name], stream) for name, stream in sent.logprob_streams.items()]
-    experts = [] if sent.routed_experts is None else [
-        (name, getattr(found.routed_experts, name), value) for name, value in vars(sent.routed_experts).items()]
+    experts = (
+        []
+        if sent.routed_experts is None
+        else [(name, getattr(found.routed_experts, name), value) for name, value in vars(sent.routed_experts).items()]
+    )
     for name, value, expected in fields + streams + experts:
         if isinstance(expected, np.ndarray):
             assert (value.dtype, value.tobytes()) == (expected.dtype, expected.tobytes()), name

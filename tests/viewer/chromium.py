@@ -22,10 +22,18 @@ from waiting import HANGS
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 _KEYS = {
-    "Enter": ("Enter", 13), "Escape": ("Escape", 27), "Tab": ("Tab", 9), "ArrowDown": ("ArrowDown", 40),
-    "ArrowUp": ("ArrowUp", 38), "ArrowLeft": ("ArrowLeft", 37), "ArrowRight": ("ArrowRight", 39), "Home": ("Home", 36),
-    "End": ("End", 35), "PageDown": ("PageDown", 34), "PageUp": ("PageUp", 33),
-}  # fmt: skip
+    "Enter": ("Enter", 13),
+    "Escape": ("Escape", 27),
+    "Tab": ("Tab", 9),
+    "ArrowDown": ("ArrowDown", 40),
+    "ArrowUp": ("ArrowUp", 38),
+    "ArrowLeft": ("ArrowLeft", 37),
+    "ArrowRight": ("ArrowRight", 39),
+    "Home": ("Home", 36),
+    "End": ("End", 35),
+    "PageDown": ("PageDown", 34),
+    "PageUp": ("PageUp", 33),
+}
 
 
 def find_chromium() -> str | None:
@@ -41,16 +49,31 @@ class Chromium:
         assert program is not None, f"there is none of {', '.join(NAMES)}"
         self._profile = tempfile.TemporaryDirectory(prefix="verbatim-chromium-", ignore_cleanup_errors=True)
         (from_us, self._write), (self._read, to_us) = os.pipe(), os.pipe()
-        flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
-                 "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync",
-                 "--disable-extensions", "--mute-audio", f"--user-data-dir={self._profile.name}",
-                 "--remote-debugging-pipe", "about:blank"]  # fmt: skip
+        flags = [
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--hide-scrollbars",
+            "--no-first-run",
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--disable-sync",
+            "--disable-extensions",
+            "--mute-audio",
+            f"--user-data-dir={self._profile.name}",
+            "--remote-debugging-pipe",
+            "about:blank",
+        ]
         # Chromium reads commands from descriptor 3 and answers on 4.
         shell = 'exec 3<&"$1" 4>&"$2"; shift 2; exec "$@"'
         self._process = subprocess.Popen(
-            ["bash", "-c", shell, "bash", str(from_us), str(to_us), program, *flags], pass_fds=(from_us, to_us),
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            ["bash", "-c", shell, "bash", str(from_us), str(to_us), program, *flags],
+            pass_fds=(from_us, to_us),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         os.close(from_us)
         os.close(to_us)
         self._buffer = b""
@@ -203,8 +226,10 @@ class Page:
 
     def settle(self) -> None:
         """Wait until what the page has begun to load has failed or is there: a picture that it begins later is."""
-        self.evaluate("new Promise(then => { const last = new Image(); last.onload = last.onerror = () => then(0); "
-                      "last.src = 'data:image/png,none'; })")  # fmt: skip
+        self.evaluate(
+            "new Promise(then => { const last = new Image(); last.onload = last.onerror = () => then(0); "
+            "last.src = 'data:image/png,none'; })"
+        )
 
     def wait_for_problem(self) -> list[str]:
         """What the console says; the next tests of `problems` do not see it."""
@@ -247,8 +272,10 @@ class Page:
     def _middle(self, selector: str) -> tuple[float, float]:
         quoted = json.dumps(selector)
         self.evaluate(f"document.querySelector({quoted}).scrollIntoView({{block: 'nearest'}})")
-        box = self.evaluate(f"(() => {{ const b = document.querySelector({quoted}).getClientRects()[0]; "
-                            "return [b.x + b.width / 2, b.y + b.height / 2]; })()")  # fmt: skip
+        box = self.evaluate(
+            f"(() => {{ const b = document.querySelector({quoted}).getClientRects()[0]; "
+            "return [b.x + b.width / 2, b.y + b.height / 2]; })()"
+        )
         return box[0], box[1]
 
     def note(self, event: dict[str, Any]) -> None:

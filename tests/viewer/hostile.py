@@ -65,8 +65,10 @@ TEXTS: tuple[str, ...] = (
     "\x00\x01\x08\x7f\r overwritten\rby this",
     # what encoders dislike
     "\ud800 alone \udfff, \udce9 and backwards \udc00\ud800",
-    "\\u0000 \\ud800 \\\\ \\\" \\x1b",
-    "__proto__", "constructor", "-0 NaN Infinity 1e999",
+    '\\u0000 \\ud800 \\\\ \\" \\x1b',
+    "__proto__",
+    "constructor",
+    "-0 NaN Infinity 1e999",
     # size
     "x" * LONG,
     "W" * 20_000 + "<script>window.hacked=28</script>",
@@ -86,18 +88,36 @@ def hostile_trajectory(index: int, text: str) -> Trajectory:
     messages: tuple[dict[str, Any], ...] = (
         {"role": "user", "content": text},
         {"role": short, "content": [{"type": "text", "text": short}], short: short, "name": short},
-        {"role": "assistant", "content": None, "reasoning_content": short, "tool_calls": [
-            {"id": short, "type": "function", "function": {"name": short, "arguments": json.dumps({"a": short})}},
-            {"function": None}, "no object",
-        ]},
-        {"role": "tool", "content": short, "tool_call_id": short}, {},
-    )  # fmt: skip
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": short,
+            "tool_calls": [
+                {"id": short, "type": "function", "function": {"name": short, "arguments": json.dumps({"a": short})}},
+                {"function": None},
+                "no object",
+            ],
+        },
+        {"role": "tool", "content": short, "tool_call_id": short},
+        {},
+    )
     tools = ({"type": "function", "function": {"name": short, "description": short, "parameters": {short: short}}},)
     return trajectory(
-        f"t{index}", example_id=short, env=short, group_id=short, turns=turns, messages=messages, tools=tools,
-        info={short: {short: [short]}, "task": {"x": None}}, error=short, reward=float(index),
-        reward_parts={short: 1.0}, agent_rewards={short: 1.0}, run_id=short, sample_index=index,
-    )  # fmt: skip
+        f"t{index}",
+        example_id=short,
+        env=short,
+        group_id=short,
+        turns=turns,
+        messages=messages,
+        tools=tools,
+        info={short: {short: [short]}, "task": {"x": None}},
+        error=short,
+        reward=float(index),
+        reward_parts={short: 1.0},
+        agent_rewards={short: 1.0},
+        run_id=short,
+        sample_index=index,
+    )
 
 
 def make_hostile_run(folder: Path) -> Path:
@@ -107,15 +127,26 @@ def make_hostile_run(folder: Path) -> Path:
     fates[3] = trained(all_of_them[3])
     script = TEXTS[1]
     make_run(
-        folder, {1: fates}, evals=[(1, each) for each in all_of_them],
+        folder,
+        {1: fates},
+        evals=[(1, each) for each in all_of_them],
         metrics=[(1, {script: 1.0, "reward/mean": 0.5, "loss": float("nan"), TEXTS[33]: float("inf")})],
-        config=f'name = {json.dumps(script)}\nmax_steps = 3\n[model]\nname = {json.dumps(TEXTS[5])}\n',
-    )  # fmt: skip
+        config=f"name = {json.dumps(script)}\nmax_steps = 3\n[model]\nname = {json.dumps(TEXTS[5])}\n",
+    )
     alarms = JsonlWriter(folder / "alarms.jsonl")
-    alarms.write({
-        "name": script, "step": 1, "state": "raised", "message": TEXTS[5], "cause": TEXTS[7], "advice": TEXTS[25],
-        "evidence": {script: 1.0}, "env": script, "trajectory_ids": [script, "t5"],
-    })  # fmt: skip
+    alarms.write(
+        {
+            "name": script,
+            "step": 1,
+            "state": "raised",
+            "message": TEXTS[5],
+            "cause": TEXTS[7],
+            "advice": TEXTS[25],
+            "evidence": {script: 1.0},
+            "env": script,
+            "trajectory_ids": [script, "t5"],
+        }
+    )
     alarms.close()
     (folder / "summary.txt").write_text("\n".join([script, TEXTS[39], TEXTS[5]]))
     return folder

@@ -65,25 +65,47 @@ def encoder(folder: Path) -> Any:
 def episode(encode: Any, name: str, *, said: str = "42", asked: str = "What is it?", **fields: Any) -> Trajectory:
     """Two turns of an assistant that calls a tool, then answers."""
     opening = encode(f"user: {asked}\nassistant: ")
-    call, reply = encode('guess(7)<|end|>'), encode("\ntool: higher\nassistant: ")
+    call, reply = encode("guess(7)<|end|>"), encode("\ntool: higher\nassistant: ")
     answer = encode(said + "<|end|>")
     # A logprob of -0.01, -0.02 and so on: a test knows the one of each token.
     turns = [
-        Turn(prompt_ids=opening, completion_ids=call, policy_versions=[3] * len(call),
-             logprobs=[-0.01 * (i + 1) for i in range(len(call))]),
-        Turn(prompt_ids=[*opening, *call, *reply], completion_ids=answer, policy_versions=[4] * len(answer),
-             logprobs=np.full(len(answer), -0.5)),
-    ]  # fmt: skip
+        Turn(
+            prompt_ids=opening,
+            completion_ids=call,
+            policy_versions=[3] * len(call),
+            logprobs=[-0.01 * (i + 1) for i in range(len(call))],
+        ),
+        Turn(
+            prompt_ids=[*opening, *call, *reply],
+            completion_ids=answer,
+            policy_versions=[4] * len(answer),
+            logprobs=np.full(len(answer), -0.5),
+        ),
+    ]
     messages = [
         {"role": "user", "content": asked},
-        {"role": "assistant", "content": None, "tool_calls": [
-            {"id": "c1", "type": "function", "function": {"name": "guess", "arguments": {"number": 7}}}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "guess", "arguments": {"number": 7}}}],
+        },
         {"role": "tool", "content": "higher", "tool_call_id": "c1"},
         {"role": "assistant", "content": said},
-    ]  # fmt: skip
-    return Trajectory(**{"example_id": f"example-{name}", "trajectory_id": name, "env": "game", "group_id": "g0",
-                         "turns": turns, "messages": messages, "stop_reason": "stop", "reward": 1.0, "advantage": 0.5,
-                         **fields})  # fmt: skip
+    ]
+    return Trajectory(
+        **{
+            "example_id": f"example-{name}",
+            "trajectory_id": name,
+            "env": "game",
+            "group_id": "g0",
+            "turns": turns,
+            "messages": messages,
+            "stop_reason": "stop",
+            "reward": 1.0,
+            "advantage": 0.5,
+            **fields,
+        }
+    )
 
 
 def fate(each: Trajectory, reason: str | None = None, flags: Sequence[str] = ()) -> Fate:
@@ -92,18 +114,36 @@ def fate(each: Trajectory, reason: str | None = None, flags: Sequence[str] = ())
         return Fate.of_dropped(each, reason, flags)
     trainer = tuple(np.asarray(turn.logprobs, dtype=np.float32) + np.float32(0.1) for turn in each.turns)
     gradients = tuple(np.full(len(turn.completion_ids), -0.5, dtype=np.float32) for turn in each.turns)
-    return Fate(trajectory=each, turns=("trained",) * len(each.turns), flags=tuple(flags), trainer_logprobs=trainer,
-                gradients=gradients)  # fmt: skip
+    return Fate(
+        trajectory=each,
+        turns=("trained",) * len(each.turns),
+        flags=tuple(flags),
+        trainer_logprobs=trainer,
+        gradients=gradients,
+    )
 
 
 def step_metrics(step: int) -> dict[str, float]:
     return {
-        "reward/mean": 0.1 * step, "success": 0.1 * step, "completion_tokens": 20.0 + step, "turns": 2.0,
-        "mismatch_kl": 0.001 * step, "grad_norm": 0.3, "staleness/mean": 1.0, "staleness/max": 2,
-        "ledger/sampled": 100 * step, "ledger/trained": 70 * step, "ledger/pending": 10 * step,
-        "ledger/dropped/filter:zero_advantage": 20 * step, "ledger/masked_by_loss": 0, "time/step": 2.0,
-        "time/sampler_idle": 0.5, "time/trainer_idle": 1.5, "time/weight_sync": 0.25, "seconds": 0.4,
-    }  # fmt: skip
+        "reward/mean": 0.1 * step,
+        "success": 0.1 * step,
+        "completion_tokens": 20.0 + step,
+        "turns": 2.0,
+        "mismatch_kl": 0.001 * step,
+        "grad_norm": 0.3,
+        "staleness/mean": 1.0,
+        "staleness/max": 2,
+        "ledger/sampled": 100 * step,
+        "ledger/trained": 70 * step,
+        "ledger/pending": 10 * step,
+        "ledger/dropped/filter:zero_advantage": 20 * step,
+        "ledger/masked_by_loss": 0,
+        "time/step": 2.0,
+        "time/sampler_idle": 0.5,
+        "time/trainer_idle": 1.5,
+        "time/weight_sync": 0.25,
+        "seconds": 0.4,
+    }
 
 
 def make_page_run(folder: Path, *, name: str = "tries", steps: int = 6, hostile: bool = False) -> Path:
@@ -117,19 +157,48 @@ def make_page_run(folder: Path, *, name: str = "tries", steps: int = 6, hostile:
     for step in range(1, steps + 1):
         group = f"g{step}"
         fates = [
-            fate(episode(encode, f"t{step}-{i}", group_id=group, sample_index=i, reward=i / 4, advantage=i / 4 - 0.375,
-                         said=f"the answer of {step}-{i}"))
+            fate(
+                episode(
+                    encode,
+                    f"t{step}-{i}",
+                    group_id=group,
+                    sample_index=i,
+                    reward=i / 4,
+                    advantage=i / 4 - 0.375,
+                    said=f"the answer of {step}-{i}",
+                )
+            )
             for i in range(4)
-        ]  # fmt: skip
-        dropped = episode(encode, f"m{step}", env="maze", group_id=f"m{step}", reward=0.0, advantage=0.0,
-                          stop_reason="length", truncated=True)  # fmt: skip
+        ]
+        dropped = episode(
+            encode,
+            f"m{step}",
+            env="maze",
+            group_id=f"m{step}",
+            reward=0.0,
+            advantage=0.0,
+            stop_reason="length",
+            truncated=True,
+        )
         by_step[step] = [*fates, fate(dropped, "filter:zero_advantage", ["zero_advantage"])]
     if hostile:
         by_step[steps + 1] = [
-            fate(episode(encode, f"hostile-{i}", said=text, asked=f"{kind}: {text}", example_id=text, env="hostile",
-                         group_id="h", sample_index=i, error=f"environment: {text}", info={text: text}))
+            fate(
+                episode(
+                    encode,
+                    f"hostile-{i}",
+                    said=text,
+                    asked=f"{kind}: {text}",
+                    example_id=text,
+                    env="hostile",
+                    group_id="h",
+                    sample_index=i,
+                    error=f"environment: {text}",
+                    info={text: text},
+                )
+            )
             for i, (kind, text) in enumerate(HOSTILE.items())
-        ]  # fmt: skip
+        ]
     config = f'name = "{name}"\nmax_steps = 20\nseed = 0\n[model]\nname = "somewhere/else"\n'
     metrics = [(step, step_metrics(step)) for step in range(1, steps + 1)]
     return make_run(folder, by_step, metrics=metrics, config=config)

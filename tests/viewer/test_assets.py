@@ -68,4 +68,3 @@ def test_the_licences_of_what_is_bundled_are_there():
     for name, version in package["dependencies"].items():
         assert f"{name} {version}\n" in notice
     assert notice.count("Permission is hereby granted") == len(package["dependencies"])
-

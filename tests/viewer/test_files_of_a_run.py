@@ -19,9 +19,18 @@ from verbatim.viewer.run_state import config_text, read_config, read_state, summ
 
 STEPS = {1: [trained(trajectory("a")), trained(trajectory("b"))]}
 SECRET = "zqsecret"
-NAMES = ("summary.txt", "summary.json", "config.toml", "metrics.jsonl", "alarms.jsonl", "forked_from.json",
-         "logs/orchestrator.log", "model/tokenizer.json", "model/tokenizer_config.json",
-         "model/chat_template.jinja")  # fmt: skip
+NAMES = (
+    "summary.txt",
+    "summary.json",
+    "config.toml",
+    "metrics.jsonl",
+    "alarms.jsonl",
+    "forked_from.json",
+    "logs/orchestrator.log",
+    "model/tokenizer.json",
+    "model/tokenizer_config.json",
+    "model/chat_template.jinja",
+)
 
 
 @pytest.fixture
@@ -30,8 +39,11 @@ def elsewhere(tmp_path: Path) -> Path:
     folder = tmp_path / "elsewhere"
     for name in NAMES:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        text = {".toml": f'name = "{SECRET}"', ".jsonl": json.dumps({"step": 1, "name": SECRET, SECRET: 1.0}) + "\n",
-                ".json": json.dumps({SECRET: 1, "chat_template": SECRET})}.get(Path(name).suffix, SECRET)  # fmt: skip
+        text = {
+            ".toml": f'name = "{SECRET}"',
+            ".jsonl": json.dumps({"step": 1, "name": SECRET, SECRET: 1.0}) + "\n",
+            ".json": json.dumps({SECRET: 1, "chat_template": SECRET}),
+        }.get(Path(name).suffix, SECRET)
         (folder / name).write_text(text)
     return folder
 
@@ -107,13 +119,31 @@ def damaged(file: Path, **columns: pa.Array) -> None:
 DEEP = "[" * 200_000 + "]" * 200_000
 
 
-@pytest.mark.parametrize(("name", "value"), [
-    ("messages", DEEP), ("info", DEEP), ("tools", DEEP), ("messages", "5"), ("messages", None), ("info", "[]"),
-    ("tools", "{"), ("turns", None), ("turns", 5), ("turns", "x"), ("turns", [1]), ("turns", {"a": 1}),
-    ("turns", [{"path": 1}]), ("flags", "x"), ("reward", "x"), ("step", "x"), ("step", None),
-])  # fmt: skip
-@pytest.mark.parametrize("command", [["doctor"], ["export", "--out", "out.jsonl"], ["view", "--export", "page.html"]],
-                         ids=" ".join)  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("messages", DEEP),
+        ("info", DEEP),
+        ("tools", DEEP),
+        ("messages", "5"),
+        ("messages", None),
+        ("info", "[]"),
+        ("tools", "{"),
+        ("turns", None),
+        ("turns", 5),
+        ("turns", "x"),
+        ("turns", [1]),
+        ("turns", {"a": 1}),
+        ("turns", [{"path": 1}]),
+        ("flags", "x"),
+        ("reward", "x"),
+        ("step", "x"),
+        ("step", None),
+    ],
+)
+@pytest.mark.parametrize(
+    "command", [["doctor"], ["export", "--out", "out.jsonl"], ["view", "--export", "page.html"]], ids=" ".join
+)
 def test_hostile_columns_are_told_in_a_sentence(tmp_path: Path, monkeypatch, capfd, command, name, value):
     monkeypatch.chdir(tmp_path)
     make_run(Path("run"), STEPS)

@@ -42,8 +42,10 @@ def press_button(page: Page, selector: str, begins: str) -> None:
 def choose(page: Page, selector: str, value: str) -> None:
     """Choose a value of a select element, once it is there."""
     page.wait(f"document.querySelector('{selector}')")
-    page.evaluate(f"(() => {{ const s = document.querySelector('{selector}'); s.value = '{value}'; "
-                     "s.dispatchEvent(new Event('change', {bubbles: true})); })()")  # fmt: skip
+    page.evaluate(
+        f"(() => {{ const s = document.querySelector('{selector}'); s.value = '{value}'; "
+        "s.dispatchEvent(new Event('change', {bubbles: true})); })()"
+    )
 
 
 def text_of(page: Page, selector: str) -> str:
@@ -67,8 +69,19 @@ def test_the_overview_draws_curves_shares_and_the_time_of_each_side(page: Page, 
     page.wait("document.querySelector('.u-over')")
     page.expect("performance.getEntriesByName('verbatim:overview').length", 1)
     titles = page.evaluate("[...document.querySelectorAll('.chart h3')].map(e => e.textContent)")
-    assert {"Reward", "Success", "Length", "Turns", "Mismatch KL", "Gradient norm", "Staleness", "Sampled tokens",
-            "Sampler's time", "Trainer's time", "Evaluation"} <= set(titles)  # fmt: skip
+    assert {
+        "Reward",
+        "Success",
+        "Length",
+        "Turns",
+        "Mismatch KL",
+        "Gradient norm",
+        "Staleness",
+        "Sampled tokens",
+        "Sampler's time",
+        "Trainer's time",
+        "Evaluation",
+    } <= set(titles)
     card = "[...document.querySelectorAll('.chart')].find(e => e.textContent.startsWith('Sampled tokens'))"
     shares = f"({card}.querySelector('.legend')?.innerText ?? '').split('\\n').filter(line => line.includes('%'))"
     # 600 tokens in all: 420 trained, 120 dropped by the filter, 60 pending.
@@ -149,9 +162,17 @@ def test_tokens_say_their_values_to_the_keyboard_and_the_link_names_them(page: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("key", "classes"), [
-    ("1", {"f0"}), ("2", {"s0", "s1", "s2"}), ("3", {"p4"}), ("4", {"p3"}), ("5", {"s1", "s7"}), ("7", {"n4"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("key", "classes"),
+    [
+        ("1", {"f0"}),
+        ("2", {"s0", "s1", "s2"}),
+        ("3", {"p4"}),
+        ("4", {"p3"}),
+        ("5", {"s1", "s7"}),
+        ("7", {"n4"}),
+    ],
+)
 def test_a_key_colours_the_sampled_tokens(page: Page, url: str, key: str, classes: set[str]):
     page.open(f"{url}/#/trajectory/0/t5-2")
     page.wait("document.querySelector('[data-testid=token]')")
@@ -183,12 +204,19 @@ def test_hostile_texts_are_shown_as_they_are_and_do_nothing(page: Page, url: str
     assert table == [visible(stored(text)) for text in HOSTILE.values()]
     for index, (kind, text) in enumerate(HOSTILE.items()):
         page.evaluate(f"location.hash = '#/trajectory/0/hostile-{index}?color=logprob'")
-        page.wait(f"document.querySelector('.crumbs b')?.textContent === 'hostile-{index}' "
-                     "&& document.querySelector('[data-testid=token]')")  # fmt: skip
+        page.wait(
+            f"document.querySelector('.crumbs b')?.textContent === 'hostile-{index}' "
+            "&& document.querySelector('[data-testid=token]')"
+        )
         shown = page.evaluate("[...document.querySelectorAll('.message.assistant .prose')].at(-1).textContent")
         assert shown == visible(text), kind
-        assert page.evaluate("document.querySelectorAll('main script, main img, main svg, main iframe, main style, "
-                                "main link, main base, main meta').length") == 0, kind  # fmt: skip
+        assert (
+            page.evaluate(
+                "document.querySelectorAll('main script, main img, main svg, main iframe, main style, "
+                "main link, main base, main meta').length"
+            )
+            == 0
+        ), kind
         tokens = page.evaluate("[...document.querySelectorAll('.tokens')].at(-1).textContent")
         if text.isascii() and text.isprintable():
             assert tokens.replace("·", " ") == f"{text}<|end|>", kind
@@ -207,8 +235,17 @@ def stored(text: str) -> str:
 def visible(text: str) -> str:
     """What stands on the page for a text: signs in place of what would not be seen."""
     unseen = (0x85, 0x9B, 0xAD, 0x61C, 0x200B, 0x200D, 0x200F, 0x2028, 0x202E, 0x2066, 0x2069, 0xFEFF)
-    signs = {"\x00": "NUL", "\x01": "SOH", "\x07": "BEL", "\x08": "BS", "\x0b": "VT", "\x0c": "FF", "\r": "CR",
-             "\x1b": "ESC", "\x7f": "DEL"}  # fmt: skip
+    signs = {
+        "\x00": "NUL",
+        "\x01": "SOH",
+        "\x07": "BEL",
+        "\x08": "BS",
+        "\x0b": "VT",
+        "\x0c": "FF",
+        "\r": "CR",
+        "\x1b": "ESC",
+        "\x7f": "DEL",
+    }
     signs |= {chr(code): f"U+{code:04X}" for code in unseen}
     if "👩" in text:
         del signs["\u200d"]  # it joins two emoji
@@ -298,8 +335,15 @@ def test_every_colour_can_be_read_in_light_and_in_dark(page: Page, url: str):
     """Text on each colour has a contrast of at least 4.5 to 1 (WCAG 2.1, 1.4.3)."""
     page.open(f"{url}/#/trajectory/0/t5-2")
     page.wait("document.querySelector('.tokens')")
-    names = ["ctx", "miss", "zero", "fm", *[f"f{i}" for i in range(7)], *[f"s{i}" for i in range(8)],
-             *[f"{side}{i}" for side in "np" for i in range(1, 5)]]  # fmt: skip
+    names = [
+        "ctx",
+        "miss",
+        "zero",
+        "fm",
+        *[f"f{i}" for i in range(7)],
+        *[f"s{i}" for i in range(8)],
+        *[f"{side}{i}" for side in "np" for i in range(1, 5)],
+    ]
     script = """names => names.map(name => {
         const token = document.querySelector('.tokens').appendChild(document.createElement('span'));
         token.className = 't ' + name; token.textContent = 'x';

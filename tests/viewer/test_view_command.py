@@ -32,8 +32,9 @@ def get(url: str) -> Any:
 @pytest.mark.realtime
 def test_a_run_is_followed_until_ctrl_c(tmp_path: Path):
     run = make_run(tmp_path / "run", {1: [trained(trajectory("first"))]}, metrics=[(1, {"loss": 1.0})])
-    process = subprocess.Popen([*COMMAND, str(run), "--port", "0"], stdout=subprocess.PIPE, text=True,
-                               env=child_environment())  # fmt: skip
+    process = subprocess.Popen(
+        [*COMMAND, str(run), "--port", "0"], stdout=subprocess.PIPE, text=True, env=child_environment()
+    )
     try:
         assert process.stdout is not None
         line = process.stdout.readline()

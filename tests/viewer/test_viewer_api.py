@@ -23,18 +23,33 @@ pytestmark = pytest.mark.realtime
 
 LONG = Turn(prompt_ids=[1, 2, 3, 4, 5, 6], completion_ids=[7], logprobs=[-1.0], advantage=0.75)
 BROKEN = Turn(prompt_ids=[1, 2, 9], completion_ids=[8, 8], logprobs=[-2.0, -1.0])
-FIRST = Turn(prompt_ids=[1, 2, 3], completion_ids=[4, 5], logprobs=[-0.5, -0.25], policy_versions=[3, 4],
-             timing=TurnTiming(queued=0.5, generated=1.0, tools=2.0), temperature=0.5)  # fmt: skip
+FIRST = Turn(
+    prompt_ids=[1, 2, 3],
+    completion_ids=[4, 5],
+    logprobs=[-0.5, -0.25],
+    policy_versions=[3, 4],
+    timing=TurnTiming(queued=0.5, generated=1.0, tools=2.0),
+    temperature=0.5,
+)
 THREE = trajectory(
-    "three", turns=(FIRST, LONG, BROKEN), reward=0.5, advantage=-0.25, sample_index=1, seed=2**60 + 1,
-    messages=({"role": "user", "content": "What is <b>bold</b>?"},), reward_parts={"right": 1.0, "short": float("nan")},
-    info={"level": 3}, env="game",
-)  # fmt: skip
+    "three",
+    turns=(FIRST, LONG, BROKEN),
+    reward=0.5,
+    advantage=-0.25,
+    sample_index=1,
+    seed=2**60 + 1,
+    messages=({"role": "user", "content": "What is <b>bold</b>?"},),
+    reward_parts={"right": 1.0, "short": float("nan")},
+    info={"level": 3},
+    env="game",
+)
 THREE_FATE = Fate(
-    trajectory=THREE, turns=("trained", "over_length", "trained"), flags=("gibberish",),
+    trajectory=THREE,
+    turns=("trained", "over_length", "trained"),
+    flags=("gibberish",),
     trainer_logprobs=(np.float32([-0.5, -0.75]), None, np.float32([-2.0, -1.0])),
     gradients=(np.float32([0.125, 0.0]), None, np.float32([1.0, 1.0])),
-)  # fmt: skip
+)
 WON = trained(trajectory("won", reward=1.0, sample_index=0))
 LOST = trained(trajectory("lost", reward=-1.0, env="maze", group_id="h", stop_reason="length", truncated=True))
 UNSCORED = Fate.of_dropped(trajectory("bad", env="maze", group_id="h", error="environment: KeyError 'x'"), "error")
@@ -45,9 +60,10 @@ EMPTY = Fate.of_dropped(Trajectory(example_id="none", trajectory_id="empty", gro
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(
-        tmp_path_factory.mktemp("api") / "run", {1: [THREE_FATE, WON], 2: [LOST, UNSCORED], 12: [NOT_A_NUMBER, EMPTY]},
+        tmp_path_factory.mktemp("api") / "run",
+        {1: [THREE_FATE, WON], 2: [LOST, UNSCORED], 12: [NOT_A_NUMBER, EMPTY]},
         evals=[(0, trajectory("eval-0-0", reward=0.25)), (5, trajectory("eval-0-0", reward=0.75))],
-    )  # fmt: skip
+    )
 
 
 async def test_the_runs_are_listed(folder: Path, tmp_path: Path):
@@ -71,8 +87,12 @@ async def test_a_fork_names_what_it_was_forked_from(tmp_path: Path):
 
 async def test_a_teachers_logprobs_stand_beside_the_others(tmp_path: Path):
     taught = trajectory("taught")
-    fate = trained(taught, trainer_logprobs=(np.float32([-0.5, -0.25]),), gradients=(np.float32([1, 1]),),
-                   teacher_logprobs=(np.float32([-0.125, -2.0]),))  # fmt: skip
+    fate = trained(
+        taught,
+        trainer_logprobs=(np.float32([-0.5, -0.25]),),
+        gradients=(np.float32([1, 1]),),
+        teacher_logprobs=(np.float32([-0.125, -2.0]),),
+    )
     async with serving(make_run(tmp_path / "run", {1: [fate]})) as client:
         (turn,) = (await client.get("trajectories/taught"))["turns"]
     assert turn["teacher_logprobs"] == [-0.125, -2.0]
@@ -88,9 +108,11 @@ async def test_runs_of_one_name_say_what_differs_of_their_folders(tmp_path: Path
 async def test_metrics_are_columns_with_gaps_and_say_what_they_mean(tmp_path: Path):
     folder = make_run(tmp_path / "run", metrics=[(1, {"loss": 0.5}), (2, {"loss": float("nan"), "mine": 7}), (4, {})])
     with (folder / "metrics.jsonl").open("a") as lines:
-        lines.write('{"step": 4, "kind": "eval", "env": "game", "metrics": {"success": 0.5, "success/low": 0.25, '
-                    '"success/high": 0.75, "reward/mean": 1.5, "reward/low": "NaN", "reward/high": "NaN"}}\n'
-                    'no json\n{"step": 5, "kind": "train", "metrics": {"loss": 0.1}}\n{"step": 6, "ki')  # fmt: skip
+        lines.write(
+            '{"step": 4, "kind": "eval", "env": "game", "metrics": {"success": 0.5, "success/low": 0.25, '
+            '"success/high": 0.75, "reward/mean": 1.5, "reward/low": "NaN", "reward/high": "NaN"}}\n'
+            'no json\n{"step": 5, "kind": "train", "metrics": {"loss": 0.1}}\n{"step": 6, "ki'
+        )
     async with serving(folder) as client:
         found = await client.get("metrics")
         later = await client.get("metrics", after=2)
@@ -139,11 +161,25 @@ async def test_a_row_says_what_was_written(folder: Path):
     assert (answer["total"], answer["matched"], answer["pending"]) == (8, 2, False)
     won, three = answer["rows"]
     assert {name: three[name] for name in three if name not in ("key", "group_key")} == {
-        "trajectory_id": "three", "kind": "train", "step": 1, "env": "game", "example_id": "example of three",
-        "group_id": "g", "sample_index": 1, "reward": 0.5, "advantage": -0.25, "reason": None, "flags": ["gibberish"],
-        "error": None, "stop_reason": "stop", "truncated": False, "num_turns": 3, "num_sampled_tokens": 2 + 1 + 2,
-        "num_trained_tokens": 4, "num_breaks": 1,
-    }  # fmt: skip
+        "trajectory_id": "three",
+        "kind": "train",
+        "step": 1,
+        "env": "game",
+        "example_id": "example of three",
+        "group_id": "g",
+        "sample_index": 1,
+        "reward": 0.5,
+        "advantage": -0.25,
+        "reason": None,
+        "flags": ["gibberish"],
+        "error": None,
+        "stop_reason": "stop",
+        "truncated": False,
+        "num_turns": 3,
+        "num_sampled_tokens": 2 + 1 + 2,
+        "num_trained_tokens": 4,
+        "num_breaks": 1,
+    }
     assert (won["key"], three["key"]) == ("~1.1", "~1.0") and won["group_key"] == three["group_key"]
 
 
@@ -169,7 +205,7 @@ FILTERED = [
     ({"env": "maze", "errors": "1"}, ["bad"]),
     ({"env": "nowhere"}, []),
     ({"env": "", "text": "", "kind": "eval", "sort": "step"}, ["eval-0-0", "eval-0-0"]),
-]  # fmt: skip
+]
 SORTED = [
     ("-reward", ["won", "three", "lost", "nan", "empty", "bad"]),
     ("reward", ["lost", "three", "won", "nan", "empty", "bad"]),
@@ -260,9 +296,10 @@ async def test_a_group_is_drawn_as_a_tree(tmp_path: Path):
 
     a = of("a", Turn(prompt_ids=[1, 2, 3], completion_ids=[4, 5]))
     b = of("b", Turn(prompt_ids=[1, 2, 3], completion_ids=[4, 6, 7]), Turn(prompt_ids=[1, 9], completion_ids=[8]))
-    folder = make_run(tmp_path / "run", {
-        1: [trained(a), Fate(trajectory=b, turns=("trained", "untrained")), trained(trajectory("c", group_id="two"))]
-    })  # fmt: skip
+    folder = make_run(
+        tmp_path / "run",
+        {1: [trained(a), Fate(trajectory=b, turns=("trained", "untrained")), trained(trajectory("c", group_id="two"))]},
+    )
     async with serving(folder) as client:
         found = await client.get("groups/one")
     assert [row["trajectory_id"] for row in found["rows"]] == ["a", "b"]
@@ -326,11 +363,15 @@ async def test_messages_are_searched_while_pages_ask_again(tmp_path: Path):
         return trajectory(name, messages=({"role": "user", "content": content},), example_id="")
 
     folder = make_run(
-        tmp_path / "run", {1: [trained(says("a", "The Ünïcode \"quote\" needle")), trained(says("b", "hay"))],
-                           2: [trained(says("needle-in-its-id", "hay"))]},
+        tmp_path / "run",
+        {
+            1: [trained(says("a", 'The Ünïcode "quote" needle')), trained(says("b", "hay"))],
+            2: [trained(says("needle-in-its-id", "hay"))],
+        },
         evaluated={3: [says("v", "a needle in the file of an evaluation")]},
-        evals=[(2, says("e", "a NEEDLE in an evaluation"))], earlier=[(1, says("o", "hay, \"quote\"")) ],
-    )  # fmt: skip
+        evals=[(2, says("e", "a NEEDLE in an evaluation"))],
+        earlier=[(1, says("o", 'hay, "quote"'))],
+    )
 
     async def ask(text: str) -> list[str]:
         async with asyncio.timeout(HANGS):
@@ -346,14 +387,39 @@ async def test_messages_are_searched_while_pages_ask_again(tmp_path: Path):
 
 
 HOSTILE_KEYS = [
-    "~4294967296.0", "~999999999999.5", "~1.99999999999999999999", "~1.9223372036854775808", "~e9223372036854775808",
-    "~o-1", "~-1.0", "~1.", "~.1", "~v", "~v5", "~e1.5", "~", "~~", "~1.1.1", "~١.٢",
-    *("~" + base64.urlsafe_b64encode(json.dumps(parts).encode()).decode().rstrip("=") for parts in (
-        ["eval", "game", 10**30, "g"], ["eval", "game", -(2**63), "g"], ["eval", "game", True, "g"], [1, 2, 3, 4], {},
-        ["eval", "\ud800", 5, "g"], ["eval", "game", 5, "\ud800"], ["eval", "game", 5, ["g"]], "1234",
-    )),
-    "~" + base64.urlsafe_b64encode(b"[" * 300).decode(), "~" + base64.urlsafe_b64encode(b"\xff\xfe1").decode(),
-]  # fmt: skip
+    "~4294967296.0",
+    "~999999999999.5",
+    "~1.99999999999999999999",
+    "~1.9223372036854775808",
+    "~e9223372036854775808",
+    "~o-1",
+    "~-1.0",
+    "~1.",
+    "~.1",
+    "~v",
+    "~v5",
+    "~e1.5",
+    "~",
+    "~~",
+    "~1.1.1",
+    "~١.٢",
+    *(
+        "~" + base64.urlsafe_b64encode(json.dumps(parts).encode()).decode().rstrip("=")
+        for parts in (
+            ["eval", "game", 10**30, "g"],
+            ["eval", "game", -(2**63), "g"],
+            ["eval", "game", True, "g"],
+            [1, 2, 3, 4],
+            {},
+            ["eval", "\ud800", 5, "g"],
+            ["eval", "game", 5, "\ud800"],
+            ["eval", "game", 5, ["g"]],
+            "1234",
+        )
+    ),
+    "~" + base64.urlsafe_b64encode(b"[" * 300).decode(),
+    "~" + base64.urlsafe_b64encode(b"\xff\xfe1").decode(),
+]
 """Names that look like keys, and are none of this run's."""
 
 

@@ -29,8 +29,9 @@ PAGE = {
         b'<link rel="stylesheet" crossorigin href="./app.css"></head><body><div id="app"></div></body></html>',
         "text/html",
     ),
-    "app.js": Asset(SCRIPT.encode(), "text/javascript"), "app.css": Asset(b"body { color: red }", "text/css"),
-}  # fmt: skip
+    "app.js": Asset(SCRIPT.encode(), "text/javascript"),
+    "app.css": Asset(b"body { color: red }", "text/css"),
+}
 
 
 class Blocks(HTMLParser):
@@ -90,10 +91,11 @@ def test_the_file_holds_the_answers_of_the_api(folder: Path, tmp_path: Path):
     assert [row["trajectory_id"] for row in rows] == ["t5", "t4", "t3"]
     assert found["/api/runs/0/trajectories"] == {"total": 3, "matched": 3, "pending": False, "rows": rows}
     assert set(found) == {
-        "/api/runs", *(f"/api/runs/0/{name}" for name in ("metrics", "config", "summary", "facets", "trajectories")),
+        "/api/runs",
+        *(f"/api/runs/0/{name}" for name in ("metrics", "config", "summary", "facets", "trajectories")),
         *(f"/api/runs/0/trajectories/~1.{i}" for i in (5, 4, 3)),
         *{f"/api/runs/0/groups/{row['group_key']}" for row in rows},
-    }  # fmt: skip
+    }
     assert found["/api/runs/0/metrics"]["columns"] == {"loss": [0.5]}
     assert found["/api/runs/0/trajectories/~1.5"] == json.loads(to_json(run.trajectory("t5")))
     assert [row["trajectory_id"] for row in found[f"/api/runs/0/groups/{rows[0]['group_key']}"]["rows"]] == ["t4", "t5"]
@@ -155,9 +157,13 @@ def test_the_command_exports_what_its_options_ask_for(
     ],
 )
 def test_what_the_command_refuses(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    arguments: list[str], message: str,
-):  # fmt: skip
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+):
     monkeypatch.setattr(assets_module, "load_assets", lambda: PAGE)
     names = {"missing": tmp_path / "missing", "run": folder, "out": tmp_path / "out.html"}
     assert main([argument.format(**names) for argument in arguments]) == 2

@@ -89,7 +89,7 @@ def nothing_happened(page: Page, address: str) -> None:
     tags = "script, iframe, object, embed, form, base, math, video, audio, marquee, foreignObject"
     theirs = f"[...document.querySelectorAll('{tags}')].filter(e => !e.src && !e.dataset.url && e.type !== 'module')"
     assert page.evaluate(f"{theirs}.filter(e => e.textContent.includes('hacked')).length") == 0
-    assert page.evaluate(f"document.querySelectorAll('[src*=\"{ELSEWHERE}\"], [href*=\"{ELSEWHERE}\"]').length") == 0
+    assert page.evaluate(f'document.querySelectorAll(\'[src*="{ELSEWHERE}"], [href*="{ELSEWHERE}"]\').length') == 0
 
 
 def visit_all(page: Page, opening: str, address: str, keys: list[str]) -> None:

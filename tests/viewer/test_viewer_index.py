@@ -60,7 +60,9 @@ def test_evaluated_episodes_are_read_from_their_files_and_followed(tmp_path: Pat
     assert names(run) == ["e0", "e1", "e2", "t1"]
     rows = {row["trajectory_id"]: row for row in run.rows(Filters(), limit=9)["rows"]}
     assert [(rows[name]["kind"], rows[name]["step"], rows[name]["reason"]) for name in ("t1", "e0", "e2")] == [
-        ("train", 1, None), ("eval", 0, "evaluation"), ("eval", 1, "evaluation")
+        ("train", 1, None),
+        ("eval", 0, "evaluation"),
+        ("eval", 1, "evaluation"),
     ]
     assert [rows[name]["key"] for name in ("t1", "e0", "e2")] == ["~1.0", "~v0.0", "~v1.1"]
     before = run.about()["generation"]
@@ -163,8 +165,17 @@ def test_a_run_folder_of_an_earlier_version_is_read(tmp_path: Path):
 
 
 def test_the_index_takes_few_bytes_for_each_trajectory(tmp_path: Path):
-    fates = {step: [trained(trajectory(f"train-{step}-{i}", example_id=f"example {i}", reward=0.5, error="x" * 5_000
-                                       if i == 7 else None)) for i in range(100)] for step in range(1, 11)}  # fmt: skip
+    fates = {
+        step: [
+            trained(
+                trajectory(
+                    f"train-{step}-{i}", example_id=f"example {i}", reward=0.5, error="x" * 5_000 if i == 7 else None
+                )
+            )
+            for i in range(100)
+        ]
+        for step in range(1, 11)
+    }
     table = read(make_run(tmp_path, fates))._index.snapshot.table
     assert table.num_rows == 1_000 and table.nbytes < 300 * table.num_rows
 

@@ -35,8 +35,15 @@ def test_bytes_that_are_no_whole_character_are_shown_as_bytes(tmp_path: Path):
     tokenizer = byte_level(tmp_path / "model")
     found = tokenizer.pieces([0x68, 0x20, 0x0A, 0x00, 0xC3, 0xA9, 256, 257, 999, 0x68])
     assert found["pieces"] == {
-        0x68: "h", 0x20: " ", 0x0A: "\n", 0x00: "\x00", 0xC3: "\\xc3", 0xA9: "\\xa9", 256: "hi", 257: "<|end|>",
-    }  # fmt: skip
+        0x68: "h",
+        0x20: " ",
+        0x0A: "\n",
+        0x00: "\x00",
+        0xC3: "\\xc3",
+        0xA9: "\\xa9",
+        256: "hi",
+        257: "<|end|>",
+    }
     assert (found["byte_pieces"], found["special"]) == ([0xA9, 0xC3], [257])
     assert tokenizer.decode([0xC3, 0xA9, 257]) == "é<|end|>"
     assert tokenizer.eos_token_id == 257 and tokenizer.chat_template == "{{ 1 }}" and len(tokenizer) == 258
@@ -45,9 +52,9 @@ def test_bytes_that_are_no_whole_character_are_shown_as_bytes(tmp_path: Path):
 def test_pieces_of_a_sentencepiece_vocabulary_keep_their_spaces(tmp_path: Path):
     vocab = {"<0xF0>": 0, "<0x41>": 1, "\u2581Hello": 2, "o": 3, "\u2581": 4, "<0xZZ>": 5}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence([
-        decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
-    ])  # fmt: skip
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     found = RunTokenizer(tmp_path).pieces(range(6))
     assert found["pieces"] == {0: "\\xf0", 1: "A", 2: " Hello", 3: "o", 4: " ", 5: "<0xZZ>"}

@@ -26,8 +26,18 @@ CONFIG = 'name = "tries"\nmax_steps = 7\nseed = 0\n[model]\nname = "somewhere/el
 def trajectory(name: str, **fields: Any) -> Trajectory:
     """One turn of three prompt ids and two sampled ones, unless `turns` are given."""
     turns = (Turn(prompt_ids=[1, 2, 3], completion_ids=[4, 5], logprobs=[-0.5, -0.25]),)
-    return Trajectory(**{"example_id": f"example of {name}", "trajectory_id": name, "env": "game", "turns": turns,
-                         "group_id": "g", "run_id": "tries", "stop_reason": "stop", **fields})  # fmt: skip
+    return Trajectory(
+        **{
+            "example_id": f"example of {name}",
+            "trajectory_id": name,
+            "env": "game",
+            "turns": turns,
+            "group_id": "g",
+            "run_id": "tries",
+            "stop_reason": "stop",
+            **fields,
+        }
+    )
 
 
 def trained(each: Trajectory, **fields: Any) -> Fate:
@@ -35,11 +45,15 @@ def trained(each: Trajectory, **fields: Any) -> Fate:
 
 
 def make_run(
-    folder: Path, steps: Mapping[int, Sequence[Fate]] | None = None, *,
+    folder: Path,
+    steps: Mapping[int, Sequence[Fate]] | None = None,
+    *,
     evaluated: Mapping[int, Sequence[Trajectory]] | None = None,
-    evals: Sequence[tuple[int, Trajectory]] = (), earlier: Sequence[tuple[int, Trajectory]] = (),
-    metrics: Sequence[tuple[int, Mapping[str, Any]]] = (), config: str = CONFIG,
-) -> Path:  # fmt: skip
+    evals: Sequence[tuple[int, Trajectory]] = (),
+    earlier: Sequence[tuple[int, Trajectory]] = (),
+    metrics: Sequence[tuple[int, Mapping[str, Any]]] = (),
+    config: str = CONFIG,
+) -> Path:
     """`evals` and `earlier` are episodes as an earlier version wrote them, in JSON lines."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.toml").write_text(config)

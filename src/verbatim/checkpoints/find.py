@@ -33,8 +33,9 @@ def find_checkpoint(run: Path, which: str = "latest") -> Checkpoint:
     if which == "best":
         best = store.best()
         if best is None:
-            raise UsageError(f"{run} knows no best checkpoint: set checkpoint.keep_best = {{}} before a run is "
-                             f"trained; {there}")  # fmt: skip
+            raise UsageError(
+                f"{run} knows no best checkpoint: set checkpoint.keep_best = {{}} before a run is trained; {there}"
+            )
         step = int(best["step"])
     elif which.isdecimal():
         step = int(which)

@@ -30,16 +30,18 @@ class FolderLock:
         try:
             self._file = self.path.open("a+", encoding="ascii", errors="backslashreplace")
         except OSError as error:
-            raise UsageError(f"{self.path} cannot be opened: {error.strerror}; remove what is there, or "
-                             f"{ANOTHER_FOLDER}") from None  # fmt: skip
+            raise UsageError(
+                f"{self.path} cannot be opened: {error.strerror}; remove what is there, or {ANOTHER_FOLDER}"
+            ) from None
         until = time.monotonic() + patience
         while not self._acquire():
             if time.monotonic() >= until:
                 self._file.seek(0)
                 holder = self._file.read(100).strip() or "unknown"
                 self._file.close()
-                raise UsageError(f"{folder} is in use by process {holder}; wait for it to end, stop it, or "
-                                 f"{ANOTHER_FOLDER}") from None  # fmt: skip
+                raise UsageError(
+                    f"{folder} is in use by process {holder}; wait for it to end, stop it, or {ANOTHER_FOLDER}"
+                ) from None
             time.sleep(0.05)
         with naming(self.path):
             self._file.truncate(0)

@@ -60,6 +60,9 @@ def read_origin(run: Path) -> Origin | None:
 def _origin(stored: Mapping[str, Any]) -> Origin:
     before = stored["forked_from"]
     return Origin(
-        run=str(stored["run"]), step=int(stored["step"]), fresh=tuple(map(str, stored["fresh"])),
-        changes=tuple(map(str, stored["changes"])), forked_from=None if before is None else _origin(before),
-    )  # fmt: skip
+        run=str(stored["run"]),
+        step=int(stored["step"]),
+        fresh=tuple(map(str, stored["fresh"])),
+        changes=tuple(map(str, stored["changes"])),
+        forked_from=None if before is None else _origin(before),
+    )

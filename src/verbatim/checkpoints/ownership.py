@@ -28,15 +28,48 @@ from verbatim.disk import make_folder, open_regular, sync
 from verbatim.errors import UsageError
 
 MARKER = "verbatim_run.json"
-NAMES = frozenset({
-    ".alarms.jsonl.tmp", ".best.tmp", ".config.toml.orchestrator.tmp", ".config.toml.trainer.tmp",
-    ".eval_trajectories.jsonl.tmp", ".final.partial", ".forking", ".learning_curve.png.tmp", ".metrics.jsonl.tmp",
-    ".model.partial", ".summary.json.tmp", ".trainer_state", ".trajectories.jsonl.tmp", ".warm_start.partial",
-    "alarms.jsonl", "best", "checkpoints", "config.toml", "eval_trajectories.jsonl", "evaluations", "exchange", "final",
-    "forked_from.json", "learning_curve.png", "logs", "metrics.jsonl", "model", "module_folders.json",
-    "orchestrator.lock", "precision.json", "states", "summary.json", "summary.txt", "trainer.lock", "trajectories",
-    "trajectories.jsonl", "warm_start", "weights",
-})  # fmt: skip
+NAMES = frozenset(
+    {
+        ".alarms.jsonl.tmp",
+        ".best.tmp",
+        ".config.toml.orchestrator.tmp",
+        ".config.toml.trainer.tmp",
+        ".eval_trajectories.jsonl.tmp",
+        ".final.partial",
+        ".forking",
+        ".learning_curve.png.tmp",
+        ".metrics.jsonl.tmp",
+        ".model.partial",
+        ".summary.json.tmp",
+        ".trainer_state",
+        ".trajectories.jsonl.tmp",
+        ".warm_start.partial",
+        "alarms.jsonl",
+        "best",
+        "checkpoints",
+        "config.toml",
+        "eval_trajectories.jsonl",
+        "evaluations",
+        "exchange",
+        "final",
+        "forked_from.json",
+        "learning_curve.png",
+        "logs",
+        "metrics.jsonl",
+        "model",
+        "module_folders.json",
+        "orchestrator.lock",
+        "precision.json",
+        "states",
+        "summary.json",
+        "summary.txt",
+        "trainer.lock",
+        "trajectories",
+        "trajectories.jsonl",
+        "warm_start",
+        "weights",
+    }
+)
 """What a run makes in its folder."""
 _FORMAT = 1
 _OF_THE_DISK = frozenset({"lost+found"})
@@ -58,13 +91,16 @@ def claim(path: Path) -> bool:
         make_folder(path)
         problem = _problem(path)
         if problem is not None:
-            there = sorted(name for name in os.listdir(path)
-                           if name not in _OF_THE_DISK and not _HALF_WRITTEN.fullmatch(name))  # fmt: skip
+            there = sorted(
+                name for name in os.listdir(path) if name not in _OF_THE_DISK and not _HALF_WRITTEN.fullmatch(name)
+            )
             if not there:
                 _write(path)
             elif (problem := _problem(path)) is not None:  # another process of this run may have begun meanwhile
-                raise UsageError(f"{path} is not empty, and nothing proves that a run made what is there ({problem}); "
-                                 f"found {_listed(there)}. A new run takes an empty folder; {ANOTHER_FOLDER}")
+                raise UsageError(
+                    f"{path} is not empty, and nothing proves that a run made what is there ({problem}); "
+                    f"found {_listed(there)}. A new run takes an empty folder; {ANOTHER_FOLDER}"
+                )
         _probe(path)
     return was_there
 
@@ -77,8 +113,10 @@ def require_ours(path: Path) -> None:
     """
     problem = _problem(path)
     if problem is not None:
-        raise UsageError(f"nothing proves that a run made {path}: {problem}. Nothing was changed; to begin a new run "
-                         f"at one of its checkpoints: --fork {path} --run-dir FOLDER")  # fmt: skip
+        raise UsageError(
+            f"nothing proves that a run made {path}: {problem}. Nothing was changed; to begin a new run "
+            f"at one of its checkpoints: --fork {path} --run-dir FOLDER"
+        )
     with _naming(path):
         _probe(path)
 
@@ -161,8 +199,9 @@ def _naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UsageError(f"the run folder {path} cannot be written to: {error.strerror} ({error.filename or path}); "
-                         f"{ANOTHER_FOLDER}") from None  # fmt: skip
+        raise UsageError(
+            f"the run folder {path} cannot be written to: {error.strerror} ({error.filename or path}); {ANOTHER_FOLDER}"
+        ) from None
 
 
 def _listed(names: list[str]) -> str:

@@ -45,12 +45,19 @@ ORCHESTRATOR, TRAINER = "orchestrator", "trainer"
 _TEMPORARY_BEST = ".best.tmp"
 _LEFT = {
     ORCHESTRATOR: (
-        ".trainer_state", "states", ".final.partial", ".summary.json.tmp", ".learning_curve.png.tmp",
-        ".metrics.jsonl.tmp", ".alarms.jsonl.tmp", ".trajectories.jsonl.tmp", ".eval_trajectories.jsonl.tmp",
+        ".trainer_state",
+        "states",
+        ".final.partial",
+        ".summary.json.tmp",
+        ".learning_curve.png.tmp",
+        ".metrics.jsonl.tmp",
+        ".alarms.jsonl.tmp",
+        ".trajectories.jsonl.tmp",
+        ".eval_trajectories.jsonl.tmp",
         _TEMPORARY_BEST,
     ),
     TRAINER: (".model.partial", ".warm_start.partial"),
-}  # fmt: skip
+}
 """Files that a killed process may leave half written, by role; the next process of that role removes them."""
 
 _LEAVING = 10.0
@@ -115,9 +122,14 @@ class RunFolder:
 
     @classmethod
     def create(
-        cls, config: RunConfig, *, name: str, now: datetime, root: Path = RUNS,
+        cls,
+        config: RunConfig,
+        *,
+        name: str,
+        now: datetime,
+        root: Path = RUNS,
         beginning: Callable[[Path], Sequence[str]] | None = None,
-    ) -> RunFolder:  # fmt: skip
+    ) -> RunFolder:
         """A folder for a new run: `config.run_dir`, or else `root/name/{time stamp}`.
 
         Args:
@@ -168,9 +180,11 @@ class RunFolder:
         """
         path = folder or config.run_dir or root / name / LATEST
         if not holds_run(path):
-            raise UsageError(f"there is no run to resume in {path}; found {_runs_near(path)}. Give its folder, "
-                             "--resume FOLDER (in Python resume=FOLDER), or leave resume out to start a new "
-                             "run")  # fmt: skip
+            raise UsageError(
+                f"there is no run to resume in {path}; found {_runs_near(path)}. Give its folder, "
+                "--resume FOLDER (in Python resume=FOLDER), or leave resume out to start a new "
+                "run"
+            )
         path = path.resolve() if path.is_symlink() else path
         require_ours(path)
         return cls._open(path, role, lambda found: found._compare_config(config))
@@ -184,8 +198,10 @@ class RunFolder:
         """
         path = config.run_dir
         if path is None:
-            raise UsageError(f"both processes of a run meet in its folder; give it: --run-dir FOLDER, the same for "
-                             f"`verbatim {ORCHESTRATOR}` and `verbatim {TRAINER}`")  # fmt: skip
+            raise UsageError(
+                f"both processes of a run meet in its folder; give it: --run-dir FOLDER, the same for "
+                f"`verbatim {ORCHESTRATOR}` and `verbatim {TRAINER}`"
+            )
         claim(path)
         return cls._open(path, role, lambda found: found._agree_on_config(config))
 
@@ -311,9 +327,11 @@ class RunFolder:
         """
         if changes := changed_keys(config, other):
             self._store(other)
-            raise UsageError(f"the other process of the run in {self.path} has another configuration; stored -> "
-                             f"given: {'; '.join(changes)}. Give both the same file and options, or choose another "
-                             "folder with --run-dir FOLDER") from None  # fmt: skip
+            raise UsageError(
+                f"the other process of the run in {self.path} has another configuration; stored -> "
+                f"given: {'; '.join(changes)}. Give both the same file and options, or choose another "
+                "folder with --run-dir FOLDER"
+            ) from None
 
     def _stored(self) -> str:
         """The stored configuration; a damaged one is restored from the newest checkpoint with a copy."""
@@ -323,9 +341,11 @@ class RunFolder:
             return path.read_text(encoding="utf-8")
         copy = newest_copy(self.path)
         if copy is None:
-            raise UsageError(f"{path}, the configuration that the run is compared with, is damaged: {damage}. Write it "
-                             f"anew from the file that the run was started with:  verbatim config FILE > {path}; "
-                             "or start a new run")  # fmt: skip
+            raise UsageError(
+                f"{path}, the configuration that the run is compared with, is damaged: {damage}. Write it "
+                f"anew from the file that the run was started with:  verbatim config FILE > {path}; "
+                "or start a new run"
+            )
         aside = f", and the damaged one is {keep_aside(path)}" if path.exists() else ""
         logger.warning("%s is damaged: %s; it is restored from %s%s", path, damage, copy, aside)
         self._store(copy.read_text(encoding="utf-8"))
@@ -335,12 +355,16 @@ class RunFolder:
         """Store the configuration of a run that goes on, if it can."""
         changes = changed_keys(config, self._stored())
         if of_model := [change for change in changes if change.startswith("model.")]:
-            raise CheckpointError(f"the run in {self.path} trained another model ({'; '.join(of_model)}); restore "
-                                  "[model], or start a new run without --resume (in Python resume)")  # fmt: skip
+            raise CheckpointError(
+                f"the run in {self.path} trained another model ({'; '.join(of_model)}); restore "
+                "[model], or start a new run without --resume (in Python resume)"
+            )
         done = max(CheckpointStore(self.checkpoints, read_only=True).steps(), default=0)
         if done > config.max_steps:
-            raise CheckpointError(f"the run in {self.path} has done {done} steps, and max_steps = {config.max_steps}; "
-                                  f"expected at least {done}, or a new run")  # fmt: skip
+            raise CheckpointError(
+                f"the run in {self.path} has done {done} steps, and max_steps = {config.max_steps}; "
+                f"expected at least {done}, or a new run"
+            )
         (self.path / FORKING).unlink(missing_ok=True)  # a fork that was killed once its checkpoint was there
         for change in changes:
             logger.warning("the configuration changed since this run started: %s", change)

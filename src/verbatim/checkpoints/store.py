@@ -121,8 +121,10 @@ class CheckpointStore:
     def refused(self, step: int, error: Exception) -> CheckpointNotWritten:
         """The error for a checkpoint that could not be written; further lines of `error` come last."""
         why, _, quoted = describe(error, self.folder).partition("\n")
-        return CheckpointNotWritten(f"checkpoint {self.folder / f'step_{step:06d}'} could not be written: {why}; the "
-                                    f"checkpoints before it are untouched{quoted and chr(10)}{quoted}")  # fmt: skip
+        return CheckpointNotWritten(
+            f"checkpoint {self.folder / f'step_{step:06d}'} could not be written: {why}; the "
+            f"checkpoints before it are untouched{quoted and chr(10)}{quoted}"
+        )
 
     def steps(self) -> list[int]:
         """Steps of all checkpoints, damaged ones included, oldest first."""
@@ -149,7 +151,8 @@ class CheckpointStore:
             damages.append(f"{folder}: {damage}")
         if damages:
             raise CheckpointError(
-                "every checkpoint of this run is damaged:\n  " + "\n  ".join(damages)
+                "every checkpoint of this run is damaged:\n  "
+                + "\n  ".join(damages)
                 + "\nPut one back from a copy, or start a new run in another folder, without --resume"
             )
         return None

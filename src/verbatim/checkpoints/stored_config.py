@@ -74,8 +74,9 @@ def changed_keys(config: RunConfig, toml: str) -> list[str]:
     try:
         stored = dict(leaves(tomllib.loads(toml)))
     except ValueError as error:
-        raise UsageError(f"the configuration of the run's other process is damaged ({error}); start both processes "
-                         "again") from None  # fmt: skip
+        raise UsageError(
+            f"the configuration of the run's other process is damaged ({error}); start both processes again"
+        ) from None
     current = dict(leaves(tomllib.loads(dump_config(config))))
     return [
         f"{key}: {_shown(key, stored)} -> {_shown(key, current)}"

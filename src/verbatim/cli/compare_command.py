@@ -19,8 +19,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the runs, --metric, --plot and --json."""
     add = parser.add_argument
     add("folders", type=Path, nargs="+", metavar="RUN", help="the folders of runs, such as runs/NAME/latest")
-    add("--metric", action="append", default=[], metavar="NAME",
-        help="compare this metric of the steps too, also as a curve; again for each further one")  # fmt: skip
+    add(
+        "--metric",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="compare this metric of the steps too, also as a curve; again for each further one",
+    )
     add("--plot", type=Path, metavar="PNG", help="draw the curves there")
     add("--json", action="store_true", help="print everything as JSON, and nothing else, on standard output")
 

@@ -74,10 +74,14 @@ def _add_completers(command: argparse.ArgumentParser) -> None:
         return [*ENVIRONMENTS, *FilesCompleter(allowednames=["py", "toml"])(prefix)]
 
     by_name: Mapping[tuple[str, bool], Callable[..., Iterable[str]]] = {
-        ("FILE", True): runs, ("ENVIRONMENT", True): environments, ("NAME", True): _OneOf(list(recipes())),
-        ("NAME", False): SuppressCompleter(), ("FOLDER", False): DirectoriesCompleter(),
-        ("DIR", True): DirectoriesCompleter(), ("DIR", False): DirectoriesCompleter(),
-    }  # fmt: skip
+        ("FILE", True): runs,
+        ("ENVIRONMENT", True): environments,
+        ("NAME", True): _OneOf(list(recipes())),
+        ("NAME", False): SuppressCompleter(),
+        ("FOLDER", False): DirectoriesCompleter(),
+        ("DIR", True): DirectoriesCompleter(),
+        ("DIR", False): DirectoriesCompleter(),
+    }
     for action in command._actions:
         completer = by_name.get((str(action.metavar), not action.option_strings))
         if action.dest == "env":
@@ -110,5 +114,9 @@ def values(annotation: Any) -> list[str]:
         return ["true", "false"]
     if typing.get_origin(annotation) is Literal:
         return [str(value) for value in typing.get_args(annotation)]
-    return [value for inner in typing.get_args(annotation) if isinstance(inner, type) or typing.get_args(inner)
-            for value in values(inner)]  # fmt: skip
+    return [
+        value
+        for inner in typing.get_args(annotation)
+        if isinstance(inner, type) or typing.get_args(inner)
+        for value in values(inner)
+    ]

@@ -49,8 +49,10 @@ def _continued(renderer: Renderer, settings: RendererConfig) -> Iterator[str]:
     """Which turns of this model continue as they were sampled."""
     from verbatim.renderers.continuations import continuations
 
-    yield (f'renderer "{renderer.name}", thinking_retention = "{settings.thinking_retention}", history = '
-           f'"{settings.history}":')  # fmt: skip
+    yield (
+        f'renderer "{renderer.name}", thinking_retention = "{settings.thinking_retention}", history = '
+        f'"{settings.history}":'
+    )
     for kind, reason in continuations(renderer):
         outcome = "continues what was sampled" if reason is None else f"starts a new sample: {reason.sentence}"
         yield f"{kind} {outcome}"

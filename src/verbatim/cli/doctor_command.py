@@ -42,13 +42,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "file", type=Path, nargs="?", metavar="FILE", help="a log of trajectories: ours, vLLM's or verifiers'"
     )
     what.add_argument(
-        "--template", metavar="MODEL_OR_FILE",
+        "--template",
+        metavar="MODEL_OR_FILE",
         help="print instead where a model's chat template lets prompts be continued exactly",
-    )  # fmt: skip
+    )
     what.add_argument(
-        "--machine", action="store_true",
+        "--machine",
+        action="store_true",
         help="print instead whether the parts in C are compiled here, and compute what PyTorch does",
-    )  # fmt: skip
+    )
     parser.add_argument("--model", metavar="FOLDER_OR_ID", help="whose tokenizer reads the ids; found beside our logs")
     parser.add_argument("--json", action="store_true", help="one JSON object, with every break")
     parser.add_argument("--limit", type=int, metavar="N", help="breaks that are shown in full (10; with --json all)")
@@ -110,8 +112,10 @@ def run(args: argparse.Namespace) -> int:
 def _refuse_options_of_logs(args: argparse.Namespace, *instead: str) -> None:
     given = [option for option, value in (("--model", args.model), ("--limit", args.limit)) if value is not None]
     if given:
-        raise UsageError(f"{' and '.join(given)} cannot be used with {instead[0]}, which reads no log; "
-                         f"type verbatim doctor {' '.join(instead)}")  # fmt: skip
+        raise UsageError(
+            f"{' and '.join(given)} cannot be used with {instead[0]}, which reads no log; "
+            f"type verbatim doctor {' '.join(instead)}"
+        )
 
 
 def _recognised(file: LogFile) -> Format:

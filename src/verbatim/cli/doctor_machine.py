@@ -30,9 +30,14 @@ _PARTS = {
 }
 _INSTALL = "install one; on Debian and Ubuntu: apt install gcc"
 _SMALL = LlamaConfig(
-    vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=64,
-)  # fmt: skip
+    vocab_size=97,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +70,13 @@ def report(*, as_json: bool) -> bool:
     version = native.compiler_version(compiler).decode(errors="replace").splitlines() if compiler else []
     parts = [_look(source, what) for source, what in _PARTS.items()]
     found = {
-        "processor": torch.backends.cpu.get_cpu_capability(), "bfloat16": has_bfloat16(), "cores": os.cpu_count(),
-        "compiler": " ".join(compiler) if compiler else None, "version": version[0] if version else None,
+        "processor": torch.backends.cpu.get_cpu_capability(),
+        "bfloat16": has_bfloat16(),
+        "cores": os.cpu_count(),
+        "compiler": " ".join(compiler) if compiler else None,
+        "version": version[0] if version else None,
         "libraries": str(native.library_folder()),
-    }  # fmt: skip
+    }
     if as_json:
         print(json.dumps({**found, "parts": [asdict(part) for part in parts]}, indent=2))
     else:
@@ -88,9 +96,13 @@ def _look(source: native.CSource, what: str) -> _Part:
     made = native.build(source)
     compiled = made.functions is not None
     return _Part(
-        file=source.name, what=what, compiled=compiled, options=made.options, reason=" ".join(made.reason.split()),
+        file=source.name,
+        what=what,
+        compiled=compiled,
+        options=made.options,
+        reason=" ".join(made.reason.split()),
         disagrees=_try_kernel() if compiled and source is KERNEL else "",
-    )  # fmt: skip
+    )
 
 
 def _try_kernel() -> str:

@@ -57,10 +57,21 @@ def report(asked: str, *, as_json: bool) -> bool:
     # The template that a tokenizer takes where there are tools.
     main = by_name.get("tool_use", by_name.get("default", templates[0]))
     if as_json:
-        print(json.dumps({"template": asked, "tables": {
-            template.name: [{**asdict(probe), "text": _line(template.source, probe)} for probe in template.probes]
-            for template in templates
-        }, "tools": {**asdict(main.tools), "hermes": main.hermes}}, indent=2))  # fmt: skip
+        print(
+            json.dumps(
+                {
+                    "template": asked,
+                    "tables": {
+                        template.name: [
+                            {**asdict(probe), "text": _line(template.source, probe)} for probe in template.probes
+                        ]
+                        for template in templates
+                    },
+                    "tools": {**asdict(main.tools), "hermes": main.hermes},
+                },
+                indent=2,
+            )
+        )
     else:
         console = PlainConsole()
         for template in templates:
@@ -96,9 +107,12 @@ def _look(name: str, tokenizer: Any) -> _Template:
     renderer = TemplateRenderer(guarded)
     try:
         return _Template(
-            name=name, source=guarded.chat_source(), probes=probe_bridges(renderer, guarded),
-            tools=renderer.tool_support, hermes=_hermes(guarded),
-        )  # fmt: skip
+            name=name,
+            source=guarded.chat_source(),
+            probes=probe_bridges(renderer, guarded),
+            tools=renderer.tool_support,
+            hermes=_hermes(guarded),
+        )
     except TemplateFault as error:
         raise ModelError(str(error)) from error
 

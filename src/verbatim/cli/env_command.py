@@ -22,8 +22,12 @@ from verbatim.plain_console import PlainConsole
 from verbatim.run.tables import component_tables
 
 _OF_CHECK: Mapping[str, Any] = {
-    "args": None, "examples": 8, "max_turns": None, "seq_len": None, "timeout": 20.0,
-}  # fmt: skip
+    "args": None,
+    "examples": 8,
+    "max_turns": None,
+    "seq_len": None,
+    "timeout": 20.0,
+}
 """Options of `check`, and their values where they are not typed."""
 
 
@@ -36,17 +40,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("what", choices=("check", "list"), help="play ENVIRONMENT, or list the bundled ones")
     parser.add_argument(
-        "environment", nargs="?", metavar="ENVIRONMENT",
+        "environment",
+        nargs="?",
+        metavar="ENVIRONMENT",
         help="a bundled id (guess_number), an import path (my_env:MyEnv), a file (my_env.py, my_env.py:MyEnv), or a "
-             "run's TOML file, for all its environments; list takes the id of one with tasks of its own",
-    )  # fmt: skip
+        "run's TOML file, for all its environments; list takes the id of one with tasks of its own",
+    )
     parser.add_argument("--args", metavar="JSON", help="""the environment's arguments: --args '{"high": 20}'""")
-    parser.add_argument("--examples", type=int, default=_OF_CHECK["examples"], metavar="N",
-                        help="training examples that are played (8)")
+    parser.add_argument(
+        "--examples", type=int, default=_OF_CHECK["examples"], metavar="N", help="training examples that are played (8)"
+    )
     parser.add_argument("--max-turns", type=int, metavar="N", help="turns of an episode (16, or the file's)")
     parser.add_argument("--seq-len", type=int, metavar="N", help="tokens of an episode (2048, or the file's)")
-    parser.add_argument("--timeout", type=float, default=_OF_CHECK["timeout"], metavar="S",
-                        help="seconds of an episode (20)")
+    parser.add_argument(
+        "--timeout", type=float, default=_OF_CHECK["timeout"], metavar="S", help="seconds of an episode (20)"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
@@ -57,16 +65,20 @@ def run(args: argparse.Namespace) -> int:
         UsageError: no environment was named, or options that do not fit.
     """
     if args.overrides:
-        raise UsageError(f"verbatim env has no option {args.overrides[0]}; there are --args, --examples, --max-turns, "
-                         "--seq-len, --timeout and --json")  # fmt: skip
+        raise UsageError(
+            f"verbatim env has no option {args.overrides[0]}; there are --args, --examples, --max-turns, "
+            "--seq-len, --timeout and --json"
+        )
     if args.what == "list":
         typed = [name for name, standard in _OF_CHECK.items() if getattr(args, name) != standard]
         if typed:
             raise UsageError(f"--{typed[0].replace('_', '-')} is for verbatim env check ENVIRONMENT; list takes --json")
         return _list(args.environment, as_json=args.json)
     if args.environment is None:
-        raise UsageError("verbatim env check: which environment? Type for example: verbatim env check guess_number, "
-                         "or my_env:MyEnv for the class MyEnv in my_env.py")  # fmt: skip
+        raise UsageError(
+            "verbatim env check: which environment? Type for example: verbatim env check guess_number, "
+            "or my_env:MyEnv for the class MyEnv in my_env.py"
+        )
     for option, least in (("examples", 1), ("max_turns", 1), ("seq_len", 1)):
         value = getattr(args, option)
         if value is not None and value < least:
@@ -88,10 +100,11 @@ def run(args: argparse.Namespace) -> int:
 def _settings(args: argparse.Namespace, target: Target) -> CheckSettings:
     standard = CheckSettings()
     return CheckSettings(
-        num_examples=args.examples, timeout=args.timeout,
+        num_examples=args.examples,
+        timeout=args.timeout,
         max_turns=args.max_turns or target.max_turns or standard.max_turns,
         seq_len=args.seq_len or target.seq_len or standard.seq_len,
-    )  # fmt: skip
+    )
 
 
 def _read_args(text: str | None) -> dict[str, Any]:
@@ -100,8 +113,10 @@ def _read_args(text: str | None) -> dict[str, Any]:
     try:
         read = json.loads(text)
     except json.JSONDecodeError as error:
-        raise UsageError(f"--args {text}: this is not JSON ({error}); expected for example "
-                         """--args '{"high": 20}'""") from error  # fmt: skip
+        raise UsageError(
+            f"--args {text}: this is not JSON ({error}); expected for example "
+            """--args '{"high": 20}'"""
+        ) from error
     if not isinstance(read, dict):
         raise UsageError(f"--args {text}: found a {type(read).__name__}, expected an object: --args '{{\"high\": 20}}'")
     return read
@@ -116,8 +131,10 @@ def _show(report: Report) -> None:
     console.print(f"  examples: {splits}", soft_wrap=True)
     for name, earned in report.players.items():
         reward = "none" if earned.mean_reward is None else f"{earned.mean_reward:.3f}"
-        console.print(f"  {name} player: {earned.episodes} episodes, mean reward {reward}, "
-                      f"success {earned.success:.2f}", soft_wrap=True)  # fmt: skip
+        console.print(
+            f"  {name} player: {earned.episodes} episodes, mean reward {reward}, success {earned.success:.2f}",
+            soft_wrap=True,
+        )
     for finding in report.findings:
         console.print(Text.assemble("\n", (finding.kind, "bold red"), f" ({KINDS[finding.kind]})"), soft_wrap=True)
         for label, text in (("found", finding.found), ("expected", finding.expected), ("change", finding.change)):
@@ -130,8 +147,11 @@ def _list(name: str | None, *, as_json: bool) -> int:
     if name is not None:
         return _list_inside(name.replace("-", "_"), as_json=as_json)
     about = {id: (import_object(path).__doc__ or "").strip().split("\n\n")[0] for id, path in ENVIRONMENTS.items()}
-    missing = {id: f"not installed: pip install 'verbatim-rl[{extra}]'" for id, (module, extra) in EXTRAS.items()
-               if importlib.util.find_spec(module) is None}  # fmt: skip
+    missing = {
+        id: f"not installed: pip install 'verbatim-rl[{extra}]'"
+        for id, (module, extra) in EXTRAS.items()
+        if importlib.util.find_spec(module) is None
+    }
     if as_json:
         print(json.dumps(about))
         return exit_status.FINISHED

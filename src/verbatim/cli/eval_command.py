@@ -34,35 +34,72 @@ from verbatim.run.tables import component_tables
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare FILE, the models, how much is played, and where results go."""
-    parser.epilog = ("exit status: 0 everything was played, 1 every episode of an environment failed or an API is "
-                     "dead, 2 a mistake; every key of FILE is an option: --orchestrator.sampling.temperature 0.6")
+    parser.epilog = (
+        "exit status: 0 everything was played, 1 every episode of an environment failed or an API is "
+        "dead, 2 a mistake; every key of FILE is an option: --orchestrator.sampling.temperature 0.6"
+    )
     add = parser.add_argument
-    add("file", type=run_file, metavar="FILE",
-        help="the run's TOML file, a recipe's name, or a run's folder: its environments are played")  # fmt: skip
-    add("--model", action="append", metavar="MODEL", dest="models",
+    add(
+        "file",
+        type=run_file,
+        metavar="FILE",
+        help="the run's TOML file, a recipe's name, or a run's folder: its environments are played",
+    )
+    add(
+        "--model",
+        action="append",
+        metavar="MODEL",
+        dest="models",
         help="what to measure, instead of the file's model.name: a folder or hub id; a run's folder (its trained "
-             "model); RUN@latest, RUN@best or RUN@120 (a checkpoint); NAME@URL (behind an OpenAI-compatible server, "
-             "gpt-5-mini@https://api.openai.com/v1); again for each further one")  # fmt: skip
+        "model); RUN@latest, RUN@best or RUN@120 (a checkpoint); NAME@URL (behind an OpenAI-compatible server, "
+        "gpt-5-mini@https://api.openai.com/v1); again for each further one",
+    )
     add("--examples", type=_count, metavar="N", help="only the first N examples of each environment")
-    add("--episodes-per-example", type=_count, metavar="N",
-        help="episodes of each example (as many as make up orchestrator.eval.episodes)")  # fmt: skip
+    add(
+        "--episodes-per-example",
+        type=_count,
+        metavar="N",
+        help="episodes of each example (as many as make up orchestrator.eval.episodes)",
+    )
     add("--seed", type=int, metavar="N", help="seed of all episodes (orchestrator.eval.seed)")
     add("--k", type=_counts, metavar="K,K", help="the k of pass@k and pass^k (1, 2, 4, 8)")
-    add("--concurrency", type=_count, metavar="N",
-        help="most episodes at a time (orchestrator.max_concurrent; 8 at an API)")  # fmt: skip
-    add("--out", type=Path, metavar="JSONL",
-        help="every episode is appended there; the same command goes on with what is not in it")  # fmt: skip
+    add(
+        "--concurrency",
+        type=_count,
+        metavar="N",
+        help="most episodes at a time (orchestrator.max_concurrent; 8 at an API)",
+    )
+    add(
+        "--out",
+        type=Path,
+        metavar="JSONL",
+        help="every episode is appended there; the same command goes on with what is not in it",
+    )
     add("--per-example", type=Path, metavar="JSONL", help="write a line for each example and model there")
     add("--report", type=Path, metavar="MD", help="write a report in Markdown there")
     add("--json", action="store_true", help="print the results as JSON, and nothing else, on standard output")
-    add("--api-key-env", action="append", metavar="[HOST=]NAME",
-        help="the variable with the key of all servers, or of this one (OPENAI_API_KEY, for OpenAI's)")  # fmt: skip
+    add(
+        "--api-key-env",
+        action="append",
+        metavar="[HOST=]NAME",
+        help="the variable with the key of all servers, or of this one (OPENAI_API_KEY, for OpenAI's)",
+    )
     add("--request-timeout", type=float, metavar="SECONDS", help="for one try at an API (600)")
     add("--max-retries", type=int, metavar="N", help="tries after the first at an API (5)")
-    add("--extra-body", type=_json_object, metavar="JSON",
-        help='goes into every request to an API; null leaves a key out: {"seed": null}')  # fmt: skip
-    add("--price", action="append", type=_price, metavar="[NAME=]IN,OUT", default=[],
-        help="price of a million tokens of prompts, and of answers, of all models or of this one: 0.25,2")  # fmt: skip
+    add(
+        "--extra-body",
+        type=_json_object,
+        metavar="JSON",
+        help='goes into every request to an API; null leaves a key out: {"seed": null}',
+    )
+    add(
+        "--price",
+        action="append",
+        type=_price,
+        metavar="[NAME=]IN,OUT",
+        default=[],
+        help="price of a million tokens of prompts, and of answers, of all models or of this one: 0.25,2",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -78,9 +115,13 @@ def run(args: argparse.Namespace) -> int:
     models = find_models(_models(args, config, folder), lambda name, url: _api(args, name, url))
     asked = config.orchestrator.eval or EvalConfig()
     settings = EvalSettings(
-        num_examples=args.examples, episodes_per_example=args.episodes_per_example, concurrency=args.concurrency,
-        seed=asked.seed if args.seed is None else args.seed, ks=args.k, extra_body=args.extra_body or {},
-    )  # fmt: skip
+        num_examples=args.examples,
+        episodes_per_example=args.episodes_per_example,
+        concurrency=args.concurrency,
+        seed=asked.seed if args.seed is None else args.seed,
+        ks=args.k,
+        extra_body=args.extra_body or {},
+    )
     for path in (args.per_example, args.report):
         if path is not None and path.is_dir():
             raise UsageError(f"{path} is a folder; name a file")
@@ -130,8 +171,9 @@ def _models(args: argparse.Namespace, config: RunConfig, folder: Path | None) ->
     if folder is not None:
         return [str(folder)]
     if config.model.name is None:
-        raise ConfigError(f"{args.file} builds its model when it is trained; name a trained one: --model "
-                          f"runs/{args.file.stem}/latest")  # fmt: skip
+        raise ConfigError(
+            f"{args.file} builds its model when it is trained; name a trained one: --model runs/{args.file.stem}/latest"
+        )
     return [config.model.name]
 
 
@@ -205,8 +247,10 @@ def _price(text: str) -> tuple[str, tuple[float, float]]:
         if not (prompt >= 0 and completion >= 0):
             raise ValueError
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected two prices of a million tokens, 0.25,2.0, or with the "
-                                         "name of a model, gpt-5-mini=0.25,2.0") from None  # fmt: skip
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: expected two prices of a million tokens, 0.25,2.0, or with the "
+            "name of a model, gpt-5-mini=0.25,2.0"
+        ) from None
     return name, (prompt, completion)
 
 

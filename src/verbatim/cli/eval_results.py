@@ -45,9 +45,13 @@ class Results:
     """
 
     def __init__(
-        self, config: RunConfig, settings: EvalSettings, *, source: Path,
+        self,
+        config: RunConfig,
+        settings: EvalSettings,
+        *,
+        source: Path,
         prices: Mapping[str, tuple[float, float]] = MappingProxyType({}),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._config, self._settings, self._source, self._prices = config, settings, source, prices
         self._found: list[ModelResult] = []
 
@@ -73,30 +77,41 @@ class Results:
         """Each two models, the later one minus the earlier one."""
         places = range(len(self._found))
         return [
-            Compared(before=letter(one), after=letter(two), environments={
-                env: difference(env, self._found[one].outcomes[env], self._found[two].outcomes[env])
-                for env in self.environments
-            })
+            Compared(
+                before=letter(one),
+                after=letter(two),
+                environments={
+                    env: difference(env, self._found[one].outcomes[env], self._found[two].outcomes[env])
+                    for env in self.environments
+                },
+            )
             for one, two in itertools.combinations(places, 2)
-        ]  # fmt: skip
+        ]
 
     def nothing_measured(self) -> list[str]:
         """Environments in which every episode of a model failed."""
-        return list(dict.fromkeys(
-            env for found in self._found for env, result in found.environments.items()
-            if result.num_failed == result.num_episodes
-        ))  # fmt: skip
+        return list(
+            dict.fromkeys(
+                env
+                for found in self._found
+                for env, result in found.environments.items()
+                if result.num_failed == result.num_episodes
+            )
+        )
 
     def show(self, console: Console, *, where: str) -> None:
         """Tables by environment; `where` says what to type for all examples."""
         compared = self.compared()
         for place, found in enumerate(self._found):
-            console.print(Text.assemble((letter(place), "bold"), f"  {found.model.label}{_resolved(found)}"),
-                          soft_wrap=True)  # fmt: skip
+            console.print(
+                Text.assemble((letter(place), "bold"), f"  {found.model.label}{_resolved(found)}"), soft_wrap=True
+            )
         for env in self.environments:
             console.print()
-            console.print(Text.assemble((env, "bold"), f": seed {self._settings.seed}; 95% intervals over examples"),
-                          soft_wrap=True)  # fmt: skip
+            console.print(
+                Text.assemble((env, "bold"), f": seed {self._settings.seed}; 95% intervals over examples"),
+                soft_wrap=True,
+            )
             results = [(letter(place), found.environments.get(env)) for place, found in enumerate(self._found)]
             show_results(results, console)
             show_differences(compared, env, console)
@@ -109,17 +124,22 @@ class Results:
         """Everything but single examples and episodes."""
         models = [
             {
-                "letter": letter(place), "model": found.model.label, "where": found.model.where,
+                "letter": letter(place),
+                "model": found.model.label,
+                "where": found.model.where,
                 "steps": found.model.step or None,
                 "environments": {env: result_to_json(result) for env, result in found.environments.items()},
             }
             for place, found in enumerate(self._found)
-        ]  # fmt: skip
+        ]
         pairs = [
-            {"before": pair.before, "after": pair.after,
-             "environments": {env: difference_to_json(found) for env, found in pair.environments.items()}}
+            {
+                "before": pair.before,
+                "after": pair.after,
+                "environments": {env: difference_to_json(found) for env, found in pair.environments.items()},
+            }
             for pair in self.compared()
-        ]  # fmt: skip
+        ]
         found = {"verbatim": __version__, **self._conditions(), "models": models, "pairs": pairs}
         value: dict[str, Any] = finite(found)
         return value
@@ -128,29 +148,45 @@ class Results:
         """A line for each example of each model and environment."""
         lines = [
             {"model": found.model.label, "env": env, **finite(example_to_json(example))}
-            for found in self._found for env, result in found.environments.items() for example in result.examples
-        ]  # fmt: skip
+            for found in self._found
+            for env, result in found.environments.items()
+            for example in result.examples
+        ]
         write_file(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
 
     def write_report(self, path: Path) -> None:
         """The report in Markdown."""
         subjects = [
-            Subject(letter=letter(place), label=found.model.label, where=f"{found.model.where}{_steps(found)}",
-                    results=found.environments)
+            Subject(
+                letter=letter(place),
+                label=found.model.label,
+                where=f"{found.model.where}{_steps(found)}",
+                results=found.environments,
+            )
             for place, found in enumerate(self._found)
-        ]  # fmt: skip
+        ]
         report = Report(
-            title=f"Evaluation on {', '.join(self.environments)}", subjects=subjects, compared=self.compared(),
-            conditions={**self._conditions(), "verbatim": __version__,
-                        "written": datetime.now().astimezone().isoformat(timespec="seconds")},
+            title=f"Evaluation on {', '.join(self.environments)}",
+            subjects=subjects,
+            compared=self.compared(),
+            conditions={
+                **self._conditions(),
+                "verbatim": __version__,
+                "written": datetime.now().astimezone().isoformat(timespec="seconds"),
+            },
             errors={letter(place): _errors(found.outcomes) for place, found in enumerate(self._found)},
-        )  # fmt: skip
+        )
         write_file(path, markdown(report).encode())
 
     def _conditions(self) -> dict[str, object]:
         sampling = self._config.orchestrator.sampling
-        return {"file": str(self._source), "seed": self._settings.seed, "temperature": sampling.temperature,
-                "max_tokens": sampling.max_tokens, "seq_len": self._config.orchestrator.seq_len}  # fmt: skip
+        return {
+            "file": str(self._source),
+            "seed": self._settings.seed,
+            "temperature": sampling.temperature,
+            "max_tokens": sampling.max_tokens,
+            "seq_len": self._config.orchestrator.seq_len,
+        }
 
 
 def _resolved(found: ModelResult) -> str:
@@ -168,8 +204,10 @@ def _failures(result: EnvResult) -> str:
     if not result.num_failed:
         return "; no episode failed"
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in result.failures.items())
-    return (f"; {result.num_failed:,} of {result.num_episodes:,} episodes failed ({kinds}): they count as no success, "
-            "and are left out of all other means")  # fmt: skip
+    return (
+        f"; {result.num_failed:,} of {result.num_episodes:,} episodes failed ({kinds}): they count as no success, "
+        "and are left out of all other means"
+    )
 
 
 def _errors(outcomes: Mapping[str, Sequence[Outcome]]) -> dict[str, tuple[int, str]]:

@@ -27,12 +27,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=("check",), help="what to do")
     parser.add_argument("command", metavar="COMMAND", help='the program in quotes: "python agent.py"')
     parser.add_argument("--example", metavar="JSON", default="{}", help="""what it is given: '{"question": "..."}'""")
-    parser.add_argument("--answers", type=Path, metavar="FILE",
-                        help="the model's answers: JSON lines of assistant messages, the last one repeated")
+    parser.add_argument(
+        "--answers",
+        type=Path,
+        metavar="FILE",
+        help="the model's answers: JSON lines of assistant messages, the last one repeated",
+    )
     parser.add_argument("--reasoning", action="store_true", help="the model's answers have reasoning")
     parser.add_argument("--lines", action="store_true", help="the program reads lines, as with reuse = true")
-    parser.add_argument("--reward", choices=("last_line", "file", "post"), default="last_line",
-                        help="where the reward is (last_line)")
+    parser.add_argument(
+        "--reward", choices=("last_line", "file", "post"), default="last_line", help="where the reward is (last_line)"
+    )
     parser.add_argument("--sandbox", action="store_true", help="run it in a sandbox")
     parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds for the program (120)")
     parser.add_argument("--json", action="store_true", help="one JSON object")
@@ -45,13 +50,17 @@ def run(args: argparse.Namespace) -> int:
         UsageError: a program that cannot be started, or options that do not fit.
     """
     if args.overrides:
-        raise UsageError(f"verbatim gateway check has no option {args.overrides[0]}; options of the program stand "
-                         'inside of the quotes: "python agent.py --its-option"')  # fmt: skip
+        raise UsageError(
+            f"verbatim gateway check has no option {args.overrides[0]}; options of the program stand "
+            'inside of the quotes: "python agent.py --its-option"'
+        )
     try:
         example = json.loads(args.example)
     except ValueError as error:
-        raise UsageError(f"""--example {args.example:.80}: this is not JSON ({error}); expected an object: """
-                         """'{"question": "..."}'""") from None  # fmt: skip
+        raise UsageError(
+            f"""--example {args.example:.80}: this is not JSON ({error}); expected an object: """
+            """'{"question": "..."}'"""
+        ) from None
     if not 0 < args.timeout < float("inf"):
         raise UsageError(f"--timeout {args.timeout:g}: expected seconds, more than 0")
     if not isinstance(example, dict):
@@ -60,9 +69,14 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError('COMMAND is empty; type for example: verbatim gateway check "python agent.py"')
     said = list(read_json_lines(args.answers, "message").values()) if args.answers is not None else []
     program = Program(
-        args.command, [example or {"id": "0"}], cwd=".", sandbox=args.sandbox, reuse=args.lines, timeout=args.timeout,
+        args.command,
+        [example or {"id": "0"}],
+        cwd=".",
+        sandbox=args.sandbox,
+        reuse=args.lines,
+        timeout=args.timeout,
         reward=args.reward,
-    )  # fmt: skip
+    )
     report = check_program(program, said, reasoning=args.reasoning, seconds=args.timeout)
     console = PlainConsole()
     if args.json:
@@ -87,14 +101,19 @@ def told(report: ProgramReport) -> list[str]:
         f"tokens    {report.num_sampled_tokens} sampled, {report.num_trained_tokens} of them can be trained; "
         f"{report.num_differences} differ from what was sampled",
     ]
-    lines += [f"branch    turn {b['turn']} ({b['agent']}): {str(b['reason']).replace('_', ' ')}: {b['found']}"
-              for b in report.branches]  # fmt: skip
-    lines += [f"rewritten turn {turn} came back otherwise, and was recognised: {', '.join(ways)}"
-              for turn, ways in report.rewritten.items()]  # fmt: skip
+    lines += [
+        f"branch    turn {b['turn']} ({b['agent']}): {str(b['reason']).replace('_', ' ')}: {b['found']}"
+        for b in report.branches
+    ]
+    lines += [
+        f"rewritten turn {turn} came back otherwise, and was recognised: {', '.join(ways)}"
+        for turn, ways in report.rewritten.items()
+    ]
     kinds: dict[str, Any] = {
-        "refused": "was refused", "unenforced": "was let pass without effect",
+        "refused": "was refused",
+        "unenforced": "was let pass without effect",
         "overridden": 'is the run\'s to say: sampling = "client" lets requests say it',
-    }  # fmt: skip
+    }
     for name, count in counts.items():
         kind, _, field = name.partition("/")
         if kind in kinds:

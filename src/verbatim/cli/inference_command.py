@@ -43,19 +43,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare FILE, where to listen, and --install."""
     parser.epilog = "Ctrl-C ends it, with exit status 0"
     add = parser.add_argument
-    add("file", type=run_file, metavar="FILE", nargs="?",
-        help="the run's TOML file, or a recipe's name; its [inference] says what is started")  # fmt: skip
+    add(
+        "file",
+        type=run_file,
+        metavar="FILE",
+        nargs="?",
+        help="the run's TOML file, or a recipe's name; its [inference] says what is started",
+    )
     add("--install", type=Path, metavar="DIR", help="make a Python environment with vLLM in DIR, and do nothing else")
-    add("--build", choices=("auto", "cuda", "cpu"), default="auto",
-        help="with --install: which vLLM (auto: for CUDA where there is a driver)")
+    add(
+        "--build",
+        choices=("auto", "cuda", "cpu"),
+        default="auto",
+        help="with --install: which vLLM (auto: for CUDA where there is a driver)",
+    )
     add("--model", metavar="FOLDER", help="the weights to begin with, instead of the file's model.name")
     add("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1: this machine only)")
     add("--port", type=int, default=8000, help="of the first server (8000); the next ones follow")
     add("--api-key-env", metavar="VARIABLE", help="the variable with a key that every request must bring")
-    add("--uploads", type=Path, metavar="FOLDER",
-        help="take weights over HTTP into FOLDER, with the key: for hosts that do not share the run folder")
-    add("--weights-folder", type=Path, metavar="FOLDER",
-        help="of a server of this package's engine without a key: it takes weights from folders in this one")
+    add(
+        "--uploads",
+        type=Path,
+        metavar="FOLDER",
+        help="take weights over HTTP into FOLDER, with the key: for hosts that do not share the run folder",
+    )
+    add(
+        "--weights-folder",
+        type=Path,
+        metavar="FOLDER",
+        help="of a server of this package's engine without a key: it takes weights from folders in this one",
+    )
     add("--logs", type=Path, metavar="FOLDER", default=Path("logs/inference"), help="for what servers print")
 
 
@@ -71,8 +88,11 @@ def run(args: argparse.Namespace) -> int:
         from verbatim.inference.vllm.install import install_vllm
 
         python = install_vllm(args.install, args.build, lambda said: console.print(said, soft_wrap=True))
-        console.print(f'done; in the run\'s file:\n\n[inference]\nbackend = "vllm"\n\n[inference.vllm]\n'
-                      f'python = "{python}"', soft_wrap=True, markup=False)  # fmt: skip
+        console.print(
+            f'done; in the run\'s file:\n\n[inference]\nbackend = "vllm"\n\n[inference.vllm]\npython = "{python}"',
+            soft_wrap=True,
+            markup=False,
+        )
         return exit_status.FINISHED
     if args.file is None:
         raise UsageError("verbatim inference needs the run's TOML file, or --install DIR")
@@ -86,14 +106,19 @@ def run(args: argparse.Namespace) -> int:
     config = _without_urls(config)
     is_vllm = config.inference.backend == "vllm"
     if args.weights_folder is not None and (is_vllm or not args.weights_folder.is_dir()):
-        raise UsageError(f"--weights-folder {args.weights_folder}: expected a folder that exists, and another "
-                         "backend than vllm, whose servers read any folder")  # fmt: skip
+        raise UsageError(
+            f"--weights-folder {args.weights_folder}: expected a folder that exists, and another "
+            "backend than vllm, whose servers read any folder"
+        )
     if args.uploads is not None and key is None:
-        raise UsageError("--uploads needs a key, because whoever reaches the server could load other weights: "
-                         "--api-key-env VARIABLE")  # fmt: skip
+        raise UsageError(
+            "--uploads needs a key, because whoever reaches the server could load other weights: --api-key-env VARIABLE"
+        )
     if inference_settings(config).shares_device:
-        raise UsageError(f"inference.{table_of(config.inference.backend)}.colocate is for servers that a run starts "
-                         "beside its trainer; it puts no others to sleep. Leave it out")  # fmt: skip
+        raise UsageError(
+            f"inference.{table_of(config.inference.backend)}.colocate is for servers that a run starts "
+            "beside its trainer; it puts no others to sleep. Leave it out"
+        )
     check_backend(config)
     serve = _serve_vllm if is_vllm else _serve_sampler
     run_until_asked(lambda stop: serve(config, str(model), args, key, console, stop))
@@ -105,8 +130,10 @@ def _key(args: argparse.Namespace) -> str | None:
         raise UsageError(f"--port {args.port}: expected 1 to {LAST_PORT}")
     key = key_of(args)
     if key is None and args.host not in _LOOPBACK:
-        raise UsageError(f"--host {args.host}: whoever reaches this server could load other weights; give it a key: "
-                         "--api-key-env VARIABLE")  # fmt: skip
+        raise UsageError(
+            f"--host {args.host}: whoever reaches this server could load other weights; give it a key: "
+            "--api-key-env VARIABLE"
+        )
     return key
 
 
@@ -118,8 +145,14 @@ async def _serve_sampler(
 
     sampler = await make_sampler(resolve_sampler(config, model), model, logs=args.logs)
     try:
-        async with serve_sampler(sampler, host=args.host, port=args.port, api_key=key, uploads=args.uploads,
-                                 weights_folder=args.weights_folder) as server:  # fmt: skip
+        async with serve_sampler(
+            sampler,
+            host=args.host,
+            port=args.port,
+            api_key=key,
+            uploads=args.uploads,
+            weights_folder=args.weights_folder,
+        ) as server:
             _say_how(console, config, [server.url], args)
             await until_stopped(sampler, stop)
     finally:
@@ -132,8 +165,10 @@ async def _serve_vllm(
     """The replicas of [inference.vllm], each started again when it ends."""
     _refuse_taken_ports(args, _settings(config).replicas)
     processes = _make_processes(config, model, args, key)
-    console.print(f"starting {len(processes)} vLLM {'server' if len(processes) == 1 else 'servers'}; logs: {args.logs}",
-                  soft_wrap=True)  # fmt: skip
+    console.print(
+        f"starting {len(processes)} vLLM {'server' if len(processes) == 1 else 'servers'}; logs: {args.logs}",
+        soft_wrap=True,
+    )
     try:
         starting = asyncio.create_task(_start_all(processes, config))
         stopped = asyncio.create_task(stop.wait())
@@ -162,27 +197,33 @@ def _refuse_taken_ports(args: argparse.Namespace, replicas: int) -> None:
         raise UsageError(f"--port {args.port}: {replicas} servers need ports up to {last}, the last is {LAST_PORT}")
     for port in range(args.port, last + 1):
         if is_taken(args.host, port):
-            raise UsageError(f"--port {args.port}: another process listens on port {port}; {replicas} servers need the "
-                             f"ports {args.port} to {last}, give another --port")  # fmt: skip
+            raise UsageError(
+                f"--port {args.port}: another process listens on port {port}; {replicas} servers need the "
+                f"ports {args.port} to {last}, give another --port"
+            )
 
 
-def _make_processes(
-    config: RunConfig, model: str, args: argparse.Namespace, key: str | None
-) -> list[ServerProcess]:
+def _make_processes(config: RunConfig, model: str, args: argparse.Namespace, key: str | None) -> list[ServerProcess]:
     from verbatim.inference.vllm.process import make_process
 
     settings = _settings(config)
     uploads = args.uploads.resolve() if args.uploads is not None else None
     return [
         make_process(
-            settings, replica, model=model, port=args.port + replica, context_length=config.orchestrator.seq_len,
-            logs=args.logs, host=args.host, api_key=key,
+            settings,
+            replica,
+            model=model,
+            port=args.port + replica,
+            context_length=config.orchestrator.seq_len,
+            logs=args.logs,
+            host=args.host,
+            api_key=key,
             adapter_rank=config.trainer.lora.r if config.trainer.lora is not None else None,
             return_routed_experts=config.inference.return_routed_experts,
             uploads=uploads / f"replica_{replica}" if uploads is not None else None,
         )
         for replica in range(settings.replicas)
-    ]  # fmt: skip
+    ]
 
 
 def _without_urls(config: RunConfig) -> RunConfig:

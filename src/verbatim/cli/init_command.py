@@ -59,8 +59,9 @@ def write_project(folder: Path, kind: str) -> list[str]:
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file; name a new folder")
     if folder.is_dir() and (found := sorted(path.name for path in folder.iterdir())):
-        raise UsageError(f"{folder} is not empty: it holds {', '.join(found[:3])}{' and more' * (len(found) > 3)}; "
-                         "name a new folder")  # fmt: skip
+        raise UsageError(
+            f"{folder} is not empty: it holds {', '.join(found[:3])}{' and more' * (len(found) > 3)}; name a new folder"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     templates = files("verbatim.cli").joinpath("templates")
     texts = {

@@ -171,8 +171,11 @@ def _end_stragglers(status: int) -> None:
     left = [t.name for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon and t.is_alive()]
     if not left:
         return
-    logger.warning("the process ends, though %d threads that an environment or a tool started still run: %s",
-                   len(left), ", ".join(left[:5]))  # fmt: skip
+    logger.warning(
+        "the process ends, though %d threads that an environment or a tool started still run: %s",
+        len(left),
+        ", ".join(left[:5]),
+    )
     with contextlib.suppress(Exception):  # others' functions, the last thing that runs
         atexit._run_exitfuncs()
     logging.shutdown()

@@ -141,9 +141,7 @@ def make_parser(typed: str | None) -> CommandParser:
     parser.add_argument("--version", action="version", version=f"verbatim {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     for name, (module_name, about) in COMMANDS.items():
-        command = commands.add_parser(
-            name, help=about, description=about, epilog=OVERRIDES_HELP, allow_abbrev=False
-        )
+        command = commands.add_parser(name, help=about, description=about, epilog=OVERRIDES_HELP, allow_abbrev=False)
         parser.commands[name] = command
         if name == typed:
             module = importlib.import_module(module_name)

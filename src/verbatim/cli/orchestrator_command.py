@@ -24,11 +24,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `verbatim rl` has, and where to listen for the trainer's host."""
     rl_command.add_shared_arguments(parser)
     rl_command.add_output_arguments(parser)
-    parser.epilog = ("With --listen the trainer may run on a host that does not share the run folder: weights, batches "
-                     "and checkpoints travel. An SSH tunnel, or --tls-cert, keeps others from reading them on the way")
+    parser.epilog = (
+        "With --listen the trainer may run on a host that does not share the run folder: weights, batches "
+        "and checkpoints travel. An SSH tunnel, or --tls-cert, keeps others from reading them on the way"
+    )
     add = parser.add_argument
-    add("--listen", metavar="[HOST:]PORT",
-        help="for a trainer on another host, `verbatim trainer FILE --connect URL`; HOST is 127.0.0.1 by default")
+    add(
+        "--listen",
+        metavar="[HOST:]PORT",
+        help="for a trainer on another host, `verbatim trainer FILE --connect URL`; HOST is 127.0.0.1 by default",
+    )
     add("--api-key-env", metavar="VARIABLE", help="with --listen: the variable with the key that both hosts have")
     add("--tls-cert", type=Path, metavar="FILE", help="with --listen: a certificate (PEM), for https")
     add("--tls-key", type=Path, metavar="FILE", help="its private key (PEM), where it is not in the same file")
@@ -46,8 +51,12 @@ def run(args: argparse.Namespace) -> int:
     def again(folder: Path) -> str:
         where, own = [str(folder / CONFIG), "--resume", str(folder)], []
         if listen is not None:
-            options = {"--listen": args.listen, "--api-key-env": args.api_key_env, "--tls-cert": args.tls_cert,
-                       "--tls-key": args.tls_key}  # fmt: skip
+            options = {
+                "--listen": args.listen,
+                "--api-key-env": args.api_key_env,
+                "--tls-cert": args.tls_cert,
+                "--tls-key": args.tls_key,
+            }
             own = [str(part) for pair in options.items() if pair[1] is not None for part in pair]
         orchestrator = shlex.join(["verbatim", "orchestrator", *where, *own])
         if listen is not None:
@@ -62,20 +71,26 @@ def _listen(args: argparse.Namespace) -> Listen | None:
     if args.listen is None:
         for name in ("api_key_env", "tls_cert", "tls_key"):
             if getattr(args, name) is not None:
-                raise UsageError(f"--{name.replace('_', '-')} is for --listen [HOST:]PORT, for a trainer on another "
-                                 "host")  # fmt: skip
+                raise UsageError(
+                    f"--{name.replace('_', '-')} is for --listen [HOST:]PORT, for a trainer on another host"
+                )
         return None
     host, _, port = args.listen.rpartition(":")
     host = host.strip("[]") or "127.0.0.1"
     if not port.isdecimal() or int(port) > LAST_PORT:
         raise UsageError(f"--listen {args.listen}: expected [HOST:]PORT, such as 8400 or 0.0.0.0:8400")
     if key is None:
-        raise UsageError("--listen: whoever reaches this port could send weights; give it a key: --api-key-env "
-                         "VARIABLE (a good one: openssl rand -hex 32)")  # fmt: skip
+        raise UsageError(
+            "--listen: whoever reaches this port could send weights; give it a key: --api-key-env "
+            "VARIABLE (a good one: openssl rand -hex 32)"
+        )
     check_key(key)
     if args.tls_key is not None and args.tls_cert is None:
         raise UsageError(f"--tls-key {args.tls_key} is the key of a certificate; give that too: --tls-cert FILE")
     if args.tls_cert is None and host not in _LOOPBACK:
-        logger.warning("--listen %s: the key, weights and batches travel unencrypted; give --tls-cert FILE, or listen "
-                       "on 127.0.0.1 behind an SSH tunnel", args.listen)  # fmt: skip
+        logger.warning(
+            "--listen %s: the key, weights and batches travel unencrypted; give --tls-cert FILE, or listen "
+            "on 127.0.0.1 behind an SSH tunnel",
+            args.listen,
+        )
     return Listen(host=host, port=int(port), key=key, certificate=args.tls_cert, private_key=args.tls_key)

@@ -26,18 +26,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare FILE, --gpu, --gpus, --from-run, what is assumed, and --json."""
     parser.epilog = f"exit status: 0 it fits, {DOES_NOT_FIT} it does not, 2 the trainer would refuse it"
     parser.add_argument("file", type=run_file, metavar="FILE", help="the run's TOML file, or a recipe's name")
-    parser.add_argument("--gpu", metavar="NAME", help="4090, a100-40, a100-80, b200, h100, h200, l40s, or cpu for this "
-                        "machine; by default what this machine has")  # fmt: skip
-    parser.add_argument("--gpus", type=int, metavar="N", help="how many there are; the trainer takes those that the "
-                        "sampler leaves, unless the file says how many")  # fmt: skip
-    parser.add_argument("--from-run", type=Path, metavar="FOLDER",
-                        help="a run whose trajectories are as long as those to come")  # fmt: skip
-    parser.add_argument("--utilisation", type=float, metavar="SHARE",
-                        help="of the devices' peak rate that is reached (0.3)")  # fmt: skip
-    parser.add_argument("--bandwidth-utilisation", type=float, metavar="SHARE",
-                        help="of their memory's bandwidth that is reached (0.6)")  # fmt: skip
-    parser.add_argument("--memory-share", type=float, metavar="SHARE",
-                        help="of their memory that tensors may take (0.9)")  # fmt: skip
+    parser.add_argument(
+        "--gpu",
+        metavar="NAME",
+        help="4090, a100-40, a100-80, b200, h100, h200, l40s, or cpu for this "
+        "machine; by default what this machine has",
+    )
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        metavar="N",
+        help="how many there are; the trainer takes those that the sampler leaves, unless the file says how many",
+    )
+    parser.add_argument(
+        "--from-run", type=Path, metavar="FOLDER", help="a run whose trajectories are as long as those to come"
+    )
+    parser.add_argument(
+        "--utilisation", type=float, metavar="SHARE", help="of the devices' peak rate that is reached (0.3)"
+    )
+    parser.add_argument(
+        "--bandwidth-utilisation", type=float, metavar="SHARE", help="of their memory's bandwidth that is reached (0.6)"
+    )
+    parser.add_argument(
+        "--memory-share", type=float, metavar="SHARE", help="of their memory that tensors may take (0.9)"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
@@ -62,17 +74,22 @@ def run(args: argparse.Namespace) -> int:
 
     device = find_device(args.gpu) if args.gpu is not None else device_here(_has_cuda(config))
     if not device.is_cuda and args.gpus is not None:
-        raise UsageError(f"--gpus {args.gpus} without --gpu: this machine has no CUDA device; say which ones, for "
-                         "example --gpu h100")  # fmt: skip
+        raise UsageError(
+            f"--gpus {args.gpus} without --gpu: this machine has no CUDA device; say which ones, for example --gpu h100"
+        )
     shares = {name: getattr(args, name) for name in ("utilisation", "bandwidth_utilisation", "memory_share")}
     config, choices = resolve_dtypes(config, machine=OnCuda() if device.is_cuda else None)
     with model_source(config) as source:
-        plan = predict(Case(
-            config=config, source=source, device=device,
-            batch=assumed_batch(config) if args.from_run is None else batch_of_run(config, args.from_run),
-            placement=place(config, is_cuda=device.is_cuda, gpus=args.gpus),
-            assumed=Assumptions(**{name: share for name, share in shares.items() if share is not None}),
-        ))  # fmt: skip
+        plan = predict(
+            Case(
+                config=config,
+                source=source,
+                device=device,
+                batch=assumed_batch(config) if args.from_run is None else batch_of_run(config, args.from_run),
+                placement=place(config, is_cuda=device.is_cuda, gpus=args.gpus),
+                assumed=Assumptions(**{name: share for name, share in shares.items() if share is not None}),
+            )
+        )
         console = PlainConsole()
         if not args.json:
             show_plan(plan, console)

@@ -19,8 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "a recipe's name stands for its file: verbatim rl guess_number, verbatim config guess_number"
     parser.add_argument("what", nargs="?", choices=("list", "copy"), default="list", help="what to do")
     parser.add_argument("name", nargs="?", metavar="NAME", help="the recipe to copy")
-    parser.add_argument("folder", nargs="?", type=Path, default=Path(), metavar="FOLDER",
-                        help="where to (the current one)")  # fmt: skip
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=Path(), metavar="FOLDER", help="where to (the current one)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,8 +39,10 @@ def run(args: argparse.Namespace) -> int:
         for path in copy_recipe(args.name, args.folder):
             console.print(f"wrote {path}", soft_wrap=True)
     elif args.name is not None:
-        raise UsageError(f"verbatim recipes list takes no name, found {args.name}; to copy that one: verbatim recipes "
-                         f"copy {args.name}")  # fmt: skip
+        raise UsageError(
+            f"verbatim recipes list takes no name, found {args.name}; to copy that one: verbatim recipes "
+            f"copy {args.name}"
+        )
     else:
         for name, path in recipes().items():
             console.print(Text.assemble((name, "bold"), f": {about(path)}"), soft_wrap=True)

@@ -57,8 +57,10 @@ def show(found: Replay, console: PlainConsole) -> None:
     """Print a replay for people."""
     between = found.step - found.checkpoint - 1
     on_the_way = f", and {between} steps on the way" if between else ""
-    console.print(f"replay      step {found.step} of {found.run}, from the checkpoint of step {found.checkpoint}"
-                  f"{on_the_way}", soft_wrap=True)  # fmt: skip
+    console.print(
+        f"replay      step {found.step} of {found.run}, from the checkpoint of step {found.checkpoint}{on_the_way}",
+        soft_wrap=True,
+    )
     for change in found.changes:
         console.print(f"changed     {change}", soft_wrap=True)
     table = Table("metric", "stored", "replayed", "difference", title_justify="left")
@@ -79,8 +81,11 @@ def show(found: Replay, console: PlainConsole) -> None:
     elif weights.is_exact:
         console.print(f"weights     the same bit for bit, all {weights.num_parameters} parameters")
     else:
-        console.print(f"weights     {weights.num_different} of {weights.num_parameters} parameters differ, by "
-                      f"{weights.largest:.2g} at most ({weights.parameter})", soft_wrap=True)  # fmt: skip
+        console.print(
+            f"weights     {weights.num_different} of {weights.num_parameters} parameters differ, by "
+            f"{weights.largest:.2g} at most ({weights.parameter})",
+            soft_wrap=True,
+        )
     console.print(_verdict(found), style="bold", soft_wrap=True)
 
 
@@ -90,11 +95,16 @@ def _show_tokens(what: str, found: TokenDifference, console: PlainConsole) -> No
     elif not found.num_different:
         said = f"the same bit for bit, of {found.num_compared} tokens"
     else:
-        said = (f"{found.num_different} of {found.num_compared} tokens differ, by {found.largest:.2g} at most: "
-                f"trajectory {found.trajectory_id}, turn {found.turn}, token {found.position} (id {found.token_id}): "
-                f"stored {found.stored:.6g}, replayed {found.replayed:.6g}")  # fmt: skip
-    more = [f"{count} tokens are trained {when}" for count, when in
-            ((found.num_only_stored, "no longer"), (found.num_only_replayed, "only now")) if count]  # fmt: skip
+        said = (
+            f"{found.num_different} of {found.num_compared} tokens differ, by {found.largest:.2g} at most: "
+            f"trajectory {found.trajectory_id}, turn {found.turn}, token {found.position} (id {found.token_id}): "
+            f"stored {found.stored:.6g}, replayed {found.replayed:.6g}"
+        )
+    more = [
+        f"{count} tokens are trained {when}"
+        for count, when in ((found.num_only_stored, "no longer"), (found.num_only_replayed, "only now"))
+        if count
+    ]
     console.print(f"{what:<11} {'; '.join([said, *more])}", soft_wrap=True)
 
 

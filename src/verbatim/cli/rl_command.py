@@ -31,34 +31,57 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare FILE, --resume, --fork, --fresh, --replay, --trajectory-strategy, --quiet and --json."""
     add_shared_arguments(parser, file="?")
     add_output_arguments(parser)
-    parser.add_argument("--fork", metavar="RUN[@STEP]",
-                        help="begin a new run at a checkpoint of another one, with its logs and changed keys; STEP is "
-                        "a step, best or latest; without FILE with that run's configuration")  # fmt: skip
-    parser.add_argument("--fresh", action="append", default=[], metavar="PART",
-                        help="with --fork: begin anew the optimizer, or the examples (their order, the pools, groups "
-                        "in flight); may be given twice")  # fmt: skip
-    parser.add_argument("--replay", metavar="STEP",
-                        help="train one step of the run in --run-dir again from what is stored, without a sampler, and "
-                        "compare; options that are keys change them in that step; nothing is written")  # fmt: skip
+    parser.add_argument(
+        "--fork",
+        metavar="RUN[@STEP]",
+        help="begin a new run at a checkpoint of another one, with its logs and changed keys; STEP is "
+        "a step, best or latest; without FILE with that run's configuration",
+    )
+    parser.add_argument(
+        "--fresh",
+        action="append",
+        default=[],
+        metavar="PART",
+        help="with --fork: begin anew the optimizer, or the examples (their order, the pools, groups "
+        "in flight); may be given twice",
+    )
+    parser.add_argument(
+        "--replay",
+        metavar="STEP",
+        help="train one step of the run in --run-dir again from what is stored, without a sampler, and "
+        "compare; options that are keys change them in that step; nothing is written",
+    )
 
 
 def add_shared_arguments(parser: argparse.ArgumentParser, *, file: str | None = None) -> None:
     """Declare FILE, --resume and --trajectory-strategy, which `verbatim orchestrator` and `trainer` have too."""
-    parser.add_argument("file", type=run_file, nargs=file, metavar="FILE",
-                        help="the run's TOML file, or a recipe's name")  # fmt: skip
-    parser.add_argument("--resume", nargs="?", const=True, default=False, type=_folder, metavar="FOLDER",
-                        help="continue a run: the latest one of this file, or the one in FOLDER")  # fmt: skip
-    parser.add_argument("--trajectory-strategy", metavar="NAME",
-                        help="the same as --orchestrator.trajectory-strategy NAME")  # fmt: skip
+    parser.add_argument(
+        "file", type=run_file, nargs=file, metavar="FILE", help="the run's TOML file, or a recipe's name"
+    )
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const=True,
+        default=False,
+        type=_folder,
+        metavar="FOLDER",
+        help="continue a run: the latest one of this file, or the one in FOLDER",
+    )
+    parser.add_argument(
+        "--trajectory-strategy", metavar="NAME", help="the same as --orchestrator.trajectory-strategy NAME"
+    )
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare --quiet and --json, which `verbatim orchestrator` has too."""
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--quiet", action="store_true", help="print only warnings and errors, on standard error")
-    output.add_argument("--json", action="store_true",
-                        help="print one JSON object on a line for each step, evaluation, alarm, and the end; all else "
-                             "goes to standard error")  # fmt: skip
+    output.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON object on a line for each step, evaluation, alarm, and the end; all else "
+        "goes to standard error",
+    )
 
 
 def _folder(text: str) -> bool | Path:
@@ -68,8 +91,16 @@ def _folder(text: str) -> bool | Path:
 def _replay(args: argparse.Namespace) -> int:
     from verbatim.cli.replay import run_replay
 
-    given = [name for name, value in (("FILE", args.file), ("--resume", args.resume), ("--fork", args.fork),
-                                      ("--fresh", args.fresh)) if value]  # fmt: skip
+    given = [
+        name
+        for name, value in (
+            ("FILE", args.file),
+            ("--resume", args.resume),
+            ("--fork", args.fork),
+            ("--fresh", args.fresh),
+        )
+        if value
+    ]
     if given:
         raise UsageError(f"--replay takes the configuration that the run has stored; leave out {', '.join(given)}")
     if args.quiet:
@@ -93,8 +124,9 @@ def load(args: argparse.Namespace, fork: Fork | None = None) -> RunConfig:
     overrides = _overrides(args)
     if args.file is None:
         if fork is None:
-            raise UsageError("FILE is missing: the TOML file of the run, or a recipe's name; `verbatim recipes` lists "
-                             "those")  # fmt: skip
+            raise UsageError(
+                "FILE is missing: the TOML file of the run, or a recipe's name; `verbatim recipes` lists those"
+            )
         return load_forked(fork, overrides)
     return load_stored_config(args.file, lambda file: load_config(file, overrides, component_tables()))
 
@@ -113,9 +145,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def train(
-    args: argparse.Namespace, again: Callable[[Path], str], *, trainer_elsewhere: bool = False,
+    args: argparse.Namespace,
+    again: Callable[[Path], str],
+    *,
+    trainer_elsewhere: bool = False,
     listen: Listen | None = None,
-) -> int:  # fmt: skip
+) -> int:
     """`run`, also for `verbatim orchestrator`. `again` is what to type to continue the run in a folder."""
     is_plain = not (args.quiet or args.json)
     console = PlainConsole(quiet=not is_plain)

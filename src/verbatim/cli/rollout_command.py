@@ -34,13 +34,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare TASKS, where to ask, how to sample, and where results go."""
     parser.epilog = "exit status: 0 every task has its results, 1 some failed or the server is dead, 2 a mistake"
     add = parser.add_argument
-    add("file", type=Path, nargs="?", metavar="TASKS",
-        help='JSON lines: {"messages": [...], "tools": [...], "id": ...}')  # fmt: skip
+    add(
+        "file", type=Path, nargs="?", metavar="TASKS", help='JSON lines: {"messages": [...], "tools": [...], "id": ...}'
+    )
     add("--base-url", metavar="URL", help="sample over an OpenAI-compatible server: http://localhost:8000/v1")
-    add("--inference", type=Path, metavar="FILE",
-        help="sample by the [inference] of this run's TOML file instead; its keys are options too")
-    add("--model", metavar="NAME", help="the model's name on the server; with --inference, a folder or hub id instead "
-                                        "of the file's model.name")
+    add(
+        "--inference",
+        type=Path,
+        metavar="FILE",
+        help="sample by the [inference] of this run's TOML file instead; its keys are options too",
+    )
+    add(
+        "--model",
+        metavar="NAME",
+        help="the model's name on the server; with --inference, a folder or hub id instead of the file's model.name",
+    )
     add("--out", required=True, type=Path, metavar="JSONL", help="results are appended here")
     add("--api-key-env", metavar="NAME", help="the variable with the server's key (OPENAI_API_KEY, for OpenAI's)")
     add("--tools", metavar="MODULE.NAME", help="a list of typed functions, or a function from a task to such a list")
@@ -59,8 +67,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--concurrency", type=int, default=8, metavar="N", help="most trajectories at a time (8)")
     add("--extra-body", type=_json_object, metavar="JSON", help='{"return_token_ids": true}, for example')
     add("--seed", type=int, metavar="N", help="makes the seeds of the requests; without it a server is sent none")
-    add("--request-timeout", type=float, metavar="SECONDS",
-        help="for one try over the server, that of --user-model too (600)")
+    add(
+        "--request-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="for one try over the server, that of --user-model too (600)",
+    )
     add("--trajectory-timeout", type=float, default=3600.0, metavar="SECONDS", help="(3600)")
     add("--trace-dir", type=Path, metavar="FOLDER", help="also a file for each trajectory")
 
@@ -90,8 +102,11 @@ def run(args: argparse.Namespace) -> int:
     counts = ", ".join(f"{count} {reason}" for reason, count in ends.counts.most_common()) or "nothing to do"
     console.print(f"{args.out}: {counts}{ends.earned}", soft_wrap=True)
     if ends.num_failed:
-        console.print(f"{ends.num_failed} failed, the last: {ends.last_error}\nthe same command does them again",
-                      soft_wrap=True, markup=False)  # fmt: skip
+        console.print(
+            f"{ends.num_failed} failed, the last: {ends.last_error}\nthe same command does them again",
+            soft_wrap=True,
+            markup=False,
+        )
     return exit_status.STOPPED if ends.num_failed else exit_status.FINISHED
 
 

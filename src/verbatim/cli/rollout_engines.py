@@ -49,26 +49,35 @@ def engine_of(args: argparse.Namespace) -> Engine:
     """
     if args.inference is None:
         if args.overrides:
-            raise UsageError(f"verbatim rollout has no option {args.overrides[0]}; see verbatim rollout --help. Keys "
-                             "of a run's file are options with --inference FILE")  # fmt: skip
+            raise UsageError(
+                f"verbatim rollout has no option {args.overrides[0]}; see verbatim rollout --help. Keys "
+                "of a run's file are options with --inference FILE"
+            )
         if args.base_url is None or args.model is None:
-            raise UsageError("verbatim rollout needs a server and the model's name there, --base-url URL --model NAME; "
-                             "or a run's file that says how to sample, --inference FILE")  # fmt: skip
+            raise UsageError(
+                "verbatim rollout needs a server and the model's name there, --base-url URL --model NAME; "
+                "or a run's file that says how to sample, --inference FILE"
+            )
         return _over_chat(args)
     typed = [name for name in ("base_url", *_OF_A_CHAT_SERVER) if getattr(args, name) is not None]
     if args.user_model is not None:  # that one is behind a chat server
         typed = [name for name in typed if name != "request_timeout"]
     if typed:
-        raise UsageError(f"--{typed[0].replace('_', '-')} is for a chat server, and --inference samples by a run's "
-                         "file; leave out one of the two")  # fmt: skip
+        raise UsageError(
+            f"--{typed[0].replace('_', '-')} is for a chat server, and --inference samples by a run's "
+            "file; leave out one of the two"
+        )
     return _over_inference(args)
 
 
 def _over_chat(args: argparse.Namespace) -> Engine:
-    own = {name: default if getattr(args, name) is None else getattr(args, name)
-           for name, default in _OF_A_CHAT_SERVER.items()}  # fmt: skip
-    api = OpenAI(model=args.model, base_url=args.base_url, api_key_env=own["api_key_env"],
-                 request_timeout=own["request_timeout"])  # fmt: skip
+    own = {
+        name: default if getattr(args, name) is None else getattr(args, name)
+        for name, default in _OF_A_CHAT_SERVER.items()
+    }
+    api = OpenAI(
+        model=args.model, base_url=args.base_url, api_key_env=own["api_key_env"], request_timeout=own["request_timeout"]
+    )
     rollout = APIMultiTurnRollout(api=api, extra_body=own["extra_body"], seed=args.seed, **_settings(args))
 
     async def play(work: Work, num_done: int) -> None:
@@ -84,8 +93,10 @@ def _over_inference(args: argparse.Namespace) -> Engine:
     config = load_config(args.inference, args.overrides, component_tables())
     model = args.model or config.model.name
     if model is None:
-        raise UsageError(f"{args.inference} builds its model when it is trained; name a trained one: --model "
-                         f"runs/{args.inference.stem}/latest/final")  # fmt: skip
+        raise UsageError(
+            f"{args.inference} builds its model when it is trained; name a trained one: --model "
+            f"runs/{args.inference.stem}/latest/final"
+        )
     model = folder_of(model)
     check_backend(config)
     config = resolve_sampler(config, model)
@@ -116,5 +127,10 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
         params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    return {"sampling_params": params, "max_turns": args.max_turns, "concurrency": args.concurrency,
-            "trajectory_timeout": args.trajectory_timeout, "trace_dir": args.trace_dir}  # fmt: skip
+    return {
+        "sampling_params": params,
+        "max_turns": args.max_turns,
+        "concurrency": args.concurrency,
+        "trajectory_timeout": args.trajectory_timeout,
+        "trace_dir": args.trace_dir,
+    }

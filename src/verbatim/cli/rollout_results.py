@@ -58,8 +58,10 @@ def read_jobs(path: Path, samples: int) -> list[Job]:
         task = str(record.get("id", f"{digest}-{copies[digest]}"))
         copies[digest] += 1
         if task in lines:
-            raise UsageError(f"{path}:{number}: the id {task!r} stands in line {lines[task]} too; ids are unique. For "
-                             "several trajectories of one task type --samples N")  # fmt: skip
+            raise UsageError(
+                f"{path}:{number}: the id {task!r} stands in line {lines[task]} too; ids are unique. For "
+                "several trajectories of one task type --samples N"
+            )
         lines[task] = number
         jobs += [
             Job(task=task, sample=k, digest=digest, conversation={**record, "id": task, "sample_index": k})
@@ -72,12 +74,14 @@ def _check_task(record: Mapping[str, Any], where: str) -> None:
     messages, tools = record.get("messages"), record.get("tools", [])
     well_formed = isinstance(messages, list) and all(isinstance(m, dict) and "role" in m for m in messages)
     if not messages or not well_formed:
-        raise UsageError(f'{where}: expected {{"messages": [{{"role": "user", "content": ...}}]}}, found '
-                         f"{json.dumps(record):.80}")  # fmt: skip
+        raise UsageError(
+            f'{where}: expected {{"messages": [{{"role": "user", "content": ...}}]}}, found {json.dumps(record):.80}'
+        )
     listed = tools if isinstance(tools, list) else [tools]
     if not all(isinstance(tool, dict) and isinstance(tool.get("function"), dict) for tool in listed):
-        raise UsageError(f'{where}: expected "tools": [{{"type": "function", "function": {{"name": ...}}}}], found '
-                         f"{tools!r:.80}")  # fmt: skip
+        raise UsageError(
+            f'{where}: expected "tools": [{{"type": "function", "function": {{"name": ...}}}}], found {tools!r:.80}'
+        )
 
 
 class ResultFile:
@@ -100,8 +104,9 @@ class ResultFile:
         try:
             self._lock = FolderLock(path.parent, f".{path.name}.lock")
         except UsageError:
-            raise UsageError(f"{path} is being written by another process; wait for it to end, or name another --out "
-                             "file") from None  # fmt: skip
+            raise UsageError(
+                f"{path} is being written by another process; wait for it to end, or name another --out file"
+            ) from None
         self._done: dict[tuple[str, int], str] = {}
         try:
             if path.exists():
@@ -126,16 +131,24 @@ class ResultFile:
         """
         digest = self._done.get((job.task, job.sample))
         if digest not in (None, job.digest):
-            raise UsageError(f"{self._path} holds a result of another task with the id {job.task!r}; name another "
-                             "--out file, or give the task another id")  # fmt: skip
+            raise UsageError(
+                f"{self._path} holds a result of another task with the id {job.task!r}; name another "
+                "--out file, or give the task another id"
+            )
         return digest is not None
 
     def write(self, job: Job, trajectory: Trajectory) -> None:
         """Append one."""
-        self._writer.write({
-            "step": 0, "task": job.task, "sample": job.sample, "digest": job.digest, "settings": self._settings,
-            "trajectory": trajectory_to_json(trajectory),
-        })  # fmt: skip
+        self._writer.write(
+            {
+                "step": 0,
+                "task": job.task,
+                "sample": job.sample,
+                "digest": job.digest,
+                "settings": self._settings,
+                "trajectory": trajectory_to_json(trajectory),
+            }
+        )
 
     def _take_over(self) -> None:
         """Read what is done; where something failed, write the file anew without it."""
@@ -169,10 +182,14 @@ class ResultFile:
         except (KeyError, TypeError, ValueError, RecursionError):
             raise self._no_result(number) from None
         if settings != self._settings:
-            differ = ", ".join(_typed(name, settings.get(name)) for name in dict.fromkeys([*self._settings, *settings])
-                               if settings.get(name) != self._settings.get(name))  # fmt: skip
-            raise UsageError(f"{self._path} holds results of other settings ({differ}); type them again, or name "
-                             "another --out file")  # fmt: skip
+            differ = ", ".join(
+                _typed(name, settings.get(name))
+                for name in dict.fromkeys([*self._settings, *settings])
+                if settings.get(name) != self._settings.get(name)
+            )
+            raise UsageError(
+                f"{self._path} holds results of other settings ({differ}); type them again, or name another --out file"
+            )
         if error is None:
             self._done[task, sample] = digest
         return error is not None

@@ -49,8 +49,9 @@ def plan_of(args: argparse.Namespace) -> Plan:
         UsageError: a mistake in TASKS, in an option, or in what one names.
     """
     if (args.file is None) == (args.env is None):
-        raise UsageError("verbatim rollout plays either the tasks of a file or an environment: type TASKS.jsonl, or "
-                         "--env NAME")  # fmt: skip
+        raise UsageError(
+            "verbatim rollout plays either the tasks of a file or an environment: type TASKS.jsonl, or --env NAME"
+        )
     others, why = _OF_ENVIRONMENTS, "it needs --env NAME"
     if args.env is not None:
         others, why = _OF_TASKS, "an environment has tools, a user and a score of its own"
@@ -126,8 +127,10 @@ def _scorer(import_path: str | None) -> Scorer | None:
         return None
     found = import_object(import_path)
     if not callable(found):
-        raise UsageError(f"--score {import_path} is a {type(found).__name__}; expected a function: "
-                         "score(trajectory, task) -> number, or {part: number}")  # fmt: skip
+        raise UsageError(
+            f"--score {import_path} is a {type(found).__name__}; expected a function: "
+            "score(trajectory, task) -> number, or {part: number}"
+        )
     scorer: Scorer = found
     return scorer
 
@@ -139,8 +142,10 @@ def _managers(import_path: str, found: Any, jobs: Sequence[Job]) -> ToolManager 
         return ToolManager(found)
     if callable(found):
         return [ToolManager(_made(import_path, found(job.conversation))) for job in jobs]
-    raise UsageError(f"--tools {import_path} is a {type(found).__name__}; expected a list of typed functions, or a "
-                     "function from a task to such a list")  # fmt: skip
+    raise UsageError(
+        f"--tools {import_path} is a {type(found).__name__}; expected a list of typed functions, or a "
+        "function from a task to such a list"
+    )
 
 
 def _made(import_path: str, tools: object) -> Sequence[object]:

@@ -47,18 +47,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--renderer", default="auto", metavar="NAME", help='chat format (auto); "none" serves token ids only')
     add("--tools", choices=("hermes",), help="write tools as text of the messages, for a chat template that has none")
     add("--api-key-env", metavar="VARIABLE", help="the variable with a key that every request must bring")
-    add("--allow-host", action="append", default=[], metavar="NAME",
-        help='a name that requests may call this server by, beside its address ("*": any); with a key it needs none')
-    add("--accept", action="append", default=[], choices=sorted(UNENFORCEABLE), metavar="FIELD",
+    add(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help='a name that requests may call this server by, beside its address ("*": any); with a key it needs none',
+    )
+    add(
+        "--accept",
+        action="append",
+        default=[],
+        choices=sorted(UNENFORCEABLE),
+        metavar="FIELD",
         help="accept a field of chat requests that cannot be honoured, without effect: "
-        f"{', '.join(sorted(UNENFORCEABLE))}; may be given several times")
-    add("--weights-folder", type=Path, metavar="FOLDER",
-        help="take other weights from folders in this one (without it: from anywhere, with the key)")
+        f"{', '.join(sorted(UNENFORCEABLE))}; may be given several times",
+    )
+    add(
+        "--weights-folder",
+        type=Path,
+        metavar="FOLDER",
+        help="take other weights from folders in this one (without it: from anywhere, with the key)",
+    )
     add("--uploads", type=Path, metavar="FOLDER", help="take other weights over HTTP into this folder, with the key")
     add("--context-length", type=int, metavar="N", help=f"most tokens of a sequence (the model's, up to {_CONTEXT})")
     add("--max-batch-size", type=int, default=64, metavar="N", help="sequences decoded together (64)")
-    add("--dtype", choices=("float32", "bfloat16", "auto"), default="float32",
-        help="(float32); auto: bfloat16 where that is faster here, by measuring; float32 for tiny models")
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16", "auto"),
+        default="float32",
+        help="(float32); auto: bfloat16 where that is faster here, by measuring; float32 for tiny models",
+    )
     add("--device", default="auto", help="(auto: CUDA where there is one)")
     add("--return-routed-experts", action="store_true", help="with each completion, the experts that computed it")
     add("--deterministic", action="store_true", help="same request and seed: same bits, whatever else is in the batch")
@@ -87,8 +106,9 @@ def run(args: argparse.Namespace) -> int:
     if args.weights_folder is not None and not args.weights_folder.is_dir():
         raise UsageError(f"--weights-folder {args.weights_folder}: there is no such folder")
     if args.uploads is not None and api_key is None:
-        raise UsageError("--uploads needs a key, because whoever reaches the server could load other weights: "
-                         "--api-key-env VARIABLE")  # fmt: skip
+        raise UsageError(
+            "--uploads needs a key, because whoever reaches the server could load other weights: --api-key-env VARIABLE"
+        )
     console = PlainConsole()
     log_to_console(PlainConsole(stderr=True), logging.WARNING)
     run_until_asked(lambda stop: _serve(args, api_key, console, stop))
@@ -124,14 +144,26 @@ async def _serve(args: argparse.Namespace, api_key: str | None, console: Console
     sys.setswitchinterval(_SWITCH_SECONDS)
     try:
         async with serve_sampler(
-            sampler, host=args.host, port=args.port, renderer=renderer, model=args.name or Path(args.model).name,
-            api_key=api_key, seed=args.seed, weights_folder=args.weights_folder, uploads=args.uploads,
-            allow_hosts=args.allow_host, chat_processes=_CHAT_PROCESSES,
+            sampler,
+            host=args.host,
+            port=args.port,
+            renderer=renderer,
+            model=args.name or Path(args.model).name,
+            api_key=api_key,
+            seed=args.seed,
+            weights_folder=args.weights_folder,
+            uploads=args.uploads,
+            allow_hosts=args.allow_host,
+            chat_processes=_CHAT_PROCESSES,
             options=Options(unenforced=frozenset(args.accept)),
             limits=ServerLimits(refusal_seconds=_REFUSAL_SECONDS),
-        ) as server:  # fmt: skip
-            console.print(f"{server.model} at {server.url} (OpenAI's clients: {server.url}/v1)" if renderer is not None
-                          else f"{server.model} at {server.url} (token ids only)", soft_wrap=True)  # fmt: skip
+        ) as server:
+            console.print(
+                f"{server.model} at {server.url} (OpenAI's clients: {server.url}/v1)"
+                if renderer is not None
+                else f"{server.model} at {server.url} (token ids only)",
+                soft_wrap=True,
+            )
             await until_stopped(sampler, stop)
             console.print("stopping")
     finally:
@@ -170,14 +202,24 @@ def _make_sampler(args: argparse.Namespace, console: Console) -> Any:
     from verbatim.inference.embedded.settings import TorchSettings
     from verbatim.run.precision import resolve_server
 
-    config = TorchSettings(max_batch_size=args.max_batch_size, dtype=args.dtype, device=args.device,
-                           deterministic=args.deterministic, num_threads=args.threads)  # fmt: skip
+    config = TorchSettings(
+        max_batch_size=args.max_batch_size,
+        dtype=args.dtype,
+        device=args.device,
+        deterministic=args.deterministic,
+        num_threads=args.threads,
+    )
     if config.dtype == "auto":
         config, choice = resolve_server(config, args.model)
         console.print(f"dtype {choice.dtype}: {choice.reason}", soft_wrap=True)
     context = args.context_length or min(_CONTEXT, _positions(folder_of(args.model)))
-    return TorchSampler(args.model, config=config, context_length=context, num_threads=args.threads,
-                        return_routed_experts=args.return_routed_experts)  # fmt: skip
+    return TorchSampler(
+        args.model,
+        config=config,
+        context_length=context,
+        num_threads=args.threads,
+        return_routed_experts=args.return_routed_experts,
+    )
 
 
 def _positions(model: str) -> int:

@@ -34,8 +34,10 @@ def run(args: argparse.Namespace) -> int:
         return exit_status.FINISHED
     config = load_config(args.file, args.overrides, component_tables())
     if config.warm_start is None:
-        raise ConfigError(f"{args.file} has no [warm_start] table, which says what `verbatim sft` does; for example\n"
-                          '[warm_start]\nsteps = 100\ndata = "conversations.jsonl"')  # fmt: skip
+        raise ConfigError(
+            f"{args.file} has no [warm_start] table, which says what `verbatim sft` does; for example\n"
+            '[warm_start]\nsteps = 100\ndata = "conversations.jsonl"'
+        )
     console = PlainConsole()
     with ProgressBar("checking", console=console):
         environments = check_run(config, starts_both=False)

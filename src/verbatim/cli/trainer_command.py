@@ -31,10 +31,13 @@ from verbatim.user_code import raise_ctrl_c
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `verbatim rl` has."""
     rl_command.add_shared_arguments(parser)
-    parser.epilog = ("With --connect the orchestrator runs on another host, and --run-dir is a folder of this one: "
-                     "weights, batches and checkpoints travel. Ctrl-C ends the run, with a checkpoint")
-    parser.add_argument("--connect", metavar="URL",
-                        help="where `verbatim orchestrator FILE --listen` on the other host can be reached")
+    parser.epilog = (
+        "With --connect the orchestrator runs on another host, and --run-dir is a folder of this one: "
+        "weights, batches and checkpoints travel. Ctrl-C ends the run, with a checkpoint"
+    )
+    parser.add_argument(
+        "--connect", metavar="URL", help="where `verbatim orchestrator FILE --listen` on the other host can be reached"
+    )
     parser.add_argument("--api-key-env", metavar="VARIABLE", help="the variable with the key that both hosts have")
     # `verbatim rl` starts this process, and watches it:
     parser.add_argument("--session", help=argparse.SUPPRESS)
@@ -62,9 +65,14 @@ def run(args: argparse.Namespace) -> int:
         opened = RunFolder.open(config, TRAINER, resume=args.resume, joins=True)
     with opened as folder, log_to_file(folder.log(TRAINER)):
         stopped = serve_trainer(
-            config, folder, console, lambda exchange, heartbeat: _asked_to_end(exchange, heartbeat, console),
-            session=args.session, parent=args.parent, link=link,
-        )  # fmt: skip
+            config,
+            folder,
+            console,
+            lambda exchange, heartbeat: _asked_to_end(exchange, heartbeat, console),
+            session=args.session,
+            parent=args.parent,
+            link=link,
+        )
     return exit_status.INTERRUPTED if stopped else exit_status.FINISHED
 
 
@@ -91,8 +99,9 @@ def _asked_to_end(exchange: Exchange, heartbeat: Heartbeat, console: Console) ->
         if exchange.is_attached:
             asked = True
             heartbeat.ask_to_stop()
-            console.print("asking the orchestrator to end the run, with a checkpoint; Ctrl-C again ends at once",
-                          style="bold")  # fmt: skip
+            console.print(
+                "asking the orchestrator to end the run, with a checkpoint; Ctrl-C again ends at once", style="bold"
+            )
 
     def leave(which: str) -> None:
         if not exchange.is_attached:

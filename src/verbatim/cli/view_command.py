@@ -89,8 +89,11 @@ def run(args: argparse.Namespace) -> int:
     if count < 0:
         raise UsageError(f"--trajectories {count}: expected a number from 0 on")
     written = export(runs, assets, args.export, filters=filters, sort=args.sort or "", most=count)
-    PlainConsole().print(f"wrote {written.trajectories:,} of {written.of_total:,} trajectories to {args.export} "
-                         f"({written.size / 1e6:.1f} MB)", soft_wrap=True)  # fmt: skip
+    PlainConsole().print(
+        f"wrote {written.trajectories:,} of {written.of_total:,} trajectories to {args.export} "
+        f"({written.size / 1e6:.1f} MB)",
+        soft_wrap=True,
+    )
     return exit_status.FINISHED
 
 

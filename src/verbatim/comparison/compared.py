@@ -66,13 +66,19 @@ def compare_runs(folders: Sequence[Path], metrics: Sequence[str] = ()) -> Compar
     there = {name for run in runs for metrics_of in run.steps.values() for name in metrics_of}
     for name in metrics:
         if name not in there:
-            raise UsageError(f"no step of these runs has the metric {name!r}; there are {', '.join(sorted(there)[:20])}"
-                             f"{', ...' if len(there) > 20 else ''}")  # fmt: skip
+            raise UsageError(
+                f"no step of these runs has the metric {name!r}; there are {', '.join(sorted(there)[:20])}"
+                f"{', ...' if len(there) > 20 else ''}"
+            )
     problems: list[str] = []
     return Comparison(
-        runs=runs, settings=config_differences(runs), curves=_curves(runs, metrics),
-        evals=compare_evals(runs, problems), figures=figures(runs, metrics), problems=problems,
-    )  # fmt: skip
+        runs=runs,
+        settings=config_differences(runs),
+        curves=_curves(runs, metrics),
+        evals=compare_evals(runs, problems),
+        figures=figures(runs, metrics),
+        problems=problems,
+    )
 
 
 def _curves(runs: Sequence[Run], metrics: Sequence[str]) -> list[Curves]:
@@ -95,32 +101,43 @@ def comparison_to_json(comparison: Comparison) -> dict[str, Any]:
             {"key": each.key, "default": each.default, "values": by_letter(each.values), "lines": by_letter(each.lines)}
             for each in comparison.settings
         ],
-        "curves": {each.name: by_letter([[list(point) for point in one] for one in each.series])
-                   for each in comparison.curves},
+        "curves": {
+            each.name: by_letter([[list(point) for point in one] for one in each.series]) for each in comparison.curves
+        },
         "evaluations": [
-            {"env": each.env, "at": each.at, "steps": by_letter(each.steps),
-             "results": by_letter([result and result_to_json(result) for result in each.results]),
-             "pairs": [{"before": pair.before, "after": pair.after,
-                        **difference_to_json(pair.environments[each.env])} for pair in each.pairs]}
+            {
+                "env": each.env,
+                "at": each.at,
+                "steps": by_letter(each.steps),
+                "results": by_letter([result and result_to_json(result) for result in each.results]),
+                "pairs": [
+                    {"before": pair.before, "after": pair.after, **difference_to_json(pair.environments[each.env])}
+                    for pair in each.pairs
+                ],
+            }
             for each in comparison.evals
         ],
-        "figures": {each.title: {name: by_letter(values) for name, values in each.rows}
-                    for each in comparison.figures},
+        "figures": {each.title: {name: by_letter(values) for name, values in each.rows} for each in comparison.figures},
         "problems": list(comparison.problems),
-    }  # fmt: skip
+    }
     value: dict[str, Any] = finite(found)
     return value
 
 
 def _run_to_json(run: Run) -> dict[str, Any]:
     return {
-        "folder": str(run.folder), "name": run.name, "state": run.state, "steps": run.last_step,
-        "max_steps": run.max_steps, "starts": run.num_starts, "changed_on_resume": list(run.changed),
-        "forked_from": run.forked_from and {"run": run.forked_from.run, "step": run.forked_from.step,
-                                            "changes": list(run.forked_from.changes)},
+        "folder": str(run.folder),
+        "name": run.name,
+        "state": run.state,
+        "steps": run.last_step,
+        "max_steps": run.max_steps,
+        "starts": run.num_starts,
+        "changed_on_resume": list(run.changed),
+        "forked_from": run.forked_from
+        and {"run": run.forked_from.run, "step": run.forked_from.step, "changes": list(run.forked_from.changes)},
         "alarms": {name: {"raised": count, "still": still} for name, (count, still) in alarm_counts(run).items()},
         "problems": list(run.problems),
-    }  # fmt: skip
+    }
 
 
 def state_line(run: Run) -> str:

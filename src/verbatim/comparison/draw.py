@@ -69,6 +69,12 @@ def _draw_evals(axes: Any, runs: Sequence[Run], env: str) -> None:
         axes.plot(steps, values, "o-", color=f"C{number}", markersize=3, linewidth=1.2)
         low, high = dict(run.eval_series(env, "success/low")), dict(run.eval_series(env, "success/high"))
         known = [step for step in steps if step in low and step in high]
-        axes.fill_between(known, [low[step] for step in known], [high[step] for step in known], color=f"C{number}",
-                          alpha=0.15, linewidth=0)  # fmt: skip
+        axes.fill_between(
+            known,
+            [low[step] for step in known],
+            [high[step] for step in known],
+            color=f"C{number}",
+            alpha=0.15,
+            linewidth=0,
+        )
     axes.set_ylim(-0.03, 1.03)

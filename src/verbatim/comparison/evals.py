@@ -69,11 +69,19 @@ def _compared(
     pairs = list(itertools.combinations(range(len(runs)), 2))
     if len(pairs) > MOST_PAIRS:
         pairs = [(0, place) for place in range(1, len(runs))]
-    return ComparedEvals(env=env, at=at, steps=steps, results=results, pairs=[
-        Compared(before=letter(one), after=letter(two),
-                 environments={env: difference(env, outcomes[one], outcomes[two])})
-        for one, two in pairs if outcomes[one] and outcomes[two]
-    ])  # fmt: skip
+    return ComparedEvals(
+        env=env,
+        at=at,
+        steps=steps,
+        results=results,
+        pairs=[
+            Compared(
+                before=letter(one), after=letter(two), environments={env: difference(env, outcomes[one], outcomes[two])}
+            )
+            for one, two in pairs
+            if outcomes[one] and outcomes[two]
+        ],
+    )
 
 
 def _outcomes(run: Run, env: str, step: int | None, problems: list[str]) -> list[Outcome]:
@@ -92,14 +100,23 @@ def _from_metrics(env: str, metrics: Metrics) -> EnvResult:
     episodes = int(metrics.get("episodes", 0))
 
     def estimate(name: str, stem: str) -> Estimate:
-        return Estimate(value=metrics.get(name, math.nan), low=metrics.get(f"{stem}/low", math.nan),
-                        high=metrics.get(f"{stem}/high", math.nan), num_values=episodes)  # fmt: skip
+        return Estimate(
+            value=metrics.get(name, math.nan),
+            low=metrics.get(f"{stem}/low", math.nan),
+            high=metrics.get(f"{stem}/high", math.nan),
+            num_values=episodes,
+        )
 
     shown: Mapping[str, float] = {
-        name: value for name, value in metrics.items()
+        name: value
+        for name, value in metrics.items()
         if name in ("turns", "completion_tokens", "valid_format", "tool_errors", "truncated")
-    }  # fmt: skip
+    }
     return EnvResult(
-        env=env, num_episodes=episodes, num_failed=int(metrics.get("failed", 0)), figures=shown,
-        success=estimate("success", "success"), reward=estimate("reward/mean", "reward"),
-    )  # fmt: skip
+        env=env,
+        num_episodes=episodes,
+        num_failed=int(metrics.get("failed", 0)),
+        figures=shown,
+        success=estimate("success", "success"),
+        reward=estimate("reward/mean", "reward"),
+    )

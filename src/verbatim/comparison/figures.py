@@ -13,11 +13,26 @@ from verbatim.comparison.read_run import Run
 LAST = 10
 """Steps at the end of a run over which figures are averaged."""
 _FINAL = (
-    "reward/mean", "success", "completion_tokens", "turns", "valid_format", "rollouts/failed_share", "loss", "entropy",
-    "mismatch_kl", "ref_kl", "grad_norm", "lr", "staleness/mean",
-)  # fmt: skip
-_SPEED = {"tokens_per_second": "trainer tokens/s", "sampler/tokens_per_second": "sampler tokens/s",
-          "time/sampler_idle": "sampler idle, s", "time/trainer_idle": "trainer idle, s"}  # fmt: skip
+    "reward/mean",
+    "success",
+    "completion_tokens",
+    "turns",
+    "valid_format",
+    "rollouts/failed_share",
+    "loss",
+    "entropy",
+    "mismatch_kl",
+    "ref_kl",
+    "grad_norm",
+    "lr",
+    "staleness/mean",
+)
+_SPEED = {
+    "tokens_per_second": "trainer tokens/s",
+    "sampler/tokens_per_second": "sampler tokens/s",
+    "time/sampler_idle": "sampler idle, s",
+    "time/trainer_idle": "trainer idle, s",
+}
 """Metrics of the last steps, and how they are called."""
 
 
@@ -42,15 +57,19 @@ def figures(runs: Sequence[Run], metrics: Sequence[str] = ()) -> list[Figures]:
     means = [(name, functools.partial(last_mean, metric=name)) for name in names]
     return [
         _table(f"mean of the last {LAST} steps", runs, means),
-        _table(f"speed, rates of the last {LAST} steps", runs, [
-            ("steps", lambda run: float(run.last_step)),
-            ("seconds", _seconds),
-            ("seconds per step", seconds_per_step),
-            *((shown, functools.partial(last_mean, metric=name)) for name, shown in _SPEED.items()),
-            ("sampled tokens", lambda run: _at_end(run, "ledger/sampled")),
-        ]),
+        _table(
+            f"speed, rates of the last {LAST} steps",
+            runs,
+            [
+                ("steps", lambda run: float(run.last_step)),
+                ("seconds", _seconds),
+                ("seconds per step", seconds_per_step),
+                *((shown, functools.partial(last_mean, metric=name)) for name, shown in _SPEED.items()),
+                ("sampled tokens", lambda run: _at_end(run, "ledger/sampled")),
+            ],
+        ),
         _ledger(runs),
-    ]  # fmt: skip
+    ]
 
 
 def _table(title: str, runs: Sequence[Run], asked: Sequence[tuple[str, Callable[[Run], float]]]) -> Figures:
@@ -87,8 +106,9 @@ def _at_end(run: Run, metric: str) -> float:
 def _ledger(runs: Sequence[Run]) -> Figures:
     """Shares of all sampled tokens at the end of each run."""
     first = ("ledger/trained", "ledger/pending", "ledger/masked_by_loss")
-    dropped = sorted({name for run in runs if run.steps for name in run.steps[run.last_step]
-                      if name.startswith("ledger/dropped/")})  # fmt: skip
+    dropped = sorted(
+        {name for run in runs if run.steps for name in run.steps[run.last_step] if name.startswith("ledger/dropped/")}
+    )
     rows = []
     for name in (*first, *dropped):
         values = [_at_end(run, name) / (_at_end(run, "ledger/sampled") or math.nan) for run in runs]

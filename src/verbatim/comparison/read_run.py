@@ -105,17 +105,26 @@ def read_run(folder: Path) -> Run:
     lines = {dotted(path): line for path, line in line_numbers(text).items()} if config else {}
     seconds = _json(folder / "summary.json").get("seconds")
     return Run(
-        folder=folder, name=folder_state.name, state=folder_state.state, max_steps=folder_state.max_steps,
+        folder=folder,
+        name=folder_state.name,
+        state=folder_state.state,
+        max_steps=folder_state.max_steps,
         num_starts=sum(bool(_STARTED.match(line)) for line in log),
         config={
             key: Setting(value=redacted_at(key, value), line=lines.get(key))
-            for key, value in leaves(config) if key not in _NO_PART
+            for key, value in leaves(config)
+            if key not in _NO_PART
         },
         changed=list(dict.fromkeys(found[1] for line in log if (found := _CHANGED.search(line)))),
-        forked_from=_origin(folder, problems), steps=steps, times=times, evals=evals,
-        alarms=_read_alarms(folder / "alarms.jsonl", problems), kept_evals=evaluated_steps(folder),
-        seconds=float(seconds) if isinstance(seconds, int | float) else None, problems=problems,
-    )  # fmt: skip
+        forked_from=_origin(folder, problems),
+        steps=steps,
+        times=times,
+        evals=evals,
+        alarms=_read_alarms(folder / "alarms.jsonl", problems),
+        kept_evals=evaluated_steps(folder),
+        seconds=float(seconds) if isinstance(seconds, int | float) else None,
+        problems=problems,
+    )
 
 
 def _origin(folder: Path, problems: list[str]) -> Origin | None:

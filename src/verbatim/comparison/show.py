@@ -83,20 +83,28 @@ def _show_evals(evals: ComparedEvals, letters: list[str], console: Console) -> N
     if evals.at == "shared":
         _heading(f"{evals.env}: evaluation after step {evals.steps[0]}, which all have", console)
     else:
-        when = ", ".join(f"{name} after step {step}" for name, step in zip(letters, evals.steps, strict=True)
-                         if step is not None)  # fmt: skip
+        when = ", ".join(
+            f"{name} after step {step}" for name, step in zip(letters, evals.steps, strict=True) if step is not None
+        )
         _heading(f"{evals.env}: last evaluation ({when}); 95% intervals over examples", console)
         show_results(list(zip(letters, evals.results, strict=True)), console)
     show_differences(evals.pairs, evals.env, console)
     if without := [name for name, result in zip(letters, evals.results, strict=True) if result and not result.examples]:
-        console.print(Text(f"{', '.join(without)}: the episodes were not kept (monitor.save_trajectories), so nothing "
-                           "can be paired", style="dim"))  # fmt: skip
+        console.print(
+            Text(
+                f"{', '.join(without)}: the episodes were not kept (monitor.save_trajectories), so nothing "
+                "can be paired",
+                style="dim",
+            )
+        )
 
 
 def _figure_row(name: str, values: list[float], table: Figures) -> Row:
     if not table.are_shares:
-        return (name, *(f"{value:,.0f}" if value.is_integer() and abs(value) >= 10 else format_number(value)
-                    for value in values))  # fmt: skip
+        return (
+            name,
+            *(f"{value:,.0f}" if value.is_integer() and abs(value) >= 10 else format_number(value) for value in values),
+        )
     return (name, *("-" if math.isnan(value) else f"{value:.1%}" for value in values))
 
 

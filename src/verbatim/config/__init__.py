@@ -8,6 +8,15 @@ from verbatim.config.sections import BackendSettings
 from verbatim.imports import import_object
 
 __all__ = [
-    "Backend", "BackendSettings", "ComponentTables", "RunConfig", "dump_config", "find_backend", "import_object",
-    "load_config", "make_config", "resolve", "settings_for",
-]  # fmt: skip
+    "Backend",
+    "BackendSettings",
+    "ComponentTables",
+    "RunConfig",
+    "dump_config",
+    "find_backend",
+    "import_object",
+    "load_config",
+    "make_config",
+    "resolve",
+    "settings_for",
+]

@@ -63,8 +63,11 @@ def _settings_of(function: Any, named: str) -> type[BackendSettings]:
     except (TypeError, ValueError):
         raise ComponentError(f"{named} is {type(function).__name__}; {expected}") from None
     positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    needed = [p.name for p in parameters.values() if p.default is p.empty and p.kind not in
-              (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p not in positional[:2]]  # fmt: skip
+    needed = [
+        p.name
+        for p in parameters.values()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p not in positional[:2]
+    ]
     if len(positional) < 2 or positional[1].name != "settings" or needed:
         raise ComponentError(f"{named} takes ({', '.join(parameters)}); {expected}")
     found = positional[1].annotation
@@ -73,8 +76,10 @@ def _settings_of(function: Any, named: str) -> type[BackendSettings]:
     except NameError as error:
         raise ComponentError(f"{named}: the annotation of settings cannot be read: {error}") from None
     if not (inspect.isclass(found) and issubclass(found, BackendSettings)):
-        raise ComponentError(f"{named}: settings is annotated with {found!r}; expected a subclass of "
-                             "verbatim.config.BackendSettings, whose fields are the keys of its table")  # fmt: skip
+        raise ComponentError(
+            f"{named}: settings is annotated with {found!r}; expected a subclass of "
+            "verbatim.config.BackendSettings, whose fields are the keys of its table"
+        )
     return found
 
 

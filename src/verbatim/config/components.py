@@ -132,24 +132,35 @@ def _unfit_loss(config: RunConfig, loss: Any, knobs: Mapping[str, Any]) -> Itera
     reward: str = getattr(loss, "reward_weight", None) or ""
     teacher: str = getattr(loss, "teacher_weight", None) or ""
     if of_mode == "sft" and mode != "sft":
-        yield key, (f'found "{component.type}", which imitates every rollout, whatever its reward; use "default", or '
-                    "`verbatim sft` with a [warm_start] table")  # fmt: skip
+        yield (
+            key,
+            (
+                f'found "{component.type}", which imitates every rollout, whatever its reward; use "default", or '
+                "`verbatim sft` with a [warm_start] table"
+            ),
+        )
     elif mode == "sft" and of_mode != "sft" and is_chosen:
         yield key, f'found "{component.type}", but training_mode = "sft" brings its own loss; remove type'
     elif "opd" in (mode, of_mode):
         if mode != "opd" or (is_chosen and of_mode != "opd" and component.custom_path is None):
-            yield key, (
-                f'found "{component.type}" and training_mode = "{mode}": distillation is asked for by training_mode = '
-                '"opd", which brings its own loss and needs an [orchestrator.teacher] table with a model; remove type '
-                '(kl_tau and delta may stay), or give a loss that reads teacher_logprobs with type = "custom"'
+            yield (
+                key,
+                (
+                    f'found "{component.type}" and training_mode = "{mode}": distillation is asked for by training_mode = '
+                    '"opd", which brings its own loss and needs an [orchestrator.teacher] table with a model; remove type '
+                    '(kl_tau and delta may stay), or give a loss that reads teacher_logprobs with type = "custom"'
+                ),
             )
     elif knobs.get(teacher):
         if not has_teacher:
             yield ("trainer", "loss", teacher), "it needs an [orchestrator.teacher] table with a model"
     elif mode == "rl" and knobs.get(reward) == 0:
-        yield ("trainer", "loss", reward), (
-            "found 0, which learns nothing; expected a number above 0, or a teacher to follow instead: an "
-            f"[orchestrator.teacher] table and trainer.loss.{teacher} = 1.0"
+        yield (
+            ("trainer", "loss", reward),
+            (
+                "found 0, which learns nothing; expected a number above 0, or a teacher to follow instead: an "
+                f"[orchestrator.teacher] table and trainer.loss.{teacher} = 1.0"
+            ),
         )
 
 
@@ -159,9 +170,12 @@ def _group_of_one(config: RunConfig, use: _Use) -> Iterator[Problem]:
     own = [env.advantage for env in orchestrator.train.env]
     is_read = orchestrator.training_mode == "rl" and (use.path != ("orchestrator", "advantage") or None in own)
     if orchestrator.group_size == 1 and is_read and use.path[:2] != ("orchestrator", "eval"):
-        yield ("orchestrator", "group_size"), (
-            f'found 1, which gives every rollout the advantage 0 under "{use.name}": it compares the rewards of a '
-            "group; expected at least 2"
+        yield (
+            ("orchestrator", "group_size"),
+            (
+                f'found 1, which gives every rollout the advantage 0 under "{use.name}": it compares the rewards of a '
+                "group; expected at least 2"
+            ),
         )
 
 
@@ -184,10 +198,14 @@ class _Use:
 def _use(component: ComponentConfig, what: str, path: KeyPath) -> _Use:
     custom = component.type == "custom"
     return _Use(
-        path=path, what=what, name=component.custom_path or component.type, is_own=component.custom_path is not None,
-        name_key=(*path, "import_path" if custom else "type"), knobs=component.knobs,
+        path=path,
+        what=what,
+        name=component.custom_path or component.type,
+        is_own=component.custom_path is not None,
+        name_key=(*path, "import_path" if custom else "type"),
+        knobs=component.knobs,
         knobs_key=(*path, "kwargs") if custom else path,
-    )  # fmt: skip
+    )
 
 
 def _use_of_name(name: str, what: str, key: KeyPath, **knobs: Any) -> _Use:
@@ -198,16 +216,24 @@ def _use_of_name(name: str, what: str, key: KeyPath, **knobs: Any) -> _Use:
 def _use_of_environment(env: EnvConfig, path: KeyPath) -> _Use:
     is_own = env.import_path is not None
     return _Use(
-        path=path, what="environment", name=str(env.import_path if is_own else env.id), is_own=is_own, num_inputs=0,
-        name_key=(*path, "import_path" if is_own else "id"), knobs=env.args, knobs_key=(*path, "args"),
-    )  # fmt: skip
+        path=path,
+        what="environment",
+        name=str(env.import_path if is_own else env.id),
+        is_own=is_own,
+        num_inputs=0,
+        name_key=(*path, "import_path" if is_own else "id"),
+        knobs=env.args,
+        knobs_key=(*path, "args"),
+    )
 
 
 def _uses(config: RunConfig, tables: ComponentTables) -> Iterator[tuple[_Use, Table]]:
     trainer, orchestrator = config.trainer, config.orchestrator
     yield _use(trainer.loss, "loss", ("trainer", "loss")), tables.losses
-    yield _use_of_name(trainer.packing, "packer", ("trainer", "packing"), micro_batch_tokens=1,
-                       keep_whole=False), tables.packers  # fmt: skip
+    yield (
+        _use_of_name(trainer.packing, "packer", ("trainer", "packing"), micro_batch_tokens=1, keep_whole=False),
+        tables.packers,
+    )
     yield _use(orchestrator.advantage, "advantage", ("orchestrator", "advantage")), tables.advantages
     for i, rule in enumerate(orchestrator.filters):
         yield _use(rule, "filter", ("orchestrator", "filters", i)), tables.filters

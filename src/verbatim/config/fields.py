@@ -61,8 +61,9 @@ def _is_list(annotation: Any) -> bool:
 
 def backend_tables_with(section: type[BaseModel], key: str) -> list[str]:
     """The backends' tables below a section in which `key` is valid: ["torch"] for "deterministic" in [inference]."""
-    return [name for name, record in _records(section) if issubclass(record, BackendSettings)
-            and key in record.model_fields]  # fmt: skip
+    return [
+        name for name, record in _records(section) if issubclass(record, BackendSettings) and key in record.model_fields
+    ]
 
 
 def nearest(found: str, expected: Iterable[str]) -> str:

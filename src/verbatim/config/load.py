@@ -39,9 +39,13 @@ from verbatim.imports import search_beside
 
 
 def load_config(
-    path: str | Path, overrides: Sequence[str] = (), tables: ComponentTables | None = None, *,
-    settings: Mapping[str, Any] | None = None, caller: str = "verbatim.run",
-) -> RunConfig:  # fmt: skip
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    tables: ComponentTables | None = None,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    caller: str = "verbatim.run",
+) -> RunConfig:
     """Read, override and validate; nothing is started before everything is valid.
 
     Args:
@@ -89,9 +93,11 @@ def make_config(
 
 
 def _checked(
-    document: dict[str, Any], places: Places, tables: ComponentTables | None,
+    document: dict[str, Any],
+    places: Places,
+    tables: ComponentTables | None,
     overridden: Sequence[tuple[KeyPath, Override]] = (),
-) -> RunConfig:  # fmt: skip
+) -> RunConfig:
     def refuse_all(problems: Iterable[Problem]) -> None:
         refuse([f"{places.of(path)}: {dotted(path)}: {message}" for path, message in problems], places)
 
@@ -143,8 +149,10 @@ def _nearest_file(path: Path) -> str:
 
 def _parse(text: str, path: Path) -> dict[str, Any]:
     if path.suffix == ".py":
-        raise ConfigError(f"{path}: found a Python file, expected the TOML file of a run, which names the environment: "
-                          f'import_path = "{path.stem}.MyEnv"; `verbatim init DIR` writes one')  # fmt: skip
+        raise ConfigError(
+            f"{path}: found a Python file, expected the TOML file of a run, which names the environment: "
+            f'import_path = "{path.stem}.MyEnv"; `verbatim init DIR` writes one'
+        )
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

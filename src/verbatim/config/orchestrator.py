@@ -113,9 +113,7 @@ class EnvConfig(Section):
     """Overrides [orchestrator.length_penalty]."""
     formulate_mode: Literal["traj", "step"] | None = None
     """Overrides orchestrator.formulate_mode."""
-    trajectory_strategy: str | None = Field(
-        default_factory=lambda data: FORMULATE_MODES.get(data["formulate_mode"])
-    )
+    trajectory_strategy: str | None = Field(default_factory=lambda data: FORMULATE_MODES.get(data["formulate_mode"]))
     """Overrides orchestrator.trajectory_strategy."""
     on_break: Literal["split", "error"] | None = None
     """Overrides orchestrator.on_break."""
@@ -146,9 +144,22 @@ class TrainEnvsConfig(Section):
     """[[orchestrator.train.env]] tables."""
 
 
-EVAL_METRICS = ("success", "success/low", "success/high", "reward/mean", "reward/std", "reward/low", "reward/high",
-                "turns", "tool_calls", "valid_format", "tool_errors", "truncated", "malformed",
-                "completion_tokens")  # fmt: skip
+EVAL_METRICS = (
+    "success",
+    "success/low",
+    "success/high",
+    "reward/mean",
+    "reward/std",
+    "reward/low",
+    "reward/high",
+    "turns",
+    "tool_calls",
+    "valid_format",
+    "tool_errors",
+    "truncated",
+    "malformed",
+    "completion_tokens",
+)
 """What every evaluation measures, `valid_format` only where tools are offered."""
 _EVAL_FAMILIES = ("reward_part/", "agent_reward/", "judge/")
 """What the names of its other metrics begin with."""
@@ -157,8 +168,10 @@ _EVAL_FAMILIES = ("reward_part/", "agent_reward/", "judge/")
 def _eval_metric(name: str) -> str:
     if name in EVAL_METRICS or name.startswith(_EVAL_FAMILIES) or "@" in name:
         return name
-    raise ValueError(f"found {name!r}, expected a metric of evaluations: {', '.join(EVAL_METRICS)}, or one that begins "
-                     f"with {', '.join(_EVAL_FAMILIES)}")  # fmt: skip
+    raise ValueError(
+        f"found {name!r}, expected a metric of evaluations: {', '.join(EVAL_METRICS)}, or one that begins "
+        f"with {', '.join(_EVAL_FAMILIES)}"
+    )
 
 
 class CriterionConfig(Section):

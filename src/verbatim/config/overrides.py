@@ -134,8 +134,10 @@ def _key(container: Any, part: str, path: KeyPath, override: Override) -> str | 
     if not isinstance(container, list):
         raise ConfigError(f"{override}: {name} is {json.dumps(container)}, which has no keys")
     if not part.isdecimal() or int(part) > len(container):
-        raise ConfigError(f"{override}: {name} is a list of {len(container)}; expected an index from 0 to "
-                          f"{len(container)}, found {part!r}")  # fmt: skip
+        raise ConfigError(
+            f"{override}: {name} is a list of {len(container)}; expected an index from 0 to "
+            f"{len(container)}, found {part!r}"
+        )
     return int(part)
 
 
@@ -202,8 +204,10 @@ def _plain(value: Any, path: KeyPath) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(inner, (*path, index)) for index, inner in enumerate(value)]
     hint = '; name a component of your own: {"type": "my_module.my_function"}' if callable(value) else ""
-    raise ConfigError(f"{dotted(path)}: found {shown(value, 80)} ({type(value).__name__}), expected a string, a "
-                      f"number, a boolean, a list or a table (dict){hint}")  # fmt: skip
+    raise ConfigError(
+        f"{dotted(path)}: found {shown(value, 80)} ({type(value).__name__}), expected a string, a "
+        f"number, a boolean, a list or a table (dict){hint}"
+    )
 
 
 def _text_key(key: object, path: KeyPath) -> str:

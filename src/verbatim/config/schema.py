@@ -39,12 +39,34 @@ from verbatim.errors import ConfigError
 from verbatim.texts import shown
 
 __all__ = [
-    "COLDEST", "BuildConfig", "CheckpointConfig", "ComponentConfig", "CriterionConfig", "EarlyStoppingConfig",
-    "EnvConfig", "EvalConfig", "Fraction", "InferenceConfig", "LengthPenaltyConfig", "LoraConfig", "ModelConfig",
-    "MonitorConfig", "NonNegativeFloat", "OptimConfig", "OrchestratorConfig", "ParallelConfig", "PositiveFloat",
-    "PositiveInt", "ReferenceConfig", "RendererConfig", "RunConfig", "SamplingConfig", "TeacherConfig",
-    "TrainerConfig", "WarmStartConfig",
-]  # fmt: skip
+    "COLDEST",
+    "BuildConfig",
+    "CheckpointConfig",
+    "ComponentConfig",
+    "CriterionConfig",
+    "EarlyStoppingConfig",
+    "EnvConfig",
+    "EvalConfig",
+    "Fraction",
+    "InferenceConfig",
+    "LengthPenaltyConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "MonitorConfig",
+    "NonNegativeFloat",
+    "OptimConfig",
+    "OrchestratorConfig",
+    "ParallelConfig",
+    "PositiveFloat",
+    "PositiveInt",
+    "ReferenceConfig",
+    "RendererConfig",
+    "RunConfig",
+    "SamplingConfig",
+    "TeacherConfig",
+    "TrainerConfig",
+    "WarmStartConfig",
+]
 
 
 class OptimConfig(Section):
@@ -122,8 +144,9 @@ class ParallelConfig(Section):
     def _sequence_divides(self) -> Self:
         if self.processes > 1 and self.processes % self.sequence:
             fit = ", ".join(str(n) for n in range(1, self.processes + 1) if self.processes % n == 0)
-            raise ValueError(f"sequence = {self.sequence} does not divide processes = {self.processes}; take one of "
-                             f"{fit}")  # fmt: skip
+            raise ValueError(
+                f"sequence = {self.sequence} does not divide processes = {self.processes}; take one of {fit}"
+            )
         return self
 
 
@@ -176,18 +199,24 @@ class TrainerConfig(Section):
     @model_validator(mode="after")
     def _offloads_what_is_kept(self) -> Self:
         if self.activation_offload and not self.gradient_checkpointing:
-            raise ValueError("activation_offload = true moves what gradient_checkpointing keeps, and that is off; set "
-                             "gradient_checkpointing = true too")  # fmt: skip
+            raise ValueError(
+                "activation_offload = true moves what gradient_checkpointing keeps, and that is off; set "
+                "gradient_checkpointing = true too"
+            )
         return self
 
     @model_validator(mode="after")
     def _processes_of_their_own(self) -> Self:
         if self.router_aux_loss_coef and self.lora is not None:
-            raise ValueError(f"router_aux_loss_coef = {self.router_aux_loss_coef:g} with [trainer.lora]: the routers "
-                             "stay as they are under adapters; remove one of both")  # fmt: skip
+            raise ValueError(
+                f"router_aux_loss_coef = {self.router_aux_loss_coef:g} with [trainer.lora]: the routers "
+                "stay as they are under adapters; remove one of both"
+            )
         if self.parallel.processes > 1 and not self.separate_process:
-            raise ValueError(f"parallel.processes = {self.parallel.processes} needs separate_process = true; with "
-                             "false the trainer is a thread of the orchestrator's process")  # fmt: skip
+            raise ValueError(
+                f"parallel.processes = {self.parallel.processes} needs separate_process = true; with "
+                "false the trainer is a thread of the orchestrator's process"
+            )
         return self
 
 
@@ -235,7 +264,7 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _one_of(self) -> Self:
         if (self.name is None) == (self.build is None):
-            raise ValueError("give either name = \"folder or hub id\" or a [model.build] table, not both or neither")
+            raise ValueError('give either name = "folder or hub id" or a [model.build] table, not both or neither')
         return self
 
 
@@ -303,8 +332,10 @@ class MonitorConfig(Section):
 
 def _folder_name(name: str) -> str:
     if name in ("", ".", "..") or "/" in name or not name.isprintable():
-        raise ValueError(f"found {shown(name)}, expected the name of one folder, such as \"first-try\"; a run that "
-                         "is to stand elsewhere than in runs/ has a run_dir")  # fmt: skip
+        raise ValueError(
+            f'found {shown(name)}, expected the name of one folder, such as "first-try"; a run that '
+            "is to stand elsewhere than in runs/ has a run_dir"
+        )
     return name
 
 
@@ -359,17 +390,23 @@ class RunConfig(Section):
     def _criteria_are_evaluated(self) -> Self:
         evaluation = self.orchestrator.eval
         if self.checkpoint.keep_best is not None and evaluation is None:
-            raise ValueError("checkpoint.keep_best keeps the checkpoint of the best evaluation, and there is none; add "
-                             "[orchestrator.eval], or remove keep_best")  # fmt: skip
+            raise ValueError(
+                "checkpoint.keep_best keeps the checkpoint of the best evaluation, and there is none; add "
+                "[orchestrator.eval], or remove keep_best"
+            )
         if evaluation is None:
             return self
         labels = [env.label for env in evaluation.env or self.orchestrator.train.env]
-        criteria = {"checkpoint.keep_best": self.checkpoint.keep_best,
-                    "orchestrator.eval.early_stopping": evaluation.early_stopping}  # fmt: skip
+        criteria = {
+            "checkpoint.keep_best": self.checkpoint.keep_best,
+            "orchestrator.eval.early_stopping": evaluation.early_stopping,
+        }
         for where, criterion in criteria.items():
             if criterion is not None and criterion.env not in (None, *labels):
-                raise ValueError(f"{where}.env: found {criterion.env!r}, expected an environment that is evaluated: "
-                                 f"{', '.join(labels)}")  # fmt: skip
+                raise ValueError(
+                    f"{where}.env: found {criterion.env!r}, expected an environment that is evaluated: "
+                    f"{', '.join(labels)}"
+                )
         return self
 
     @model_validator(mode="after")

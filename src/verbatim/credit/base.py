@@ -101,9 +101,13 @@ def _without_bad_rewards(group: Group) -> Group:
     reasons = [t.bad_reward if t.error is None else None for t in group.trajectories]
     if not any(reasons):
         return group
-    return dataclasses.replace(group, trajectories=tuple(
-        t if reason is None else t.replace(error=reason) for t, reason in zip(group.trajectories, reasons, strict=True)
-    ))  # fmt: skip
+    return dataclasses.replace(
+        group,
+        trajectories=tuple(
+            t if reason is None else t.replace(error=reason)
+            for t, reason in zip(group.trajectories, reasons, strict=True)
+        ),
+    )
 
 
 def _call(function: AdvantageFunction, rollouts: Sequence[Trajectory], where: str) -> Sequence[object]:
@@ -132,11 +136,14 @@ def _credit(trajectory: Trajectory, share: Share, advantage: Any, where: str) ->
     try:
         values = [_number(value) for value in (advantage if of_turns else [advantage])]
     except (TypeError, ValueError) as error:
-        raise ComponentError(f"{where}: returned {advantage!r} for rollout {trajectory.sample_index} ({error}); "
-                             "expected a number, or a list with one for each of its turns") from error  # fmt: skip
+        raise ComponentError(
+            f"{where}: returned {advantage!r} for rollout {trajectory.sample_index} ({error}); "
+            "expected a number, or a list with one for each of its turns"
+        ) from error
     if of_turns and len(values) != len(share.places):
-        raise ComponentError(f"{where}: {len(values)} advantages for the {len(share.places)} turns of rollout "
-                             f"{trajectory.sample_index}")  # fmt: skip
+        raise ComponentError(
+            f"{where}: {len(values)} advantages for the {len(share.places)} turns of rollout {trajectory.sample_index}"
+        )
     if not all(abs(value) <= _LARGEST for value in values):  # NaN is not
         fault = "larger than float32 holds" if all(map(math.isfinite, values)) else "not finite"
         return trajectory.replace(error=f"advantage: {values if of_turns else values[0]} is {fault}")

@@ -39,11 +39,15 @@ def chunk_returns_advantage(
     returns = [turn_returns(rollout, gamma) for rollout in inputs.rollouts]
     means = [mean(list(own.values())) for own in returns if own]
     level = mean(means) if means and baseline == "group" else None
-    return AdvantageOutputs(advantages=[
-        [0.0 if k not in own else own[k] if level is None else difference(own[k], level)
-         for k in range(len(rollout.turns))]
-        for rollout, own in zip(inputs.rollouts, returns, strict=True)
-    ])  # fmt: skip
+    return AdvantageOutputs(
+        advantages=[
+            [
+                0.0 if k not in own else own[k] if level is None else difference(own[k], level)
+                for k in range(len(rollout.turns))
+            ]
+            for rollout, own in zip(inputs.rollouts, returns, strict=True)
+        ]
+    )
 
 
 def turn_returns(trajectory: Trajectory, gamma: float) -> dict[int, float]:

@@ -56,7 +56,9 @@ def gigpo_advantage(
     for places in states.values():
         steps.update(zip(places, compare([returns[i][k] for i, k in places]), strict=True))
 
-    return AdvantageOutputs(advantages=[
-        [episodes[i] + w_step * steps.get((i, k), 0.0) if k in own else 0.0 for k in range(len(rollout.turns))]
-        for i, (rollout, own) in enumerate(zip(inputs.rollouts, returns, strict=True))
-    ])  # fmt: skip
+    return AdvantageOutputs(
+        advantages=[
+            [episodes[i] + w_step * steps.get((i, k), 0.0) if k in own else 0.0 for k in range(len(rollout.turns))]
+            for i, (rollout, own) in enumerate(zip(inputs.rollouts, returns, strict=True))
+        ]
+    )

@@ -33,8 +33,9 @@ def agents_with_rewards(rollouts: Sequence[Trajectory]) -> list[str | None]:
     any such reward: `[None]`.
     """
     named = sorted({agent for rollout in rollouts for agent in rollout.agent_rewards})
-    others = any(turn.trained and turn.agent not in rollout.agent_rewards
-                 for rollout in rollouts for turn in rollout.turns)  # fmt: skip
+    others = any(
+        turn.trained and turn.agent not in rollout.agent_rewards for rollout in rollouts for turn in rollout.turns
+    )
     return [*named, None] if others or not named else list(named)
 
 
@@ -50,9 +51,11 @@ def share_of(rollout: Trajectory, agent: str | None) -> Share | None:
         return Share(whole=rollout, view=rollout, places=tuple(range(len(rollout.turns))))
     if agent is not None and agent not in own:
         return None
-    places = tuple(k for k, turn in enumerate(rollout.turns)
-                   if turn.agent == agent or (agent is None and turn.agent not in own))  # fmt: skip
+    places = tuple(
+        k for k, turn in enumerate(rollout.turns) if turn.agent == agent or (agent is None and turn.agent not in own)
+    )
     reward = rollout.reward if agent is None else own[agent]
-    view = rollout.replace(turns=tuple(rollout.turns[k] for k in places), reward=reward, agent_rewards={},
-                           num_unrecorded_tokens=0)  # fmt: skip
+    view = rollout.replace(
+        turns=tuple(rollout.turns[k] for k in places), reward=reward, agent_rewards={}, num_unrecorded_tokens=0
+    )
     return Share(whole=rollout, view=view, places=places)

@@ -128,20 +128,25 @@ class ExampleSchedule:
         try:
             return ScheduledExample(index=index, env=env, example=self._examples[env][example_id])
         except KeyError:
-            raise RunStopped(f"environment {env!r} no longer has the example {example_id!r} that was being run when "
-                             "the checkpoint was written; resume with the data set of that run") from None  # fmt: skip
+            raise RunStopped(
+                f"environment {env!r} no longer has the example {example_id!r} that was being run when "
+                "the checkpoint was written; resume with the data set of that run"
+            ) from None
 
     def state_dict(self) -> dict[str, Any]:
         """The state as plain JSON values."""
-        return {"rng": self._rng.bit_generator.state, "pass": {k: list(v) for k, v in self._pass.items()},
-                "drained": sorted(self._drained), "drawn": self._drawn, "pools": self.pools.state_dict()}  # fmt: skip
+        return {
+            "rng": self._rng.bit_generator.state,
+            "pass": {k: list(v) for k, v in self._pass.items()},
+            "drained": sorted(self._drained),
+            "drawn": self._drawn,
+            "pools": self.pools.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict`: the same draws follow, unless a share of the pooled examples returns now."""
         self._rng.bit_generator.state = dict(state["rng"])
-        self._pass = {
-            env: [i for i in state["pass"].get(env, []) if i in rows] for env, rows in self._examples.items()
-        }
+        self._pass = {env: [i for i in state["pass"].get(env, []) if i in rows] for env, rows in self._examples.items()}
         self._drawn = state["drawn"]
         self.pools.load_state_dict(state["pools"])
         self._drained = set(state["drained"])

@@ -5,6 +5,14 @@ from verbatim.doctor.diagnosis import Diagnosis, Doctor, Summary
 from verbatim.doctor.logs import FateFormat, LogFile, LoggedTrajectory, is_fate_path, known_formats, recognise
 
 __all__ = [
-    "BreakClass", "Diagnosis", "Doctor", "FateFormat", "LogFile", "LoggedTrajectory", "Summary", "is_fate_path",
-    "known_formats", "recognise",
-]  # fmt: skip
+    "BreakClass",
+    "Diagnosis",
+    "Doctor",
+    "FateFormat",
+    "LogFile",
+    "LoggedTrajectory",
+    "Summary",
+    "is_fate_path",
+    "known_formats",
+    "recognise",
+]

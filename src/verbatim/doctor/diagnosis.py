@@ -135,11 +135,20 @@ class Doctor:
             # A new conversation has no history; only its shared prefix is computed twice.
             repeated = difference.at if kind.by_design else difference.alignment.history_end
             diagnosis = Diagnosis(
-                trajectory=logged.trajectory.trajectory_id, line=logged.line, turn=opening.turn,
-                agent=turns[opening.turn].agent, against=opening.against[-1], position=difference.at, kind=kind,
-                found=why, rows=side_by_side(difference), template_line=self.template_line(kind), repeated=repeated,
-                repeated_in_tree=repeated - difference.at, share=repeated / found.row_tokens,
-            )  # fmt: skip
+                trajectory=logged.trajectory.trajectory_id,
+                line=logged.line,
+                turn=opening.turn,
+                agent=turns[opening.turn].agent,
+                against=opening.against[-1],
+                position=difference.at,
+                kind=kind,
+                found=why,
+                rows=side_by_side(difference),
+                template_line=self.template_line(kind),
+                repeated=repeated,
+                repeated_in_tree=repeated - difference.at,
+                share=repeated / found.row_tokens,
+            )
             diagnoses.append(diagnosis)
             sums = summary.classes.setdefault(kind, Sums())
             sums.breaks += 1

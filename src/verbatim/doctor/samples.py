@@ -57,8 +57,9 @@ def find_samples(turns: Sequence[Turn]) -> Samples:
         else:
             if found.closest is not None:
                 other, shared = _compared(turn, found.closest, found.shared, turns, samples, latest)
-                opening = Opening(turn=index, against=tuple(samples[other]), shared=shared,
-                                  first_of_agent=turn.agent not in latest)  # fmt: skip
+                opening = Opening(
+                    turn=index, against=tuple(samples[other]), shared=shared, first_of_agent=turn.agent not in latest
+                )
                 drafts.append((opening, other))
             number = opened.open(turn.path)
             samples.append([index])
@@ -72,9 +73,13 @@ def find_samples(turns: Sequence[Turn]) -> Samples:
 
 
 def _compared(
-    turn: Turn, closest: int, shared: int, turns: Sequence[Turn], samples: Sequence[Sequence[int]],
+    turn: Turn,
+    closest: int,
+    shared: int,
+    turns: Sequence[Turn],
+    samples: Sequence[Sequence[int]],
     latest: dict[str, int],
-) -> tuple[int, int]:  # fmt: skip
+) -> tuple[int, int]:
     """The sample to compare a turn with, and the number of shared ids.
 
     It is the latest sample of the turn's agent, which the turn should have extended, or another one of the same agent

@@ -43,8 +43,12 @@ class ConsoleReport:
             line = Text.assemble((f"template line {d.template_line.number}  ", "bold"), _plain(d.template_line.text))
             line.truncate(max(40, 2 * console.width - 20), overflow="ellipsis")
             facts.append(line)
-        facts.append(Text(f"computed again: {counted(d.repeated, 'token')}, {d.share:.1%} of the trajectory as rows; "
-                          f"{d.repeated_in_tree:,} in a prefix tree"))  # fmt: skip
+        facts.append(
+            Text(
+                f"computed again: {counted(d.repeated, 'token')}, {d.share:.1%} of the trajectory as rows; "
+                f"{d.repeated_in_tree:,} in a prefix tree"
+            )
+        )
         facts.append(_side_by_side(d, console.width - 2))
         console.print(Text.assemble((f"break {self._shown}  ", "bold"), _heading(d.kind)))
         for fact in facts:
@@ -60,8 +64,11 @@ class ConsoleReport:
             console.print(f"... and {problems.count - len(problems.kept):,} more lines that cannot be read")
         trajectories = counted(summary.trajectories, "trajectory", "trajectories")
         if not summary.checked:
-            console.print(f"nothing was checked: in {trajectories} there is no turn with the token ids of a prompt and "
-                          "a completion; log them (docs/doctor.md)", style=_CLASS_STYLE)  # fmt: skip
+            console.print(
+                f"nothing was checked: in {trajectories} there is no turn with the token ids of a prompt and "
+                "a completion; log them (docs/doctor.md)",
+                style=_CLASS_STYLE,
+            )
             return
         if summary.breaks > self._shown:
             hidden = counted(summary.breaks - self._shown, "more break")
@@ -118,8 +125,9 @@ def _by_class(summary: Summary) -> Table:
     for kind in _ordered(summary):
         sums = summary.classes[kind]
         share = f"{summary.share(sums.repeated):.1%}"
-        table.add_row(Text(*_heading(kind)), f"{sums.breaks:,}", f"{sums.repeated:,}", share,
-                      f"{sums.repeated_in_tree:,}")  # fmt: skip
+        table.add_row(
+            Text(*_heading(kind)), f"{sums.breaks:,}", f"{sums.repeated:,}", share, f"{sums.repeated_in_tree:,}"
+        )
     return table
 
 

@@ -20,10 +20,19 @@ from verbatim.errors import EnvironmentFault, ModelError, TemplateFault
 
 _THOUGHT, _ANSWER = "zq thought", "zq answer"
 _ASK = {"role": "user", "content": "zq ask"}
-_TOOL = {"type": "function", "function": {"name": "zq", "description": "zq", "parameters": {
-    "type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}}}  # fmt: skip
-_CALL = {"role": "assistant", "content": "", "tool_calls": [
-    {"id": "zqzqzqzqz", "type": "function", "function": {"name": "zq", "arguments": {"a": "b"}}}]}  # fmt: skip
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "zq",
+        "description": "zq",
+        "parameters": {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]},
+    },
+}
+_CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"id": "zqzqzqzqz", "type": "function", "function": {"name": "zq", "arguments": {"a": "b"}}}],
+}
 _SEES = {"role": "tool", "content": "zq", "tool_call_id": "zqzqzqzqz", "name": "zq"}
 _LATER = {"assistant": [_ASK], "tool": [{"role": "assistant", "content": _ANSWER}, _ASK]}
 """Messages after a thought, up to the next message of the user, by role of the last message."""

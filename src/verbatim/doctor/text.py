@@ -56,8 +56,10 @@ class TokenText:
         """
         size = len(self._tokenizer)
         if largest_id >= size:
-            raise UsageError(f"the log holds the id {largest_id}, and the tokenizer of {self.name!r} has ids below "
-                             f"{size}; give the model that the log is of: --model FOLDER_OR_ID")  # fmt: skip
+            raise UsageError(
+                f"the log holds the id {largest_id}, and the tokenizer of {self.name!r} has ids below "
+                f"{size}; give the model that the log is of: --model FOLDER_OR_ID"
+            )
 
 
 def counted(number: int, one: str, many: str = "") -> str:

@@ -75,5 +75,9 @@ def _cell(text: TokenText | None, ids: Sequence[int], place: int | None) -> Cell
     if place is None:
         return None
     token = ids[place]
-    return Cell(position=place, token=token, text=text.piece(token) if text else None,
-                control=text is not None and token in text.control)  # fmt: skip
+    return Cell(
+        position=place,
+        token=token,
+        text=text.piece(token) if text else None,
+        control=text is not None and token in text.control,
+    )

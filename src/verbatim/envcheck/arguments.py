@@ -41,8 +41,11 @@ class _Draw:
         for either in ("anyOf", "oneOf"):
             if schema.get(either):
                 options = list(schema[either])
-                plain = [option for option in options
-                         if isinstance(option, Mapping) and option.get("type") not in ("object", "array", None)]
+                plain = [
+                    option
+                    for option in options
+                    if isinstance(option, Mapping) and option.get("type") not in ("object", "array", None)
+                ]
                 return self.value(self._rng.choice(plain if plain and depth >= _DEEPEST else options), depth + 1)
         kind = schema.get("type")
         if isinstance(kind, list):
@@ -95,8 +98,13 @@ class _Draw:
         return low, low + 20 if high is None else high
 
     def _string(self, schema: Mapping[str, Any]) -> str:
-        formats = {"date": "2024-02-29", "date-time": "2024-02-29T12:00:00Z", "time": "12:00:00Z",
-                   "uuid": "6f1d5b0e-3b2a-4c8e-9a51-0d8b7c1e2f30", "duration": "P1D"}  # fmt: skip
+        formats = {
+            "date": "2024-02-29",
+            "date-time": "2024-02-29T12:00:00Z",
+            "time": "12:00:00Z",
+            "uuid": "6f1d5b0e-3b2a-4c8e-9a51-0d8b7c1e2f30",
+            "duration": "P1D",
+        }
         if schema.get("format") in formats:
             return formats[schema["format"]]
         text = self._rng.choice(self._words)

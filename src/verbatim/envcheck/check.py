@@ -78,8 +78,9 @@ class _Check:
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        limits = EpisodeLimits(max_turns=self.settings.max_turns, timeout=self.settings.timeout,
-                               tool_timeout=self.settings.timeout / 2)  # fmt: skip
+        limits = EpisodeLimits(
+            max_turns=self.settings.max_turns, timeout=self.settings.timeout, tool_timeout=self.settings.timeout / 2
+        )
         self._stage = Stage(name=self.name, environment=self.environment, limits=limits)
         self._examples: dict[str, Sequence[Example]] = {}
         self._demonstrations: Sequence[Demonstration] = ()
@@ -126,16 +127,21 @@ class _Check:
         """What was found."""
         plays = self._stage.plays
         said = [
-            *judge.errors(plays), *judge.tool_faults(plays), *judge.schemas(plays),
-            *judge.prompts(plays, self.settings.seq_len), *judge.scores(plays, self.environment),
-            *judge.ends(plays, self.settings.max_turns), *judge.demonstrated_tools(plays, self._demonstrations),
-        ]  # fmt: skip
+            *judge.errors(plays),
+            *judge.tool_faults(plays),
+            *judge.schemas(plays),
+            *judge.prompts(plays, self.settings.seq_len),
+            *judge.scores(plays, self.environment),
+            *judge.ends(plays, self.settings.max_turns),
+            *judge.demonstrated_tools(plays, self._demonstrations),
+        ]
         return Report(
-            environment=self.name, num_examples={split: len(rows) for split, rows in self._examples.items()},
+            environment=self.name,
+            num_examples={split: len(rows) for split, rows in self._examples.items()},
             findings=(*self.findings, *(item for item in said if isinstance(item, Finding))),
             notes=(*self.notes, *(item for item in said if isinstance(item, str))),
             players=judge.earned(plays, self.environment),
-        )  # fmt: skip
+        )
 
     def _is_too_slow(self) -> bool:
         return any((play.trajectory.error or "").startswith("timeout") for play in self._stage.plays)
@@ -162,12 +168,13 @@ def _imitator(shown: Demonstration) -> MakePlayer:
 def _blocking(place: str, seconds: float | None) -> Finding:
     how = "and was given up" if seconds is None else f"for {seconds:.1f} s"
     return Finding(
-        kind="blocks", found=f"{place} held up the event loop {how}: no other episode went on meanwhile",
+        kind="blocks",
+        found=f"{place} held up the event loop {how}: no other episode went on meanwhile",
         expected="code on the event loop that takes milliseconds, or awaits",
         change="make a tool that waits or computes a plain `def` without inline=True (it runs in a thread); in `async "
-               "def` write `await asyncio.sleep(...)` or `await asyncio.to_thread(function)`; for a whole environment "
-               "that computes, set isolated = true in its table",
-    )  # fmt: skip
+        "def` write `await asyncio.sleep(...)` or `await asyncio.to_thread(function)`; for a whole environment "
+        "that computes, set isolated = true in its table",
+    )
 
 
 def _package_of(environment: Environment) -> Path | None:

@@ -57,9 +57,10 @@ def num_differences(
         num_cut: Tokens known to be left out: those behind a stop string.
     """
     places = {
-        float(logprob): (request, completion, place) for request, completion in returned
+        float(logprob): (request, completion, place)
+        for request, completion in returned
         for place, logprob in enumerate(_floats(completion.logprobs))
-    }  # fmt: skip
+    }
     num_wrong, trained = 0, set[float]()
     for sample in samples:
         for at in np.flatnonzero(sample.loss_mask).tolist():
@@ -79,10 +80,11 @@ def _is_as_returned(
     return (
         at == len(prompt) + place
         and int(sample.token_ids[at]) == int(completion.ids[place])
-        and versions is not None and int(sample.policy_versions[at]) == int(versions[place])
+        and versions is not None
+        and int(sample.policy_versions[at]) == int(versions[place])
         and (place > 0 or np.array_equal(sample.token_ids[:at], prompt))
         and (place == 0 or bool(sample.loss_mask[at - 1]))
-    )  # fmt: skip
+    )
 
 
 def _floats(logprobs: object) -> list[float]:

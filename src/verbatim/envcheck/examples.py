@@ -25,29 +25,36 @@ def read_examples(environment: Environment, name: str, split: str) -> tuple[Sequ
         examples = examples_of(environment, name, split)
         again = examples_of(environment, name, split)
     except UsageError as error:
-        change = (f'return at least one verbatim.Example for "{split}", each with an id of its own'
-                  + ("; the training examples will do where none are held out" if split == "eval" else ""))  # fmt: skip
+        change = f'return at least one verbatim.Example for "{split}", each with an id of its own' + (
+            "; the training examples will do where none are held out" if split == "eval" else ""
+        )
         expected = f'`examples("{split}")` returns a list of examples with different ids'
         return (), [Finding(kind="examples", found=str(error), expected=expected, change=change)]
     findings = []
     contents = [_content(example) for example in examples[:_COMPARED]]
     if contents != [_content(example) for example in again[:_COMPARED]]:
-        findings.append(Finding(
-            kind="nondeterministic", found=f'two calls of `examples("{split}")` gave different examples',
-            expected="the same examples at each call: every process of a run reads them by itself",
-            change="draw them from a generator with a fixed seed inside the method: random.Random(0)",
-        ))  # fmt: skip
+        findings.append(
+            Finding(
+                kind="nondeterministic",
+                found=f'two calls of `examples("{split}")` gave different examples',
+                expected="the same examples at each call: every process of a run reads them by itself",
+                change="draw them from a generator with a fixed seed inside the method: random.Random(0)",
+            )
+        )
     repeated = [(content, count) for content, count in Counter(contents).most_common(1) if count > 1]
     if repeated and len(examples) > 1 and any(e.payload or e.messages for e in examples[:1]):
         content, count = repeated[0]
         ids = [example.id for example, other in zip(examples, contents, strict=False) if other == content]
         total = len(contents) - len(set(contents))
-        findings.append(Finding(
-            kind="examples", expected="examples that differ in their messages or payload",
-            found=f'`examples("{split}")` repeats itself: {count} examples are the same but for their ids '
-                  f"({', '.join(map(repr, ids[:3]))}); {total} of {len(contents)} are repetitions",
-            change="return each task once; where one is to be seen more often, train for more steps",
-        ))  # fmt: skip
+        findings.append(
+            Finding(
+                kind="examples",
+                expected="examples that differ in their messages or payload",
+                found=f'`examples("{split}")` repeats itself: {count} examples are the same but for their ids '
+                f"({', '.join(map(repr, ids[:3]))}); {total} of {len(contents)} are repetitions",
+                change="return each task once; where one is to be seen more often, train for more steps",
+            )
+        )
     return examples, findings
 
 
@@ -61,15 +68,23 @@ def read_demonstrations(environment: Environment, name: str) -> tuple[Sequence[D
     except NoDemonstrations:
         return (), []
     except UsageError as error:
-        return (), [Finding(kind="demonstrations", found=str(error), expected="conversations that a model can imitate",
-                            change="mend `demonstrations`, or remove it: only [model.build] and [warm_start] "
-                                   "need it")]  # fmt: skip
+        return (), [
+            Finding(
+                kind="demonstrations",
+                found=str(error),
+                expected="conversations that a model can imitate",
+                change="mend `demonstrations`, or remove it: only [model.build] and [warm_start] need it",
+            )
+        ]
     if list(map(_shown, given)) != list(map(_shown, again)):
-        return given, [Finding(
-            kind="nondeterministic",
-            found="two calls of `demonstrations` with the same seed gave different conversations",
-            expected="the same ones", change="draw everything from random.Random(seed)",
-        )]  # fmt: skip
+        return given, [
+            Finding(
+                kind="nondeterministic",
+                found="two calls of `demonstrations` with the same seed gave different conversations",
+                expected="the same ones",
+                change="draw everything from random.Random(seed)",
+            )
+        ]
     return given, []
 
 

@@ -76,7 +76,10 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {
-            "environment": self.environment, "clean": self.is_clean, "num_examples": dict(self.num_examples),
-            "findings": [asdict(finding) for finding in self.findings], "notes": list(self.notes),
+            "environment": self.environment,
+            "clean": self.is_clean,
+            "num_examples": dict(self.num_examples),
+            "findings": [asdict(finding) for finding in self.findings],
+            "notes": list(self.notes),
             "players": {name: asdict(earned) for name, earned in self.players.items()},
-        }  # fmt: skip
+        }

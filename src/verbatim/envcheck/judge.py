@@ -26,9 +26,10 @@ def earned(plays: Sequence[Play], environment: Environment) -> dict[str, Earned]
         done = [p.trajectory for p in plays if p.player == name and p.trajectory.error is None]
         rewards = [t.reward for t in done if t.reward is not None]
         result[name] = Earned(
-            episodes=len(done), mean_reward=sum(rewards) / len(rewards) if rewards else None,
+            episodes=len(done),
+            mean_reward=sum(rewards) / len(rewards) if rewards else None,
             success=sum(succeeded(environment, t) for t in done) / max(1, len(done)),
-        )  # fmt: skip
+        )
     return result
 
 
@@ -45,17 +46,25 @@ def errors(plays: Sequence[Play]) -> Iterator[Finding]:
         found = f"{_about(failed, plays)}: {error}" + (f"\n{tail}" if tail else "")
         if _WRONG_REWARD.search(error):
             yield Finding(
-                kind="reward", found=found, expected="finite numbers as rewards",
+                kind="reward",
+                found=found,
+                expected="finite numbers as rewards",
                 change="return a float that is neither NaN nor infinite; guard divisions and logarithms",
-            )  # fmt: skip
+            )
         elif error.startswith("timeout"):
-            yield Finding(kind="endless", found=found, expected="an episode that ends within the time (--timeout)",
-                          change="end what waits: give every wait in `start`, `reply` and tools a deadline of its "
-                                 "own")  # fmt: skip
+            yield Finding(
+                kind="endless",
+                found=found,
+                expected="an episode that ends within the time (--timeout)",
+                change="end what waits: give every wait in `start`, `reply` and tools a deadline of its own",
+            )
         else:
-            yield Finding(kind="raises", found=found, expected="no exception, whatever the model says or calls",
-                          change="mend what is named above; for what a model may get wrong, answer with a message "
-                                 "that says so")  # fmt: skip
+            yield Finding(
+                kind="raises",
+                found=found,
+                expected="no exception, whatever the model says or calls",
+                change="mend what is named above; for what a model may get wrong, answer with a message that says so",
+            )
 
 
 def tool_faults(plays: Sequence[Play]) -> Iterator[Finding]:
@@ -69,12 +78,14 @@ def tool_faults(plays: Sequence[Play]) -> Iterator[Finding]:
             said.add(kind)
             hangs = "did not answer within" in fault["first"]
             yield Finding(
-                kind="endless" if hangs else "tool_raises", found=f"{_where(play)}: {fault['first']}",
+                kind="endless" if hangs else "tool_raises",
+                found=f"{_where(play)}: {fault['first']}",
                 expected="an answer in time" if hangs else "an answer to every call whose arguments fit the schema",
-                change="give the tool a deadline of its own" if hangs else
-                       "mend the tool; to tell the model that a call cannot be done, raise "
-                       "verbatim.tools.ToolFailed(\"why\") or return a text",
-            )  # fmt: skip
+                change="give the tool a deadline of its own"
+                if hangs
+                else "mend the tool; to tell the model that a call cannot be done, raise "
+                'verbatim.tools.ToolFailed("why") or return a text',
+            )
     cut = [play for play in plays if "oversize" in play.trajectory.info.get("tool_errors", {})]
     if cut:
         yield Finding(
@@ -82,27 +93,33 @@ def tool_faults(plays: Sequence[Play]) -> Iterator[Finding]:
             found=f"{_about(cut, plays)}: a tool's answer was cut, because it is longer than the limit",
             expected="answers that the model can read as a whole",
             change="return less (a page, the first lines), or raise tool_output_limit",
-        )  # fmt: skip
+        )
 
 
 def schemas(plays: Sequence[Play]) -> Iterator[Finding | str]:
     """Tools without a description; as notes, parameters without one."""
     tools = {name: tool for play in plays for name, tool in play.tools.items()}
     functions = {name: tool.schema.get("function", {}) for name, tool in tools.items()}
-    bare = [name for name, function in functions.items()
-            if not function.get("description") and getattr(tools[name], "lacks_description", True)]  # fmt: skip
+    bare = [
+        name
+        for name, function in functions.items()
+        if not function.get("description") and getattr(tools[name], "lacks_description", True)
+    ]
     if bare:
         yield Finding(
-            kind="no_description", found=f"the model is not told what {', '.join(bare)} does",
+            kind="no_description",
+            found=f"the model is not told what {', '.join(bare)} does",
             expected="a description in every tool's schema",
             change='write a docstring (the first line is the description, "Args:" describes the arguments); a tool '
-                   'without one on purpose says FunctionTool(..., description="")',
-        )  # fmt: skip
+            'without one on purpose says FunctionTool(..., description="")',
+        )
     parameters = [
-        f"{name}.{argument}" for name, function in functions.items() if name not in bare
+        f"{name}.{argument}"
+        for name, function in functions.items()
+        if name not in bare
         for argument, about in function.get("parameters", {}).get("properties", {}).items()
         if not about.get("description") and argument not in function.get("description", argument)
-    ]  # fmt: skip
+    ]
     if parameters:
         yield f"arguments without a description: {', '.join(parameters)}"
 
@@ -115,11 +132,12 @@ def prompts(plays: Sequence[Play], seq_len: int) -> Iterator[Finding]:
     tokens = longest.prompt_characters // CHARACTERS_PER_TOKEN
     if tokens >= seq_len:
         yield Finding(
-            kind="too_long", expected=f"less than seq_len = {seq_len} tokens (--seq-len), with room for the episode",
+            kind="too_long",
+            expected=f"less than seq_len = {seq_len} tokens (--seq-len), with room for the episode",
             found=f"the first prompt of example {longest.example.id!r} has {longest.prompt_characters:,} characters, "
-                  f"tools included: about {tokens:,} tokens",
+            f"tools included: about {tokens:,} tokens",
             change="shorten the opening messages and the tools' descriptions, or raise orchestrator.seq_len",
-        )  # fmt: skip
+        )
 
 
 def scores(plays: Sequence[Play], environment: Environment) -> Iterator[Finding | str]:
@@ -131,21 +149,23 @@ def scores(plays: Sequence[Play], environment: Environment) -> Iterator[Finding 
     if failed:
         first = failed[0]
         yield Finding(
-            kind="score_unreached", expected="a success: a reward of at least 1, or `is_success` of the environment",
+            kind="score_unreached",
+            expected="a success: a reward of at least 1, or `is_success` of the environment",
             found=f"{_about(failed, solved)}: the episode's own solution earned {first.trajectory.reward}; "
-                  f"{_parts(first)}it ended with: {_last(first)}",
+            f"{_parts(first)}it ended with: {_last(first)}",
             change="mend `score` (does it compare texts with numbers, or read the wrong message?) or `solution`; where "
-                   "a success earns less than 1, give the environment `is_success(trajectory)`",
-        )  # fmt: skip
+            "a success earns less than 1, give the environment `is_success(trajectory)`",
+        )
     elif len(rewards) in (0, len(done)) and are_equal(rewards) and len(plays) == len(done) >= _FEWEST:
         only = rewards[0] if rewards else None
         who = " and ".join(dict.fromkeys(play.player for play in done))
         yield Finding(
-            kind="score_constant", found=f"the score was {only} in all {len(done)} episodes ({who} players)",
+            kind="score_constant",
+            found=f"the score was {only} in all {len(done)} episodes ({who} players)",
             expected="episodes of one example that differ in what they earn: equal rewards train nothing",
             change="mend `score`; if only good play earns anything, give the episode `solution()`, the assistant "
-                   "messages that solve it, and this check plays them",
-        )  # fmt: skip
+            "messages that solve it, and this check plays them",
+        )
     elif done and not solved and not any(succeeded(environment, play.trajectory) for play in done):
         yield "no episode was a success; give the episode `solution()`, and this check shows that one can be reached"
 
@@ -156,11 +176,12 @@ def ends(plays: Sequence[Play], max_turns: int) -> Iterator[Finding]:
     cut = [play for play in done if play.trajectory.stop_reason is StopReason.MAX_TURNS]
     if len(cut) == len(done) >= _FEWEST:
         yield Finding(
-            kind="endless", found=f"none of {len(done)} episodes ended by itself within {max_turns} turns",
+            kind="endless",
+            found=f"none of {len(done)} episodes ended by itself within {max_turns} turns",
             expected="an end: a tool's ToolResult(done=True), or Reply(done=True)",
             change="end the episode when its task is done or lost; if it needs more turns, set --max-turns and "
-                   "max_turns in its table",
-        )  # fmt: skip
+            "max_turns in its table",
+        )
 
 
 def demonstrated_tools(plays: Sequence[Play], demonstrations: Sequence[Demonstration]) -> Iterator[Finding]:
@@ -175,11 +196,12 @@ def demonstrated_tools(plays: Sequence[Play], demonstrations: Sequence[Demonstra
         different = [name for name in {**offered, **imitated} if offered.get(name) != imitated.get(name)]
         if different:
             yield Finding(
-                kind="demonstrations", expected="the schemas that an episode offers, unchanged",
+                kind="demonstrations",
+                expected="the schemas that an episode offers, unchanged",
                 found=f"demonstration {number} begins like an episode of example {play.example.id!r}, but differs in "
-                      f"the tools {', '.join(map(str, different))}",
+                f"the tools {', '.join(map(str, different))}",
                 change="take them from an episode: tools=[tool.schema for tool in episode.tools]",
-            )  # fmt: skip
+            )
             return
 
 

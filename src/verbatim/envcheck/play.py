@@ -52,9 +52,15 @@ class Play:
     def transcript(self) -> str:
         """Everything that the seed should decide, as text."""
         t = self.trajectory
-        told = {"messages": t.messages, "reward": t.reward, "parts": t.reward_parts, "ended": t.stop_reason,
-                "error": t.error, "state_keys": [turn.state_key for turn in t.turns],
-                "turn_rewards": [turn.reward for turn in t.turns]}  # fmt: skip
+        told = {
+            "messages": t.messages,
+            "reward": t.reward,
+            "parts": t.reward_parts,
+            "ended": t.stop_reason,
+            "error": t.error,
+            "state_keys": [turn.state_key for turn in t.turns],
+            "turn_rewards": [turn.reward for turn in t.turns],
+        }
         return json.dumps(told, default=repr, ensure_ascii=False)
 
 
@@ -71,9 +77,14 @@ class PlayLoop(EpisodeLoop):
         self.prompt_characters = 0
 
     async def sample(
-        self, messages: Sequence[Message], tools: Sequence[Tool] = (), agent: str = "main",
-        state_key: str | None = None, *, trained: bool = True,
-    ) -> Message:  # fmt: skip
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        agent: str = "main",
+        state_key: str | None = None,
+        *,
+        trained: bool = True,
+    ) -> Message:
         """One turn; the tools are kept for the report."""
         self.tools |= {tool.name: tool for tool in tools}
         return await super().sample(messages, tools, agent, state_key, trained=trained)
@@ -84,8 +95,10 @@ class PlayLoop(EpisodeLoop):
         Raises:
             ModelError: always; exact ids are for models.
         """
-        raise ModelError("the environment asks for exact token ids, which only a model can answer: it cannot be "
-                         "checked without one; measure a model on it with `verbatim eval`")  # fmt: skip
+        raise ModelError(
+            "the environment asks for exact token ids, which only a model can answer: it cannot be "
+            "checked without one; measure a model on it with `verbatim eval`"
+        )
 
     async def _answer(self, prompt: Prompt) -> Answer:
         number = self._begin_turn()
@@ -97,9 +110,12 @@ class PlayLoop(EpisodeLoop):
         said = dataclasses.replace(said, tool_calls=tuple(map(self._identify, said.tool_calls)))
         self.recorder.count(1)
         return Answer(
-            message=said.message(), tool_calls=said.tool_calls, stop_reason=StopReason.STOP, prompt_ids=[number + 1],
+            message=said.message(),
+            tool_calls=said.tool_calls,
+            stop_reason=StopReason.STOP,
+            prompt_ids=[number + 1],
             completion_ids=[0],
-        )  # fmt: skip
+        )
 
 
 @dataclass(kw_only=True)
@@ -121,10 +137,16 @@ class Stage:
         """
         runner = _Runner(make)
         setup = RolloutSetup(
-            env=self.name, environment=self.environment, limits=self.limits, params=SamplingParams(),
+            env=self.name,
+            environment=self.environment,
+            limits=self.limits,
+            params=SamplingParams(),
             sampler=ScriptedSampler(script=[], vocab_size=_MANY, context_length=_MANY),
-            renderer=cast(Renderer, None), slots=asyncio.Semaphore(len(make)), runner=runner, tally=SilentTally(),
-        )  # fmt: skip
+            renderer=cast(Renderer, None),
+            slots=asyncio.Semaphore(len(make)),
+            runner=runner,
+            tally=SilentTally(),
+        )
         group = await GroupRun(setup, example, index=index, size=len(make), run_seed=0, purpose="check").run()
         plays = [
             Play(player=player, example=example, trajectory=trajectory, **runner.seen[trajectory.sample_index])
@@ -157,9 +179,11 @@ class _Runner:
         episode = EpisodeRun(start, loop, task.identity)
         await episode.run()
         self.seen[task.identity.sample_index] = {
-            "opening": opening, "tools": loop.tools, "prompt_characters": loop.prompt_characters,
+            "opening": opening,
+            "tools": loop.tools,
+            "prompt_characters": loop.prompt_characters,
             "has_solution": any(solvable),
-        }  # fmt: skip
+        }
         return episode.trajectory()
 
     def metrics(self) -> Mapping[str, float]:

@@ -65,8 +65,9 @@ class ProgramReport:
         return self.error is None and not refused and not lost and not self.num_differences
 
 
-def check_program(program: Program, said: Sequence[Mapping[str, Any]] = (), *, reasoning: bool = False,
-                  seconds: float = 120.0) -> ProgramReport:  # fmt: skip
+def check_program(
+    program: Program, said: Sequence[Mapping[str, Any]] = (), *, reasoning: bool = False, seconds: float = 120.0
+) -> ProgramReport:
     """Run a program once, on its first example.
 
     Args:
@@ -90,10 +91,15 @@ async def _check(program: Program, said: Sequence[Mapping[str, Any]], reasoning:
     sampler = TellingSampler(script=script, vocab_size=VOCAB_SIZE, context_length=_CONTEXT)
     program.watch = rewritten = Rewritten()
     setup = RolloutSetup(
-        env="program", environment=program, sampler=sampler, renderer=ByteChat(), slots=asyncio.Semaphore(1),
-        params=SamplingParams(max_tokens=100_000), tally=SilentTally(),
+        env="program",
+        environment=program,
+        sampler=sampler,
+        renderer=ByteChat(),
+        slots=asyncio.Semaphore(1),
+        params=SamplingParams(max_tokens=100_000),
+        tally=SilentTally(),
         limits=EpisodeLimits(max_turns=200, max_context=_CONTEXT, timeout=seconds + 10),
-    )  # fmt: skip
+    )
     group = await GroupRun(setup, program.examples("train")[0], index=0, size=1, run_seed=0).run()
     return report_of(group.trajectories[0], sampler, rewritten)
 
@@ -104,16 +110,20 @@ def report_of(trajectory: Trajectory, sampler: TellingSampler, rewritten: Rewrit
     sound = dataclasses.replace(trajectory, error=None)
     samples = build_samples(sound) if trajectory.turns else []
     return ProgramReport(
-        error=trajectory.error, reward=trajectory.reward, counts=ours.get("counts", {}),
-        branches=ours.get("branches", ()), num_turns=len(trajectory.turns), num_samples=len(samples),
+        error=trajectory.error,
+        reward=trajectory.reward,
+        counts=ours.get("counts", {}),
+        branches=ours.get("branches", ()),
+        num_turns=len(trajectory.turns),
+        num_samples=len(samples),
         agents=tuple(dict.fromkeys(turn.agent for turn in trajectory.turns)),
         num_sampled_tokens=trajectory.num_sampled_tokens,
         num_trained_tokens=sum(int(sample.loss_mask.sum()) for sample in samples),
-        num_differences=num_differences(sampler.returned, samples,
-                                        num_cut=ours.get("counts", {}).get("cut_tokens", 0)),
-        rewritten=rewritten.found, seconds=about.get("seconds", 0.0),
+        num_differences=num_differences(sampler.returned, samples, num_cut=ours.get("counts", {}).get("cut_tokens", 0)),
+        rewritten=rewritten.found,
+        seconds=about.get("seconds", 0.0),
         seconds_to_first_request=about.get("seconds_to_first_request"),
-    )  # fmt: skip
+    )
 
 
 def answer_to(prompt_ids: Sequence[int], seed: int) -> dict[str, Any]:
@@ -129,8 +139,11 @@ def answer_to(prompt_ids: Sequence[int], seed: int) -> dict[str, Any]:
         return {"role": "assistant", "content": f"This is the scripted model; it has read {len(prompt_ids)} tokens."}
     (function,) = left
     arguments = random_arguments(function.get("parameters") or {}, ["a", "7", "the answer"], random.Random(seed))
-    return {"role": "assistant", "content": "", "tool_calls": [
-        {"type": "function", "function": {"name": function["name"], "arguments": arguments}}]}  # fmt: skip
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": function["name"], "arguments": arguments}}],
+    }
 
 
 def _ends(name: str) -> bool:

@@ -48,10 +48,14 @@ def play_elsewhere(name: str, args: Mapping[str, Any], ids: Sequence[str], limit
         job = {"name": name, "args": dict(args), "ids": list(ids), "limits": asdict(limits), "out": str(out)}
         try:
             done = subprocess.run(
-                [sys.executable, "-c", "from verbatim.envcheck.replay import main; main()"], input=json.dumps(job),
-                env={**child_environment(), "PYTHONHASHSEED": str(1 + os.getpid() % 1000)}, text=True,
-                capture_output=True, timeout=_PATIENCE, check=False,
-            )  # fmt: skip
+                [sys.executable, "-c", "from verbatim.envcheck.replay import main; main()"],
+                input=json.dumps(job),
+                env={**child_environment(), "PYTHONHASHSEED": str(1 + os.getpid() % 1000)},
+                text=True,
+                capture_output=True,
+                timeout=_PATIENCE,
+                check=False,
+            )
         except subprocess.TimeoutExpired:
             return f"it took more than {_PATIENCE:g} s"
         if not out.exists():
@@ -81,22 +85,28 @@ def compare(first: Sequence[Play], later: Sequence[Sequence[Play]], elsewhere: S
     if elsewhere is not None:
         for play, transcript in zip(first, elsewhere, strict=True):
             if play.transcript() != transcript:
-                return [Finding(
-                    kind="nondeterministic", expected="the same episode for the same example, seed and actions",
-                    found=f"{_same(play)}, played first in two processes: {_difference(play.transcript(), transcript)}",
-                    change="draw everything from random.Random(seed), with the seed that `start` is given; take "
-                           "nothing from the clock, and sort sets before they are shown",
-                )]  # fmt: skip
+                return [
+                    Finding(
+                        kind="nondeterministic",
+                        expected="the same episode for the same example, seed and actions",
+                        found=f"{_same(play)}, played first in two processes: {_difference(play.transcript(), transcript)}",
+                        change="draw everything from random.Random(seed), with the seed that `start` is given; take "
+                        "nothing from the clock, and sort sets before they are shown",
+                    )
+                ]
     for again in later:
         for play, other in zip(first, again, strict=True):
             if play.transcript() != other.transcript():
-                return [Finding(
-                    kind="shared_state", expected="episodes that know nothing of each other",
-                    found=f"{_same(play)}, differs after other episodes were played: "
-                          f"{_difference(play.transcript(), other.transcript())}",
-                    change="keep everything that changes on the episode (self.x = ... in its __init__), nothing on the "
-                           "environment, the class or the module; copy lists and dicts that come from there",
-                )]  # fmt: skip
+                return [
+                    Finding(
+                        kind="shared_state",
+                        expected="episodes that know nothing of each other",
+                        found=f"{_same(play)}, differs after other episodes were played: "
+                        f"{_difference(play.transcript(), other.transcript())}",
+                        change="keep everything that changes on the episode (self.x = ... in its __init__), nothing on the "
+                        "environment, the class or the module; copy lists and dicts that come from there",
+                    )
+                ]
     return []
 
 

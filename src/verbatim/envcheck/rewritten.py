@@ -133,8 +133,9 @@ def _parts(sent: Sequence[Mapping[str, Any]], back: Sequence[Mapping[str, Any]])
             yield from _fields(ours, theirs, passed=(arguments, own, "id"), of=f"the call of {name}")
             if "id" not in theirs:
                 yield f"without id of the call of {name}"
-            yield from _call(name, ours[own], theirs.get(own), {"arguments": ours[arguments]},
-                             {"arguments": theirs.get(arguments)})  # fmt: skip
+            yield from _call(
+                name, ours[own], theirs.get(own), {"arguments": ours[arguments]}, {"arguments": theirs.get(arguments)}
+            )
             continue
         yield from _fields(ours, theirs, passed=("id", "content", "text"), of=kind)
         if "id" in ours and "id" not in theirs:

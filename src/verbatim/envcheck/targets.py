@@ -84,13 +84,17 @@ def _in_module(path: Path, attribute: str) -> str:
             raise
         raise ComponentError(f"importing {path} failed: {told(error)}") from error
     names = [
-        name for name, value in vars(module).items()
-        if inspect.isclass(value) and value.__module__ == path.stem
-        and callable(getattr(value, "examples", None)) and callable(getattr(value, "start", None))
+        name
+        for name, value in vars(module).items()
+        if inspect.isclass(value)
+        and value.__module__ == path.stem
+        and callable(getattr(value, "examples", None))
+        and callable(getattr(value, "start", None))
     ] or [
-        name for name, value in vars(module).items()
+        name
+        for name, value in vars(module).items()
         if getattr(value, "__module__", "") == path.stem and adapter_of(value) is not None
-    ]  # fmt: skip
+    ]
     if len(names) != 1:
         found = f"the classes {', '.join(names)}" if names else "no class with the methods examples and start"
         raise UsageError(f"{path} holds {found}; type for example: verbatim env check {path}:{(names or ['MyEnv'])[0]}")

@@ -10,8 +10,33 @@ from verbatim.environments.base import Demonstration, Episode, Reply
 from verbatim.errors import UsageError
 from verbatim.types import Example, Message, Trajectory
 
-NAMES = ("Ada", "Ben", "Cleo", "Dora", "Emil", "Finn", "Gina", "Hugo", "Iris", "Jonas", "Kira", "Leo", "Mara", "Nils",
-         "Olga", "Paul", "Rosa", "Sven", "Tara", "Uwe", "Vera", "Willi", "Xenia", "Yann", "Zoe")  # fmt: skip
+NAMES = (
+    "Ada",
+    "Ben",
+    "Cleo",
+    "Dora",
+    "Emil",
+    "Finn",
+    "Gina",
+    "Hugo",
+    "Iris",
+    "Jonas",
+    "Kira",
+    "Leo",
+    "Mara",
+    "Nils",
+    "Olga",
+    "Paul",
+    "Rosa",
+    "Sven",
+    "Tara",
+    "Uwe",
+    "Vera",
+    "Willi",
+    "Xenia",
+    "Yann",
+    "Zoe",
+)
 _TOLD = {", ": "separated by commas", "\n": "one on each line"}
 """What the model is told of the separator."""
 MISPLACES = 0.3

@@ -24,14 +24,99 @@ NEW = " // new name!"
 """Behind a name that came with the last message."""
 MOST_PASSES = 1000
 """Over the lists of names, before there are enough tasks."""
-FIRST = ("Ada", "Akira", "Amir", "Anna", "Boris", "Carla", "Chen", "Clara", "David", "Dina", "Elena", "Emil", "Farid",
-         "Felix", "Grace", "Hanna", "Hugo", "Ines", "Ivan", "Jonas", "Julia", "Karim", "Kira", "Laura", "Leo", "Lina",
-         "Marco", "Maya", "Nadia", "Nils", "Olga", "Oscar", "Paula", "Quentin", "Rosa", "Samir", "Sofia", "Tara",
-         "Theo", "Uma", "Vera", "Victor", "Wei", "Xenia", "Yann", "Yuki", "Zoe")  # fmt: skip
-LAST = ("Adler", "Baker", "Bauer", "Castro", "Chandra", "Diaz", "Dupont", "Egger", "Fischer", "Garcia", "Gupta",
-        "Hansen", "Ito", "Jansen", "Keller", "Kim", "Kumar", "Larsen", "Lopez", "Marin", "Meyer", "Moreau", "Nakamura",
-        "Novak", "Olsen", "Park", "Petrov", "Quist", "Rossi", "Sato", "Schmidt", "Silva", "Tanaka", "Ueda", "Vogel",
-        "Wagner", "Wang", "Weber", "Xu", "Yilmaz", "Zhang", "Zimmer")  # fmt: skip
+FIRST = (
+    "Ada",
+    "Akira",
+    "Amir",
+    "Anna",
+    "Boris",
+    "Carla",
+    "Chen",
+    "Clara",
+    "David",
+    "Dina",
+    "Elena",
+    "Emil",
+    "Farid",
+    "Felix",
+    "Grace",
+    "Hanna",
+    "Hugo",
+    "Ines",
+    "Ivan",
+    "Jonas",
+    "Julia",
+    "Karim",
+    "Kira",
+    "Laura",
+    "Leo",
+    "Lina",
+    "Marco",
+    "Maya",
+    "Nadia",
+    "Nils",
+    "Olga",
+    "Oscar",
+    "Paula",
+    "Quentin",
+    "Rosa",
+    "Samir",
+    "Sofia",
+    "Tara",
+    "Theo",
+    "Uma",
+    "Vera",
+    "Victor",
+    "Wei",
+    "Xenia",
+    "Yann",
+    "Yuki",
+    "Zoe",
+)
+LAST = (
+    "Adler",
+    "Baker",
+    "Bauer",
+    "Castro",
+    "Chandra",
+    "Diaz",
+    "Dupont",
+    "Egger",
+    "Fischer",
+    "Garcia",
+    "Gupta",
+    "Hansen",
+    "Ito",
+    "Jansen",
+    "Keller",
+    "Kim",
+    "Kumar",
+    "Larsen",
+    "Lopez",
+    "Marin",
+    "Meyer",
+    "Moreau",
+    "Nakamura",
+    "Novak",
+    "Olsen",
+    "Park",
+    "Petrov",
+    "Quist",
+    "Rossi",
+    "Sato",
+    "Schmidt",
+    "Silva",
+    "Tanaka",
+    "Ueda",
+    "Vogel",
+    "Wagner",
+    "Wang",
+    "Weber",
+    "Xu",
+    "Yilmaz",
+    "Zhang",
+    "Zimmer",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,8 +220,10 @@ class AlphabetSortTags:
             lines = rng.randint(self.min_names_per_turn, most)
             marked_after = lines if number == 0 else rng.randint(0, lines - 1)
             if number:
-                text += ("These are in addition to the prior list. Mark any NEW names (that weren't in the prior list) "
-                         f"with `{NEW.strip()}` at the end.")  # fmt: skip
+                text += (
+                    "These are in addition to the prior list. Mark any NEW names (that weren't in the prior list) "
+                    f"with `{NEW.strip()}` at the end."
+                )
             if number > 1:
                 asked.append(text + " Follow the same format as before.")
                 continue

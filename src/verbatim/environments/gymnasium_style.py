@@ -36,9 +36,14 @@ class GymnasiumStyle:
     """
 
     def __init__(
-        self, environment: Any, *, system_prompt: str | None = None, num_train: int = 1000, num_eval: int = 100,
+        self,
+        environment: Any,
+        *,
+        system_prompt: str | None = None,
+        num_train: int = 1000,
+        num_eval: int = 100,
         args: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         for name, count in (("num_train", num_train), ("num_eval", num_eval)):
             if count < 1:
                 raise UsageError(f"{name}: found {count}, expected at least 1")
@@ -47,9 +52,11 @@ class GymnasiumStyle:
         self._seeds = {"train": range(num_train), "eval": range(num_train, num_train + num_eval)}
         one = made(self._make, self._name)
         if missing := [method for method in ("reset", "step") if not callable(getattr(one, method, None))]:
-            raise ComponentError(f"{self._name} has no {' and no '.join(missing)}; expected `reset(seed=None)`, which "
-                                 "gives (text, info), and `step(text)`, which gives (text, reward, terminated, "
-                                 "truncated, info)")  # fmt: skip
+            raise ComponentError(
+                f"{self._name} has no {' and no '.join(missing)}; expected `reset(seed=None)`, which "
+                "gives (text, info), and `step(text)`, which gives (text, reward, terminated, "
+                "truncated, info)"
+            )
         if callable(getattr(one, "close", None)):
             one.close()
 
@@ -80,8 +87,9 @@ class _Game(Episode):
         where = f"{self._name}.step"
         if not isinstance(given, tuple) or len(given) != 5:
             older = "; four values are the interface before Gymnasium 0.26" if isinstance(given, tuple) else ""
-            raise EnvironmentFault(f"{where} returned {shown(given)}; expected (observation, reward, terminated, "
-                                   f"truncated, info){older}")  # fmt: skip
+            raise EnvironmentFault(
+                f"{where} returned {shown(given)}; expected (observation, reward, terminated, truncated, info){older}"
+            )
         observation, reward, terminated, truncated, _ = given
         try:
             earned = float(reward)
@@ -103,8 +111,10 @@ class _Game(Episode):
 def _text(observation: Any, where: str) -> str:
     if not isinstance(observation, str):
         found = f"{shown(observation, 80)} ({type(observation).__name__})"
-        raise EnvironmentFault(f"{where} gave the observation {found}; expected a text: wrap the environment so that "
-                               "it describes what is to be seen")  # fmt: skip
+        raise EnvironmentFault(
+            f"{where} gave the observation {found}; expected a text: wrap the environment so that "
+            "it describes what is to be seen"
+        )
     return observation
 
 

@@ -53,8 +53,9 @@ class ReasoningGym:
     def __post_init__(self) -> None:
         _check_task(self.task)
         if self.num_train < 1 or self.num_eval < 1:
-            raise UsageError(f"reasoning_gym: num_train = {self.num_train}, num_eval = {self.num_eval}; expected at "
-                             "least 1 of each")  # fmt: skip
+            raise UsageError(
+                f"reasoning_gym: num_train = {self.num_train}, num_eval = {self.num_eval}; expected at least 1 of each"
+            )
         if self.task in HASHED and not os.environ.get("PYTHONHASHSEED", "").isdigit():
             raise UsageError(
                 f"reasoning_gym: the questions of {self.task!r} follow the order of Python's sets, so each process "
@@ -62,8 +63,10 @@ class ReasoningGym:
             )
         given = {"seed", "size"} & self.params.keys()
         if given:
-            raise UsageError(f"reasoning_gym: params has {', '.join(sorted(given))}; expected the arguments seed, "
-                             "num_train and num_eval of the environment")  # fmt: skip
+            raise UsageError(
+                f"reasoning_gym: params has {', '.join(sorted(given))}; expected the arguments seed, "
+                "num_train and num_eval of the environment"
+            )
         object.__setattr__(self, "_dataset", self._make())
 
     def _make(self) -> Any:
@@ -73,8 +76,9 @@ class ReasoningGym:
         try:
             return reasoning_gym.create_dataset(self.task, seed=self.seed, size=size, **self.params)
         except (TypeError, ValueError, AssertionError) as error:
-            raise ComponentError(f"reasoning_gym: the package refuses {dict(self.params)} for {self.task!r}: "
-                                 f"{error_text(error)}") from error  # fmt: skip
+            raise ComponentError(
+                f"reasoning_gym: the package refuses {dict(self.params)} for {self.task!r}: {error_text(error)}"
+            ) from error
 
     @staticmethod
     def listing() -> list[tuple[str, str]]:
@@ -85,8 +89,9 @@ class ReasoningGym:
 
         return [
             (name, cls.__module__.split(".")[1] + (", needs PYTHONHASHSEED" if name in HASHED else ""))
-            for name, (cls, _) in sorted(DATASETS.items()) if name != "composite"
-        ]  # fmt: skip
+            for name, (cls, _) in sorted(DATASETS.items())
+            if name != "composite"
+        ]
 
     def examples(self, split: str) -> Sequence[Example]:
         """The tasks of a split; no task is in both."""
@@ -115,8 +120,10 @@ class ReasoningGym:
         """The package's own answers to training questions, drawn with the seed; NoDemonstrations where a task comes
         without answers."""
         if self.entry(0)["answer"] is None:
-            raise NoDemonstrations(f"reasoning_gym: the questions of {self.task!r} come without answers, so there is "
-                                   "nothing to demonstrate; for a warm start give warm_start.data")  # fmt: skip
+            raise NoDemonstrations(
+                f"reasoning_gym: the questions of {self.task!r} come without answers, so there is "
+                "nothing to demonstrate; for a warm start give warm_start.data"
+            )
         rng = random.Random(seed)
         questions = [AnsweredQuestion(self, self.entry(rng.randrange(self.num_train))) for _ in range(count)]
         return [Demonstration(messages=[*question.messages, *question.solution()]) for question in questions]
@@ -184,5 +191,6 @@ def _check_task(task: str) -> None:
     if task not in names:
         near = get_close_matches(task, names, n=1)
         hint = f'; did you mean "{near[0]}"?' if near else ""
-        raise UsageError(f"reasoning_gym: the package has no task {task!r}{hint} "
-                         "`verbatim env list reasoning_gym` shows them")  # fmt: skip
+        raise UsageError(
+            f"reasoning_gym: the package has no task {task!r}{hint} `verbatim env list reasoning_gym` shows them"
+        )

@@ -47,8 +47,10 @@ def create_environment(
     entry = table.get(name, name)
     make = import_object(entry) if isinstance(entry, str) else entry
     if not callable(make):
-        raise ComponentError(f"environment {name!r} is a {type(make).__name__}; expected a class, or a function that "
-                             "makes an environment")  # fmt: skip
+        raise ComponentError(
+            f"environment {name!r} is a {type(make).__name__}; expected a class, or a function that "
+            "makes an environment"
+        )
     if (taskset := taskset_of(make)) is not None:
         make, args = import_object(ENVIRONMENTS["verifiers"]), {"taskset": taskset, **dict(args or {})}
     arguments, wrong = check_arguments(make, dict(args or {}))
@@ -96,8 +98,10 @@ def demonstrations_of(environment: Environment, name: str, count: int, seed: int
     shown = _called(name, environment.demonstrations, count, seed)
     if not isinstance(shown, Sequence) or isinstance(shown, str) or not shown:
         found = "an empty list" if isinstance(shown, Sequence) and not isinstance(shown, str) else _a(shown)
-        raise ComponentError(f"environment {name!r}: demonstrations({count}, {seed}) gave {found}; expected a list of "
-                             f"{count} verbatim.environments.Demonstration")  # fmt: skip
+        raise ComponentError(
+            f"environment {name!r}: demonstrations({count}, {seed}) gave {found}; expected a list of "
+            f"{count} verbatim.environments.Demonstration"
+        )
     for number, item in enumerate(shown):
         wrong = _wrong_demonstration(item)
         if wrong is not None:
@@ -122,13 +126,16 @@ def examples_of(environment: Environment, name: str, split: str) -> Sequence[Exa
             raise
         raise ComponentError(f"{what} cannot be read: {told(error)}") from error
     if len(rows) == 0:
-        raise ComponentError(f"{what} is empty; expected at least one example, as in "
-                             '[Example(id="1", payload={...})]')  # fmt: skip
+        raise ComponentError(
+            f'{what} is empty; expected at least one example, as in [Example(id="1", payload={{...}})]'
+        )
     seen: set[str] = set()
     for number, row in enumerate(rows):
         if not isinstance(row, Example):
-            raise ComponentError(f"{what} has {_a(row)} at place {number}; expected a verbatim.Example, as in "
-                                 'Example(id="1", payload={...})')  # fmt: skip
+            raise ComponentError(
+                f"{what} has {_a(row)} at place {number}; expected a verbatim.Example, as in "
+                'Example(id="1", payload={...})'
+            )
         if not isinstance(row.id, str):
             raise ComponentError(f"{what} has the id {shown(row.id, 80)} at place {number}; expected a string")
         if row.id in seen:
@@ -155,8 +162,9 @@ def _check_environment(name: str, environment: object) -> Environment:
     for method, given in _METHODS.items():
         _check_takes(name, getattr(environment, method), method, given)
     if not inspect.iscoroutinefunction(environment.start):
-        raise ComponentError(f"environment {name!r}: start is a plain method; expected `async def "
-                             "start(self, example, seed)`")  # fmt: skip
+        raise ComponentError(
+            f"environment {name!r}: start is a plain method; expected `async def start(self, example, seed)`"
+        )
     return environment
 
 
@@ -168,8 +176,10 @@ def _check_takes(name: str, method: Callable[..., Any], called: str, given: Sequ
         return
     except TypeError as error:
         start = "async def" if called == "start" else "def"
-        raise ComponentError(f"environment {name!r}: {called}{inspect.signature(method)} does not fit: {error}; "
-                             f"expected `{start} {called}(self, {', '.join(given)})`") from None  # fmt: skip
+        raise ComponentError(
+            f"environment {name!r}: {called}{inspect.signature(method)} does not fit: {error}; "
+            f"expected `{start} {called}(self, {', '.join(given)})`"
+        ) from None
 
 
 def _called(name: str, method: Callable[..., Any], *given: Any) -> Any:

@@ -56,8 +56,10 @@ class RewardFunction:
                 raise TypeError
             (value,) = list(result)
         except (TypeError, ValueError):
-            raise EnvironmentFault(f"reward function {self.name} returned {shown(result)}; expected a list with one "
-                                   "number for each completion: it was given one") from None  # fmt: skip
+            raise EnvironmentFault(
+                f"reward function {self.name} returned {shown(result)}; expected a list with one "
+                "number for each completion: it was given one"
+            ) from None
         return value
 
 
@@ -70,25 +72,34 @@ def read_reward_function(given: Any, weight: float = 1.0) -> RewardFunction:
     function = import_object(given) if isinstance(given, str) else given
     if not callable(function) or inspect.isclass(function):
         what = f"{given} is {shown(function, 80)}" if isinstance(given, str) else f"found {shown(function, 80)}"
-        raise ComponentError(f"reward: {what} ({type(function).__name__}), expected a function or its import path, "
-                             '"my_rewards.exact"')  # fmt: skip
+        raise ComponentError(
+            f'reward: {what} ({type(function).__name__}), expected a function or its import path, "my_rewards.exact"'
+        )
     name = getattr(function, "__name__", type(function).__name__)
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except ValueError as error:
-        raise ComponentError(f"reward function {name}: its signature cannot be read; "
-                             f"{_EXPECTED.format(name=name)}") from error  # fmt: skip
+        raise ComponentError(
+            f"reward function {name}: its signature cannot be read; {_EXPECTED.format(name=name)}"
+        ) from error
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     names = frozenset(p.name for p in named)
     takes_lists = not names.isdisjoint(LISTS) and "completion" not in names
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     if not takes_lists and names.isdisjoint(("completion", "trajectory", "messages")):
-        raise ComponentError(f"reward function {name}{inspect.signature(function)} does not take what was sampled; "
-                             f"{_EXPECTED.format(name=name)}")  # fmt: skip
+        raise ComponentError(
+            f"reward function {name}{inspect.signature(function)} does not take what was sampled; "
+            f"{_EXPECTED.format(name=name)}"
+        )
     return RewardFunction(
-        name=name, call=function, takes_lists=takes_lists, names=names, takes_any=takes_any, weight=weight,
+        name=name,
+        call=function,
+        takes_lists=takes_lists,
+        names=names,
+        takes_any=takes_any,
+        weight=weight,
         required=frozenset(p.name for p in named if p.default is p.empty),
-    )  # fmt: skip
+    )
 
 
 def is_reward_function(given: object) -> bool:
@@ -119,8 +130,10 @@ class Rewards:
             return cls()
         items = list(given) if isinstance(given, list | tuple) else [given]
         if weights is not None and len(weights) != len(items):
-            raise ComponentError(f"weights: found {shown(weights, 80)}, expected one number for each of the "
-                                 f"{len(items)} reward functions")  # fmt: skip
+            raise ComponentError(
+                f"weights: found {shown(weights, 80)}, expected one number for each of the "
+                f"{len(items)} reward functions"
+            )
         functions: list[RewardFunction] = []
         for item, weight in zip(items, weights or [1.0] * len(items), strict=True):
             made = read_reward_function(item, weight)
@@ -135,8 +148,10 @@ class Rewards:
             given -= set() if has_environments else {"environments"}
             if missing := sorted(function.required - given):
                 fields = ", ".join(sorted(columns)) or "none"
-                raise ComponentError(f"reward function {function.name} needs {', '.join(missing)}; fields of the data: "
-                                     f"{fields}; rename the parameter or the field, or give it a default")  # fmt: skip
+                raise ComponentError(
+                    f"reward function {function.name} needs {', '.join(missing)}; fields of the data: "
+                    f"{fields}; rename the parameter or the field, or give it a default"
+                )
 
     async def score(
         self, trajectory: Trajectory, example: Example, prompt: Any, *, num_opening: int, environment: object = None
@@ -169,22 +184,32 @@ class Rewards:
 
 
 def _given(
-    function: RewardFunction, trajectory: Trajectory, example: Example, prompt: Any, num_opening: int,
+    function: RewardFunction,
+    trajectory: Trajectory,
+    example: Example,
+    prompt: Any,
+    num_opening: int,
     environment: object,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     after = list(trajectory.messages)[num_opening:]
     said = [message for message in after if message["role"] == "assistant"]
     text = str(said[-1].get("content") or "") if said else ""
     if not function.takes_lists:
-        return {**example.payload, "completion": text, "prompt": prompt, "messages": list(trajectory.messages),
-                "trajectory": trajectory}  # fmt: skip
+        return {
+            **example.payload,
+            "completion": text,
+            "prompt": prompt,
+            "messages": list(trajectory.messages),
+            "trajectory": trajectory,
+        }
     ids = [int(token) for turn in trajectory.turns[-1:] for token in turn.completion_ids]
     return {
         **{name: [value] for name, value in example.payload.items()},
         "completions": [text if isinstance(prompt, str) and environment is None else after],
-        "prompts": [prompt], "completion_ids": [ids],
+        "prompts": [prompt],
+        "completion_ids": [ids],
         **({} if environment is None else {"environments": [environment]}),
-    }  # fmt: skip
+    }
 
 
 async def _result(call: Callable[[], Any], function: Callable[..., Any]) -> Any:

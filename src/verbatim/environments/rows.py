@@ -75,8 +75,10 @@ def read_rows(data: Any, *, prompt: str, split: str, what: str = "data") -> Sequ
         if path is not None and path.is_file():
             return _read_file(path, prompt)
         if str(data).endswith((".jsonl", ".json")):
-            raise UsageError(f"{what}: there is no file {data}; looked in the current directory, {Path.cwd()}, and "
-                             "beside the run's TOML file; give its path")  # fmt: skip
+            raise UsageError(
+                f"{what}: there is no file {data}; looked in the current directory, {Path.cwd()}, and "
+                "beside the run's TOML file; give its path"
+            )
         return _data_set(str(path or data), prompt, split, None, None)
     if "datasets" in sys.modules and isinstance(data, sys.modules["datasets"].Dataset):
         if not len(data):

@@ -15,10 +15,10 @@ from verbatim.environments.tool_class import ToolClass, tool_methods
 
 _SET = {
     "reward": 'the reward function is the one that is named already; for several: id = "single_turn", '
-              'args = { reward = ["my_rewards.exact", "my_rewards.brief"] }',
+    'args = { reward = ["my_rewards.exact", "my_rewards.brief"] }',
     "environment": "the environment is the one that is named already; leave this out",
     "args": "write its arguments beside the others: args = { size = 4, num_train = 100 }",
-}  # fmt: skip
+}
 """Arguments of adapters that the name of the environment stands for."""
 
 Adapter = type[SingleTurn] | type[ToolClass] | type[GymnasiumStyle]

@@ -40,17 +40,26 @@ class SingleTurn:
     """
 
     def __init__(
-        self, data: Any, reward: Any = None, *, prompt: str = "prompt", system_prompt: str | None = None,
-        eval_data: Any = None, eval_share: float = 0.1, weights: Sequence[float] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        data: Any,
+        reward: Any = None,
+        *,
+        prompt: str = "prompt",
+        system_prompt: str | None = None,
+        eval_data: Any = None,
+        eval_share: float = 0.1,
+        weights: Sequence[float] | None = None,
+    ) -> None:
         self._rewards = Rewards.of(reward, weights)
         self._system_prompt, self._prompt = system_prompt, prompt
         self._examples = read_splits(data, eval_data, prompt=prompt, eval_share=eval_share)
         for what, rows in (("data", self._examples["train"]), ("eval_data", self._examples["eval"])):
             if not rows[0].messages:
-                raise UsageError(f"{what}: rows have no field {prompt!r} and no messages; they have "
-                                 f"{', '.join(rows[0].payload) or 'no other field'}; name the one that holds the "
-                                 'prompt: prompt = "question"')  # fmt: skip
+                raise UsageError(
+                    f"{what}: rows have no field {prompt!r} and no messages; they have "
+                    f"{', '.join(rows[0].payload) or 'no other field'}; name the one that holds the "
+                    'prompt: prompt = "question"'
+                )
         self._rewards.check(self._examples["train"][0].payload)
 
     def examples(self, split: str) -> Sequence[Example]:
@@ -69,8 +78,10 @@ class _Answer(Episode):
 
     async def score(self, trajectory: Trajectory) -> Score:
         if not self._rewards.functions:
-            raise EnvironmentFault('SingleTurn has no reward; give it one, reward = "my_rewards.exact", or let a judge '
-                                   'score: id = "judged"')  # fmt: skip
+            raise EnvironmentFault(
+                'SingleTurn has no reward; give it one, reward = "my_rewards.exact", or let a judge '
+                'score: id = "judged"'
+            )
         prompt = prompt_of(self._example, self._prompt)
         return await self._rewards.score(trajectory, self._example, prompt, num_opening=len(self.messages))
 

@@ -48,8 +48,10 @@ class Columns:
         for index, value in enumerate(values):
             place = where(index)
             if not isinstance(value, str | int) or isinstance(value, bool):
-                raise UsageError(f"{place}: {self.id}: found {value!r:.80}, expected a text or a whole number, as in "
-                                 "other rows; or name another field as the id")  # fmt: skip
+                raise UsageError(
+                    f"{place}: {self.id}: found {value!r:.80}, expected a text or a whole number, as in "
+                    "other rows; or name another field as the id"
+                )
             if str(value) in seen:
                 raise UsageError(f"{place}: {self.id}: {value!r:.80} stands at {seen[str(value)]} too; ids are unique")
             seen[str(value)] = place
@@ -117,9 +119,15 @@ class ListExamples(_Source):
     """
 
     def __init__(
-        self, rows: Sequence[Mapping[str, Any]], *, what: str = "data", id_field: str = "id",
-        messages_field: str = "messages", tools_field: str = "tools", prompt_field: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        *,
+        what: str = "data",
+        id_field: str = "id",
+        messages_field: str = "messages",
+        tools_field: str = "tools",
+        prompt_field: str | None = None,
+    ) -> None:
         for number, row in enumerate(rows):
             if not isinstance(row, Mapping):
                 raise UsageError(f"{what}[{number}]: found {row!r:.80}, expected a row as the first one is, a mapping")
@@ -146,9 +154,14 @@ class JsonlExamples(_Source):
     """
 
     def __init__(
-        self, path: str | Path, *, id_field: str = "id", messages_field: str = "messages", tools_field: str = "tools",
+        self,
+        path: str | Path,
+        *,
+        id_field: str = "id",
+        messages_field: str = "messages",
+        tools_field: str = "tools",
         prompt_field: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         columns = Columns(id=id_field, messages=messages_field, tools=tools_field, prompt=prompt_field)
         lines = read_json_lines(Path(path))
         where = [f"{path}:{number}" for number in lines]
@@ -176,10 +189,17 @@ class HuggingFaceExamples(_Source):
     """
 
     def __init__(
-        self, source: str | Path | datasets.Dataset, split: str = "train", *, name: str | None = None,
-        revision: str | None = None, id_field: str = "id", messages_field: str = "messages",
-        tools_field: str = "tools", prompt_field: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        source: str | Path | datasets.Dataset,
+        split: str = "train",
+        *,
+        name: str | None = None,
+        revision: str | None = None,
+        id_field: str = "id",
+        messages_field: str = "messages",
+        tools_field: str = "tools",
+        prompt_field: str | None = None,
+    ) -> None:
         columns = Columns(id=id_field, messages=messages_field, tools=tools_field, prompt=prompt_field)
         rows = _load(source, split, name, revision)
         ids = rows[id_field][:] if id_field in rows.column_names else [None] * len(rows)
@@ -257,8 +277,10 @@ def _tools(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
     for schema in schemas or ():
         function = schema.get("function") if isinstance(schema, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise UsageError(f"{where}: found {schema!r:.80}, expected "
-                             '{"type": "function", "function": {"name": ..., "parameters": ...}}')  # fmt: skip
+            raise UsageError(
+                f"{where}: found {schema!r:.80}, expected "
+                '{"type": "function", "function": {"name": ..., "parameters": ...}}'
+            )
     return tuple(schemas or ())
 
 
@@ -280,5 +302,7 @@ def _check_json(value: Any, where: str) -> None:
     try:
         json.dumps(value)
     except (TypeError, ValueError) as error:
-        raise UsageError(f"{where}: found a {type(value).__name__}, expected what JSON can hold ({error}); leave the "
-                         "field out, or convert it") from None  # fmt: skip
+        raise UsageError(
+            f"{where}: found a {type(value).__name__}, expected what JSON can hold ({error}); leave the "
+            "field out, or convert it"
+        ) from None

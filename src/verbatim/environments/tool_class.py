@@ -52,18 +52,28 @@ class ToolClass:
     """
 
     def __init__(
-        self, environment: Any, data: Any = None, reward: Any = None, *, prompt: str = "prompt",
-        user_prompt: str | None = None, system_prompt: str | None = None, eval_data: Any = None,
-        eval_share: float = 0.1, weights: Sequence[float] | None = None, args: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        environment: Any,
+        data: Any = None,
+        reward: Any = None,
+        *,
+        prompt: str = "prompt",
+        user_prompt: str | None = None,
+        system_prompt: str | None = None,
+        eval_data: Any = None,
+        eval_share: float = 0.1,
+        weights: Sequence[float] | None = None,
+        args: Mapping[str, Any] | None = None,
+    ) -> None:
         make = maker(environment, args)
         self._make, self._name = make, name_of(environment)
         self._rewards = Rewards.of(reward, weights)
         self._prompt, self._user_prompt, self._system_prompt = prompt, user_prompt, system_prompt
         self._examples: Mapping[str, Sequence[Example]] = (
             {split: [Example(id=str(seed), payload={"seed": seed}) for seed in seeds] for split, seeds in SEEDS.items()}
-            if data is None else read_splits(data, eval_data, prompt=prompt, eval_share=eval_share)
-        )  # fmt: skip
+            if data is None
+            else read_splits(data, eval_data, prompt=prompt, eval_share=eval_share)
+        )
         columns = self._examples["train"][0].payload
         self._rewards.check(columns, has_environments=True)
         self._check(made(make, self._name), columns)
@@ -74,15 +84,20 @@ class ToolClass:
         if not callable(reset):
             raise ComponentError(f"{self._name} has no reset; expected `def reset(self, **kwargs) -> str | None`")
         parameters = inspect.signature(reset).parameters.values()
-        needed = {p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD,
-                                                                                   p.KEYWORD_ONLY)}  # fmt: skip
+        needed = {
+            p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        }
         if missing := sorted(needed - {*columns, "seed", "prompt"}):
-            raise ComponentError(f"{self._name}.reset needs {', '.join(missing)}; fields of the data: "
-                                 f"{', '.join(columns) or 'none'}; give data with these fields: "
-                                 'data = "tasks.jsonl"')  # fmt: skip
+            raise ComponentError(
+                f"{self._name}.reset needs {', '.join(missing)}; fields of the data: "
+                f"{', '.join(columns) or 'none'}; give data with these fields: "
+                'data = "tasks.jsonl"'
+            )
         if not _tools(one, self._name):
-            raise ComponentError(f"{self._name} has no tools; expected public methods besides {', '.join(NO_TOOLS)}, "
-                                 "typed and with a docstring")  # fmt: skip
+            raise ComponentError(
+                f"{self._name} has no tools; expected public methods besides {', '.join(NO_TOOLS)}, "
+                "typed and with a docstring"
+            )
         if not self._rewards.functions and not (callable(getattr(one, "get_reward", None)) or hasattr(one, "reward")):
             raise ComponentError(
                 f"{self._name} says nothing of a reward; expected a method get_reward() or an attribute reward (set in "
@@ -151,8 +166,10 @@ def maker(environment: Any, args: Mapping[str, Any] | None) -> Callable[[], Any]
     make = import_object(environment) if isinstance(environment, str) else environment
     if not (inspect.isclass(make) or inspect.isroutine(make) or isinstance(make, functools.partial)):
         cls = type(make).__name__
-        raise ComponentError(f"environment: found {shown(make, 80)}, an object of {cls}; expected the class {cls}: "
-                             "every episode makes an object of its own")  # fmt: skip
+        raise ComponentError(
+            f"environment: found {shown(make, 80)}, an object of {cls}; expected the class {cls}: "
+            "every episode makes an object of its own"
+        )
     return functools.partial(make, **dict(args or {}))
 
 
@@ -169,8 +186,9 @@ def made(make: Callable[[], Any], name: str) -> Any:
     except BaseException as error:  # a user's class may raise anything
         if is_ctrl_c(error):
             raise
-        raise ComponentError(f"{name}() raised {told(error)}; expected a class that can be made without arguments, or "
-                             "with those of args") from error  # fmt: skip
+        raise ComponentError(
+            f"{name}() raised {told(error)}; expected a class that can be made without arguments, or with those of args"
+        ) from error
 
 
 @contextlib.asynccontextmanager
@@ -195,12 +213,17 @@ async def called(function: Callable[..., Any]) -> Any:
 
 def tool_methods(cls: type) -> list[str]:
     """The names of a class's public methods that are tools, in the order of definition."""
-    names = {name: None for base in reversed(cls.__mro__) if base is not object
-             for name, value in vars(base).items()
-             if callable(value) or isinstance(value, staticmethod | classmethod)}  # fmt: skip
+    names = {
+        name: None
+        for base in reversed(cls.__mro__)
+        if base is not object
+        for name, value in vars(base).items()
+        if callable(value) or isinstance(value, staticmethod | classmethod)
+    }
     no_tools = (*NO_TOOLS, "solution") if _has_solution(cls) else NO_TOOLS
-    return [name for name in names
-            if not name.startswith("_") and name not in no_tools and callable(getattr(cls, name))]  # fmt: skip
+    return [
+        name for name in names if not name.startswith("_") and name not in no_tools and callable(getattr(cls, name))
+    ]
 
 
 def _has_solution(cls: type) -> bool:
@@ -237,8 +260,11 @@ def _taken(reset: Callable[..., Any], fields: Mapping[str, Any], example: Exampl
     parameters = inspect.signature(reset).parameters.values()
     names = {p.name for p in parameters}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    return {name: value for name, value in fields.items() if name in names or (takes_any and name in
-            {*example.payload, "prompt"})}  # fmt: skip
+    return {
+        name: value
+        for name, value in fields.items()
+        if name in names or (takes_any and name in {*example.payload, "prompt"})
+    }
 
 
 def _with_observation(messages: list[Message], observation: Any, name: str) -> list[Message]:
@@ -251,6 +277,8 @@ def _with_observation(messages: list[Message], observation: Any, name: str) -> l
     elif observation:
         messages.append({"role": "user", "content": observation})
     if not any(message["role"] == "user" for message in messages):
-        raise EnvironmentFault(f"{name}.reset returned no text, and there is no prompt; return the task from reset, "
-                               'give data with a field prompt, or user_prompt = "..."')  # fmt: skip
+        raise EnvironmentFault(
+            f"{name}.reset returned no text, and there is no prompt; return the task from reset, "
+            'give data with a field prompt, or user_prompt = "..."'
+        )
     return messages

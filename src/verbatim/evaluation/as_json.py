@@ -17,40 +17,55 @@ def estimate_to_json(found: Estimate) -> dict[str, Any]:
     {'value': 0.5, 'interval_95': [0.25, 0.75], 'examples': 4, 'episodes': 8}
     """
     return {
-        "value": known(found.value), "interval_95": [found.low, found.high] if found.has_interval else None,
-        "examples": found.num_examples, "episodes": found.num_values,
-    }  # fmt: skip
+        "value": known(found.value),
+        "interval_95": [found.low, found.high] if found.has_interval else None,
+        "examples": found.num_examples,
+        "episodes": found.num_values,
+    }
 
 
 def result_to_json(result: EnvResult) -> dict[str, Any]:
     """One model on one environment, without its examples."""
     return {
-        "episodes": result.num_episodes, "failed": result.num_failed, "failures": dict(result.failures),
-        "examples": len(result.examples), "episodes_per_example": result.episodes_each,
-        "success": estimate_to_json(result.success), "reward": estimate_to_json(result.reward),
+        "episodes": result.num_episodes,
+        "failed": result.num_failed,
+        "failures": dict(result.failures),
+        "examples": len(result.examples),
+        "episodes_per_example": result.episodes_each,
+        "success": estimate_to_json(result.success),
+        "reward": estimate_to_json(result.reward),
         "pass_at": {str(k): estimate_to_json(found) for k, found in result.pass_at.items()},
         "pass_hat": {str(k): estimate_to_json(found) for k, found in result.pass_hat.items()},
         "metrics": {name: known(value) for name, value in result.metrics().items()},
         "spent": {name: known(value) for name, value in result.spent.items()},
-    }  # fmt: skip
+    }
 
 
 def example_to_json(example: ExampleResult) -> dict[str, Any]:
     """One example."""
     return {
-        "example_id": example.example_id, "episodes": example.num_episodes, "failed": example.num_failed,
-        "successes": example.num_successes, "success": example.success, "reward": known(example.mean_reward),
-        "pass_at": {str(k): value for k, value in example.pass_at.items()}, "first_error": example.first_error,
-    }  # fmt: skip
+        "example_id": example.example_id,
+        "episodes": example.num_episodes,
+        "failed": example.num_failed,
+        "successes": example.num_successes,
+        "success": example.success,
+        "reward": known(example.mean_reward),
+        "pass_at": {str(k): value for k, value in example.pass_at.items()},
+        "first_error": example.first_error,
+    }
 
 
 def difference_to_json(found: Difference) -> dict[str, Any]:
     """The second minus the first."""
     return {
-        "paired": found.is_paired, "pairs": found.num_pairs, "unpaired": list(found.num_unpaired),
-        "success": estimate_to_json(found.success), "reward": estimate_to_json(found.reward),
-        "gained": found.gained if found.is_paired else None, "lost": found.lost if found.is_paired else None,
-    }  # fmt: skip
+        "paired": found.is_paired,
+        "pairs": found.num_pairs,
+        "unpaired": list(found.num_unpaired),
+        "success": estimate_to_json(found.success),
+        "reward": estimate_to_json(found.reward),
+        "gained": found.gained if found.is_paired else None,
+        "lost": found.lost if found.is_paired else None,
+    }
 
 
 def known(value: float) -> float | None:

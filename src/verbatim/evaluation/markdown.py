@@ -66,8 +66,11 @@ def markdown(report: Report) -> str:
     for env in report.environments:
         parts += [f"## {_plain(env)}", *_environment(report, env)]
     if any(report.errors.values()):
-        rows = [(letter, str(count), kind, first) for letter, kinds in report.errors.items()
-                for kind, (count, first) in kinds.items()]  # fmt: skip
+        rows = [
+            (letter, str(count), kind, first)
+            for letter, kinds in report.errors.items()
+            for kind, (count, first) in kinds.items()
+        ]
         parts += ["## Failures", _table(("", "episodes", "kind", "the first"), rows)]
     return "\n\n".join(parts) + "\n"
 

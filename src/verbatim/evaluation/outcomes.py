@@ -75,12 +75,18 @@ def outcome_from_json(record: Mapping[str, Any], success: bool | None = None) ->
     failed = error is not None
     has_reward = reward is not None and math.isfinite(reward) and not failed
     return Outcome(
-        env=str(record["env"]), example_id=str(record["example_id"]), sample_index=int(record["sample_index"]),
-        seed=record["seed"], success=bool(success) and not failed and stop_reason != StopReason.MALFORMED,
-        reward=reward if has_reward else None, error=error, stop_reason=stop_reason,
+        env=str(record["env"]),
+        example_id=str(record["example_id"]),
+        sample_index=int(record["sample_index"]),
+        seed=record["seed"],
+        success=bool(success) and not failed and stop_reason != StopReason.MALFORMED,
+        reward=reward if has_reward else None,
+        error=error,
+        stop_reason=stop_reason,
         figures={} if failed else _figures(record, turns, info),
-        tool_turns=(0, 0) if failed else _tool_turns(turns, info), spent=_spent(record, turns, info),
-    )  # fmt: skip
+        tool_turns=(0, 0) if failed else _tool_turns(turns, info),
+        spent=_spent(record, turns, info),
+    )
 
 
 def _figures(record: _Json, turns: Sequence[_Json], info: _Json) -> dict[str, float]:

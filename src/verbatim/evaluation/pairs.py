@@ -57,15 +57,21 @@ def difference(env: str, before: Iterable[Outcome], after: Iterable[Outcome]) ->
     left = (len(first) - len(pairs), len(second) - len(pairs))
     if not pairs:
         return Difference(
-            env=env, num_pairs=0, num_unpaired=left, success=unpaired_share(successes(first), successes(second)),
+            env=env,
+            num_pairs=0,
+            num_unpaired=left,
+            success=unpaired_share(successes(first), successes(second)),
             reward=unpaired_mean(rewards_of(first), rewards_of(second)),
-        )  # fmt: skip
+        )
     return Difference(
-        env=env, num_pairs=len(pairs), num_unpaired=left, success=paired_share(_success_differences(pairs)),
+        env=env,
+        num_pairs=len(pairs),
+        num_unpaired=left,
+        success=paired_share(_success_differences(pairs)),
         reward=_paired_reward(pairs),
         gained=sum(two.success and not one.success for one, two in pairs),
         lost=sum(one.success and not two.success for one, two in pairs),
-    )  # fmt: skip
+    )
 
 
 def _success_differences(pairs: Sequence[tuple[Outcome, Outcome]]) -> dict[str, list[float]]:

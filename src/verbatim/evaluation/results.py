@@ -70,12 +70,18 @@ class EnvResult:
     def metrics(self) -> dict[str, float]:
         """The same under the names of metrics.jsonl."""
         return {
-            "reward/mean": self.reward.value, "reward/std": self.reward_std, "success": self.success.value,
-            **self.figures, **{name: value for name, value in self.spent.items() if name.startswith("judge/")},
-            "success/low": self.success.low, "success/high": self.success.high,
-            "reward/low": self.reward.low, "reward/high": self.reward.high,
-            "episodes": self.num_episodes, "failed": self.num_failed,
-        }  # fmt: skip
+            "reward/mean": self.reward.value,
+            "reward/std": self.reward_std,
+            "success": self.success.value,
+            **self.figures,
+            **{name: value for name, value in self.spent.items() if name.startswith("judge/")},
+            "success/low": self.success.low,
+            "success/high": self.success.high,
+            "reward/low": self.reward.low,
+            "reward/high": self.reward.high,
+            "episodes": self.num_episodes,
+            "failed": self.num_failed,
+        }
 
 
 def env_result(env: str, outcomes: Iterable[Outcome], *, ks: Sequence[int] | None = None) -> EnvResult:
@@ -95,14 +101,19 @@ def env_result(env: str, outcomes: Iterable[Outcome], *, ks: Sequence[int] | Non
     rewards = [outcome.reward for outcome in listed if outcome.reward is not None]
     failed = [outcome.error for outcome in listed if outcome.error is not None]
     return EnvResult(
-        env=env, num_episodes=len(listed), num_failed=len(failed), success=share_interval(successes(listed)),
-        reward=mean_interval(rewards_of(listed)), reward_std=deviation(rewards) if rewards else math.nan,
+        env=env,
+        num_episodes=len(listed),
+        num_failed=len(failed),
+        success=share_interval(successes(listed)),
+        reward=mean_interval(rewards_of(listed)),
+        reward_std=deviation(rewards) if rewards else math.nan,
         pass_at={k: _over_examples(groups, pass_at_k, k) for k in asked},
         pass_hat={k: _over_examples(groups, pass_hat_k, k) for k in asked},
-        figures=_means(listed), spent=_totals(listed),
+        figures=_means(listed),
+        spent=_totals(listed),
         failures=dict(Counter(error.partition(":")[0] for error in failed).most_common()),
         examples=tuple(_example(example_id, group, asked) for example_id, group in groups.items()),
-    )  # fmt: skip
+    )
 
 
 def successes(outcomes: Iterable[Outcome]) -> ByExample:
@@ -127,10 +138,12 @@ def _by_example(outcomes: Iterable[Outcome], value_of: Callable[[Outcome], float
 def _over_examples(
     groups: Mapping[str, Sequence[Outcome]], estimate: Callable[[int, int, int], float], k: int
 ) -> Estimate:
-    return share_interval({
-        example_id: [estimate(len(group), sum(outcome.success for outcome in group), k)]
-        for example_id, group in groups.items()
-    })  # fmt: skip
+    return share_interval(
+        {
+            example_id: [estimate(len(group), sum(outcome.success for outcome in group), k)]
+            for example_id, group in groups.items()
+        }
+    )
 
 
 def _example(example_id: str, group: Sequence[Outcome], ks: Sequence[int]) -> ExampleResult:
@@ -138,10 +151,14 @@ def _example(example_id: str, group: Sequence[Outcome], ks: Sequence[int]) -> Ex
     errors = [outcome.error for outcome in group if outcome.error is not None]
     won = sum(outcome.success for outcome in group)
     return ExampleResult(
-        example_id=example_id, num_episodes=len(group), num_failed=len(errors), num_successes=won,
+        example_id=example_id,
+        num_episodes=len(group),
+        num_failed=len(errors),
+        num_successes=won,
         mean_reward=math.fsum(rewards) / len(rewards) if rewards else math.nan,
-        pass_at={k: pass_at_k(len(group), won, k) for k in ks}, first_error=errors[0] if errors else None,
-    )  # fmt: skip
+        pass_at={k: pass_at_k(len(group), won, k) for k in ks},
+        first_error=errors[0] if errors else None,
+    )
 
 
 def _means(outcomes: Sequence[Outcome]) -> dict[str, float]:

@@ -16,8 +16,13 @@ Row = tuple[str, ...]
 
 MOST_EXAMPLES = 12
 """Examples that a terminal shows."""
-_MEANS = {"turns": "turns", "completion_tokens": "sampled tokens", "valid_format": "valid format",
-          "tool_errors": "tool errors", "truncated": "cut off"}  # fmt: skip
+_MEANS = {
+    "turns": "turns",
+    "completion_tokens": "sampled tokens",
+    "valid_format": "valid format",
+    "tool_errors": "tool errors",
+    "truncated": "cut off",
+}
 """Figures that are shown, and how they are called."""
 
 
@@ -77,10 +82,14 @@ def difference_rows(compared: Sequence[Compared], env: str) -> list[Row]:
         if found is None:
             continue
         counts = f"{found.gained} gained, {found.lost} lost of {found.num_pairs:,}"
-        rows.append((
-            f"{pair.after} - {pair.before}", with_interval(found.success, signed=True),
-            with_interval(found.reward, signed=True), counts if found.is_paired else "no pairs: other seeds",
-        ))  # fmt: skip
+        rows.append(
+            (
+                f"{pair.after} - {pair.before}",
+                with_interval(found.success, signed=True),
+                with_interval(found.reward, signed=True),
+                counts if found.is_paired else "no pairs: other seeds",
+            )
+        )
     return rows
 
 
@@ -91,8 +100,10 @@ def unpaired_note(compared: Sequence[Compared], env: str) -> str | None:
         found = pair.environments.get(env)
         if found is not None and found.is_paired and any(found.num_unpaired):
             first, second = found.num_unpaired
-            notes.append(f"{pair.after} - {pair.before} leaves out {first} episodes of {pair.before} and {second} of "
-                         f"{pair.after} that the other has not played")  # fmt: skip
+            notes.append(
+                f"{pair.after} - {pair.before} leaves out {first} episodes of {pair.before} and {second} of "
+                f"{pair.after} that the other has not played"
+            )
     return "; ".join(notes) or None
 
 

@@ -48,10 +48,19 @@ _PART = 2**20
 """Bytes of a file that are read at once."""
 _NAME = re.compile(r"step-(\d{6,})\.parquet")
 _NUMBERS = [
-    *(f"turns.list.element.{name}.list.element" for name in ("prompt_new_ids", "completion_ids", "logprobs",
-                                                             "trainer_logprobs", "gradients", "teacher_logprobs")),
+    *(
+        f"turns.list.element.{name}.list.element"
+        for name in (
+            "prompt_new_ids",
+            "completion_ids",
+            "logprobs",
+            "trainer_logprobs",
+            "gradients",
+            "teacher_logprobs",
+        )
+    ),
     *(f"turns.list.element.seconds_{part}" for part in ("queued", "generated", "tools")),
-]  # fmt: skip
+]
 """Columns of numbers that hardly repeat: their bytes are grouped by place instead of looked up in a dictionary."""
 
 
@@ -173,8 +182,18 @@ def read_fates(path: Path) -> Iterator[tuple[int, Fate]]:
         yield from _read(file, lambda batch: zip(_steps(batch), from_table(batch), strict=True))
 
 
-_UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError,
-               OverflowError, AssertionError)  # fmt: skip
+_UNREADABLE = (
+    pa.ArrowException,
+    OSError,
+    ValueError,
+    KeyError,
+    IndexError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+    OverflowError,
+    AssertionError,
+)
 """What reading raises of a file that anybody may have written."""
 
 
@@ -228,11 +247,13 @@ def _remove(path: Path) -> None:
 def _check(file: pq.ParquetFile, path: Path) -> None:
     found = (file.schema_arrow.metadata or {}).get(VERSION_KEY)
     if found is None:
-        raise UsageError(f"{path} holds no trajectories of ours: its columns are "
-                         f"{', '.join(file.schema_arrow.names[:8])}")  # fmt: skip
+        raise UsageError(
+            f"{path} holds no trajectories of ours: its columns are {', '.join(file.schema_arrow.names[:8])}"
+        )
     if found != VERSION:
-        raise UsageError(f"{path} was written in format {found.decode()}; this version of Verbatim reads "
-                         f"{VERSION.decode()}")  # fmt: skip
+        raise UsageError(
+            f"{path} was written in format {found.decode()}; this version of Verbatim reads {VERSION.decode()}"
+        )
     for name, kind in zip(SCHEMA.names, SCHEMA.types, strict=True):
         there = file.schema_arrow.field(name).type if name in file.schema_arrow.names else None
         if there is None or there.id != kind.id:  # an earlier version's lists have fewer fields
@@ -249,11 +270,17 @@ def _steps(batch: pa.RecordBatch) -> list[int]:
 def _write(path: Path, step: int, fates: Sequence[Fate]) -> int:
     """Write the file; how many trajectories are in it without their messages and info."""
     num_incomplete = 0
-    with pa.OSFile(str(path), "wb") as sink, pq.ParquetWriter(
-        sink, SCHEMA, compression="zstd", use_dictionary=[name for name in _LEAVES if name not in _NUMBERS],
-        column_encoding=dict.fromkeys(_NUMBERS, "BYTE_STREAM_SPLIT"),
-        write_statistics=[name for name in _LEAVES if "." not in name],
-    ) as writer:  # fmt: skip
+    with (
+        pa.OSFile(str(path), "wb") as sink,
+        pq.ParquetWriter(
+            sink,
+            SCHEMA,
+            compression="zstd",
+            use_dictionary=[name for name in _LEAVES if name not in _NUMBERS],
+            column_encoding=dict.fromkeys(_NUMBERS, "BYTE_STREAM_SPLIT"),
+            write_statistics=[name for name in _LEAVES if "." not in name],
+        ) as writer,
+    ):
         for own in _slices(fates):
             table = to_table(step, own)
             num_incomplete += pc.sum(pc.match_substring(table.column("info"), f'"{NOT_WRITTEN}"')).as_py() or 0

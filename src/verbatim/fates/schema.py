@@ -18,31 +18,37 @@ NAME = pa.dictionary(pa.int32(), pa.string())
 _NUMBERS = pa.list_(pa.struct([("name", pa.string()), ("value", pa.float64())]))
 """Numbers by name."""
 
-TURN = pa.struct([
-    _field("fate", NAME, "what became of its completion: trained, evaluation, or the reason why it was dropped"),
-    _field("prompt_of_turn", pa.int32(), "the earlier turn whose context, prompt and completion, begins the prompt"),
-    _field("prompt_shared", pa.int32(), "how many ids of that context do"),
-    _field("prompt_new_ids", pa.list_(pa.int32()), "the prompt's ids after them"),
-    _field("completion_ids", pa.list_(pa.int32()), "the sampled ids"),
-    _field("logprobs", pa.list_(pa.float32()), "the sampler's logprob of each; null = missing"),
-    _field("trainer_logprobs", pa.list_(pa.float32()), "the trainer's logprob of each; null = not trained"),
-    _field("gradients", pa.list_(pa.float32()), "the derivative of the loss, not yet divided, by that logprob"),
-    _field("teacher_logprobs", pa.list_(pa.float32()), "the teacher's logprob of each; null = not asked for"),
-    _field("policy_versions", pa.list_(pa.int32()), "the policy version that sampled each; null = unknown"),
-    _field("routed_experts", pa.binary(), "the experts that computed its tokens, a file of numpy; null = not recorded"),
-    _field("advantage", pa.float64(), "of its tokens; null = the trajectory's"),
-    _field("reward", pa.float64(), "its own reward; null = it has none"),
-    _field("stop_reason", NAME, "why the completion ended"),
-    _field("temperature", pa.float64(), "it was sampled at"),
-    _field("agent", NAME, "which agent spoke"),
-    _field("trained", pa.bool_(), "whether it was meant to be trained"),
-    _field("parse_status", NAME, "ok, or the first thing that was wrong with its tool calls"),
-    _field("state_key", pa.string(), "names the environment state it acted in"),
-    _field("tool_calls", pa.string(), "every attempted call, as JSON"),
-    _field("seconds_queued", pa.float64(), "from the request to its first token processed; null = not measured"),
-    _field("seconds_generated", pa.float64(), "from there to the last sampled token"),
-    _field("seconds_tools", pa.float64(), "in tools and environment afterwards"),
-])  # fmt: skip
+TURN = pa.struct(
+    [
+        _field("fate", NAME, "what became of its completion: trained, evaluation, or the reason why it was dropped"),
+        _field(
+            "prompt_of_turn", pa.int32(), "the earlier turn whose context, prompt and completion, begins the prompt"
+        ),
+        _field("prompt_shared", pa.int32(), "how many ids of that context do"),
+        _field("prompt_new_ids", pa.list_(pa.int32()), "the prompt's ids after them"),
+        _field("completion_ids", pa.list_(pa.int32()), "the sampled ids"),
+        _field("logprobs", pa.list_(pa.float32()), "the sampler's logprob of each; null = missing"),
+        _field("trainer_logprobs", pa.list_(pa.float32()), "the trainer's logprob of each; null = not trained"),
+        _field("gradients", pa.list_(pa.float32()), "the derivative of the loss, not yet divided, by that logprob"),
+        _field("teacher_logprobs", pa.list_(pa.float32()), "the teacher's logprob of each; null = not asked for"),
+        _field("policy_versions", pa.list_(pa.int32()), "the policy version that sampled each; null = unknown"),
+        _field(
+            "routed_experts", pa.binary(), "the experts that computed its tokens, a file of numpy; null = not recorded"
+        ),
+        _field("advantage", pa.float64(), "of its tokens; null = the trajectory's"),
+        _field("reward", pa.float64(), "its own reward; null = it has none"),
+        _field("stop_reason", NAME, "why the completion ended"),
+        _field("temperature", pa.float64(), "it was sampled at"),
+        _field("agent", NAME, "which agent spoke"),
+        _field("trained", pa.bool_(), "whether it was meant to be trained"),
+        _field("parse_status", NAME, "ok, or the first thing that was wrong with its tool calls"),
+        _field("state_key", pa.string(), "names the environment state it acted in"),
+        _field("tool_calls", pa.string(), "every attempted call, as JSON"),
+        _field("seconds_queued", pa.float64(), "from the request to its first token processed; null = not measured"),
+        _field("seconds_generated", pa.float64(), "from there to the last sampled token"),
+        _field("seconds_tools", pa.float64(), "in tools and environment afterwards"),
+    ]
+)
 
 SCHEMA = pa.schema(
     [

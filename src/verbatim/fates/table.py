@@ -23,8 +23,16 @@ from verbatim.types import Experts, Turn
 
 _NUMBERS = ("reward_parts", "agent_rewards")
 """Columns of numbers by name."""
-_OF_ROW = ("step", "reason", "flags", "unrecorded", "num_turns", "num_trained_tokens", "num_sampled_tokens",
-           "num_breaks")  # fmt: skip
+_OF_ROW = (
+    "step",
+    "reason",
+    "flags",
+    "unrecorded",
+    "num_turns",
+    "num_trained_tokens",
+    "num_sampled_tokens",
+    "num_breaks",
+)
 """Columns that are no field of a trajectory."""
 _SAME = (*_OF_ROW, "messages", "tools", "info", "turns", *_NUMBERS)
 """Columns that are no plain field of the trajectory."""
@@ -100,9 +108,11 @@ def _text(value: Any) -> Any:
 def _turns(fates: Sequence[Fate]) -> pa.StructArray:
     turns = [turn for fate in fates for turn in fate.trajectory.turns]
     prompts = [
-        prompt_to_json(turn, record.turns[:index]) for fate in fates for record in (fate.trajectory,)
+        prompt_to_json(turn, record.turns[:index])
+        for fate in fates
+        for record in (fate.trajectory,)
         for index, turn in enumerate(record.turns)
-    ]  # fmt: skip
+    ]
     special: dict[str, Callable[[], Any]] = {
         "fate": lambda: [name for fate in fates for name in fate.turns],
         "prompt_of_turn": lambda: [prompt["of_turn"] for prompt in prompts],
@@ -185,11 +195,15 @@ def from_table(table: pa.Table | pa.RecordBatch) -> Iterator[Fate]:
         trainer, gradients, teacher = (tuple(turn[name] for turn in found.turns) for name in _SAID)
         said = any(array is not None for array in trainer)
         yield Fate(
-            trajectory=trajectory_from_json(found.record), turns=found.fates, reason=found.row["reason"],
-            unrecorded=found.row["unrecorded"], flags=tuple(found.row["flags"]),
-            trainer_logprobs=trainer if said else (), gradients=gradients if said else (),
+            trajectory=trajectory_from_json(found.record),
+            turns=found.fates,
+            reason=found.row["reason"],
+            unrecorded=found.row["unrecorded"],
+            flags=tuple(found.row["flags"]),
+            trainer_logprobs=trainer if said else (),
+            gradients=gradients if said else (),
             teacher_logprobs=teacher if any(array is not None for array in teacher) else (),
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,8 +236,12 @@ def records_of(table: pa.Table | pa.RecordBatch) -> Iterator[StoredFate]:
         fields |= {column: {each["name"]: each["value"] for each in row.get(column) or ()} for column in _NUMBERS}
         fields["turns"] = [turn for _, turn, _ in own]
         beside = {name: row[name] for name in _OF_ROW if name in row}
-        yield StoredFate(record=fields, row=beside, fates=tuple(fate for fate, _, _ in own),
-                         turns=tuple(tokens for _, _, tokens in own))  # fmt: skip
+        yield StoredFate(
+            record=fields,
+            row=beside,
+            fates=tuple(fate for fate, _, _ in own),
+            turns=tuple(tokens for _, _, tokens in own),
+        )
 
 
 _Tokens = Mapping[str, NDArray[Any] | None]
@@ -255,18 +273,36 @@ def _read_lists(column: pa.ListArray) -> list[NDArray[Any] | None]:
 def _turn_record(row: Mapping[str, Any], tokens: _Tokens) -> dict[str, Any]:
     """As `trajectory_from_json` takes it."""
     queued = row["seconds_queued"]
-    timing = None if queued is None else {
-        "queued": queued, "generated": row["seconds_generated"], "tools": row["seconds_tools"]
-    }  # fmt: skip
+    timing = (
+        None
+        if queued is None
+        else {"queued": queued, "generated": row["seconds_generated"], "tools": row["seconds_tools"]}
+    )
     record = {
-        "prompt": {"of_turn": row["prompt_of_turn"], "shared": row["prompt_shared"],
-                   "new_ids": tokens["prompt_new_ids"]},
-        "completion_ids": tokens["completion_ids"], "logprobs": tokens["logprobs"],
-        "policy_versions": tokens["policy_versions"], "timing": timing,
+        "prompt": {
+            "of_turn": row["prompt_of_turn"],
+            "shared": row["prompt_shared"],
+            "new_ids": tokens["prompt_new_ids"],
+        },
+        "completion_ids": tokens["completion_ids"],
+        "logprobs": tokens["logprobs"],
+        "policy_versions": tokens["policy_versions"],
+        "timing": timing,
         "tool_calls": json.loads(row["tool_calls"]),
-        **{name: row[name] for name in ("stop_reason", "temperature", "reward", "advantage", "state_key", "agent",
-                                        "parse_status", "trained")},
-    }  # fmt: skip
+        **{
+            name: row[name]
+            for name in (
+                "stop_reason",
+                "temperature",
+                "reward",
+                "advantage",
+                "state_key",
+                "agent",
+                "parse_status",
+                "trained",
+            )
+        },
+    }
     if row["routed_experts"] is not None:
         record["routed_experts"] = base64.b64encode(row["routed_experts"]).decode()
     return record

@@ -64,8 +64,11 @@ def sender_of(headers: Mapping[str, str]) -> Sender:
     Sender(agent='critic', thread='thread-id 01a2', trained=True)
     """
     threads = (f"{name} {headers[name]}" for name in THREAD_HEADERS if headers.get(name))
-    return Sender(agent=headers.get(AGENT_HEADER, "")[:200], thread=next(threads, "")[:200],
-                  trained=headers.get(TRAINED_HEADER, "").lower() not in ("false", "0"))  # fmt: skip
+    return Sender(
+        agent=headers.get(AGENT_HEADER, "")[:200],
+        thread=next(threads, "")[:200],
+        trained=headers.get(TRAINED_HEADER, "").lower() not in ("false", "0"),
+    )
 
 
 def sent_before(headers: Mapping[str, str]) -> tuple[str, bool]:
@@ -98,8 +101,11 @@ async def answer_chat(
     session.admit()
     try:
         given = read_object(body)
-        asked = await asyncio.to_thread(protocol.read, given, headers) if len(body) > _LARGE else protocol.read(
-            given, headers)  # fmt: skip
+        asked = (
+            await asyncio.to_thread(protocol.read, given, headers)
+            if len(body) > _LARGE
+            else protocol.read(given, headers)
+        )
     except ProtocolRefusal as refusal:
         session.counts[f"refused/{refusal.field or 'request'}"] += 1
         return json_response(refusal.status, refusal.body)
@@ -108,14 +114,18 @@ async def answer_chat(
     answering = _Answering(session, request, protocol, asked)
 
     async def work(progress: Progress) -> Replies:
-        return await session.answer(asked, agent=sender.agent, thread=sender.thread, trained=sender.trained,
-                                    body=given, progress=progress)  # fmt: skip
+        return await session.answer(
+            asked, agent=sender.agent, thread=sender.thread, trained=sender.trained, body=given, progress=progress
+        )
 
     try:
         exchange = await session.exchanges.open(
-            work, digest_of(body, protocol.name, sender), key=key, is_retry=is_retry,
+            work,
+            digest_of(body, protocol.name, sender),
+            key=key,
+            is_retry=is_retry,
             progress=Progress(Stamp(created=int(time.time()), model=asked.model or MODEL), asked.n),
-        )  # fmt: skip
+        )
         with session.exchanges.attend(exchange):
             await (answering.stream(exchange) if asked.stream else answering.whole(exchange))
             exchange.delivered = True

@@ -91,9 +91,14 @@ class Exchanges(Generic[T]):
         """Requests whose generation was cancelled, because their client had gone."""
 
     async def open(
-        self, work: Callable[[Progress], Coroutine[Any, Any, T]], digest: bytes, *, progress: Progress, key: str = "",
+        self,
+        work: Callable[[Progress], Coroutine[Any, Any, T]],
+        digest: bytes,
+        *,
+        progress: Progress,
+        key: str = "",
         is_retry: bool = False,
-    ) -> Exchange[T]:  # fmt: skip
+    ) -> Exchange[T]:
         """The exchange of a request, begun now unless the request was sent before.
 
         Args:

@@ -50,19 +50,29 @@ class Gateway:
     """
 
     def __init__(
-        self, sampler: Sampler, renderer: Renderer, *, params: SamplingParams | None = None,
-        limits: EpisodeLimits | None = None, host: str = "127.0.0.1", port: int = 0, seed: int = 0,
-        restores_reasoning: bool | None = None, patience: float = 2.0, options: Options | None = None,
+        self,
+        sampler: Sampler,
+        renderer: Renderer,
+        *,
+        params: SamplingParams | None = None,
+        limits: EpisodeLimits | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        seed: int = 0,
+        restores_reasoning: bool | None = None,
+        patience: float = 2.0,
+        options: Options | None = None,
         service_limits: ServiceLimits | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._sampler, self._renderer, self._seed = sampler, renderer, seed
         self._params = params or SamplingParams(max_tokens=sampler.context_length)
         self._limits = limits or EpisodeLimits(max_turns=1000, max_context=sampler.context_length)
         self._settings = SessionSettings(
             sampling="client" if params is None else "run", restores_reasoning=restores_reasoning, patience=patience
         )
-        self._service = Service(host=host, port=port, options=options or Options(),
-                                limits=service_limits or ServiceLimits())  # fmt: skip
+        self._service = Service(
+            host=host, port=port, options=options or Options(), limits=service_limits or ServiceLimits()
+        )
         self._numbers = itertools.count()
         self._open: set[GatewayEpisode] = set()
 
@@ -70,8 +80,9 @@ class Gateway:
         await self._service.start()
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                        traceback: TracebackType | None) -> None:  # fmt: skip
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         for episode in list(self._open):
             await episode.cancel()
         await self._service.close()
@@ -81,8 +92,9 @@ class Gateway:
         """The service's address, without a path."""
         return self._service.url
 
-    def episode(self, example: Example | Mapping[str, Any] | str | None = None, *, seed: int | None = None
-                ) -> GatewayEpisode:  # fmt: skip
+    def episode(
+        self, example: Example | Mapping[str, Any] | str | None = None, *, seed: int | None = None
+    ) -> GatewayEpisode:
         """Open an episode. It is served until it is finished or cancelled.
 
         Args:
@@ -94,8 +106,15 @@ class Gateway:
         own = derive_seed(self._seed, number) if seed is None else seed
         identity = RolloutIdentity(example_id=example_id, trajectory_id=f"episode-{number}", seed=own)
         recorder = Recorder(self._sampler.vocab_size, trajectory_id=identity.trajectory_id)
-        loop = AgentLoop(sampler=self._sampler, renderer=self._renderer, params=self._params, limits=self._limits,
-                         recorder=recorder, seed=own, session=identity.trajectory_id)  # fmt: skip
+        loop = AgentLoop(
+            sampler=self._sampler,
+            renderer=self._renderer,
+            params=self._params,
+            limits=self._limits,
+            recorder=recorder,
+            seed=own,
+            session=identity.trajectory_id,
+        )
         episode = GatewayEpisode(self._service, Session(loop, self._settings), identity)
         self._open.add(episode)
         episode.on_end = lambda: self._open.discard(episode)
@@ -150,11 +169,18 @@ class GatewayEpisode:
             error = f"sampler: {session.fault}"
         shown = "main" if "main" in loop.agents else next(iter(loop.agents), "main")
         return Trajectory.of(
-            self._identity, turns=tuple(loop.recorder.turns), messages=loop.messages(shown), reward=scores[0],
-            reward_parts=scores[1], agent_rewards=scores[2], stop_reason=stop_reason_of(session),
-            truncated=stop_reason_of(session).truncated, error=error, num_unrecorded_tokens=num_unrecorded(session),
+            self._identity,
+            turns=tuple(loop.recorder.turns),
+            messages=loop.messages(shown),
+            reward=scores[0],
+            reward_parts=scores[1],
+            agent_rewards=scores[2],
+            stop_reason=stop_reason_of(session),
+            truncated=stop_reason_of(session).truncated,
+            error=error,
+            num_unrecorded_tokens=num_unrecorded(session),
             info={INFO: session.info, **loop.info, **({TOOLS_OFFERED: True} if loop.offers_tools else {})},
-        )  # fmt: skip
+        )
 
     async def cancel(self) -> None:
         """Close the episode without a trajectory. May be called again."""
@@ -183,10 +209,15 @@ def variables(url: str, key: str) -> dict[str, str]:
         key: The session's.
     """
     return {
-        "OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_BASE": f"{url}/v1", "OPENAI_API_KEY": key,
-        "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key,
-        "VERBATIM_BASE_URL": f"{url}/v1", "VERBATIM_API_KEY": key, "VERBATIM_REWARD_URL": f"{url}/v1/reward",
-    }  # fmt: skip
+        "OPENAI_BASE_URL": f"{url}/v1",
+        "OPENAI_API_BASE": f"{url}/v1",
+        "OPENAI_API_KEY": key,
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_API_KEY": key,
+        "VERBATIM_BASE_URL": f"{url}/v1",
+        "VERBATIM_API_KEY": key,
+        "VERBATIM_REWARD_URL": f"{url}/v1/reward",
+    }
 
 
 def _example_id(example: Example | Mapping[str, Any] | str | None, number: int) -> str:
@@ -197,6 +228,7 @@ def _example_id(example: Example | Mapping[str, Any] | str | None, number: int) 
     if example is None:
         return str(number)
     if not isinstance(example, Mapping):
-        raise UsageError(f'gateway.episode: found {example!r:.80}, expected an Example, a mapping such as {{"id": '
-                         '"emma"}, or an id')  # fmt: skip
+        raise UsageError(
+            f'gateway.episode: found {example!r:.80}, expected an Example, a mapping such as {{"id": "emma"}}, or an id'
+        )
     return str(example.get("id", number))

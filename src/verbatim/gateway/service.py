@@ -150,8 +150,11 @@ class Service:
             return json_response(200, {"status": "ok"})
         entry = self._found(key)
         if entry is None:
-            return error_response(chat, 401, "expected the key of a session that is not over, as a bearer token, as "
-                                  "x-api-key, or in the path")  # fmt: skip
+            return error_response(
+                chat,
+                401,
+                "expected the key of a session that is not over, as a bearer token, as x-api-key, or in the path",
+            )
         if request.method == "GET" and (route == "models" or route.startswith("models/")):
             return json_response(200, _models(entry, route.removeprefix("models").removeprefix("/")))
         name = request.headers.get(SESSION_HEADER, "")
@@ -162,8 +165,9 @@ class Service:
         handler = handlers.get((request.method, route))
         if handler is None:
             known = ", ".join(f"{method} /v1/{name}" for method, name in (("GET", "models"), *handlers))
-            return error_response(chat, 404, f"there is no {request.method} {cut(request.path, 200)}; there are "
-                                  f"{known}")  # fmt: skip
+            return error_response(
+                chat, 404, f"there is no {request.method} {cut(request.path, 200)}; there are {known}"
+            )
         try:
             return await handler(session, request, await self._body(session, request, route))
         except ConnectionError:  # the client went while its answer was written; it may ask again
@@ -189,9 +193,10 @@ class Service:
     def _handlers(self) -> Mapping[tuple[str, str], Handler]:
         return {
             **{("POST", name): self._chat for name in self._chats},
-            ("POST", "messages/count_tokens"): self._count_tokens, ("POST", ROUTE): self._token_ids,
+            ("POST", "messages/count_tokens"): self._count_tokens,
+            ("POST", ROUTE): self._token_ids,
             ("POST", "reward"): self._reward,
-        }  # fmt: skip
+        }
 
     def _protocol(self, request: web.Request, route: str) -> ChatProtocol:
         """The protocol that a client of this route reads errors in."""
@@ -212,8 +217,9 @@ class Service:
         reward = given.get("reward") if isinstance(given, dict) else None
         try:
             if reward is None or reward == {} or isinstance(reward, bool):
-                raise RolloutError(f"found {given!r:.80}, expected "
-                                   '{"reward": number} or {"reward": {part: number}}')  # fmt: skip
+                raise RolloutError(
+                    f'found {given!r:.80}, expected {{"reward": number}} or {{"reward": {{part: number}}}}'
+                )
             read_agent_scores(reward, "POST /reward")
         except RolloutError as error:
             return error_response(self._chats["chat/completions"], 400, str(error))
@@ -258,7 +264,14 @@ def _split(request: web.Request) -> tuple[str | None, str]:
 
 def _models(entry: _Entry, name: str) -> dict[str, Any]:
     """A model's card, or the list of one card where no name is given."""
-    card = {"id": name or MODEL, "object": "model", "type": "model", "display_name": name or MODEL, "created": 0,
-            "created_at": "1970-01-01T00:00:00Z", "owned_by": "verbatim",
-            "max_model_len": entry.context_length}  # fmt: skip
+    card = {
+        "id": name or MODEL,
+        "object": "model",
+        "type": "model",
+        "display_name": name or MODEL,
+        "created": 0,
+        "created_at": "1970-01-01T00:00:00Z",
+        "owned_by": "verbatim",
+        "max_model_len": entry.context_length,
+    }
     return card if name else {"object": "list", "data": [card], "has_more": False, "first_id": MODEL, "last_id": MODEL}

@@ -88,8 +88,12 @@ class Session:
     @property
     def info(self) -> dict[str, Any]:
         """For the trajectory's `info`: counts, and every branch with its reason."""
-        counts = {**self.counts, "repeated": self.exchanges.num_repeated, "left": self.exchanges.num_left,
-                  "reasoning_restored": self._threads.num_restored}  # fmt: skip
+        counts = {
+            **self.counts,
+            "repeated": self.exchanges.num_repeated,
+            "left": self.exchanges.num_left,
+            "reasoning_restored": self._threads.num_restored,
+        }
         return {"counts": {name: count for name, count in sorted(counts.items()) if count}, "branches": self._branches}
 
     @contextlib.contextmanager
@@ -127,13 +131,20 @@ class Session:
         if num_open >= self.settings.max_open:
             raise SessionRefusal(429, f"more than {self.settings.max_open} requests of this session at a time")
         if self.counts[kind] >= self.settings.max_requests:
-            raise SessionRefusal(403, f"more than {self.settings.max_requests} requests of this session",
-                                 "max_requests")  # fmt: skip
+            raise SessionRefusal(
+                403, f"more than {self.settings.max_requests} requests of this session", "max_requests"
+            )
 
     async def answer(
-        self, request: ChatRequest, *, agent: str = "", thread: str = "", trained: bool = True,
-        body: Mapping[str, Any] | None = None, progress: Progress | None = None,
-    ) -> list[ChatReply]:  # fmt: skip
+        self,
+        request: ChatRequest,
+        *,
+        agent: str = "",
+        thread: str = "",
+        trained: bool = True,
+        body: Mapping[str, Any] | None = None,
+        progress: Progress | None = None,
+    ) -> list[ChatReply]:
         """Sample and record as many replies as are asked for.
 
         Args:
@@ -221,8 +232,14 @@ class Session:
 
     async def count_tokens(self, request: ChatRequest) -> int:
         """Tokens of a request's prompt, rendered anew: for clients that ask before they send it."""
-        prompt = Prompt(agent="", messages=tuple(map(readable, request.messages)), schemas=request.tools, tools=(),
-                        thread=None, num_known=0)  # fmt: skip
+        prompt = Prompt(
+            agent="",
+            messages=tuple(map(readable, request.messages)),
+            schemas=request.tools,
+            tools=(),
+            thread=None,
+            num_known=0,
+        )
         self._num_open += 1
         try:
             return await self.loop.count_tokens(prompt)
@@ -239,23 +256,33 @@ class Session:
         await self.exchanges.end()
 
     async def _replies(
-        self, match: Match[Kept], prompt: Prompt, params: SamplingParams, request: ChatRequest,
+        self,
+        match: Match[Kept],
+        prompt: Prompt,
+        params: SamplingParams,
+        request: ChatRequest,
         progress: Progress | None,
-    ) -> list[ChatReply]:  # fmt: skip
+    ) -> list[ChatReply]:
         if request.n == 1:
             return [await self._one(match, prompt, params, request, progress)]
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._one(match, prompt, params, request, progress, k))
-                         for k in range(request.n)]  # fmt: skip
+                tasks = [
+                    group.create_task(self._one(match, prompt, params, request, progress, k)) for k in range(request.n)
+                ]
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
         return [task.result() for task in tasks]
 
     async def _one(
-        self, match: Match[Kept], prompt: Prompt, params: SamplingParams, request: ChatRequest,
-        progress: Progress | None, number: int = 0,
-    ) -> ChatReply:  # fmt: skip
+        self,
+        match: Match[Kept],
+        prompt: Prompt,
+        params: SamplingParams,
+        request: ChatRequest,
+        progress: Progress | None,
+        number: int = 0,
+    ) -> ChatReply:
         def read(completion: Completion, prompt_ids: Int32) -> ChatReply:
             return read_reply(completion, request, self.loop.renderer, prompt_ids, call_id=self._call_id)
 
@@ -326,13 +353,27 @@ class Session:
         messages: tuple[Message, ...] = tuple(map(readable, match.messages))
         if match.known is None or not match.bridges:
             schemas: Sequence[Mapping[str, Any]] = request.tools
-            return Prompt(agent=match.agent, messages=messages, schemas=schemas, tools=tuple(map(str, schemas)),
-                          thread=None, num_known=0, trained=trained)  # fmt: skip
+            return Prompt(
+                agent=match.agent,
+                messages=messages,
+                schemas=schemas,
+                tools=tuple(map(str, schemas)),
+                thread=None,
+                num_known=0,
+                trained=trained,
+            )
         kept = match.known.turn
         assert kept is not None
         self._refresh(kept)
-        return Prompt(agent=match.agent, messages=messages, schemas=kept.schemas, tools=kept.thread.tools,
-                      thread=kept.thread, num_known=match.num_known, trained=trained)  # fmt: skip
+        return Prompt(
+            agent=match.agent,
+            messages=messages,
+            schemas=kept.schemas,
+            tools=kept.thread.tools,
+            thread=kept.thread,
+            num_known=match.num_known,
+            trained=trained,
+        )
 
     def _refresh(self, kept: Kept) -> None:
         """Keep the prompt of this turn as one array, and let go of the one not used longest."""
@@ -367,8 +408,11 @@ class Session:
     def _refusal(self, over: EpisodeOver) -> SessionRefusal:
         if over.stop_reason is StopReason.LENGTH:
             most = min(self.loop.limits.max_context, self.loop.sampler.context_length)
-            return SessionRefusal(400, f"the messages leave no room: this model's maximum context length is {most} "
-                                  "tokens", "context_length_exceeded")  # fmt: skip
+            return SessionRefusal(
+                400,
+                f"the messages leave no room: this model's maximum context length is {most} tokens",
+                "context_length_exceeded",
+            )
         if over.stop_reason is StopReason.MAX_TURNS:
             return SessionRefusal(403, f"the episode's {self.loop.limits.max_turns} turns are used up", "max_turns")
         return SessionRefusal(503, f"the episode is over: {over.stop_reason}", "episode_over")
@@ -377,5 +421,6 @@ class Session:
         self.counts[f"branches/{reason}"] += 1
         if len(self._branches) < _MOST_BRANCHES:
             after = None if match.known is None or match.known.turn is None else match.known.turn.thread.turn
-            self._branches.append({"turn": turn, "agent": match.agent, "reason": str(reason), "after": after,
-                                   "found": found})  # fmt: skip
+            self._branches.append(
+                {"turn": turn, "agent": match.agent, "reason": str(reason), "after": after, "found": found}
+            )

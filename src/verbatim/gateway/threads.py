@@ -145,9 +145,12 @@ class Threads(Generic[T]):
         """Answers that came back without their reasoning and were taken for the whole ones."""
 
     def match(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, agent: str = "",
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        agent: str = "",
         thread: str = "",
-    ) -> Match[T]:  # fmt: skip
+    ) -> Match[T]:
         """Find the place of a request, and keep it open until `close`.
 
         Args:
@@ -166,9 +169,15 @@ class Threads(Generic[T]):
             known.num_open += 1
         walk.end.num_answers += 1
         return Match(
-            end=walk.end, known=known, bridges=known is not None and known.tools == shown, agent=name, reason=reason,
-            found=found, digester=walk.digester, tools=shown,
-        )  # fmt: skip
+            end=walk.end,
+            known=known,
+            bridges=known is not None and known.tools == shown,
+            agent=name,
+            reason=reason,
+            found=found,
+            digester=walk.digester,
+            tools=shown,
+        )
 
     def answer(self, match: Match[T], message: Mapping[str, Any], turn: T) -> bool:
         """Hang an answer under its request. Returns whether another turn has continued the same one before, or, where
@@ -298,14 +307,17 @@ class Threads(Generic[T]):
         if walk.end.depth >= longest or message is None:
             return None
         summed_up = (
-            len(self._last_answer) >= LONG_ANSWER and message.get("role") != "assistant"
+            len(self._last_answer) >= LONG_ANSWER
+            and message.get("role") != "assistant"
             and self._last_answer in text_of(message.get("content"))
-        )  # fmt: skip
+        )
         if not walk.num_moved and not summed_up:
             return None
-        return (f"{walk.end.depth} messages in the place of {longest}; "
-                + ("the first new one quotes the last answer" if summed_up else
-                   f"{walk.num_moved} of them stood elsewhere before"))  # fmt: skip
+        return f"{walk.end.depth} messages in the place of {longest}; " + (
+            "the first new one quotes the last answer"
+            if summed_up
+            else f"{walk.num_moved} of them stood elsewhere before"
+        )
 
 
 @dataclass

@@ -21,9 +21,7 @@ ROUTE = GENERATE.strip("/")
 """The route, behind the key."""
 
 
-async def answer_ids(
-    session: Session, request: web.Request, body: bytes, protocol: ChatProtocol
-) -> web.StreamResponse:
+async def answer_ids(session: Session, request: web.Request, body: bytes, protocol: ChatProtocol) -> web.StreamResponse:
     """Sample and record a turn whose prompt is given as ids.
 
     Args:
@@ -43,8 +41,9 @@ async def answer_ids(
     try:
         given = read_object(body)
         request_id = read_name(given, "request_id") or secrets.token_hex(16)
-        asked, logprobs = read_request(given, seed=0, room=loop.sampler.context_length,
-                                       end_ids=loop.params.stop_token_ids)  # fmt: skip
+        asked, logprobs = read_request(
+            given, seed=0, room=loop.sampler.context_length, end_ids=loop.params.stop_token_ids
+        )
 
         async def work(progress: Progress) -> Completion:
             return await session.complete(asked, agent=sender.agent, trained=sender.trained)
@@ -55,9 +54,14 @@ async def answer_ids(
         with session.exchanges.attend(exchange):
             completion: Completion = await session.exchanges.wait(exchange)
             found: dict[str, Any] = completion_body(
-                completion, request_id=request_id, model=MODEL, seed=0, num_prompt_tokens=len(asked.prompt_ids),
-                policy_version=loop.sampler.policy_version, logprobs=logprobs,
-            )  # fmt: skip
+                completion,
+                request_id=request_id,
+                model=MODEL,
+                seed=0,
+                num_prompt_tokens=len(asked.prompt_ids),
+                policy_version=loop.sampler.policy_version,
+                logprobs=logprobs,
+            )
             del found[OURS]["seed"]  # the episode's own, whatever was asked for
             answer = json_response(200, found)
             await answer.prepare(request)

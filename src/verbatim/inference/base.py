@@ -42,14 +42,20 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, ok, expected in (
-            ("temperature", self.temperature == 0 or COLDEST <= self.temperature < math.inf,
-             f">= 0, finite, and not between 0 and {COLDEST}"),
+            (
+                "temperature",
+                self.temperature == 0 or COLDEST <= self.temperature < math.inf,
+                f">= 0, finite, and not between 0 and {COLDEST}",
+            ),
             ("max_tokens", self.max_tokens >= 1, ">= 1"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("top_k", 0 <= self.top_k < INT32_END, "in [0, 2**31)"),
             ("min_p", 0 <= self.min_p < 1, "in [0, 1)"),
-            ("stop_token_ids", len(self.stop_token_ids) <= MOST_STOP_IDS,
-             f"at most {MOST_STOP_IDS} ids, found {len(self.stop_token_ids)}"),
+            (
+                "stop_token_ids",
+                len(self.stop_token_ids) <= MOST_STOP_IDS,
+                f"at most {MOST_STOP_IDS} ids, found {len(self.stop_token_ids)}",
+            ),
             ("stop_token_ids", all(0 <= token < INT32_END for token in self.stop_token_ids), "ids in [0, 2**31)"),
         ):
             if not ok:
@@ -107,9 +113,12 @@ class Completion:
 def nothing_sampled(queued_seconds: float = 0.0) -> Completion:
     """A completion that was cancelled before its first token."""
     return Completion(
-        ids=np.empty(0, dtype=np.int32), logprobs=np.empty(0, dtype=np.float32),
-        policy_versions=np.empty(0, dtype=np.int32), stop_reason=StopReason.CANCELLED, queued_seconds=queued_seconds,
-    )  # fmt: skip
+        ids=np.empty(0, dtype=np.int32),
+        logprobs=np.empty(0, dtype=np.float32),
+        policy_versions=np.empty(0, dtype=np.int32),
+        stop_reason=StopReason.CANCELLED,
+        queued_seconds=queued_seconds,
+    )
 
 
 @runtime_checkable

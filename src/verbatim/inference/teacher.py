@@ -56,8 +56,10 @@ class LocalTeacher:
         try:
             ids = check_ids(token_ids, self._model.vocab_size, "token_ids")
         except ValueError as error:
-            raise RunStopped(f"the teacher does not know what the policy sampled ({error}); expected a teacher with "
-                             "the policy's tokenizer") from error  # fmt: skip
+            raise RunStopped(
+                f"the teacher does not know what the policy sampled ({error}); expected a teacher with "
+                "the policy's tokenizer"
+            ) from error
         async with self._one_at_a_time:
             return await asyncio.to_thread(self._score, ids, temperature)
 
@@ -88,12 +90,15 @@ class ServerTeacher:
         self._config = config
         base = str(config.base_url).rstrip("/")
         root = base.removesuffix("/v1")  # the token endpoint is beside /v1
-        self._completions = f"{base[len(root):]}/completions"
+        self._completions = f"{base[len(root) :]}/completions"
         self._has_token_endpoint: bool | None = None
         self._client = HttpClient(
-            root, api_key=named_key(base, config.api_key_env), request_timeout=TIMEOUT, max_retries=ATTEMPTS - 1,
+            root,
+            api_key=named_key(base, config.api_key_env),
+            request_timeout=TIMEOUT,
+            max_retries=ATTEMPTS - 1,
             remote_api=True,
-        )  # fmt: skip
+        )
 
     async def logprobs(self, token_ids: Int32, temperature: float) -> Float32:
         """As `Teacher.logprobs`, at temperature 1.

@@ -25,8 +25,10 @@ def check_ids(ids: Ids, vocab_size: int, what: str) -> Int32:
         raise RecordError(f"{what}: token ids are integers, found {array.dtype}")
     if array.min() < 0 or array.max() >= vocab_size:
         bad = np.flatnonzero((array < 0) | (array >= vocab_size))
-        raise RecordError(f"{what}: id {int(array[bad[0]])} at position {int(bad[0])} is outside the vocabulary of "
-                          f"{vocab_size} ids; is the tokenizer the model's own?")  # fmt: skip
+        raise RecordError(
+            f"{what}: id {int(array[bad[0]])} at position {int(bad[0])} is outside the vocabulary of "
+            f"{vocab_size} ids; is the tokenizer the model's own?"
+        )
     return array.astype(np.int32)
 
 
@@ -58,10 +60,14 @@ def check_prompt(request: SampleRequest, *, vocab_size: int, context_length: int
     """
     prompt = check_ids(request.prompt_ids, vocab_size, "prompt_ids")
     if len(prompt) >= context_length:
-        raise RecordError(f"prompt_ids: {len(prompt)} ids leave no room in a context of {context_length} tokens; "
-                          f"at most {context_length - 1} fit")  # fmt: skip
+        raise RecordError(
+            f"prompt_ids: {len(prompt)} ids leave no room in a context of {context_length} tokens; "
+            f"at most {context_length - 1} fit"
+        )
     stops = request.params.stop_token_ids
     if stops and max(stops) >= vocab_size:
         position = next(k for k, token in enumerate(stops) if token >= vocab_size)
-        raise RecordError(f"stop_token_ids: id {stops[position]} at position {position} is outside the vocabulary of "
-                          f"{vocab_size} ids, so nothing could end with it")  # fmt: skip
+        raise RecordError(
+            f"stop_token_ids: id {stops[position]} at position {position} is outside the vocabulary of "
+            f"{vocab_size} ids, so nothing could end with it"
+        )

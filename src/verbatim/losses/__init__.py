@@ -23,6 +23,18 @@ LOSSES: dict[str, Loss] = {
 }
 
 __all__ = [
-    "LOSSES", "Loss", "LossInputs", "LossOutputs", "ReferenceTerm", "cispo_loss", "default_loss", "gspo_loss",
-    "ipa_loss", "opd_loss", "ppo_loss", "reference_term", "sft_loss", "tis_loss",
-]  # fmt: skip
+    "LOSSES",
+    "Loss",
+    "LossInputs",
+    "LossOutputs",
+    "ReferenceTerm",
+    "cispo_loss",
+    "default_loss",
+    "gspo_loss",
+    "ipa_loss",
+    "opd_loss",
+    "ppo_loss",
+    "reference_term",
+    "sft_loss",
+    "tis_loss",
+]

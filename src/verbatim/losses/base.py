@@ -41,19 +41,30 @@ class LossInputs:
     """Logprobs that other models give to the sampled tokens, by the model's role ("teacher"): float [seq] each."""
 
     def __init__(
-        self, trainer_logprobs: Tensor, inference_logprobs: Tensor, teacher_logprobs: Tensor | None = None,
-        advantages: Tensor | None = None, loss_mask: Tensor | None = None, chunk_ids: Tensor | None = None, *,
+        self,
+        trainer_logprobs: Tensor,
+        inference_logprobs: Tensor,
+        teacher_logprobs: Tensor | None = None,
+        advantages: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        chunk_ids: Tensor | None = None,
+        *,
         logprob_streams: Mapping[str, Tensor] = NO_STREAMS,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if advantages is None or loss_mask is None:
             raise TypeError("LossInputs needs advantages and loss_mask; teacher_logprobs and chunk_ids may be None")
         streams = dict(logprob_streams)
         if teacher_logprobs is not None:
             streams[TEACHER] = teacher_logprobs
         fill(
-            self, trainer_logprobs=trainer_logprobs, inference_logprobs=inference_logprobs, advantages=advantages,
-            loss_mask=loss_mask, chunk_ids=chunk_ids, logprob_streams=streams,
-        )  # fmt: skip
+            self,
+            trainer_logprobs=trainer_logprobs,
+            inference_logprobs=inference_logprobs,
+            advantages=advantages,
+            loss_mask=loss_mask,
+            chunk_ids=chunk_ids,
+            logprob_streams=streams,
+        )
 
     @property
     def teacher_logprobs(self) -> Tensor | None:

@@ -9,9 +9,13 @@ from verbatim.losses.reference import Estimator, ReferenceTerm, reference_term
 
 
 def cispo_loss(
-    inputs: LossInputs, *, eps_low: Fraction = 1.0, eps_high: NonNegativeFloat = 5.0,
-    kl_ref_tau: NonNegativeFloat = 0.0, kl_ref: Estimator = "k2",
-) -> LossOutputs:  # fmt: skip
+    inputs: LossInputs,
+    *,
+    eps_low: Fraction = 1.0,
+    eps_high: NonNegativeFloat = 5.0,
+    kl_ref_tau: NonNegativeFloat = 0.0,
+    kl_ref: Estimator = "k2",
+) -> LossOutputs:
     """The sum over trained tokens of weighted log-likelihoods.
 
     ```

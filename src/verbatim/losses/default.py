@@ -9,10 +9,17 @@ from verbatim.losses.reference import Estimator, reference_term
 
 
 def default_loss(
-    inputs: LossInputs, *, dppo_mask_low: NonNegativeFloat = 0.2, dppo_mask_high: NonNegativeFloat = 0.2,
-    adv_tau: NonNegativeFloat = 1.0, teacher_tau: NonNegativeFloat = 0.0, kl_tau: NonNegativeFloat = 1e-3,
-    delta: PositiveFloat = 8.0, kl_ref_tau: NonNegativeFloat = 0.0, kl_ref: Estimator = "k2",
-) -> LossOutputs:  # fmt: skip
+    inputs: LossInputs,
+    *,
+    dppo_mask_low: NonNegativeFloat = 0.2,
+    dppo_mask_high: NonNegativeFloat = 0.2,
+    adv_tau: NonNegativeFloat = 1.0,
+    teacher_tau: NonNegativeFloat = 0.0,
+    kl_tau: NonNegativeFloat = 1e-3,
+    delta: PositiveFloat = 8.0,
+    kl_ref_tau: NonNegativeFloat = 0.0,
+    kl_ref: Estimator = "k2",
+) -> LossOutputs:
     """The sum over trained tokens of policy gradient and KL term.
 
     ```
@@ -44,9 +51,17 @@ def default_loss(
     Raises:
         ComponentError: a knob outside its range, or `teacher_tau` or `kl_ref_tau` without the logprobs that it weighs.
     """
-    refuse_bad_knobs(default_loss, dppo_mask_low=dppo_mask_low, dppo_mask_high=dppo_mask_high, adv_tau=adv_tau,
-                     teacher_tau=teacher_tau, kl_tau=kl_tau, delta=delta, kl_ref_tau=kl_ref_tau,
-                     kl_ref=kl_ref)  # fmt: skip
+    refuse_bad_knobs(
+        default_loss,
+        dppo_mask_low=dppo_mask_low,
+        dppo_mask_high=dppo_mask_high,
+        adv_tau=adv_tau,
+        teacher_tau=teacher_tau,
+        kl_tau=kl_tau,
+        delta=delta,
+        kl_ref_tau=kl_ref_tau,
+        kl_ref=kl_ref,
+    )
     trainer, inference, advantages = trained_tokens(inputs)
     reference = reference_term(inputs, kl_ref_tau=kl_ref_tau, kl_ref=kl_ref, delta=delta)
     advantages = adv_tau * advantages - reference.penalty

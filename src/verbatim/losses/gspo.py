@@ -10,9 +10,13 @@ from verbatim.losses.reference import Estimator, reference_term
 
 
 def gspo_loss(
-    inputs: LossInputs, *, eps_low: Fraction = 3e-4, eps_high: NonNegativeFloat = 4e-4,
-    kl_ref_tau: NonNegativeFloat = 0.0, kl_ref: Estimator = "k2",
-) -> LossOutputs:  # fmt: skip
+    inputs: LossInputs,
+    *,
+    eps_low: Fraction = 3e-4,
+    eps_high: NonNegativeFloat = 4e-4,
+    kl_ref_tau: NonNegativeFloat = 0.0,
+    kl_ref: Estimator = "k2",
+) -> LossOutputs:
     """The mean over one trajectory's trained tokens of PPO's surrogate on the trajectory's ratio.
 
     ```

@@ -9,9 +9,13 @@ from verbatim.losses.reference import Estimator, reference_term
 
 
 def opd_loss(
-    inputs: LossInputs, *, kl_tau: NonNegativeFloat = 1e-3, delta: PositiveFloat = 8.0,
-    kl_ref_tau: NonNegativeFloat = 0.0, kl_ref: Estimator = "k2",
-) -> LossOutputs:  # fmt: skip
+    inputs: LossInputs,
+    *,
+    kl_tau: NonNegativeFloat = 1e-3,
+    delta: PositiveFloat = 8.0,
+    kl_ref_tau: NonNegativeFloat = 0.0,
+    kl_ref: Estimator = "k2",
+) -> LossOutputs:
     """The sum over trained tokens of the teacher's log ratio as an advantage, and a KL term to the sampling policy.
 
     ```

@@ -19,9 +19,14 @@ AboveOne = Annotated[float, Field(gt=1)]
 
 
 def ppo_loss(
-    inputs: LossInputs, *, eps_low: Fraction = 0.2, eps_high: NonNegativeFloat = 0.28,
-    dual_clip: AboveOne | None = None, kl_ref_tau: NonNegativeFloat = 0.0, kl_ref: Estimator = "k2",
-) -> LossOutputs:  # fmt: skip
+    inputs: LossInputs,
+    *,
+    eps_low: Fraction = 0.2,
+    eps_high: NonNegativeFloat = 0.28,
+    dual_clip: AboveOne | None = None,
+    kl_ref_tau: NonNegativeFloat = 0.0,
+    kl_ref: Estimator = "k2",
+) -> LossOutputs:
     """The sum over trained tokens of PPO's pessimistic surrogate.
 
     ```
@@ -51,15 +56,14 @@ def ppo_loss(
     Raises:
         ComponentError: a knob outside its range, or `kl_ref_tau` without a reference.
     """
-    refuse_bad_knobs(ppo_loss, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip, kl_ref_tau=kl_ref_tau,
-                     kl_ref=kl_ref)  # fmt: skip
+    refuse_bad_knobs(
+        ppo_loss, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip, kl_ref_tau=kl_ref_tau, kl_ref=kl_ref
+    )
     reference = reference_term(inputs, kl_ref_tau=kl_ref_tau, kl_ref=kl_ref)
     trainer, inference, advantages = trained_tokens(inputs)
     advantages = advantages - reference.penalty
     log_ratio = trainer - inference
-    terms, low, high = clipped_surrogate(
-        log_ratio, advantages, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip
-    )
+    terms, low, high = clipped_surrogate(log_ratio, advantages, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip)
     metrics = {
         **ratio_metrics(log_ratio, low | high),
         "clipped_low": share(low, advantages),

@@ -31,20 +31,27 @@ def checked_outputs(outputs: Any, name: str) -> tuple[Tensor, dict[str, Any]]:
     from torch import Tensor
 
     if not (hasattr(outputs, "loss") and hasattr(outputs, "metrics")):
-        found = f"a bare tensor of shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else (
-            "None" if outputs is None else type(outputs).__name__)  # fmt: skip
+        found = (
+            f"a bare tensor of shape {tuple(outputs.shape)}"
+            if isinstance(outputs, Tensor)
+            else ("None" if outputs is None else type(outputs).__name__)
+        )
         raise ComponentError(f"the loss {name} returned {found}; {_ANSWER}")
     total = outputs.loss
     if not isinstance(total, Tensor) or total.numel() != 1 or not total.requires_grad:
-        what = f"shape {tuple(total.shape)}, requires_grad {total.requires_grad}" if isinstance(
-            total, Tensor) else type(total).__name__  # fmt: skip
+        what = (
+            f"shape {tuple(total.shape)}, requires_grad {total.requires_grad}"
+            if isinstance(total, Tensor)
+            else type(total).__name__
+        )
         raise ComponentError(
             f"the loss {name} returned {what}; expected a scalar tensor that depends on inputs.trainer_logprobs (to "
             "leave a trajectory out, multiply by 0 instead of returning a constant)"
         )
     if not isinstance(outputs.metrics, dict):
-        raise ComponentError(f"the loss {name} returned the metrics {outputs.metrics!r:.80}; expected "
-                             "{name: scalar tensor}")  # fmt: skip
+        raise ComponentError(
+            f"the loss {name} returned the metrics {outputs.metrics!r:.80}; expected {{name: scalar tensor}}"
+        )
     return total, outputs.metrics
 
 
@@ -65,8 +72,10 @@ def as_scalar(name: str, value: Any) -> Tensor:
             raise
         raise ComponentError(f"metric {name!r} of the loss is {value!r:.80}; expected a scalar tensor") from error
     if tensor.numel() != 1:
-        raise ComponentError(f"metric {name!r} of the loss has shape {tuple(tensor.shape)}; expected a scalar: "
-                             "reduce it, for example with .mean()")  # fmt: skip
+        raise ComponentError(
+            f"metric {name!r} of the loss has shape {tuple(tensor.shape)}; expected a scalar: "
+            "reduce it, for example with .mean()"
+        )
     return tensor.reshape(())
 
 

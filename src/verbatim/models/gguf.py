@@ -58,9 +58,12 @@ def folder_of_gguf(file: Path, folder: Path, *, dtype: str = "float32", splits_d
 
 
 def _split_digits(tokenizer: Any) -> None:
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    ])  # fmt: skip
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
 
 
 def _check_tokenizer(folder: Path) -> None:

@@ -84,10 +84,12 @@ class CausalLM:
         if not self.rows_alone:
             return self._forward(input_ids_U, router_pass, position_ids=position_ids_U[None], attention_plan=plan)
         starts = [*(position_ids_U == 0).nonzero()[:, 0].tolist(), len(input_ids_U)]
-        return torch.cat([
-            self._forward(input_ids_U[start:stop], router_pass and router_pass.of(start, stop))
-            for start, stop in pairwise(starts)
-        ])  # fmt: skip
+        return torch.cat(
+            [
+                self._forward(input_ids_U[start:stop], router_pass and router_pass.of(start, stop))
+                for start, stop in pairwise(starts)
+            ]
+        )
 
     def _forward(self, input_ids_U: Tensor, router_pass: RouterPass | None, **inputs: Any) -> Tensor:
         with nullcontext() if self.routers is None else self.routers.during(router_pass):

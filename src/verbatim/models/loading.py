@@ -60,12 +60,16 @@ def resolve_device(device: str) -> torch.device:
 def _check_cuda(device: str, index: int | None) -> None:
     """Check the index without starting CUDA, which takes seconds and memory."""
     if torch.version.cuda is None and torch.version.hip is None:
-        raise ModelError(f'device {device!r}, but torch {torch.__version__} is a build without CUDA; take "auto" or '
-                         '"cpu", or install a build of torch for CUDA')  # fmt: skip
+        raise ModelError(
+            f'device {device!r}, but torch {torch.__version__} is a build without CUDA; take "auto" or '
+            '"cpu", or install a build of torch for CUDA'
+        )
     count = torch.cuda.device_count()
     if not torch.cuda.is_available() or (index or 0) >= count:
-        raise ModelError(f'device {device!r}, but torch sees {count} CUDA devices here; take "auto" or "cpu", or look '
-                         "at nvidia-smi and CUDA_VISIBLE_DEVICES")  # fmt: skip
+        raise ModelError(
+            f'device {device!r}, but torch sees {count} CUDA devices here; take "auto" or "cpu", or look '
+            "at nvidia-smi and CUDA_VISIBLE_DEVICES"
+        )
 
 
 def check_model_config(name: str | Path, *, context_length: int) -> None:
@@ -79,12 +83,16 @@ def check_model_config(name: str | Path, *, context_length: int) -> None:
     with refusing(f"the config.json of model {str(name)!r} cannot be read"):
         config = AutoConfig.from_pretrained(source)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelError(f"model {str(name)!r} is of type {config.model_type!r}, which is no causal language model; "
-                         "expected a folder that AutoModelForCausalLM loads")  # fmt: skip
+        raise ModelError(
+            f"model {str(name)!r} is of type {config.model_type!r}, which is no causal language model; "
+            "expected a folder that AutoModelForCausalLM loads"
+        )
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     if longest is not None and context_length > longest:
-        raise ModelError(f"orchestrator.seq_len = {context_length}, but the positions of model {str(name)!r} end at "
-                         f"{longest}; use at most that")  # fmt: skip
+        raise ModelError(
+            f"orchestrator.seq_len = {context_length}, but the positions of model {str(name)!r} end at "
+            f"{longest}; use at most that"
+        )
 
 
 def check_weights(name: str | Path) -> None:
@@ -116,9 +124,13 @@ class Shards(ModelCalls, Protocol):
 
 
 def load_model(
-    name: str | Path, *, dtype: str = "float32", device: str | torch.device = "cpu", only_attention: bool = True,
+    name: str | Path,
+    *,
+    dtype: str = "float32",
+    device: str | torch.device = "cpu",
+    only_attention: bool = True,
     shards: Shards | None = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """A causal language model in eval mode, whose attention follows an `AttentionPlan`.
 
     Args:
@@ -233,8 +245,9 @@ def read_weights(model: Any, folder: Path) -> dict[str, torch.Tensor]:
     shapes = [k for k, v in incoming.items() if own[k].shape != v.shape]
     _refuse_two_values_for_one_tensor(folder, incoming, own)
     if unknown or missing or shapes:
-        raise ModelError(f"{folder} does not fit the model: unknown {unknown[:3]}, missing {missing[:3]}, "
-                         f"other shape {shapes[:3]}")  # fmt: skip
+        raise ModelError(
+            f"{folder} does not fit the model: unknown {unknown[:3]}, missing {missing[:3]}, other shape {shapes[:3]}"
+        )
     refuse_not_finite(incoming.items(), str(folder), {key: own[key].dtype for key in incoming})
     return incoming
 
@@ -267,8 +280,10 @@ def refuse_not_finite(
         extremes = torch.stack(torch.aminmax(value.float() if value.itemsize == 1 else value))  # a NaN shows in both
         dtype = (dtypes or {}).get(name, extremes.dtype)
         if not bool(extremes.to(dtype).isfinite().all()):
-            raise ModelError(f"{where}: the tensor {name} holds numbers that are not finite in {dtype}: the weights "
-                             "have diverged, or the file is damaged")  # fmt: skip
+            raise ModelError(
+                f"{where}: the tensor {name} holds numbers that are not finite in {dtype}: the weights "
+                "have diverged, or the file is damaged"
+            )
 
 
 def _refuse_two_values_for_one_tensor(
@@ -279,8 +294,10 @@ def _refuse_two_values_for_one_tensor(
     for key, value in incoming.items():
         first = first_name.setdefault(own[key].data_ptr(), key)
         if first != key and not torch.equal(incoming[first], value):
-            raise ModelError(f"{folder} does not fit the model: it has different values for {first} and {key}, "
-                             "which the model ties together")  # fmt: skip
+            raise ModelError(
+                f"{folder} does not fit the model: it has different values for {first} and {key}, "
+                "which the model ties together"
+            )
 
 
 def save_model(model: Any, tokenizer: Any, folder: Path) -> None:

@@ -68,8 +68,10 @@ def _refuse_unless_causal(model: Any, calls: ModelCalls) -> None:
         )
         calls.release()
     except FAULTS as error:
-        raise ModelError(f"{type(model).__name__} does not give logits for ids alone ({describe(error)}); use a causal "
-                         "language model of another class") from error  # fmt: skip
+        raise ModelError(
+            f"{type(model).__name__} does not give logits for ids alone ({describe(error)}); use a causal "
+            "language model of another class"
+        ) from error
     if not (longer - alone).norm() <= LEAK * alone.norm():
         raise_not_causal(model)
 
@@ -91,8 +93,10 @@ def _another_model(model: Any) -> str | None:
     difference = float((found - pair.own_logprobs(ids)).abs().max())
     if difference <= TOLERANCE:
         return None
-    return (f"a mask of its own{mask_settings(model.config)}: under a plan the logprobs of a small copy differ by "
-            f"{difference:.1g}")  # fmt: skip
+    return (
+        f"a mask of its own{mask_settings(model.config)}: under a plan the logprobs of a small copy differ by "
+        f"{difference:.1g}"
+    )
 
 
 class _TwoRows(WholeSequencePlan):
@@ -102,8 +106,9 @@ class _TwoRows(WholeSequencePlan):
         self, layer_index: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, call: AttentionCall
     ) -> Tensor:
         """The attention output, [1, T, H, D]."""
-        rows = zip(*(torch.split_with_sizes(x, [ROW, ROW], dim=2) for x in (query_BHTD, key_BKTD, value_BKTD)),
-                   strict=True)  # fmt: skip
+        rows = zip(
+            *(torch.split_with_sizes(x, [ROW, ROW], dim=2) for x in (query_BHTD, key_BKTD, value_BKTD)), strict=True
+        )
         attend = super().attend
         return torch.cat([attend(layer_index, query, key, value, call) for query, key, value in rows], dim=1)
 
@@ -116,8 +121,13 @@ def _leak(model: Any, calls: ModelCalls) -> str | None:
 
     def hidden(input_ids: Tensor, plan: WholeSequencePlan) -> Tensor:
         position_ids = row.repeat(len(input_ids) // ROW)
-        out = calls.run(model.base_model, input_ids=input_ids[None] % len(embedding),
-                        position_ids=position_ids[None], use_cache=False, attention_plan=plan)  # fmt: skip
+        out = calls.run(
+            model.base_model,
+            input_ids=input_ids[None] % len(embedding),
+            position_ids=position_ids[None],
+            use_cache=False,
+            attention_plan=plan,
+        )
         last: Tensor = out.last_hidden_state[0, -ROW:]
         return last.float()
 

@@ -33,9 +33,18 @@ SMALL = 1e-2
 rounding errors of 0."""
 
 _MASKS = (
-    "use_sliding_window", "sliding_window", "use_bidirectional_attention", "is_decoder", "keep_window_size",
-    "attention_chunk_size", "window_size", "alibi", "index_topk", "attention_dropout", "attn_logit_softcapping",
-)  # fmt: skip
+    "use_sliding_window",
+    "sliding_window",
+    "use_bidirectional_attention",
+    "is_decoder",
+    "keep_window_size",
+    "attention_chunk_size",
+    "window_size",
+    "alibi",
+    "index_topk",
+    "attention_dropout",
+    "attn_logit_softcapping",
+)
 """Configuration fields about attention masks, for messages."""
 
 Gradient = Mapping[str, Tensor]
@@ -145,11 +154,15 @@ def _refuse_unless_it_works(own: Any) -> None:
     except ModelError:
         raise
     except FAULTS as error:
-        raise NoTinyCopy(f"a small copy of {type(own).__name__} does not give logits for ids alone "
-                         f"({describe(error)}); use a causal language model of another class") from error  # fmt: skip
+        raise NoTinyCopy(
+            f"a small copy of {type(own).__name__} does not give logits for ids alone "
+            f"({describe(error)}); use a causal language model of another class"
+        ) from error
     if not finite:
-        raise NoTinyCopy(f"{type(own).__name__} gives no finite logits for a small copy with random weights, so it "
-                         "cannot be checked against its own attention; use a model of another class")  # fmt: skip
+        raise NoTinyCopy(
+            f"{type(own).__name__} gives no finite logits for a small copy with random weights, so it "
+            "cannot be checked against its own attention; use a model of another class"
+        )
 
 
 @torch.no_grad()

@@ -34,10 +34,13 @@ def check_round_trip(model: Any) -> None:
             save_model(trained, None, Path(folder))
             load_weights(updated, Path(folder))
     except ModelError as error:
-        raise ModelError(f"{architecture} cannot take new weights: what it saves does not load into it again: "
-                         f"{error}") from error  # fmt: skip
+        raise ModelError(
+            f"{architecture} cannot take new weights: what it saves does not load into it again: {error}"
+        ) from error
     after = updated.state_dict()
     changed = [name for name, value in trained.state_dict().items() if not torch.equal(value, after[name])]
     if changed:
-        raise ModelError(f"{architecture} cannot take new weights: {len(changed)} of its tensors come back from "
-                         f"a saved folder with other values, {changed[0]} first")  # fmt: skip
+        raise ModelError(
+            f"{architecture} cannot take new weights: {len(changed)} of its tensors come back from "
+            f"a saved folder with other values, {changed[0]} first"
+        )

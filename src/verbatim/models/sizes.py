@@ -50,8 +50,15 @@ def linear_layers_of(model: str | Path) -> tuple[str, ...]:
     except (OSError, ValueError) as error:
         raise UsageError(f"model {str(model)!r} has no config.json of a causal language model: {error}") from error
     head = made.get_output_embeddings()
-    return tuple(sorted({name.rpartition(".")[2] for name, module in made.named_modules()
-                         if isinstance(module, torch.nn.Linear | Conv1D) and module is not head}))  # fmt: skip
+    return tuple(
+        sorted(
+            {
+                name.rpartition(".")[2]
+                for name, module in made.named_modules()
+                if isinstance(module, torch.nn.Linear | Conv1D) and module is not head
+            }
+        )
+    )
 
 
 def _config(model: str | Path) -> Any:

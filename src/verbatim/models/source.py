@@ -79,15 +79,20 @@ def find_source(name: str | Path) -> str:
     folder = Path(name).expanduser()
     if folder.is_dir():
         if is_adapter(folder):
-            raise ModelError(f"model folder {name!r} holds an adapter ({ADAPTER_CONFIG}), not a whole model; train "
-                             f"with trainer.lora.merge_final = true, and use {str(folder / 'merged')!r}")  # fmt: skip
+            raise ModelError(
+                f"model folder {name!r} holds an adapter ({ADAPTER_CONFIG}), not a whole model; train "
+                f"with trainer.lora.merge_final = true, and use {str(folder / 'merged')!r}"
+            )
         if not (folder / "config.json").is_file():
-            raise ModelError(f"model folder {name!r} has no config.json; expected a folder that "
-                             "`model.save_pretrained` wrote")  # fmt: skip
+            raise ModelError(
+                f"model folder {name!r} has no config.json; expected a folder that `model.save_pretrained` wrote"
+            )
         return str(folder)
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or os.path.exists(name):
-        raise ModelError(f"there is no model folder {name!r}; set model.name to a folder in Hugging Face format, to a "
-                         "hub id such as \"Qwen/Qwen3-0.6B\", or use a [model.build] table")  # fmt: skip
+        raise ModelError(
+            f"there is no model folder {name!r}; set model.name to a folder in Hugging Face format, to a "
+            'hub id such as "Qwen/Qwen3-0.6B", or use a [model.build] table'
+        )
     if "/" not in name:
         logger.warning("there is no folder %r here; it is taken for a hub id", name)
     return _on_hub(name)
@@ -139,5 +144,7 @@ def _on_hub(name: str) -> str:
     if isinstance(cached, str):
         logger.warning("model %r is taken from the cache, as %s", name, reason)
         return str(Path(cached).parent)
-    raise ModelError(f"{taken}; it is not in the cache {constants.HF_HUB_CACHE}, and {reason}. Set model.name to a "
-                     "folder in Hugging Face format to do without the hub")  # fmt: skip
+    raise ModelError(
+        f"{taken}; it is not in the cache {constants.HF_HUB_CACHE}, and {reason}. Set model.name to a "
+        "folder in Hugging Face format to do without the hub"
+    )

@@ -32,44 +32,71 @@ _WIDTH, _HEADS, _HEAD, _INNER, _RANK, _EXPERTS = 64, 4, 16, 48, 16, 4
 SIZES: Mapping[str, int] = {
     name: size
     for size, names in (
-        (_WIDTH, "hidden_size d_model n_embd embedding_size input_embedding_size output_embedding_size "
-                 "word_embed_proj_dim emb_dim backbone_hidden_size out_hidden_size linear_attn_hidden_size "
-                 "projector_input_dim projector_output_dim embedding_dim mamba_d_ssm"),
-        (_INNER, "intermediate_size ffn_dim n_inner d_ff dff dim_ff d_inner mlp_dim feed_forward_size encoder_ffn_dim "
-                 "decoder_ffn_dim ffn_hidden_size expert_ffn_hidden_size moe_intermediate_size intermediate_size_mlp "
-                 "shared_expert_intermediate_size shared_intermediate_size shared_experts_intermediate_size "
-                 "dense_intermediate_size moe_shared_expert_intermediate_size router_hidden_size"),
-        (_HEADS, "num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads "
-                 "decoder_attention_heads num_decoder_attention_heads num_encoder_attention_heads "
-                 "swa_num_attention_heads linear_num_heads linear_num_value_heads"),
-        (_HEAD, "head_dim d_head dim_head d_kv kv_channels attention_head_dim index_head_dim swa_head_dim "
-                "global_head_dim linear_head_dim linear_key_head_dim linear_value_head_dim qk_head_dim mamba_d_head "
-                "mamba_headdim"),
+        (
+            _WIDTH,
+            "hidden_size d_model n_embd embedding_size input_embedding_size output_embedding_size "
+            "word_embed_proj_dim emb_dim backbone_hidden_size out_hidden_size linear_attn_hidden_size "
+            "projector_input_dim projector_output_dim embedding_dim mamba_d_ssm",
+        ),
+        (
+            _INNER,
+            "intermediate_size ffn_dim n_inner d_ff dff dim_ff d_inner mlp_dim feed_forward_size encoder_ffn_dim "
+            "decoder_ffn_dim ffn_hidden_size expert_ffn_hidden_size moe_intermediate_size intermediate_size_mlp "
+            "shared_expert_intermediate_size shared_intermediate_size shared_experts_intermediate_size "
+            "dense_intermediate_size moe_shared_expert_intermediate_size router_hidden_size",
+        ),
+        (
+            _HEADS,
+            "num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads "
+            "decoder_attention_heads num_decoder_attention_heads num_encoder_attention_heads "
+            "swa_num_attention_heads linear_num_heads linear_num_value_heads",
+        ),
+        (
+            _HEAD,
+            "head_dim d_head dim_head d_kv kv_channels attention_head_dim index_head_dim swa_head_dim "
+            "global_head_dim linear_head_dim linear_key_head_dim linear_value_head_dim qk_head_dim mamba_d_head "
+            "mamba_headdim",
+        ),
         (_HEAD // 2, "qk_nope_head_dim qk_rope_head_dim v_head_dim rotary_dim d_rel"),
         (16, "index_n_heads"),  # with few heads many keys score 0, and their selection is random
         (_RANK, "kv_lora_rank q_lora_rank o_lora_rank laurel_rank hidden_size_per_layer_input hc_lowrank"),
         (_EXPERTS, "num_experts num_local_experts n_routed_experts moe_num_experts zero_expert_num"),
         (8, "mamba_n_heads"),
-        (2, "num_experts_per_tok num_experts_per_token moe_k moe_top_k moe_topk top_k_experts n_group num_expert_group "
-            "n_groups linear_num_key_heads num_kv_shared_layers"),
-        (1, "topk_group n_shared_experts num_shared_experts moe_num_shared_experts encoder_layers num_encoder_layers "
-            "depth num_nextn_predict_layers num_global_layers first_k_dense_replace max_window_layers"),
+        (
+            2,
+            "num_experts_per_tok num_experts_per_token moe_k moe_top_k moe_topk top_k_experts n_group num_expert_group "
+            "n_groups linear_num_key_heads num_kv_shared_layers",
+        ),
+        (
+            1,
+            "topk_group n_shared_experts num_shared_experts moe_num_shared_experts encoder_layers num_encoder_layers "
+            "depth num_nextn_predict_layers num_global_layers first_k_dense_replace max_window_layers",
+        ),
         (VOCAB, "vocab_size decoder_vocab_size vocab_size_per_layer_input"),
-        (MAX_POSITIONS, "max_position_embeddings n_positions n_ctx max_seq_len model_max_length context_length "
-                        "max_target_positions max_source_positions"),
-        (WINDOW, "sliding_window window_size sliding_window_size attention_window_size keep_window_size "
-                 "attention_chunk_size local_attention index_topk local_attention_window_len mamba_chunk_size "
-                 "chunk_size rel_extent"),
+        (
+            MAX_POSITIONS,
+            "max_position_embeddings n_positions n_ctx max_seq_len model_max_length context_length "
+            "max_target_positions max_source_positions",
+        ),
+        (
+            WINDOW,
+            "sliding_window window_size sliding_window_size attention_window_size keep_window_size "
+            "attention_chunk_size local_attention index_topk local_attention_window_len mamba_chunk_size "
+            "chunk_size rel_extent",
+        ),
     )
     for name in names.split()
-}  # fmt: skip
+}
 """Upper limits of configuration fields, also for each value of a per-layer list."""
 
 _KEY_HEADS = {
-    "num_key_value_heads": "num_attention_heads", "num_kv_heads": "num_attention_heads",
-    "num_global_key_value_heads": "num_attention_heads", "num_query_groups": "num_attention_heads",
-    "swa_num_key_value_heads": "swa_num_attention_heads", "kv_n_heads": "n_heads",
-}  # fmt: skip
+    "num_key_value_heads": "num_attention_heads",
+    "num_kv_heads": "num_attention_heads",
+    "num_global_key_value_heads": "num_attention_heads",
+    "num_query_groups": "num_attention_heads",
+    "swa_num_key_value_heads": "swa_num_attention_heads",
+    "kv_n_heads": "n_heads",
+}
 """Fields of key/value heads, and the field of query heads whose ratio (equal, grouped, single) is kept."""
 
 _UNUSED = ("vision_config", "audio_config", "audio_encoder", "audio_encoder_config", "vq_config")

@@ -43,9 +43,14 @@ class Background(Generic[Handle]):
     """
 
     def __init__(
-        self, service: str, *, open: Callable[[], Handle], finish: Callable[[Handle], object],
-        how_to_recover: Callable[[], str], retry_seconds: float | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        service: str,
+        *,
+        open: Callable[[], Handle],
+        finish: Callable[[Handle], object],
+        how_to_recover: Callable[[], str],
+        retry_seconds: float | None = None,
+    ) -> None:
         self._service, self._open, self._finish, self._how_to_recover = service, open, finish, how_to_recover
         self._calls: queue.Queue[Callable[[Handle], object] | None] = queue.Queue(MAX_CALLS + 1)  # 1 for the end
         self._num_dropped = self._num_refused = 0
@@ -93,8 +98,10 @@ class Background(Generic[Handle]):
                     self.warn(f"the record could not be opened, and the run goes on without it: {reason(error)}")
                     return None
                 if not was_told:
-                    self.warn(f"the record could not be opened, and is tried again every {self._retry_seconds:.0f} s: "
-                              f"{reason(error)}")  # fmt: skip
+                    self.warn(
+                        f"the record could not be opened, and is tried again every {self._retry_seconds:.0f} s: "
+                        f"{reason(error)}"
+                    )
                 was_told = True
             self._is_closing.wait(self._retry_seconds)
 

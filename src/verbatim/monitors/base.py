@@ -122,8 +122,12 @@ def open_monitors(components: Mapping[str, OpenMonitor], run: RunInfo) -> list[M
                 raise UsageError(f"{type(monitor).__name__} {fault}")
             monitors.append(monitor)
         except Exception as error:  # noqa: BLE001  as below; without a traceback, which may quote a key
-            logger.error("monitor %s could not be started, and the run goes on without it: %s: %s", name,
-                         type(error).__name__, without_secrets(str(error)))  # fmt: skip
+            logger.error(
+                "monitor %s could not be started, and the run goes on without it: %s: %s",
+                name,
+                type(error).__name__,
+                without_secrets(str(error)),
+            )
     return monitors
 
 
@@ -168,6 +172,9 @@ class Monitors:
         except Exception as error:  # a full disk or a plotting library must not cost hours of training
             self.num_failures += 1
             told = is_machine_fault(error)
-            logger.error("monitor %s failed; the run goes on without what it would have shown%s",
-                         type(monitor).__name__, f": {describe(error)}" if told else "",
-                         exc_info=not told)  # fmt: skip
+            logger.error(
+                "monitor %s failed; the run goes on without what it would have shown%s",
+                type(monitor).__name__,
+                f": {describe(error)}" if told else "",
+                exc_info=not told,
+            )

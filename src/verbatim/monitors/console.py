@@ -49,9 +49,14 @@ class Console(Monitor):
     """
 
     def __init__(
-        self, max_steps: int, *, console: rich.console.Console | None = None, first_step: int = 0,
-        now: Callable[[], float] = time.monotonic, alarms: Iterable[Alarm] = (),
-    ) -> None:  # fmt: skip
+        self,
+        max_steps: int,
+        *,
+        console: rich.console.Console | None = None,
+        first_step: int = 0,
+        now: Callable[[], float] = time.monotonic,
+        alarms: Iterable[Alarm] = (),
+    ) -> None:
         self.console = console or PlainConsole()
         self.max_steps = max_steps
         self._now = now
@@ -100,8 +105,10 @@ class Console(Monitor):
         self._print_alarm(alarm, "after")
 
     def _print_alarm(self, alarm: Alarm, when: str) -> None:
-        line = Text(f"alarm  {alarm.name}  {when} step {alarm.step}  {alarm.text}",
-                    style="bold red" if alarm.state == "raised" else "green")  # fmt: skip
+        line = Text(
+            f"alarm  {alarm.name}  {when} step {alarm.step}  {alarm.text}",
+            style="bold red" if alarm.state == "raised" else "green",
+        )
         self.console.print(line, soft_wrap=not self.console.is_terminal)
 
     def close(self) -> None:
@@ -130,9 +137,7 @@ def known_columns(metrics: Metrics, shown: Sequence[tuple[str, str]] = ()) -> tu
     >>> known_columns({"reward/mean": 0.5, "success": float("nan")})
     (('reward', 'reward/mean'),)
     """
-    return tuple(
-        column for column in COLUMNS if column in shown or not math.isnan(metrics.get(column[1], math.nan))
-    )
+    return tuple(column for column in COLUMNS if column in shown or not math.isnan(metrics.get(column[1], math.nan)))
 
 
 def header(max_steps: int, columns: Sequence[tuple[str, str]], width: int | None = None) -> str:
@@ -171,8 +176,11 @@ def eval_line(step: int, env: str, metrics: Metrics, width: int | None = None) -
     'eval  game  after step 20  success 0.910 [0.850, 0.950]'
     """
     names = [*(name for name in _MAIN if name in metrics), *(name for name in metrics if name not in _MAIN)]
-    values = [f"{name} {format_number(metrics[name])}{_interval(name, metrics)}" for name in names
-              if not math.isnan(metrics[name]) and not name.endswith(("/low", "/high"))]  # fmt: skip
+    values = [
+        f"{name} {format_number(metrics[name])}{_interval(name, metrics)}"
+        for name in names
+        if not math.isnan(metrics[name]) and not name.endswith(("/low", "/high"))
+    ]
     return _fit([f"eval  {env}  after step {step}", *values], width)
 
 
@@ -200,16 +208,26 @@ def what_waits(metrics: Metrics) -> str:
     'idle: sampler 10%, trainer 60%  ·  waited 2.0 s for rollouts  ·  3 groups in flight'
     """
     seconds = metrics.get("time/step", 0.0)
-    idle = [f"{side} {min(1.0, metrics[f'time/{side}_idle'] / seconds):.0%}" for side in ("sampler", "trainer")
-            if seconds > 0 and not math.isnan(metrics.get(f"time/{side}_idle", math.nan))]  # fmt: skip
-    waits = [f"{metrics[f'time/{name}']:.1f} s {label}"
-             for name, label in (("wait_for_batch", "for rollouts"), ("wait_for_trainer", "for the trainer"))
-             if metrics.get(f"time/{name}", 0.0) >= 0.05]  # fmt: skip
+    idle = [
+        f"{side} {min(1.0, metrics[f'time/{side}_idle'] / seconds):.0%}"
+        for side in ("sampler", "trainer")
+        if seconds > 0 and not math.isnan(metrics.get(f"time/{side}_idle", math.nan))
+    ]
+    waits = [
+        f"{metrics[f'time/{name}']:.1f} s {label}"
+        for name, label in (("wait_for_batch", "for rollouts"), ("wait_for_trainer", "for the trainer"))
+        if metrics.get(f"time/{name}", 0.0) >= 0.05
+    ]
     batches = metrics.get("queue/batches_submitted")
-    queues = [f"{metrics[f'queue/{name}']:.0f} {label}"
-              for name, label in (("groups_in_flight", "groups in flight"), ("groups_ready", "ready"),
-                                  ("batches_submitted", f"{'batch' if batches == 1 else 'batches'} at the trainer"))
-              if metrics.get(f"queue/{name}")]  # fmt: skip
+    queues = [
+        f"{metrics[f'queue/{name}']:.0f} {label}"
+        for name, label in (
+            ("groups_in_flight", "groups in flight"),
+            ("groups_ready", "ready"),
+            ("batches_submitted", f"{'batch' if batches == 1 else 'batches'} at the trainer"),
+        )
+        if metrics.get(f"queue/{name}")
+    ]
     parts = {"idle: ": idle, "waited ": waits, "": queues}
     return "  ·  ".join(f"{label}{', '.join(found)}" for label, found in parts.items() if found)
 

@@ -72,8 +72,13 @@ def draw_curve(curve: Curve, path: Path, *, title: str = "", best_constant: Mapp
         if env in curve.evals:
             _draw_evals(axes, env, curve.evals[env], f"C{index}")
         if env in constants:
-            axes.axhline(constants[env], color=f"C{index}", linestyle="--", linewidth=1,
-                         label=f"{env}: best constant policy, {constants[env]:.2f}")  # fmt: skip
+            axes.axhline(
+                constants[env],
+                color=f"C{index}",
+                linestyle="--",
+                linewidth=1,
+                label=f"{env}: best constant policy, {constants[env]:.2f}",
+            )
     axes.margins(x=0.08, y=0.12)  # room for the words at the first and the last point
     axes.set(xlabel="step", ylabel="reward, success")
     axes.set_title(title, parse_math=False)  # a name may hold a $

@@ -33,9 +33,14 @@ class Stage:
     """
 
     def __init__(
-        self, what: str, total: int | None, *, done: int = 0, count: Callable[[], int] | None = None,
+        self,
+        what: str,
+        total: int | None,
+        *,
+        done: int = 0,
+        count: Callable[[], int] | None = None,
         now: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.what, self.total, self.done, self.note = what, total, done, ""
         self._count, self._now = count, now
         self.began = now()
@@ -88,9 +93,12 @@ class LiveView:
     """
 
     def __init__(
-        self, console: rich.console.Console, *, lines: Callable[[], Sequence[tuple[str, Text]]] = tuple,
+        self,
+        console: rich.console.Console,
+        *,
+        lines: Callable[[], Sequence[tuple[str, Text]]] = tuple,
         now: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.console, self._lines, self._now = console, lines, now
         self._stages: list[Stage] = []
         self._is_drawn = console.is_terminal and not console.is_dumb_terminal and not console.quiet
@@ -103,8 +111,12 @@ class LiveView:
         stage = Stage(what, total, done=done, count=count, now=self._now)
         self._stages.append(stage)
         if self._is_drawn and self._live is None:
-            self._live = Live(console=self.console, get_renderable=self.drawing, transient=True,
-                              refresh_per_second=_REFRESHES_PER_SECOND)  # fmt: skip
+            self._live = Live(
+                console=self.console,
+                get_renderable=self.drawing,
+                transient=True,
+                refresh_per_second=_REFRESHES_PER_SECOND,
+            )
             self._live.start(refresh=True)
         return stage
 
@@ -118,9 +130,7 @@ class LiveView:
             self.stop()
 
     @contextlib.contextmanager
-    def stage(
-        self, what: str, total: int | None = None, *, count: Callable[[], int] | None = None
-    ) -> Iterator[Stage]:
+    def stage(self, what: str, total: int | None = None, *, count: Callable[[], int] | None = None) -> Iterator[Stage]:
         """A bar while the block runs."""
         stage = self.open(what, total, count=count)
         try:

@@ -43,8 +43,10 @@ _MOST_TABLES = 80
 _TABLES = "mlflow.loggedArtifacts"
 _FOREIGN = re.compile(r"[^\w\-. :/]")
 _CLIENT = {
-    "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
-}  # fmt: skip
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+}
 """Settings of the client, where the environment has none: nothing is sent to its makers, and a server that does not
 answer is given up within the deadlines."""
 
@@ -78,11 +80,15 @@ class Mlflow:
         shown = without_secrets(self.uri)
         scheme = self.uri.partition(":")[0] if ":" in self.uri else "file"
         if scheme == "file" and os.environ.get("MLFLOW_ALLOW_FILE_STORE", "").lower() not in ("true", "1"):
-            raise UsageError(f"[monitor.mlflow] tracking_uri = {shown!r}: MLflow writes no folders any more, unless "
-                             "MLFLOW_ALLOW_FILE_STORE=true is set; give a database, sqlite:///mlflow.db, or a server")
+            raise UsageError(
+                f"[monitor.mlflow] tracking_uri = {shown!r}: MLflow writes no folders any more, unless "
+                "MLFLOW_ALLOW_FILE_STORE=true is set; give a database, sqlite:///mlflow.db, or a server"
+            )
         if not scheme.startswith(("http", "file", "databricks")) and not is_installed("sqlalchemy"):
-            raise UsageError(f"[monitor.mlflow] tracking_uri = {shown!r}: a database needs sqlalchemy, which is not "
-                             "installed; type: pip install 'verbatim-rl[mlflow]'")  # fmt: skip
+            raise UsageError(
+                f"[monitor.mlflow] tracking_uri = {shown!r}: a database needs sqlalchemy, which is not "
+                "installed; type: pip install 'verbatim-rl[mlflow]'"
+            )
 
     @property
     def uri(self) -> str:
@@ -135,10 +141,12 @@ class MlflowMonitor(Monitor):
         self._samples = SampleRule(count=settings.samples, interval=settings.sample_interval)
         self._status = STATUS["stopped"]
         self._work = Background[_Record](
-            "MLflow", open=self._open, finish=lambda record: record.client.set_terminated(record.run_id, self._status),
+            "MLflow",
+            open=self._open,
+            finish=lambda record: record.client.set_terminated(record.run_id, self._status),
             how_to_recover=lambda: f"what is missing there is in {run.folder}/metrics.jsonl",
             retry_seconds=RETRY_SECONDS,
-        )  # fmt: skip
+        )
 
     def on_step(self, step: int, metrics: Metrics, distributions: Distributions = NO_DISTRIBUTIONS) -> None:
         """Every metric, and quantiles of each distribution: MLflow has no histograms."""
@@ -146,9 +154,10 @@ class MlflowMonitor(Monitor):
 
         def log(record: _Record) -> None:
             spread = {
-                f"{name}/{quantile}": value for name, values in distributions.items()
+                f"{name}/{quantile}": value
+                for name, values in distributions.items()
                 for quantile, value in quantiles(values).items()
-            }  # fmt: skip
+            }
             record.log(step, at, {**metrics, **spread}, mark=next(iter(metrics)))
 
         self._work.put(log)

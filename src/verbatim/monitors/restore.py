@@ -46,9 +46,15 @@ class _Kept:
 
 
 def restore(
-    path: Path, *, step: int, mark: LogMark | None, is_record: Callable[[Any], bool],
-    checkpoints: Iterable[int] = (), every_step: bool = False, some_steps: bool = False,
-) -> Restored:  # fmt: skip
+    path: Path,
+    *,
+    step: int,
+    mark: LogMark | None,
+    is_record: Callable[[Any], bool],
+    checkpoints: Iterable[int] = (),
+    every_step: bool = False,
+    some_steps: bool = False,
+) -> Restored:
     """Cut a log back to a checkpoint: what stands after it is of steps that are done again.
 
     If the log is not what it was there, the lines that can be read are copied into a new file, and the one that was

@@ -49,8 +49,10 @@ class SampleRule:
 
     def __post_init__(self) -> None:
         if self.count < 0 or self.interval < 1:
-            raise UsageError(f"found samples = {self.count} and sample_interval = {self.interval}; expected at least 0 "
-                             "and at least 1")  # fmt: skip
+            raise UsageError(
+                f"found samples = {self.count} and sample_interval = {self.interval}; expected at least 0 "
+                "and at least 1"
+            )
 
     def rows(self, step: int, fates: Sequence[Fate]) -> list[SampleRow]:
         """The rows of this step; empty where it has no table."""
@@ -84,11 +86,18 @@ def sample_row(step: int, fate: Fate) -> SampleRow:
     trajectory = fate.trajectory
     stopped = "error" if trajectory.error is not None else str(getattr(trajectory.stop_reason, "value", "") or "")
     return SampleRow(
-        step=step, env=trajectory.env, example_id=str(trajectory.example_id), trajectory_id=trajectory.trajectory_id,
-        reward=trajectory.reward, advantage=trajectory.advantage, fate=fate.reason or _fate_of_turns(fate),
-        stop_reason=stopped, turns=len(trajectory.turns), sampled_tokens=trajectory.num_sampled_tokens,
+        step=step,
+        env=trajectory.env,
+        example_id=str(trajectory.example_id),
+        trajectory_id=trajectory.trajectory_id,
+        reward=trajectory.reward,
+        advantage=trajectory.advantage,
+        fate=fate.reason or _fate_of_turns(fate),
+        stop_reason=stopped,
+        turns=len(trajectory.turns),
+        sampled_tokens=trajectory.num_sampled_tokens,
         conversation=printable(without_secrets(conversation_text(trajectory.messages, LONGEST))),
-    )  # fmt: skip
+    )
 
 
 def _fate_of_turns(fate: Fate) -> str:

@@ -67,9 +67,11 @@ class TensorboardMonitor(Monitor):
         self._samples = SampleRule(count=settings.samples, interval=settings.sample_interval)
         self._described: set[str] = set()
         self._work = Background["EventFileWriter"](
-            "TensorBoard", open=self._open, finish=lambda writer: writer.close(),
+            "TensorBoard",
+            open=self._open,
+            finish=lambda writer: writer.close(),
             how_to_recover=lambda: f"what is missing in {self._folder} is in {run.folder}/metrics.jsonl",
-        )  # fmt: skip
+        )
 
     def on_step(self, step: int, metrics: Metrics, distributions: Distributions = NO_DISTRIBUTIONS) -> None:
         """Every metric, and a histogram of each distribution."""
@@ -115,8 +117,11 @@ class TensorboardMonitor(Monitor):
             status = STATUS_FAILURE if state == "failed" else STATUS_SUCCESS
             told = HParamsPluginData(session_end_info=SessionEndInfo(status=status, end_time_secs=at))
             end = Summary()
-            end.value.add(tag=metadata.SESSION_END_INFO_TAG, metadata=metadata.create_summary_metadata(told),
-                          tensor=metadata.NULL_TENSOR)  # fmt: skip
+            end.value.add(
+                tag=metadata.SESSION_END_INFO_TAG,
+                metadata=metadata.create_summary_metadata(told),
+                tensor=metadata.NULL_TENSOR,
+            )
             _add(writer, step, at, end)
 
         self._work.put(write)

@@ -39,9 +39,13 @@ ASCII = Marks(evals="OX#@", constant="-", axes=("+", "|", "+", "-"), line=".")
 
 
 def text_curve(
-    curve: Curve, *, best_constant: Mapping[str, float] | None = None, marks: Marks = UNICODE, width: int = 79,
+    curve: Curve,
+    *,
+    best_constant: Mapping[str, float] | None = None,
+    marks: Marks = UNICODE,
+    width: int = 79,
     height: int = 13,
-) -> str:  # fmt: skip
+) -> str:
     """Training rewards as a curve, evaluations as marks on it, and what a constant policy reaches as a dashed line.
 
     Where rewards leave the range of 0 to 1, success has a plot of its own below them. Values that are not finite are
@@ -58,8 +62,11 @@ def text_curve(
         Lines of at most `width` columns, and the legend.
     """
     rewards = [(step, value) for step, value in curve.rewards if math.isfinite(value)]
-    evals = {env: found for env, points in sorted(curve.evals.items())
-             if (found := [(step, value) for step, value in points if math.isfinite(value)])}  # fmt: skip
+    evals = {
+        env: found
+        for env, points in sorted(curve.evals.items())
+        if (found := [(step, value) for step, value in points if math.isfinite(value)])
+    }
     constants = {env: value for env, value in (best_constant or {}).items() if env in evals}
     steps = [step for points in (rewards, *evals.values()) for step, _ in points]
     if not steps:
@@ -82,9 +89,14 @@ class _Frame:
     steps: Point
 
     def drawn(
-        self, rewards: Sequence[Point], evals: Mapping[str, Sequence[Point]], constants: Mapping[str, float],
-        *, low: float = 0.0, high: float = 1.0,
-    ) -> str:  # fmt: skip
+        self,
+        rewards: Sequence[Point],
+        evals: Mapping[str, Sequence[Point]],
+        constants: Mapping[str, float],
+        *,
+        low: float = 0.0,
+        high: float = 1.0,
+    ) -> str:
         """The plot, its axes and its legend."""
         labels = [_label(high - (high - low) * row / (self.height - 1)) for row in range(self.height)]
         margin = max(map(len, labels)) + 1
@@ -146,20 +158,26 @@ class _Frame:
         return f"{left:<{start}}{middle}".ljust(columns - len(right)) + right
 
     def _legend(
-        self, rewards: Sequence[Point], evals: Mapping[str, Sequence[Point]], constants: Mapping[str, float],
+        self,
+        rewards: Sequence[Point],
+        evals: Mapping[str, Sequence[Point]],
+        constants: Mapping[str, float],
         margin: int,
-    ) -> list[str]:  # fmt: skip
+    ) -> list[str]:
         indent = " " * (margin + 2)
         found = []
         if rewards:
             line = self.marks.line * 2 if self.marks.line is not None else "⠤⠒"
-            found.append(f"{indent}{line} training reward of the steps: first {rewards[0][1]:.3g}, "
-                         f"last {rewards[-1][1]:.3g}")  # fmt: skip
+            found.append(
+                f"{indent}{line} training reward of the steps: first {rewards[0][1]:.3g}, last {rewards[-1][1]:.3g}"
+            )
         for mark, (env, points) in zip(self._eval_marks(evals), evals.items(), strict=True):
             last = f", {points[-1][1]:.3f} after step {points[-1][0]}" if len(points) > 1 else ""
             found.append(f"{indent}{mark}  {env}: success {points[0][1]:.3f} after step {points[0][0]}{last}")
-        found += [f"{indent}{self.marks.constant * 2} {env}: best constant policy, {value:.3f}"
-                  for env, value in constants.items()]  # fmt: skip
+        found += [
+            f"{indent}{self.marks.constant * 2} {env}: best constant policy, {value:.3f}"
+            for env, value in constants.items()
+        ]
         return found
 
 

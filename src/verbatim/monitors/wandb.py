@@ -94,9 +94,11 @@ class WandbMonitor(Monitor):
         self._samples = SampleRule(count=settings.samples, interval=settings.sample_interval)
         self._failed = False
         self._work = Background[Any](
-            "W&B", open=self._open, finish=lambda record: record.finish(exit_code=int(self._failed)),
+            "W&B",
+            open=self._open,
+            finish=lambda record: record.finish(exit_code=int(self._failed)),
             how_to_recover=self._how_to_upload,
-        )  # fmt: skip
+        )
 
     def on_step(self, step: int, metrics: Metrics, distributions: Distributions = NO_DISTRIBUTIONS) -> None:
         """Every metric, and a histogram of each distribution."""

@@ -94,8 +94,13 @@ def build(source: CSource) -> Build:
             reason = str(error)
         else:
             if reason:
-                logger.warning("%s was compiled with %s and the options %s, which is slower: %.500s",
-                               source.name, " ".join(compiler), options, reason)  # fmt: skip
+                logger.warning(
+                    "%s was compiled with %s and the options %s, which is slower: %.500s",
+                    source.name,
+                    " ".join(compiler),
+                    options,
+                    reason,
+                )
             return Build(functions=found, options=options, reason=reason)
     logger.warning("%s could not be compiled with %s: %.500s", source.name, " ".join(compiler), reason)
     return Build(reason=f"{' '.join(compiler)} could not compile it: {reason:.500}")
@@ -139,8 +144,14 @@ def _loaded(source: CSource, compiler: tuple[str, ...], flags: tuple[str, ...]) 
 def _name(source: CSource, compiler: tuple[str, ...], flags: tuple[str, ...]) -> str:
     """How the library of a C file is named: by all that it is made from."""
     texts = [part for name, text in source.files for part in (name.encode(), text)]
-    parts = [*texts, " ".join(compiler).encode(), *(flag.encode() for flag in flags), compiler_version(compiler),
-             _processor(), " ".join(platform.libc_ver()).encode()]  # fmt: skip
+    parts = [
+        *texts,
+        " ".join(compiler).encode(),
+        *(flag.encode() for flag in flags),
+        compiler_version(compiler),
+        _processor(),
+        " ".join(platform.libc_ver()).encode(),
+    ]
     return f"{Path(source.name).stem}-{_digest(b''.join(hashlib.sha256(part).digest() for part in parts))}"
 
 
@@ -154,8 +165,10 @@ def _compiled(source: CSource, compiler: tuple[str, ...], flags: tuple[str, ...]
         for file, text in source.files:  # what is compiled is what the digest is of
             (Path(name) / file).write_bytes(text)
         objects, shared = Path(name) / "x.o", Path(name) / "x.so"
-        for command in ([*compiler, *flags, "-c", str(Path(name) / source.name), "-o", str(objects)],
-                        [*compiler, "-shared", str(objects), "-o", str(shared), "-lm"]):  # fmt: skip
+        for command in (
+            [*compiler, *flags, "-c", str(Path(name) / source.name), "-o", str(objects)],
+            [*compiler, "-shared", str(objects), "-o", str(shared), "-lm"],
+        ):
             subprocess.run(command, check=True, capture_output=True, timeout=_PATIENCE)
         with shared.open("rb") as made:  # half of a library, after a power failure, would end processes by SIGBUS
             os.fsync(made.fileno())
@@ -195,8 +208,11 @@ def _processor() -> bytes:
     except OSError:
         return f"{platform.machine()} {platform.processor()} {platform.node()}".encode()
     named = dict(line.split(":", 1) for line in reversed(lines) if ":" in line)
-    return "".join(value for name, value in sorted(named.items())
-                   if name.strip() in ("model name", "flags", "Features", "CPU part")).encode()  # fmt: skip
+    return "".join(
+        value
+        for name, value in sorted(named.items())
+        if name.strip() in ("model name", "flags", "Features", "CPU part")
+    ).encode()
 
 
 __all__ = ["SWITCH", "Build", "CSource", "build", "compiler_version", "find_compiler", "library", "library_folder"]

@@ -98,7 +98,10 @@ def assemble_group(group: Group, rules: GroupRules, step: int) -> AssembledGroup
             fates.append(Fate.of_dropped(trajectory, reason, flags))
             continue
         built = build(
-            trajectory, strategy=rules.strategy, on_break=rules.on_break, max_length=rules.max_length,
+            trajectory,
+            strategy=rules.strategy,
+            on_break=rules.on_break,
+            max_length=rules.max_length,
             needs_logprobs=rules.needs_logprobs,
         )
         samples.extend(built.samples)

@@ -122,8 +122,7 @@ class EarlyStopping:
         by = f" by more than {self.min_delta:g}" if self.min_delta else ""
         steps = ", ".join(map(str, self.since))
         name = "evaluation after step" if len(self.since) == 1 else "evaluations after the steps"
-        return (f"{which} did not {verb}{by} {beyond} {self.best:.3f} (step {self.best_step}) in the {name} "
-                f"{steps}")  # fmt: skip
+        return f"{which} did not {verb}{by} {beyond} {self.best:.3f} (step {self.best_step}) in the {name} {steps}"
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -159,8 +158,13 @@ class EvalProgress:
         if value is None and criterion.metric not in self._warned:
             self._warned.add(criterion.metric)
             names = ", ".join(sorted({name for evaluation in evaluations.values() for name in evaluation.metrics}))
-            logger.warning("%s was not measured in the evaluation after step %d, which is not counted as the best, "
-                           "nor for early stopping; its metrics are %s", criterion.metric, step, names)  # fmt: skip
+            logger.warning(
+                "%s was not measured in the evaluation after step %d, which is not counted as the best, "
+                "nor for early stopping; its metrics are %s",
+                criterion.metric,
+                step,
+                names,
+            )
         return value
 
     @property

@@ -77,9 +77,12 @@ async def evaluate(setup: RolloutSetup, *, episodes: int, seed: int) -> Evaluati
     metrics["success"] = sum(verdicts.values()) / len(trajectories)
     metrics |= _intervals(trajectories, verdicts)
     return Evaluation(
-        env=setup.env, num_episodes=len(trajectories), num_failed=len(trajectories) - len(completed), metrics=metrics,
+        env=setup.env,
+        num_episodes=len(trajectories),
+        num_failed=len(trajectories) - len(completed),
+        metrics=metrics,
         trajectories=trajectories,
-    )  # fmt: skip
+    )
 
 
 def _intervals(trajectories: Sequence[Trajectory], verdicts: Mapping[str, bool]) -> dict[str, float]:
@@ -91,5 +94,9 @@ def _intervals(trajectories: Sequence[Trajectory], verdicts: Mapping[str, bool])
         if trajectory.error is None and trajectory.reward is not None and math.isfinite(trajectory.reward):
             rewards.setdefault(trajectory.example_id, []).append(trajectory.reward)
     success, reward = share_interval(successes), mean_interval(rewards)
-    return {"success/low": success.low, "success/high": success.high, "reward/low": reward.low,
-            "reward/high": reward.high}  # fmt: skip
+    return {
+        "success/low": success.low,
+        "success/high": success.high,
+        "reward/low": reward.low,
+        "reward/high": reward.high,
+    }

@@ -82,14 +82,24 @@ class Orchestrator:
         self._asked_to_end = asyncio.Event()
         self._turns = Turns(self.sampler, is_shared=self.schedule.shares_device)
         self._producer = Producer(
-            schedule=self.schedule, dispatcher=self.dispatcher, trainer=self.trainer, rules=self.rules,
-            logprob_models=self.logprob_models, tally=self.tally, turns=self._turns, stopping=self._stopping,
-        )  # fmt: skip
+            schedule=self.schedule,
+            dispatcher=self.dispatcher,
+            trainer=self.trainer,
+            rules=self.rules,
+            logprob_models=self.logprob_models,
+            tally=self.tally,
+            turns=self._turns,
+            stopping=self._stopping,
+        )
         self._weight_sync = WeightSync(self.sampler, self.probes, self.schedule.canary_tolerance)
         self._metrics = StepMetrics(
-            sampler=self.sampler, dispatcher=self.dispatcher, ledger=self.ledger, rules=self.rules,
-            environments=self.environments, observer=self.observer,
-        )  # fmt: skip
+            sampler=self.sampler,
+            dispatcher=self.dispatcher,
+            ledger=self.ledger,
+            rules=self.rules,
+            environments=self.environments,
+            observer=self.observer,
+        )
         self._saved = self._evaluated = -1
         self.step = 0
         """Steps done: batches trained and published; also the policy version in use."""
@@ -269,8 +279,9 @@ class Orchestrator:
         )
         self.has_learned |= any(
             bool(s.trained("advantages").any()) if self.schedule.learns_from_advantages else s.num_trained_tokens > 0
-            for group in submitted.batch for s in group.samples
-        )  # fmt: skip
+            for group in submitted.batch
+            for s in group.samples
+        )
         for group in submitted.batch:
             self.ledger.settle_group(group.group.index, trained=group.num_trained_tokens, dropped=group.dropped)
         self.ledger.masked_by_loss += int(report.metrics.get("masked_by_loss", 0))
@@ -323,8 +334,9 @@ class Orchestrator:
     def _evaluating(self, setup: RolloutSetup) -> AbstractContextManager[object]:
         """Tell the observer how many episodes are over."""
         total, before = self.schedule.eval_episodes, setup.tally.num_episodes
-        return self.observer.stage(f"evaluating {setup.env}", total,
-                                   count=lambda: min(total, setup.tally.num_episodes - before))  # fmt: skip
+        return self.observer.stage(
+            f"evaluating {setup.env}", total, count=lambda: min(total, setup.tally.num_episodes - before)
+        )
 
     def _mark_best(self) -> None:
         best = self.progress.state_dict()["best"]

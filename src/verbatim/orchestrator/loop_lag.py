@@ -30,9 +30,7 @@ class LoopLag:
         clock: Seconds, of any beginning; it is read by both threads.
     """
 
-    def __init__(
-        self, *, blocked_after: float = BLOCKED_AFTER, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, *, blocked_after: float = BLOCKED_AFTER, clock: Callable[[], float] = time.monotonic) -> None:
         self._blocked_after, self._clock = blocked_after, clock
         self._sum, self._count, self._longest = 0.0, 0, 0.0
         self._ticked = self._clock()
@@ -75,7 +73,10 @@ class LoopLag:
                 named = ticked
                 frame = sys._current_frames().get(self._loop_thread)
                 where = "".join(traceback.format_stack(frame)[-3:]) if frame is not None else "?"
-                logger.warning("the event loop has stood still for %.0f s: nothing else can go on. It is in\n%s"
-                               "code that takes long belongs into `await asyncio.to_thread(...)`, or its environment "
-                               "into processes of its own (isolated = true)",
-                               blocked, where)  # fmt: skip
+                logger.warning(
+                    "the event loop has stood still for %.0f s: nothing else can go on. It is in\n%s"
+                    "code that takes long belongs into `await asyncio.to_thread(...)`, or its environment "
+                    "into processes of its own (isolated = true)",
+                    blocked,
+                    where,
+                )

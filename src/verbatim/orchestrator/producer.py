@@ -130,15 +130,18 @@ class Producer:
             return
         if any(
             turn.reward and not trajectory.info.get(TURN_REWARDS_SUM)
-            for trajectory in group.completed for turn in trajectory.turns
-        ):  # fmt: skip
+            for trajectory in group.completed
+            for turn in trajectory.turns
+        ):
             self._warned_of_turn_rewards.add(group.env)
             logger.warning(
                 "environment %r rewards turns, and the advantage %s does not read turn rewards: beside what `score` "
                 'says they change nothing. Take [orchestrator.advantage] type = "chunk_returns"; or let `score` return '
                 "None, then the reward is their sum; or add them up in `score` and set turn_rewards_sum_to_reward = "
-                "True on the episode", group.env, function_name(rules.advantage),
-            )  # fmt: skip
+                "True on the episode",
+                group.env,
+                function_name(rules.advantage),
+            )
 
 
 async def cancel_all(unfinished: Sequence[asyncio.Future[Any]]) -> None:

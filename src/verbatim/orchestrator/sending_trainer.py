@@ -84,9 +84,11 @@ class SendingTrainer:
         if sent is None:
             return {"weights/broadcast": 0.0}
         return {
-            "weights/broadcast": float(sent.fault is None), "weights/broadcast_bytes": sent.num_bytes,
-            "time/weight_broadcast": sent.seconds, "time/weight_meeting": sent.seconds_meeting,
-        }  # fmt: skip
+            "weights/broadcast": float(sent.fault is None),
+            "weights/broadcast_bytes": sent.num_bytes,
+            "time/weight_broadcast": sent.seconds,
+            "time/weight_meeting": sent.seconds_meeting,
+        }
 
     async def save(self, folder: Path, version: int) -> None:
         """As `TrainerLink.save`."""

@@ -87,9 +87,12 @@ class StepMetrics:
         await asyncio.to_thread(self._tell, submitted, metrics, self.dispatcher.take_dropped(), report.tokens)
 
     def _tell(
-        self, submitted: Submitted, metrics: Mapping[str, float], dropped: Sequence[tuple[Flatness | None, Group]],
+        self,
+        submitted: Submitted,
+        metrics: Mapping[str, float],
+        dropped: Sequence[tuple[Flatness | None, Group]],
         tokens: TrainedTokens | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         batch, number = submitted.batch, submitted.number
         oldest = max(rules.max_off_policy_steps for rules in self.rules.values())
         successes = {
@@ -153,9 +156,10 @@ def _with_teacher(fates: Sequence[Fate], samples: Sequence[TrainingSample]) -> l
                 found.setdefault(sample.trajectory_id, {})[turn] = said
     return [
         replace(fate, teacher_logprobs=tuple(map(of_turn.get, range(len(fate.turns)))))
-        if (of_turn := found.get(fate.trajectory.trajectory_id)) is not None else fate
+        if (of_turn := found.get(fate.trajectory.trajectory_id)) is not None
+        else fate
         for fate in fates
-    ]  # fmt: skip
+    ]
 
 
 def _dropped_fates(kind: Flatness | None, group: Group) -> list[Fate]:

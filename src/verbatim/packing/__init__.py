@@ -13,8 +13,9 @@ WORTH_A_TREE = 0.95
 
 def pack_auto(samples: Sequence[TrainingSample], *, micro_batch_tokens: int, keep_whole: bool) -> list[MicroBatch]:
     """A tree where that saves tokens, what its cuts repeat included, and rows elsewhere."""
-    tree, rows = (pack(samples, micro_batch_tokens=micro_batch_tokens, keep_whole=keep_whole)
-                  for pack in (pack_tree, pack_rows))  # fmt: skip
+    tree, rows = (
+        pack(samples, micro_batch_tokens=micro_batch_tokens, keep_whole=keep_whole) for pack in (pack_tree, pack_rows)
+    )
     return tree if num_tokens(tree) <= WORTH_A_TREE * num_tokens(rows) else rows
 
 

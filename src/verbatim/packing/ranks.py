@@ -86,9 +86,14 @@ class _Terms:
 
 
 def deal_samples(
-    samples: Sequence[TrainingSample], packing: str, *, num_ranks: int, micro_batch_tokens: int, keep_whole: bool,
+    samples: Sequence[TrainingSample],
+    packing: str,
+    *,
+    num_ranks: int,
+    micro_batch_tokens: int,
+    keep_whole: bool,
     cost: CostModel,
-) -> DealtStep:  # fmt: skip
+) -> DealtStep:
     """Every trained token of the step on one rank, in one micro-batch; a function of the samples and their order alone.
 
     With one rank these are the packer's own micro-batches. With several, rows and trees are laid out for the ranks:
@@ -141,8 +146,10 @@ def _deal_auto(samples: Sequence[TrainingSample], terms: _Terms) -> DealtStep:
 
 
 _DEALERS: Mapping[str, Callable[[Sequence[TrainingSample], _Terms], DealtStep]] = {
-    "auto": _deal_auto, "rows": _deal_rows, "tree": _deal_trees,
-}  # fmt: skip
+    "auto": _deal_auto,
+    "rows": _deal_rows,
+    "tree": _deal_trees,
+}
 
 
 def _deal_packed(samples: Sequence[TrainingSample], packing: str, terms: _Terms) -> DealtStep:

@@ -71,10 +71,11 @@ def assumed_batch(config: RunConfig) -> PlannedBatch:
             trajectories.append(_trajectory(opening, rest, turns, f"{group}-{number}"))
     shape = f"{len(turns)} turns of {turns[0]:,}" if len(turns) > 1 else f"one turn of {sampled:,}"
     return _batch(
-        config, trajectories,
+        config,
+        trajectories,
         f"assumed: each of {len(trajectories):,} rollouts has orchestrator.seq_len = {length:,} tokens, a prompt of "
         f"{prompt:,} that its group shares and {shape} sampled; --from-run FOLDER takes those of a run",
-    )  # fmt: skip
+    )
 
 
 def batch_of_run(config: RunConfig, run: Path) -> PlannedBatch:
@@ -85,14 +86,19 @@ def batch_of_run(config: RunConfig, run: Path) -> PlannedBatch:
     """
     path = run / TRAJECTORIES if run.is_dir() else run
     if not path.exists() and not path.with_suffix(".jsonl").is_file():
-        raise UsageError(f"--from-run {run}: there is no folder {TRAJECTORIES}; expected the folder of a run with "
-                         "monitor.save_trajectories = true, for example runs/NAME/latest")  # fmt: skip
+        raise UsageError(
+            f"--from-run {run}: there is no folder {TRAJECTORIES}; expected the folder of a run with "
+            "monitor.save_trajectories = true, for example runs/NAME/latest"
+        )
     kept: deque[Trajectory] = deque(maxlen=config.orchestrator.batch_size)
     kept.extend(trajectory for _, trajectory in read_trajectories(run) if trajectory.error is None)
     if not any(trajectory.num_sampled_tokens for trajectory in kept):
         raise UsageError(f"--from-run {run}: {path} has no trajectory that could be trained")
-    few = f", which are fewer than the {config.orchestrator.batch_size:,} of a batch" if (
-        len(kept) < config.orchestrator.batch_size) else ""  # fmt: skip
+    few = (
+        f", which are fewer than the {config.orchestrator.batch_size:,} of a batch"
+        if (len(kept) < config.orchestrator.batch_size)
+        else ""
+    )
     found = _batch(config, kept, f"the last {len(kept):,} trajectories of {path}{few}")
     return replace(found, is_assumed=False)
 
@@ -122,9 +128,11 @@ def _batch(config: RunConfig, trajectories: Iterable[Trajectory], said: str) -> 
     for trajectory in trajectories:
         count += 1
         built = build(
-            trajectory, strategy=max(strategies, key=lambda name: name == "branching"), max_length=orchestrator.seq_len,
+            trajectory,
+            strategy=max(strategies, key=lambda name: name == "branching"),
+            max_length=orchestrator.seq_len,
             needs_logprobs=orchestrator.training_mode != "sft",
-        )  # fmt: skip
+        )
         samples.extend(built.samples)
         own = trajectory.num_sampled_tokens
         sampled += own
@@ -133,9 +141,16 @@ def _batch(config: RunConfig, trajectories: Iterable[Trajectory], said: str) -> 
             contexts += len(turn.completion_ids) * (len(turn.prompt_ids) + len(turn.completion_ids) / 2)
         prompt += max((len(turn.prompt_ids) + len(turn.completion_ids) for turn in trajectory.turns), default=own) - own
     if not samples:
-        raise UsageError(f"no token of these {count} trajectories can be trained: they have no logprobs, or are "
-                         f"longer than orchestrator.seq_len = {orchestrator.seq_len}")  # fmt: skip
+        raise UsageError(
+            f"no token of these {count} trajectories can be trained: they have no logprobs, or are "
+            f"longer than orchestrator.seq_len = {orchestrator.seq_len}"
+        )
     return PlannedBatch(
-        samples=samples, num_rollouts=count, sampled_tokens=sampled, prompt_tokens=max(0, prompt),
-        longest_sampled=longest, mean_context=contexts / max(1, sampled), said=said,
-    )  # fmt: skip
+        samples=samples,
+        num_rollouts=count,
+        sampled_tokens=sampled,
+        prompt_tokens=max(0, prompt),
+        longest_sampled=longest,
+        mean_context=contexts / max(1, sampled),
+        said=said,
+    )

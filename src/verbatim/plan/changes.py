@@ -59,8 +59,10 @@ def _possible(plan: Plan) -> Iterator[_Possible]:
     if not trainer.gradient_checkpointing:
         yield _Possible("--trainer.gradient-checkpointing true", _set(gradient_checkpointing=True))
     if not trainer.activation_offload and case.device.is_cuda:
-        yield _Possible("--trainer.gradient-checkpointing true --trainer.activation-offload true",
-                        _set(gradient_checkpointing=True, activation_offload=True))  # fmt: skip
+        yield _Possible(
+            "--trainer.gradient-checkpointing true --trainer.activation-offload true",
+            _set(gradient_checkpointing=True, activation_offload=True),
+        )
     if trainer.dtype == "float32" and case.device.is_cuda:
         yield _Possible("--trainer.dtype bfloat16", _set(dtype="bfloat16"))
     fewer = max(case.batch.longest, plan.memory.most_tokens // 2)
@@ -70,17 +72,21 @@ def _possible(plan: Plan) -> Iterator[_Possible]:
         yield _Possible(f"--trainer.logprob-chunk {_SMALL_CHUNK}", _set(logprob_chunk=_SMALL_CHUNK))
     if case.device.is_cuda and may_be_several(case.config, case.placement):
         more = 2 * case.placement.processes
-        yield _Possible(f"--trainer.parallel.processes {more}", lambda c: replace(
-            c, placement=replace(c.placement, processes=more)))  # fmt: skip
+        yield _Possible(
+            f"--trainer.parallel.processes {more}", lambda c: replace(c, placement=replace(c.placement, processes=more))
+        )
     if case.device.is_cuda and case.placement.processes > trainer.parallel.sequence == 1 and not plan.holds_longest:
         share = case.placement.processes
-        yield _Possible(f"--trainer.parallel.sequence {share}",
-                        _set(parallel=trainer.parallel.model_copy(update={"sequence": share})))  # fmt: skip
+        yield _Possible(
+            f"--trainer.parallel.sequence {share}",
+            _set(parallel=trainer.parallel.model_copy(update={"sequence": share})),
+        )
     if trainer.lora is None:
         yield _Possible("--trainer.lora.r 32", _set(lora=LoraConfig()), keeps_what_is_trained=False)
     if case.batch.is_assumed:
-        yield _Possible(f"--orchestrator.seq-len {case.config.orchestrator.seq_len // 2}", _shorter,
-                        keeps_what_is_trained=False)  # fmt: skip
+        yield _Possible(
+            f"--orchestrator.seq-len {case.config.orchestrator.seq_len // 2}", _shorter, keeps_what_is_trained=False
+        )
 
 
 def _tried(typed: str, case: Case) -> Change:

@@ -33,9 +33,12 @@ class Device:
 def _gpu(name: str, gib: float, bfloat16: float, float32: float, bandwidth: float, link: float) -> Device:
     """Teraflops, terabytes per second of memory, gigabytes per second of a link."""
     return Device(
-        name=name, memory=int(gib * GIB), flops={"bfloat16": bfloat16 * 1e12, "float32": float32 * 1e12},
-        bandwidth=bandwidth * 1e12, link=link * 1e9,
-    )  # fmt: skip
+        name=name,
+        memory=int(gib * GIB),
+        flops={"bfloat16": bfloat16 * 1e12, "float32": float32 * 1e12},
+        bandwidth=bandwidth * 1e12,
+        link=link * 1e9,
+    )
 
 
 GPUS: Mapping[str, Device] = {
@@ -67,8 +70,10 @@ def find_device(name: str) -> Device:
         return this_cpu()
     if name.lower() in GPUS:
         return GPUS[name.lower()]
-    raise UsageError(f"--gpu {name}: this device is not known; expected one of {', '.join(NAMES)}. The nearest one "
-                     "with no more memory gives a plan that is on the safe side")  # fmt: skip
+    raise UsageError(
+        f"--gpu {name}: this device is not known; expected one of {', '.join(NAMES)}. The nearest one "
+        "with no more memory gives a plan that is on the safe side"
+    )
 
 
 def device_here(is_cuda: bool) -> Device:
@@ -83,11 +88,16 @@ def device_here(is_cuda: bool) -> Device:
 
     found = torch.cuda.get_device_properties(0)
     total = found.total_memory / GIB
-    fitting = [gpu for gpu in GPUS.values()
-               if gpu.name.partition("-")[0] in found.name.lower() and abs(gpu.memory / GIB - total) < 4]  # fmt: skip
+    fitting = [
+        gpu
+        for gpu in GPUS.values()
+        if gpu.name.partition("-")[0] in found.name.lower() and abs(gpu.memory / GIB - total) < 4
+    ]
     if not fitting:
-        raise UsageError(f"this machine has a {found.name}, which is not in the table; name one that is like it: --gpu "
-                         f"{', '.join(GPUS)}")  # fmt: skip
+        raise UsageError(
+            f"this machine has a {found.name}, which is not in the table; name one that is like it: --gpu "
+            f"{', '.join(GPUS)}"
+        )
     return fitting[0]
 
 
@@ -104,9 +114,13 @@ def this_cpu() -> Device:
     rate = 2 * 1024**3 / product
     flops = {"float32": rate, "bfloat16": rate * _gain()}
     return Device(
-        name=CPU, memory=_host_memory(), flops=flops, bandwidth=2 * block.nbytes / copy,
-        link=block.nbytes / copy, is_cuda=False,
-    )  # fmt: skip
+        name=CPU,
+        memory=_host_memory(),
+        flops=flops,
+        bandwidth=2 * block.nbytes / copy,
+        link=block.nbytes / copy,
+        is_cuda=False,
+    )
 
 
 def _gain() -> float:

@@ -146,8 +146,10 @@ def _model(source: str) -> Any:
         model = empty_model(source, torch.float32).eval()
     other = plan_attention(tiny_copy(model))
     if other is not None:
-        raise ModelError(f"{type(model).__name__} mixes tokens by {other}: each row is a pass of its own, whose memory "
-                         "verbatim plan cannot measure")  # fmt: skip
+        raise ModelError(
+            f"{type(model).__name__} mixes tokens by {other}: each row is a pass of its own, whose memory "
+            "verbatim plan cannot measure"
+        )
     tiny_pair(model, planned=True)  # kept for later checks: no small copy can be made of fake tensors
     model.set_attn_implementation(ATTENTION)
     return model
@@ -296,12 +298,15 @@ class _Step:
         parts[BATCH] += unseen
         trees = sum(m.num_tokens for mine in dealt for m in mine if not m.is_rows)
         return StepMemory(
-            peak=self._memory.peak + unseen, parts=parts, between_steps=self._memory.total,
+            peak=self._memory.peak + unseen,
+            parts=parts,
+            between_steps=self._memory.total,
             num_parameters=self._num_parameters,
             num_trained=sum(p.numel() for p in self._model.parameters() if p.requires_grad),
             packing="tree" if 2 * trees > sum(m.num_tokens for mine in dealt for m in mine) else "rows",
-            dealt=dealt, config=self._lm.config,
-        )  # fmt: skip
+            dealt=dealt,
+            config=self._lm.config,
+        )
 
     def _deal(self) -> list[list[MicroBatch]]:
         """The micro-batches of the largest optimizer step, by process."""
@@ -317,9 +322,14 @@ class _Step:
 
     def _take_step(self, micro_batches: Sequence[MicroBatch]) -> None:
         gradients = GradientPass(
-            lm=self._targets, loss=self._case.loss, denominator=1, metrics=MetricSums(), frozen=self._frozen,
-            ranks=self._ranks, router_loss=self._router_loss,
-        )  # fmt: skip
+            lm=self._targets,
+            loss=self._case.loss,
+            denominator=1,
+            metrics=MetricSums(),
+            frozen=self._frozen,
+            ranks=self._ranks,
+            router_loss=self._router_loss,
+        )
         gradients.run(micro_batches)
         del gradients
         if self._sharding is not None:

@@ -61,28 +61,38 @@ def place(config: RunConfig, *, is_cuda: bool, gpus: int | None) -> Placement:
     if isinstance(settings, VllmSettings):
         where = _where_is_vllm(settings)
         replicas = Replicas(
-            count=len(settings.urls) or settings.replicas, devices_each=settings.tensor_parallel_size,
-            dtype=settings.dtype, most_sequences=_VLLM_SEQUENCES,
+            count=len(settings.urls) or settings.replicas,
+            devices_each=settings.tensor_parallel_size,
+            dtype=settings.dtype,
+            most_sequences=_VLLM_SEQUENCES,
             memory_share=settings.gpu_memory_utilization or VLLM_MEMORY_SHARE,
-        )  # fmt: skip
+        )
     elif isinstance(settings, TorchSettings):
         same = not is_cuda or _numbered(settings.device) == _numbered(config.trainer.device)
         where = "elsewhere" if settings.urls else "beside the trainer" if same else "own devices"
-        replicas = Replicas(count=len(settings.urls) or 1, devices_each=1, dtype=settings.precision,
-                            most_sequences=settings.max_batch_size, memory_share=1.0,
-                            packs=not is_cuda and settings.kernel != "torch")  # fmt: skip
+        replicas = Replicas(
+            count=len(settings.urls) or 1,
+            devices_each=1,
+            dtype=settings.precision,
+            most_sequences=settings.max_batch_size,
+            memory_share=1.0,
+            packs=not is_cuda and settings.kernel != "torch",
+        )
     else:
-        replicas = Replicas(count=1, devices_each=1, dtype=settings.precision, most_sequences=_VLLM_SEQUENCES,
-                            memory_share=1.0)  # fmt: skip
+        replicas = Replicas(
+            count=1, devices_each=1, dtype=settings.precision, most_sequences=_VLLM_SEQUENCES, memory_share=1.0
+        )
     if not is_cuda and where == "own devices":
         where = "beside the trainer"
     found = Placement(processes=processes, replicas=replicas, where=where)
     if gpus is None:
         return found
     if found.devices > gpus:
-        raise UsageError(f"--gpus {gpus}, but the file asks for {found.devices}: {processes} for the trainer "
-                         f"(trainer.parallel.processes) and {found.sampler_devices} for the sampler; lower them, or "
-                         "plan for more")  # fmt: skip
+        raise UsageError(
+            f"--gpus {gpus}, but the file asks for {found.devices}: {processes} for the trainer "
+            f"(trainer.parallel.processes) and {found.sampler_devices} for the sampler; lower them, or "
+            "plan for more"
+        )
     if processes == 1 and may_be_several(config, found):
         return Placement(processes=gpus - found.sampler_devices, replicas=replicas, where=where)
     return found

@@ -122,25 +122,42 @@ def predict(case: Case) -> Plan:
     config, placement, device = case.config, case.placement, case.device
     cost = model_cost(memory.config)
     sampler = sampler_speed(
-        case.batch, placement.replicas, cost, memory.config, device, num_parameters=memory.num_parameters,
-        in_flight=min(config.orchestrator.max_concurrent,
-                      round(config.orchestrator.oversampling_factor * config.orchestrator.batch_size)),
-        utilisation=case.assumed.utilisation, bandwidth_utilisation=case.assumed.bandwidth_utilisation,
-    )  # fmt: skip
+        case.batch,
+        placement.replicas,
+        cost,
+        memory.config,
+        device,
+        num_parameters=memory.num_parameters,
+        in_flight=min(
+            config.orchestrator.max_concurrent,
+            round(config.orchestrator.oversampling_factor * config.orchestrator.batch_size),
+        ),
+        utilisation=case.assumed.utilisation,
+        bandwidth_utilisation=case.assumed.bandwidth_utilisation,
+    )
     needed = memory.peak
     if not device.is_cuda:
         needed *= placement.processes
     if placement.where == "beside the trainer":
         needed += sampler.memory
     return Plan(
-        case=case, memory=memory, sampler=sampler, needed=needed,
-        usable=int(device.memory * case.assumed.memory_share), update_bytes=_MASTER * memory.num_trained,
+        case=case,
+        memory=memory,
+        sampler=sampler,
+        needed=needed,
+        usable=int(device.memory * case.assumed.memory_share),
+        update_bytes=_MASTER * memory.num_trained,
         trainer=trainer_speed(
-            memory.dealt, cost, config.trainer, device, num_parameters=memory.num_parameters,
-            num_trained=memory.num_trained, utilisation=case.assumed.utilisation,
+            memory.dealt,
+            cost,
+            config.trainer,
+            device,
+            num_parameters=memory.num_parameters,
+            num_trained=memory.num_trained,
+            utilisation=case.assumed.utilisation,
             num_forward_models=len(frozen_models(config)),
         ),
-    )  # fmt: skip
+    )
 
 
 def step_case(case: Case) -> StepCase:
@@ -152,10 +169,15 @@ def step_case(case: Case) -> StepCase:
         reference = case.source if frozen[0] is None else find_source(frozen[0])
     trainer: TrainerConfig = config.trainer
     return StepCase(
-        source=case.source, trainer=trainer, loss=make_loss(config), samples=case.batch.samples,
-        processes=case.placement.processes, on_cuda=case.device.is_cuda, seq_len=config.orchestrator.seq_len,
+        source=case.source,
+        trainer=trainer,
+        loss=make_loss(config),
+        samples=case.batch.samples,
+        processes=case.placement.processes,
+        on_cuda=case.device.is_cuda,
+        seq_len=config.orchestrator.seq_len,
         reference=reference,
-    )  # fmt: skip
+    )
 
 
 @contextlib.contextmanager

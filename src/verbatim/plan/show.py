@@ -57,12 +57,16 @@ def problem(plan: Plan) -> str:
             return f"{said}; what is held between steps is too much already"
         said += f"; micro-batches of about {most:,} tokens would fit"
         if longest > most:
-            said += (f", and the longest trajectory has {longest:,}: lower orchestrator.seq_len, or have several "
-                     "processes share it (trainer.parallel.sequence)")  # fmt: skip
+            said += (
+                f", and the longest trajectory has {longest:,}: lower orchestrator.seq_len, or have several "
+                "processes share it (trainer.parallel.sequence)"
+            )
         return said
-    return (f"the sampler needs {_gib(plan.sampler.weights)} for weights on each of its devices, which leaves no room "
-            "for keys and values: raise inference.vllm.tensor_parallel_size, or set inference.vllm.dtype = "
-            '"bfloat16"')  # fmt: skip
+    return (
+        f"the sampler needs {_gib(plan.sampler.weights)} for weights on each of its devices, which leaves no room "
+        "for keys and values: raise inference.vllm.tensor_parallel_size, or set inference.vllm.dtype = "
+        '"bfloat16"'
+    )
 
 
 def _head(plan: Plan) -> RenderableType:
@@ -76,9 +80,12 @@ def _head(plan: Plan) -> RenderableType:
     table.add_row("sampler", f"{_sampler(plan)}")
     table.add_row("lengths", case.batch.said)
     assumed = case.assumed
-    table.add_row("assumed", f"{assumed.utilisation:.0%} of the peak rate of computing, "
-                             f"{assumed.bandwidth_utilisation:.0%} of the memory's bandwidth, "
-                             f"{assumed.memory_share:.0%} of the memory for tensors")  # fmt: skip
+    table.add_row(
+        "assumed",
+        f"{assumed.utilisation:.0%} of the peak rate of computing, "
+        f"{assumed.bandwidth_utilisation:.0%} of the memory's bandwidth, "
+        f"{assumed.memory_share:.0%} of the memory for tensors",
+    )
     return table
 
 
@@ -108,14 +115,17 @@ def _sampler(plan: Plan) -> str:
     placement = plan.case.placement
     replicas = placement.replicas
     each = f" of {replicas.devices_each} devices each" if replicas.devices_each > 1 else ""
-    return (f"{_count(replicas.count, 'replica', 'replicas')}{each}, {replicas.dtype}, {placement.where}; up to "
-            f"{_count(plan.sampler.in_flight, 'sequence', 'sequences')} in each")  # fmt: skip
+    return (
+        f"{_count(replicas.count, 'replica', 'replicas')}{each}, {replicas.dtype}, {placement.where}; up to "
+        f"{_count(plan.sampler.in_flight, 'sequence', 'sequences')} in each"
+    )
 
 
 def _memory(plan: Plan) -> RenderableType:
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1))
-    table.add_column("memory of the trainer's largest process" if plan.case.placement.processes > 1
-                     else "memory of the trainer")  # fmt: skip
+    table.add_column(
+        "memory of the trainer's largest process" if plan.case.placement.processes > 1 else "memory of the trainer"
+    )
     table.add_column("GiB", justify="right")
     for kind, said in _KINDS.items():
         if plan.memory.parts.get(kind):
@@ -123,12 +133,13 @@ def _memory(plan: Plan) -> RenderableType:
     table.add_row("at the highest point of a step", f"{plan.memory.peak / GIB:,.2f}", style="bold")
     table.add_row("between steps", f"{plan.memory.between_steps / GIB:,.2f}", style="dim")
     if not plan.case.device.is_cuda and plan.case.placement.processes > 1:
-        table.add_row(f"all {plan.case.placement.processes} processes on this machine",
-                      f"{plan.memory.peak * plan.case.placement.processes / GIB:,.2f}")  # fmt: skip
+        table.add_row(
+            f"all {plan.case.placement.processes} processes on this machine",
+            f"{plan.memory.peak * plan.case.placement.processes / GIB:,.2f}",
+        )
     if plan.case.placement.where == "beside the trainer":
         copies = ", their packed copy" if plan.sampler.packed else ""
-        table.add_row(f"the sampler beside it: weights{copies}, keys and values",
-                      f"{plan.sampler.memory / GIB:,.2f}")  # fmt: skip
+        table.add_row(f"the sampler beside it: weights{copies}, keys and values", f"{plan.sampler.memory / GIB:,.2f}")
     return table
 
 
@@ -142,11 +153,17 @@ def _speed(plan: Plan) -> RenderableType:
     if trainer.exchange_seconds:
         longer = "longer than" if trainer.exchange_seconds > trainer.compute_seconds else "beside"
         exchange = f"; {_seconds(trainer.exchange_seconds)} s of exchange {longer} computing"
-    table.add_row("sampler", _seconds(sampler.seconds),
-                  f"{plan.case.batch.sampled_tokens:,} tokens, {sampler.tokens_per_second:,.0f} per second, bound by "
-                  f"{sampler.bound_by}")  # fmt: skip
-    table.add_row("trainer", _seconds(trainer.seconds),
-                  f"{trainer.tokens:,} tokens, {trainer.tokens_per_second:,.0f} per second{exchange}")  # fmt: skip
+    table.add_row(
+        "sampler",
+        _seconds(sampler.seconds),
+        f"{plan.case.batch.sampled_tokens:,} tokens, {sampler.tokens_per_second:,.0f} per second, bound by "
+        f"{sampler.bound_by}",
+    )
+    table.add_row(
+        "trainer",
+        _seconds(trainer.seconds),
+        f"{trainer.tokens:,} tokens, {trainer.tokens_per_second:,.0f} per second{exchange}",
+    )
     table.add_row("weights published", "", f"{_gib(plan.update_bytes)} in each step")
     return table
 
@@ -157,8 +174,10 @@ def _waiting(plan: Plan) -> str:
         return f"One after the other: a step takes {_seconds(seconds['step'])} s.\n"
     side = "trainer" if seconds["trainer_waits"] > 0 else "sampler"
     ahead = _count(orchestrator.max_async_level, "batch", "batches")
-    return (f"At the same time: a step takes {_seconds(seconds['step'])} s, of which the {side} waits "
-            f"{_seconds(seconds[f'{side}_waits'])} s. Rollouts start with weights at most {ahead} old.\n")  # fmt: skip
+    return (
+        f"At the same time: a step takes {_seconds(seconds['step'])} s, of which the {side} waits "
+        f"{_seconds(seconds[f'{side}_waits'])} s. Rollouts start with weights at most {ahead} old.\n"
+    )
 
 
 def show_changes(changes: Sequence[Change], console: Console) -> None:

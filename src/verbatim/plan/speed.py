@@ -77,9 +77,16 @@ class SamplerSpeed:
 
 
 def trainer_speed(
-    dealt: Sequence[Sequence[MicroBatch]], cost: CostModel, config: TrainerConfig, device: Device, *,
-    num_parameters: int, num_trained: int, utilisation: float, num_forward_models: int = 0,
-) -> TrainerSpeed:  # fmt: skip
+    dealt: Sequence[Sequence[MicroBatch]],
+    cost: CostModel,
+    config: TrainerConfig,
+    device: Device,
+    *,
+    num_parameters: int,
+    num_trained: int,
+    utilisation: float,
+    num_forward_models: int = 0,
+) -> TrainerSpeed:
     """A step of `optimizer_steps_per_batch` times these micro-batches.
 
     Args:
@@ -109,9 +116,14 @@ def trainer_speed(
     tokens = steps * sum(m.num_tokens for mine in dealt for m in mine)
     seconds = max(compute, exchange) + optimizer
     return TrainerSpeed(
-        seconds=seconds, compute_seconds=compute, exchange_seconds=exchange, optimizer_seconds=optimizer,
-        operations=steps * sum(map(sum, costs)) * cost.unit * passes, tokens=tokens, tokens_per_second=tokens / seconds,
-    )  # fmt: skip
+        seconds=seconds,
+        compute_seconds=compute,
+        exchange_seconds=exchange,
+        optimizer_seconds=optimizer,
+        operations=steps * sum(map(sum, costs)) * cost.unit * passes,
+        tokens=tokens,
+        tokens_per_second=tokens / seconds,
+    )
 
 
 def cache_bytes_per_token(model_config: Any, width: int) -> float:
@@ -164,9 +176,17 @@ class Replicas:
 
 
 def sampler_speed(
-    batch: PlannedBatch, replicas: Replicas, cost: CostModel, model_config: Any, device: Device, *, num_parameters: int,
-    in_flight: int, utilisation: float, bandwidth_utilisation: float,
-) -> SamplerSpeed:  # fmt: skip
+    batch: PlannedBatch,
+    replicas: Replicas,
+    cost: CostModel,
+    model_config: Any,
+    device: Device,
+    *,
+    num_parameters: int,
+    in_flight: int,
+    utilisation: float,
+    bandwidth_utilisation: float,
+) -> SamplerSpeed:
     """The rollouts of a batch: a pass reads all weights once, and the cache of each sequence; or computes as long.
 
     Args:
@@ -195,14 +215,21 @@ def sampler_speed(
     passes = batch.sampled_tokens / (sequences * replicas.count)
     alone = batch.longest_sampled * (weights + of_one) / (device.bandwidth * bandwidth_utilisation)
     decode = max(passes * a_pass, alone)
-    bound_by: Any = "the longest rollout" if alone > passes * a_pass else (
-        "compute" if computed > read else "memory bandwidth")  # fmt: skip
+    bound_by: Any = (
+        "the longest rollout" if alone > passes * a_pass else ("compute" if computed > read else "memory bandwidth")
+    )
     prefill = batch.prompt_tokens * cost.unit / share / replicas.count / rate
     return SamplerSpeed(
-        seconds=decode + prefill, prefill_seconds=prefill, decode_seconds=decode,
-        tokens_per_second=batch.sampled_tokens / (decode + prefill), in_flight=sequences, bound_by=bound_by,
-        weights=int(weights), packed=packed, cache=int(sequences * of_one),
-    )  # fmt: skip
+        seconds=decode + prefill,
+        prefill_seconds=prefill,
+        decode_seconds=decode,
+        tokens_per_second=batch.sampled_tokens / (decode + prefill),
+        in_flight=sequences,
+        bound_by=bound_by,
+        weights=int(weights),
+        packed=packed,
+        cache=int(sequences * of_one),
+    )
 
 
 def step_seconds(trainer: float, sampler: float, *, level: int) -> Mapping[str, float]:

@@ -125,11 +125,16 @@ async def reinforce(model: Path, folder: Path, environment: GuessNumber, steps: 
             draws = [schedule.draw() for _ in range(groups_per_step)]
             runs = [
                 GroupRun(
-                    setup, draw.example, index=draw.index, size=GROUP_SIZE, run_seed=SEED,
-                    on_sampled=ledger.sampled_tokens, on_dropped=ledger.drop,
+                    setup,
+                    draw.example,
+                    index=draw.index,
+                    size=GROUP_SIZE,
+                    run_seed=SEED,
+                    on_sampled=ledger.sampled_tokens,
+                    on_dropped=ledger.drop,
                 )
                 for draw in draws
-            ]  # fmt: skip
+            ]
             groups = await asyncio.gather(*(run.run() for run in runs))
             samples = to_samples(groups, ledger, first_index=draws[0].index)
             metrics = await asyncio.to_thread(trainer.train_batch, samples)

@@ -37,4 +37,6 @@ async def main() -> None:
     async with asyncio.TaskGroup() as games:
         while line := await asyncio.to_thread(sys.stdin.readline):
             games.create_task(answer(json.loads(line)))
+
+
 asyncio.run(main())

@@ -81,8 +81,10 @@ class Routing:
         if num_layers == self.num_layers and used <= self.num_experts and self.experts_per_token in (None, each):
             return None
         expected = f"{self.experts_per_token} of {self.num_experts}" if self.experts_per_token else self.num_experts
-        return (f"recorded experts are those of {num_layers} layers, {each} for each token of at least {used}; the "
-                f"model has {self.num_layers} layers, {expected}")  # fmt: skip
+        return (
+            f"recorded experts are those of {num_layers} layers, {each} for each token of at least {used}; the "
+            f"model has {self.num_layers} layers, {expected}"
+        )
 
 
 def as_experts(values: Any, most: int) -> Experts:
@@ -97,8 +99,10 @@ def as_experts(values: Any, most: int) -> Experts:
     """
     found = np.asarray(values)
     if found.ndim != 3 or len(found) > most:
-        raise RecordError(f"routed_experts: expected [tokens, layers, experts of a token] of at most {most} tokens, "
-                          f"found the shape {list(found.shape)}")  # fmt: skip
+        raise RecordError(
+            f"routed_experts: expected [tokens, layers, experts of a token] of at most {most} tokens, "
+            f"found the shape {list(found.shape)}"
+        )
     if found.dtype not in (np.uint8, np.uint16):
         if found.dtype.kind not in "iu" or (found.size and not 0 <= found.min() <= found.max() <= 0xFFFF):
             raise RecordError(f"routed_experts: expected integers from 0 to {0xFFFF}, found {found.dtype}")
@@ -125,8 +129,10 @@ def experts_from_text(text: str) -> Experts:
     except (ValueError, EOFError, OSError) as error:
         raise ValueError(f"routed_experts: no array as base64 ({error})") from None
     if found.ndim != 3 or found.dtype not in (np.uint8, np.uint16):
-        raise ValueError(f"routed_experts: expected [tokens, layers, experts of a token] of uint8 or uint16, found "
-                         f"{list(found.shape)} of {found.dtype}")  # fmt: skip
+        raise ValueError(
+            f"routed_experts: expected [tokens, layers, experts of a token] of uint8 or uint16, found "
+            f"{list(found.shape)} of {found.dtype}"
+        )
     experts: Experts = found
     return experts
 

@@ -50,8 +50,9 @@ class StopReason(StrEnum):
         return self is not StopReason.STOP
 
 
-ParseStatus: TypeAlias = Literal["ok", "invalid_json", "unclosed_block", "missing_name", "malformed_structure",
-                                 "unknown_tool", "invalid_arguments"]  # fmt: skip
+ParseStatus: TypeAlias = Literal[
+    "ok", "invalid_json", "unclosed_block", "missing_name", "malformed_structure", "unknown_tool", "invalid_arguments"
+]
 PARSE_STATUSES: tuple[str, ...] = get_args(ParseStatus)
 
 

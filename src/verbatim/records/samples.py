@@ -59,40 +59,74 @@ class TrainingSample:
     two trajectories."""
 
     def __init__(
-        self, *, token_ids: Int32, loss_mask: Bool, logprobs: Float32, advantages: Float32, chunk_ids: Int32,
-        policy_versions: Int32, temperatures: Float32, teacher_logprobs: Float32 | None = None,
-        logprob_streams: Mapping[str, Float32] = NO_STREAMS, routed_experts: RoutedExperts | None = None,
-        trajectory_id: str = "", group_id: str = "",
-        env: str = "", part: int = -1,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        token_ids: Int32,
+        loss_mask: Bool,
+        logprobs: Float32,
+        advantages: Float32,
+        chunk_ids: Int32,
+        policy_versions: Int32,
+        temperatures: Float32,
+        teacher_logprobs: Float32 | None = None,
+        logprob_streams: Mapping[str, Float32] = NO_STREAMS,
+        routed_experts: RoutedExperts | None = None,
+        trajectory_id: str = "",
+        group_id: str = "",
+        env: str = "",
+        part: int = -1,
+    ) -> None:
         streams = dict(logprob_streams)
         if teacher_logprobs is not None:
             streams[TEACHER] = teacher_logprobs
-        arrays = dict(zip(_PER_TOKEN, (token_ids, loss_mask, logprobs, advantages, chunk_ids, policy_versions,
-                                       temperatures), strict=True))  # fmt: skip
+        arrays = dict(
+            zip(
+                _PER_TOKEN,
+                (token_ids, loss_mask, logprobs, advantages, chunk_ids, policy_versions, temperatures),
+                strict=True,
+            )
+        )
         for name, array in (*arrays.items(), *streams.items()):
             assert array.shape == token_ids.shape, f"{name}: {array.shape} != {token_ids.shape}"
         assert routed_experts is None or len(routed_experts) == len(token_ids), "experts of another sample"
         assert not (len(loss_mask) and loss_mask[0]), "the first token has no context to be trained in"
         fill(
-            self, **{name: read_only(array) for name, array in arrays.items()},
+            self,
+            **{name: read_only(array) for name, array in arrays.items()},
             logprob_streams={name: read_only(array) for name, array in streams.items()},
-            routed_experts=routed_experts, trajectory_id=trajectory_id, group_id=group_id, env=env, part=part,
-        )  # fmt: skip
+            routed_experts=routed_experts,
+            trajectory_id=trajectory_id,
+            group_id=group_id,
+            env=env,
+            part=part,
+        )
 
     @classmethod
     def of_spans(
-        cls, token_ids: Int32, spans: Sequence[Span], *, routed_experts: RoutedExperts | None = None,
-        trajectory_id: str = "", group_id: str = "", env: str = "", part: int = -1,
-    ) -> Self:  # fmt: skip
+        cls,
+        token_ids: Int32,
+        spans: Sequence[Span],
+        *,
+        routed_experts: RoutedExperts | None = None,
+        trajectory_id: str = "",
+        group_id: str = "",
+        env: str = "",
+        part: int = -1,
+    ) -> Self:
         """The sample of these spans of trained tokens, in ascending order. Its arrays are made when they are read."""
         sample = cls.__new__(cls)
         assert not spans or (spans[0].start > 0 and spans[-1].end <= len(token_ids))
         assert routed_experts is None or len(routed_experts) == len(token_ids), "experts of another sample"
         vars(sample).update(
-            token_ids=read_only(token_ids), _spans=tuple(spans), logprob_streams={},
-            routed_experts=routed_experts, trajectory_id=trajectory_id, group_id=group_id, env=env, part=part,
-        )  # fmt: skip
+            token_ids=read_only(token_ids),
+            _spans=tuple(spans),
+            logprob_streams={},
+            routed_experts=routed_experts,
+            trajectory_id=trajectory_id,
+            group_id=group_id,
+            env=env,
+            part=part,
+        )
         return sample
 
     if not TYPE_CHECKING:

@@ -12,9 +12,13 @@ from numpy.typing import NDArray
 from verbatim.records.fields import Float32
 
 OUTSIDE: dict[str, tuple[type, float]] = {
-    "loss_mask": (np.bool_, False), "logprobs": (np.float32, np.nan), "advantages": (np.float32, 0.0),
-    "chunk_ids": (np.int32, -1), "policy_versions": (np.int32, -1), "temperatures": (np.float32, 1.0),
-}  # fmt: skip
+    "loss_mask": (np.bool_, False),
+    "logprobs": (np.float32, np.nan),
+    "advantages": (np.float32, 0.0),
+    "chunk_ids": (np.int32, -1),
+    "policy_versions": (np.int32, -1),
+    "temperatures": (np.float32, 1.0),
+}
 """The arrays of a sample that follow from its spans: their types, and what they hold outside of all spans."""
 
 
@@ -39,10 +43,13 @@ class Span(NamedTuple):
 
 
 _INSIDE: dict[str, Callable[[Span], Any]] = {
-    "loss_mask": lambda span: True, "logprobs": attrgetter("logprobs"), "advantages": attrgetter("advantage"),
-    "chunk_ids": attrgetter("chunk"), "policy_versions": attrgetter("version"),
+    "loss_mask": lambda span: True,
+    "logprobs": attrgetter("logprobs"),
+    "advantages": attrgetter("advantage"),
+    "chunk_ids": attrgetter("chunk"),
+    "policy_versions": attrgetter("version"),
     "temperatures": attrgetter("temperature"),
-}  # fmt: skip
+}
 """What the arrays of `OUTSIDE` hold in a span; None = what they hold outside."""
 
 
@@ -93,8 +100,9 @@ def of_trained(spans: Sequence[Span], name: str) -> NDArray[Any]:
         if len(spans) == 1:
             return np.full(spans[0].end - spans[0].start, values[0], dtype)
         return np.repeat(np.array(values, dtype=dtype), _counts(spans))
-    pieces = [np.full(span.end - span.start, outside, dtype) if span.logprobs is None else span.logprobs
-              for span in spans]  # fmt: skip
+    pieces = [
+        np.full(span.end - span.start, outside, dtype) if span.logprobs is None else span.logprobs for span in spans
+    ]
     return np.concatenate(pieces or [np.empty(0, dtype=dtype)])
 
 

@@ -33,8 +33,10 @@ class TrainedTokens:
         """Those of several samples, one after the other."""
         empty = cls(logprobs=np.zeros(0, dtype=np.float32), gradients=np.zeros(0, dtype=np.float32))
         parts = [empty, *parts]
-        return cls(logprobs=np.concatenate([part.logprobs for part in parts]),
-                   gradients=np.concatenate([part.gradients for part in parts]))  # fmt: skip
+        return cls(
+            logprobs=np.concatenate([part.logprobs for part in parts]),
+            gradients=np.concatenate([part.gradients for part in parts]),
+        )
 
     def by_turn(self, samples: Sequence[TrainingSample]) -> Iterator[tuple[TrainingSample, int, Float32, Float32]]:
         """Sample, turn, logprobs and gradients of each turn that was trained. A turn's tokens are in one sample.

@@ -87,13 +87,26 @@ class Turn:
     """Reserved: turns are text only today."""
 
     def __init__(
-        self, *, completion_ids: Ids, prompt_ids: Ids | None = None, path: TokenPath | None = None,
-        logprobs: Float32 | Sequence[float] | None = None, policy_versions: Int32 | Sequence[int] | None = None,
-        routed_experts: Experts | None = None, stop_reason: StopReason = StopReason.STOP, temperature: float = 1.0,
-        reward: float | None = None, advantage: float | None = None, state_key: str | None = None,
-        agent: str = "main", parse_status: ParseStatus = "ok", tool_calls: Iterable[ToolCall] = (),
-        timing: TurnTiming | None = None, trained: bool = True, attachments: None = None,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        completion_ids: Ids,
+        prompt_ids: Ids | None = None,
+        path: TokenPath | None = None,
+        logprobs: Float32 | Sequence[float] | None = None,
+        policy_versions: Int32 | Sequence[int] | None = None,
+        routed_experts: Experts | None = None,
+        stop_reason: StopReason = StopReason.STOP,
+        temperature: float = 1.0,
+        reward: float | None = None,
+        advantage: float | None = None,
+        state_key: str | None = None,
+        agent: str = "main",
+        parse_status: ParseStatus = "ok",
+        tool_calls: Iterable[ToolCall] = (),
+        timing: TurnTiming | None = None,
+        trained: bool = True,
+        attachments: None = None,
+    ) -> None:
         if (prompt_ids is None) == (path is None):
             raise TypeError("a turn takes either prompt_ids or path")
         if path is None:
@@ -170,9 +183,24 @@ _SETTERS: dict[str, Callable[[Turn, Any], None]] = {
     field.name: getattr(Turn, field.name).__set__ for field in dataclasses.fields(Turn)
 }
 """Set a field of a turn that is being made: several times as fast as by the field's name."""
-(_set_path, _set_completion_ids, _set_logprobs, _set_policy_versions, _set_routed_experts, _set_stop_reason,
- _set_temperature, _set_reward, _set_advantage, _set_state_key, _set_agent, _set_parse_status, _set_tool_calls,
- _set_timing, _set_trained, _set_attachments) = _SETTERS.values()  # fmt: skip
+(
+    _set_path,
+    _set_completion_ids,
+    _set_logprobs,
+    _set_policy_versions,
+    _set_routed_experts,
+    _set_stop_reason,
+    _set_temperature,
+    _set_reward,
+    _set_advantage,
+    _set_state_key,
+    _set_agent,
+    _set_parse_status,
+    _set_tool_calls,
+    _set_timing,
+    _set_trained,
+    _set_attachments,
+) = _SETTERS.values()
 _values_of = operator.attrgetter(*_SETTERS)
 _BESIDE = frozenset({"reward", "advantage", "timing", "parse_status", "state_key", "agent", "trained"})
 """Fields that ids and logprobs do not depend on."""
@@ -182,8 +210,9 @@ def _as_logprobs(values: object, expected: int) -> Float32:
     try:
         given = np.asarray(values, _FLOAT32)
     except (TypeError, ValueError) as error:
-        raise RecordError(f"logprobs: every entry must be a number ({error}); pass None for a whole turn "
-                          "whose logprobs are missing") from None  # fmt: skip
+        raise RecordError(
+            f"logprobs: every entry must be a number ({error}); pass None for a whole turn whose logprobs are missing"
+        ) from None
     if given.ndim != 1 or len(given) != expected:
         raise RecordError(f"logprobs: {given.size} for {expected} completion ids")
     logprobs: Float32 = np.frombuffer(given.tobytes(), _FLOAT32)
@@ -219,8 +248,10 @@ def _as_versions(values: object, expected: int) -> Int32:
     if given.ndim != 1 or len(given) != expected:
         raise RecordError(f"policy_versions: {given.size} for {expected} completion ids")
     if (given is listed or given.dtype != _INT32) and expected and not _fits_int32(given):
-        raise RecordError(f"policy_versions: expected integers from -1 (unknown) to {LARGEST_ID}, found "
-                          f"{given.tolist()[:4]}; pass None for a whole turn whose versions are unknown")  # fmt: skip
+        raise RecordError(
+            f"policy_versions: expected integers from -1 (unknown) to {LARGEST_ID}, found "
+            f"{given.tolist()[:4]}; pass None for a whole turn whose versions are unknown"
+        )
     versions = given if given.dtype == _INT32 else given.astype(_INT32)
     raw = versions.tobytes()
     if expected and raw == raw[:4] * expected:

@@ -21,22 +21,49 @@ RENDERERS: Mapping[str, str] = {
     "template": "verbatim.renderers.template:TemplateRenderer",
     **dict.fromkeys(
         (
-            "qwen3", "prime-qwen3", "qwen3-vl", "qwen3.5", "qwen3.6", "qwen3.8", "deepseek-r1", "deepseek-v3",
-            "deepseek-v4", "gemma4", "glm-4.5", "glm-5", "glm-5.1", "glm-5.3", "hy3", "inkling", "kimi-k2",
-            "kimi-k2.5", "laguna-m.1", "laguna-s-2.1", "laguna-xs-2.1", "laguna-xs.2", "llama-3", "minimax-m2",
-            "nemotron-3", "nemotron-3-ultra", "nemotron-3.5",
+            "qwen3",
+            "prime-qwen3",
+            "qwen3-vl",
+            "qwen3.5",
+            "qwen3.6",
+            "qwen3.8",
+            "deepseek-r1",
+            "deepseek-v3",
+            "deepseek-v4",
+            "gemma4",
+            "glm-4.5",
+            "glm-5",
+            "glm-5.1",
+            "glm-5.3",
+            "hy3",
+            "inkling",
+            "kimi-k2",
+            "kimi-k2.5",
+            "laguna-m.1",
+            "laguna-s-2.1",
+            "laguna-xs-2.1",
+            "laguna-xs.2",
+            "llama-3",
+            "minimax-m2",
+            "nemotron-3",
+            "nemotron-3-ultra",
+            "nemotron-3.5",
         ),
         _PACKAGE,
     ),
     "gpt-oss": "verbatim.renderers.harmony:HarmonyRenderer",
-}  # fmt: skip
+}
 """Where each renderer lives: called with (tokenizer, name), `thinking_retention` and `history`; heavy libraries load
 with the one that is used."""
 
 ALIASES: Mapping[str, str] = {
-    "glm4.5": "glm-4.5", "glm5": "glm-5", "glm5.1": "glm-5.1", "glm5.3": "glm-5.3",
-    "DefaultRenderer": "template", "default": "template",
-}  # fmt: skip
+    "glm4.5": "glm-4.5",
+    "glm5": "glm-5",
+    "glm5.1": "glm-5.1",
+    "glm5.3": "glm-5.3",
+    "DefaultRenderer": "template",
+    "default": "template",
+}
 """Alternative spellings of renderer names."""
 
 AUTO_FAMILIES = tuple(name for name in RENDERERS if name != "template")
@@ -46,9 +73,13 @@ _log = logging.getLogger(__name__)
 
 
 def create_renderer(
-    name: str, tokenizer: Any, tools: Literal["hermes"] | None = None, *,
-    thinking_retention: ThinkingRetention = "tool_cycle", history: History = "verbatim",
-) -> Renderer:  # fmt: skip
+    name: str,
+    tokenizer: Any,
+    tools: Literal["hermes"] | None = None,
+    *,
+    thinking_retention: ThinkingRetention = "tool_cycle",
+    history: History = "verbatim",
+) -> Renderer:
     """The renderer of that name for a tokenizer.
 
     "auto" knows published models by the name that the tokenizer was loaded by. For any other it takes the first family
@@ -75,8 +106,10 @@ def create_renderer(
     if known != "auto" and known not in RENDERERS:
         near = get_close_matches(name, ["auto", *RENDERERS, *ALIASES], n=1)
         hint = f'did you mean "{near[0]}"? ' if near else ""
-        spelt = [f"{n} (or {', '.join(a for a in ALIASES if ALIASES[a] == n)})" if n in ALIASES.values() else n
-                 for n in RENDERERS]  # fmt: skip
+        spelt = [
+            f"{n} (or {', '.join(a for a in ALIASES if ALIASES[a] == n)})" if n in ALIASES.values() else n
+            for n in RENDERERS
+        ]
         raise UsageError(f"there is no renderer {name!r}; {hint}There are: auto, {', '.join(spelt)}")
     from verbatim.renderers.guard import GuardedTokenizer
     from verbatim.renderers.recognise import check_guarded, first_difference
@@ -95,8 +128,11 @@ def create_renderer(
     if differs is not None:
         _log.warning(
             'renderer "%s" and the chat template of this model give different ids (%s). Unless the model was trained '
-            'on the format of "%s", use renderer = "auto"', known, differs, known,
-        )  # fmt: skip
+            'on the format of "%s", use renderer = "auto"',
+            known,
+            differs,
+            known,
+        )
     return renderer
 
 
@@ -104,12 +140,15 @@ def _make_with_hermes(name: str, known: str, tokenizer: GuardedTokenizer, kept: 
     from verbatim.renderers.template import TemplateRenderer
 
     if known not in ("auto", "template"):
-        raise UsageError(f'renderer "{name}" has a tool format of its own; tools = "hermes" goes with "auto" or '
-                         '"template"')  # fmt: skip
+        raise UsageError(
+            f'renderer "{name}" has a tool format of its own; tools = "hermes" goes with "auto" or "template"'
+        )
     renderer = TemplateRenderer(tokenizer, tools="hermes", **kept)
     if TemplateRenderer(tokenizer).tool_support.complete:
-        _log.warning("this model's chat template has a tool format of its own, which the model was trained on; "
-                     'tools = "hermes" writes another one')  # fmt: skip
+        _log.warning(
+            "this model's chat template has a tool format of its own, which the model was trained on; "
+            'tools = "hermes" writes another one'
+        )
     return renderer
 
 
@@ -131,8 +170,11 @@ def _recognise(tokenizer: GuardedTokenizer, kept: Mapping[str, Any]) -> Renderer
         else:
             _log.warning(
                 '"%s" is a model of renderer "%s", which is used, though its chat template gives other ids (%s); for '
-                'those, use renderer = "template"', tokenizer.name_or_path, named, differs,
-            )  # fmt: skip
+                'those, use renderer = "template"',
+                tokenizer.name_or_path,
+                named,
+                differs,
+            )
         return renderer
     differing: dict[str, list[str]] = {}
     for name in AUTO_FAMILIES if tokenizer.chat_template else ():
@@ -154,6 +196,12 @@ def _recognise(tokenizer: GuardedTokenizer, kept: Mapping[str, Any]) -> Renderer
 
 
 __all__ = [
-    "ALIASES", "AUTO_FAMILIES", "RENDERERS", "BreakReason", "Conversation", "ParsedResponse", "Renderer",
+    "ALIASES",
+    "AUTO_FAMILIES",
+    "RENDERERS",
+    "BreakReason",
+    "Conversation",
+    "ParsedResponse",
+    "Renderer",
     "create_renderer",
-]  # fmt: skip
+]

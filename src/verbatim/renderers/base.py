@@ -33,9 +33,13 @@ class ParsedResponse:
         calls = [call for call in self.tool_calls if call.status == "ok"]
         if calls:
             message["tool_calls"] = [
-                {"id": c.id, "type": "function",
-                 "function": {"name": str(c.name), "arguments": dict(c.arguments or {})}} for c in calls
-            ]  # fmt: skip
+                {
+                    "id": c.id,
+                    "type": "function",
+                    "function": {"name": str(c.name), "arguments": dict(c.arguments or {})},
+                }
+                for c in calls
+            ]
         return message
 
 

@@ -215,8 +215,12 @@ class ContinuingRenderer(abc.ABC):
         """What the format writes behind a turn with these calls, after one question; nothing where it is not known."""
         prompt = np.asarray(self._written([ASK], True), dtype=np.int32)
         nothing = np.empty(0, dtype=np.int32)
-        said = Said(completion_ids=nothing, message={"role": "assistant", "content": ""}, calls=tuple(calls),
-                    parsed=ParsedResponse(content=""))  # fmt: skip
+        said = Said(
+            completion_ids=nothing,
+            message={"role": "assistant", "content": ""},
+            calls=tuple(calls),
+            parsed=ParsedResponse(content=""),
+        )
         conversation = Conversation(renderer=self, messages=(ASK,), tools=None, prompt_ids=prompt, said=said)  # type: ignore[arg-type]
         try:
             return self._behind(conversation, nothing, new) or []
@@ -226,8 +230,9 @@ class ContinuingRenderer(abc.ABC):
     @cached_property
     def _thought_ids(self) -> frozenset[int]:
         """The control tokens that open and close a thought."""
-        return frozenset(self._tokenizer.control_tokens[tag] for tag in _THOUGHT_TAGS
-                         if tag in self._tokenizer.control_tokens)  # fmt: skip
+        return frozenset(
+            self._tokenizer.control_tokens[tag] for tag in _THOUGHT_TAGS if tag in self._tokenizer.control_tokens
+        )
 
     def _controls_of(self, ids: Sequence[int]) -> list[int]:
         """The control tokens in ids, those of thoughts left out."""
@@ -236,8 +241,15 @@ class ContinuingRenderer(abc.ABC):
     def _note(self, ids: Int32, messages: Sequence[Message], tools: Schemas) -> None:
         """Remember a prompt for `bridge_to_next_turn`. The messages are copied: their owner may change them."""
         copied = tuple(dict(message) for message in messages)
-        self._remember(Conversation(renderer=self, messages=copied, tools=tools, prompt_ids=ids,  # type: ignore[arg-type]
-                                    thinks=self.holds_thoughts(messages)))  # fmt: skip
+        self._remember(
+            Conversation(
+                renderer=self,
+                messages=copied,
+                tools=tools,
+                prompt_ids=ids,  # type: ignore[arg-type]
+                thinks=self.holds_thoughts(messages),
+            )
+        )
 
     def _remember(self, conversation: Conversation) -> None:
         ids = conversation.prompt_ids

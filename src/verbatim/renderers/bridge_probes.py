@@ -105,9 +105,12 @@ class _Player:
 
     def _bridged(self, prompt: Int32, completion: Int32) -> Conversation | BreakReason:
         conversation = Conversation(
-            renderer=self._renderer, messages=tuple(self._messages), tools=self._tools, prompt_ids=prompt,
+            renderer=self._renderer,
+            messages=tuple(self._messages),
+            tools=self._tools,
+            prompt_ids=prompt,
             thinks=self._renderer.holds_thoughts(self._messages),
-        )  # fmt: skip
+        )
         parsed = self._renderer.parse_response(completion, prompt, self._tools)
         ids = [str(call.get("id")) for call in self._reply.get("tool_calls", [])]
         calls = [dataclasses.replace(call, id=name) for call, name in zip(parsed.tool_calls, ids, strict=False)]
@@ -135,12 +138,15 @@ class _Player:
         kept, now = _text(before) + sampled, _text(after)
         at, there = _parting(kept, now, exact=len(kept) - len(sampled))
         if at == len(kept):
-            return self._made("refused", reason="the answers cannot be matched to the turn's calls, or no token ends "
-                                                "the turn")  # fmt: skip
+            return self._made(
+                "refused", reason="the answers cannot be matched to the turn's calls, or no token ends the turn"
+            )
         return self._made(
-            "refused", turn=sum(_words(turn) in kept[:at] for turn in range(self._turn)), line=_line(after, there),
+            "refused",
+            turn=sum(_words(turn) in kept[:at] for turn in range(self._turn)),
+            line=_line(after, there),
             reason=f"{_quoted(kept, at)} becomes {_quoted(now, there)}",
-        )  # fmt: skip
+        )
 
     def _made(self, outcome: Outcome, **found: Any) -> BridgeProbe:
         return BridgeProbe(appended=self._appended, situation=self._situation, outcome=outcome, **found)
@@ -185,10 +191,13 @@ def _quoted(text: str, at: int) -> str:
 def _turn(number: int, *, num_calls: int = 0, thinks: bool = False) -> Message:
     """A turn that ends with its `_words`, in its text or in its calls."""
     calls = [
-        {"id": f"zqcall00{call}", "type": "function",
-         "function": {"name": f"zqtool{call}", "arguments": {"place": _words(number)}}}
+        {
+            "id": f"zqcall00{call}",
+            "type": "function",
+            "function": {"name": f"zqtool{call}", "arguments": {"place": _words(number)}},
+        }
         for call in range(num_calls)
-    ]  # fmt: skip
+    ]
     turn: Message = {"role": "assistant", "content": "" if calls else _words(number)}
     if calls:
         turn["tool_calls"] = calls  # type: ignore[typeddict-item]
@@ -210,10 +219,16 @@ def _said(role: str, number: int = 0) -> Message:
 
 _ASK = _said("user")
 _TOOLS = [
-    {"type": "function", "function": {"name": f"zqtool{number}", "description": "zq", "parameters": {
-        "type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}}}
+    {
+        "type": "function",
+        "function": {
+            "name": f"zqtool{number}",
+            "description": "zq",
+            "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
+        },
+    }
     for number in range(2)
-]  # fmt: skip
+]
 
 APPENDED: Mapping[str, tuple[int, _Messages]] = {
     "a tool's answer": (1, [_said("tool")]),

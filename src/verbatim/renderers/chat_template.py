@@ -99,25 +99,34 @@ class ChatTemplate:
         return found
 
     def _write(
-        self, messages: Sequence[Mapping[str, Any]], tools: Any, add_generation_prompt: bool,
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Any,
+        add_generation_prompt: bool,
         passed: Callable[[Iterator[str]], Iterator[str]],
-    ) -> str:  # fmt: skip
+    ) -> str:
         """Render, each piece going through `passed`."""
         meter = Meter()
         try:
             given = meter.given([_as_templates_read(message) for message in messages], tools, copies=len(messages))
-            context = self.program.new_context({
-                **self._variables, "messages": given[0], "tools": given[1], "documents": None,
-                "add_generation_prompt": add_generation_prompt,
-            })  # fmt: skip
+            context = self.program.new_context(
+                {
+                    **self._variables,
+                    "messages": given[0],
+                    "tools": given[1],
+                    "documents": None,
+                    "add_generation_prompt": add_generation_prompt,
+                }
+            )
             assert isinstance(context, MeteredContext)
             context.meter = meter
             text = meter.whole(passed(self.program.root_render_func(context)))
             text.encode()  # half a surrogate pair, which a template may write, is no text
         except (Overrun, RecursionError, MemoryError) as error:
             why = str(error) if isinstance(error, Overrun) else type(error).__name__
-            raise TemplateFault(f"{self._called} does not come to an end with {len(messages)} messages ({why}); "
-                                f"{_MEND}") from error  # fmt: skip
+            raise TemplateFault(
+                f"{self._called} does not come to an end with {len(messages)} messages ({why}); {_MEND}"
+            ) from error
         except Exception as error:  # a template may raise anything
             roles = cut(", ".join(str(message.get("role")) for message in messages), 300)
             raise EnvironmentFault(

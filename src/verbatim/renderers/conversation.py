@@ -139,13 +139,17 @@ class Conversation:
         """
         ids = renderer.render_ids(messages, tools, add_generation_prompt=True)
         thinks = isinstance(renderer, ContinuesConversations) and renderer.holds_thoughts(messages)
-        return cls(renderer=renderer, messages=tuple(messages), tools=tools, prompt_ids=ids, thinks=thinks,
-                   broken=broken)  # fmt: skip
+        return cls(
+            renderer=renderer, messages=tuple(messages), tools=tools, prompt_ids=ids, thinks=thinks, broken=broken
+        )
 
     def answered(
-        self, completion_ids: Int32, parsed: ParsedResponse | None = None, message: Message | None = None,
+        self,
+        completion_ids: Int32,
+        parsed: ParsedResponse | None = None,
+        message: Message | None = None,
         calls: Sequence[ToolCall] | None = None,
-    ) -> Self:  # fmt: skip
+    ) -> Self:
         """The conversation with a sampled turn.
 
         Args:
@@ -157,8 +161,12 @@ class Conversation:
         if parsed is None:
             parsed = self.renderer.parse_response(completion_ids, self.prompt_ids, self.tools)
         readable = tuple(call for call in (parsed.tool_calls if calls is None else calls) if call.status == "ok")
-        said = Said(completion_ids=completion_ids, message=parsed.message() if message is None else message,
-                    calls=readable, parsed=parsed)  # fmt: skip
+        said = Said(
+            completion_ids=completion_ids,
+            message=parsed.message() if message is None else message,
+            calls=readable,
+            parsed=parsed,
+        )
         return dataclasses.replace(self, said=said)
 
     def retold(self, messages: Sequence[Message]) -> Self:
@@ -191,9 +199,14 @@ class Conversation:
             return ids
         spoke = any(message["role"] == "user" for message in new_messages)
         return dataclasses.replace(
-            self, messages=(*self.messages, self.said.message, *new_messages), prompt_ids=ids, said=None, extends=True,
-            broken=None, thinks=not spoke and (self.thinks or self.said.thinks),
-        )  # fmt: skip
+            self,
+            messages=(*self.messages, self.said.message, *new_messages),
+            prompt_ids=ids,
+            said=None,
+            extends=True,
+            broken=None,
+            thinks=not spoke and (self.thinks or self.said.thinks),
+        )
 
     def _next_ids(self, new_messages: Sequence[Message], tools: Schemas) -> Int32 | BreakReason:
         assert self.said is not None

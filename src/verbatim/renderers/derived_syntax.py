@@ -119,7 +119,7 @@ def _derive_tagged(single: str, double: str) -> ToolSyntax | None:
     )
     return ToolSyntax(
         form="tagged", **around, after_name=head.removesuffix(key).strip(), key=key, value=value, ends=ends
-    )  # fmt: skip
+    )
 
 
 def _derive_python(single: str, _: str) -> ToolSyntax | None:

@@ -168,8 +168,10 @@ class GuardedTokenizer:
         self._tokenizer = tokenizer
         backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
-            raise ModelError(f"a {type(tokenizer).__name__} is a slow tokenizer, whose control tokens cannot be kept "
-                             "out of plain text; a tokenizer.json is needed")  # fmt: skip
+            raise ModelError(
+                f"a {type(tokenizer).__name__} is a slow tokenizer, whose control tokens cannot be kept "
+                "out of plain text; a tokenizer.json is needed"
+            )
         # Own copies: padding and truncation are state of the tokenizer, which others may set.
         self._ordinary = Tokenizer.from_str(backend.to_str())
         self._ordinary.no_padding()
@@ -178,8 +180,10 @@ class GuardedTokenizer:
         self.control_tokens: Mapping[str, int] = {t.content: i for i, t in added.items() if _is_control(t)}
         short = [content for content in self.control_tokens if len(content) == 1]
         if short:
-            raise ModelError(f"the tokenizer's special token {short[0]!r} is a single character, which text cannot be "
-                             "kept from containing")  # fmt: skip
+            raise ModelError(
+                f"the tokenizer's special token {short[0]!r} is a single character, which text cannot be "
+                "kept from containing"
+            )
         alone = {t.content for t in added.values() if t.single_word}
         longest_first = sorted(self.control_tokens, key=len, reverse=True)
         patterns = [rf"(?<!\w){re.escape(t)}(?!\w)" if t in alone else re.escape(t) for t in longest_first]
@@ -243,8 +247,10 @@ class GuardedTokenizer:
         try:
             source: str = self._tokenizer.get_chat_template(tools=tools)
         except ValueError as error:
-            raise ModelError("the tokenizer has several chat templates, and none of them is named default; rename one, "
-                             "or put a single chat_template.jinja into the model's folder") from error  # fmt: skip
+            raise ModelError(
+                "the tokenizer has several chat templates, and none of them is named default; rename one, "
+                "or put a single chat_template.jinja into the model's folder"
+            ) from error
         return source
 
     def apply_chat_template(self, *_: Any, **__: Any) -> Any:
@@ -309,12 +315,16 @@ class GuardedTokenizer:
         control = set(self.control_tokens.values())
         trusted = "".join(f"x{token} y" for token in list(self.control_tokens)[:20])
         if self.encode(trusted) != self._tokenizer.encode(trusted, add_special_tokens=False):
-            raise ModelError("the tokenizer does more than its tokenizer.json says; prompts would differ from what "
-                             "the model was trained on")  # fmt: skip
+            raise ModelError(
+                "the tokenizer does more than its tokenizer.json says; prompts would differ from what "
+                "the model was trained on"
+            )
         for token in self.control_tokens:
             if control.intersection(self.encode(self.guard.text(f"x{token}y"))):
-                raise ModelError(f"the tokenizer cannot write {token!r} as plain text, so text of users and tools "
-                                 "could not be kept from becoming a control token")  # fmt: skip
+                raise ModelError(
+                    f"the tokenizer cannot write {token!r} as plain text, so text of users and tools "
+                    "could not be kept from becoming a control token"
+                )
 
 
 _Encoded = tuple[tuple[int, ...], tuple[tuple[int, int], ...]]
@@ -354,8 +364,10 @@ def _refuse_attachments(message: Message, number: int) -> None:
     elif not (content is None or isinstance(content, str)):
         found.append(f"content of type {type(content).__name__}")
     if found:
-        raise EnvironmentFault(f'message {number} ({message.get("role")}) holds {" and ".join(found)}; messages are '
-                               'text only today: give "content" as one string')  # fmt: skip
+        raise EnvironmentFault(
+            f"message {number} ({message.get('role')}) holds {' and '.join(found)}; messages are "
+            'text only today: give "content" as one string'
+        )
 
 
 def _reasoning_apart(message: Message) -> Mapping[str, Any]:

@@ -47,17 +47,23 @@ class HarmonyRenderer(ContinuingRenderer):
     """It renders with the chat template, so the two need no comparison."""
 
     def __init__(
-        self, tokenizer: Any, name: str = "gpt-oss", *, thinking_retention: ThinkingRetention = "tool_cycle",
+        self,
+        tokenizer: Any,
+        name: str = "gpt-oss",
+        *,
+        thinking_retention: ThinkingRetention = "tool_cycle",
         history: History = "verbatim",
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(thinking_retention, history)
         self.name = name
         self._tokenizer = tokenizer if isinstance(tokenizer, GuardedTokenizer) else GuardedTokenizer(tokenizer)
         control = self._tokenizer.control_tokens
         missing = [token for token in _TOKENS if token not in control]
         if missing:
-            raise ModelError(f'the tokenizer does not fit renderer "{name}": it has no token {missing[0]}; use '
-                             'renderer = "auto" or "template"')  # fmt: skip
+            raise ModelError(
+                f'the tokenizer does not fit renderer "{name}": it has no token {missing[0]}; use '
+                'renderer = "auto" or "template"'
+            )
         self._ids = {f"{token.strip('<|>')}_id": control[token] for token in _TOKENS}
         self._parser = _Parser(self._tokenizer, self._tokenizer.encode("<|start|>assistant"), self._ids)
         stops = ("<|return|>", "<|call|>", "<|endoftext|>")
@@ -129,20 +135,29 @@ class HarmonyRenderer(ContinuingRenderer):
     def _check_format(self) -> None:
         """Check that a call which the chat template writes is read back as the same call."""
         ask: Message = {"role": "user", "content": "x"}
-        call: Message = {"role": "assistant", "content": "", "tool_calls": [
-            {"id": "", "type": "function", "function": {"name": "f", "arguments": {"a": [1]}}}]}  # fmt: skip
+        call: Message = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "", "type": "function", "function": {"name": "f", "arguments": {"a": [1]}}}],
+        }
         if not self._tokenizer.chat_template:
-            raise ModelError(f'renderer "{self.name}" writes by the chat template, and the tokenizer has none; put the '
-                             "model's chat_template.jinja into its folder")  # fmt: skip
+            raise ModelError(
+                f'renderer "{self.name}" writes by the chat template, and the tokenizer has none; put the '
+                "model's chat_template.jinja into its folder"
+            )
         prompt = self.render_ids([ask])
         whole = self.render_ids([ask, call], add_generation_prompt=False)
         completion = whole[len(prompt) :]
         read = self.parse_response(completion)
-        if not np.array_equal(whole[: len(prompt)], prompt) or read.message() != call or whole[-1] not in (
-            self.stop_token_ids
+        if (
+            not np.array_equal(whole[: len(prompt)], prompt)
+            or read.message() != call
+            or whole[-1] not in (self.stop_token_ids)
         ):
-            raise ModelError(f'this chat template does not write the format of renderer "{self.name}"; use renderer = '
-                             '"auto" or "template"')  # fmt: skip
+            raise ModelError(
+                f'this chat template does not write the format of renderer "{self.name}"; use renderer = '
+                '"auto" or "template"'
+            )
 
 
 @dataclass(frozen=True)
@@ -172,8 +187,10 @@ def _as_template_reads(message: Mapping[str, Any]) -> dict[str, Any]:
         fields["content"] = ""
     calls = fields.pop("tool_calls", None) or []
     if len(calls) > 1:
-        raise EnvironmentFault(f"an assistant message holds {len(calls)} calls; in harmony each call is a message of "
-                               "its own, followed by its answer: split it")  # fmt: skip
+        raise EnvironmentFault(
+            f"an assistant message holds {len(calls)} calls; in harmony each call is a message of "
+            "its own, followed by its answer: split it"
+        )
     if calls:
         function = calls[0]["function"]
         fields["tool_calls"] = [{**calls[0], "function": {**function, "arguments": _value(function.get("arguments"))}}]

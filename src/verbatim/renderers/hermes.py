@@ -103,8 +103,10 @@ class HermesFormat:
         else:
             found = next((i for i, message in enumerate(written) if message["role"] == "user"), None)
             if found is None:
-                raise EnvironmentFault('tools = "hermes" writes the tools into the first user\'s message, since the '
-                                       "chat template has no system role, and there is no user's message")  # fmt: skip
+                raise EnvironmentFault(
+                    'tools = "hermes" writes the tools into the first user\'s message, since the '
+                    "chat template has no system role, and there is no user's message"
+                )
             first = found
             texts = [section, written[first].get("content") or ""]
         wrapped = {**written[first], "content": "\n\n".join(filter(None, texts))}
@@ -112,8 +114,10 @@ class HermesFormat:
 
     def _refuse_tags(self, text: str, number: int, *, with_tools: bool) -> None:
         """Where users share a role with our blocks, refuse user text that holds a tag of a block."""
-        ours = [*(_ANSWER_TAGS if self.answering == "user" else ()),
-                *(_TOOLS_TAGS if self.opening == "user" and with_tools else ())]  # fmt: skip
+        ours = [
+            *(_ANSWER_TAGS if self.answering == "user" else ()),
+            *(_TOOLS_TAGS if self.opening == "user" and with_tools else ()),
+        ]
         shown = text.replace(BREAK, "").replace(LITERAL, ESCAPE)
         found = next((tag for tag in ours if tag in self.plain_tags and tag in shown), None)
         if found is not None:
@@ -177,8 +181,10 @@ def _rendered(render: Render, messages: list[dict[str, Any]]) -> str:
 
 
 def _no_room(what: str) -> ModelError:
-    return ModelError(f'tools = "hermes" does not fit this chat template, which does not write {what}; give the model '
-                      "a chat_template.jinja with tools")  # fmt: skip
+    return ModelError(
+        f'tools = "hermes" does not fit this chat template, which does not write {what}; give the model '
+        "a chat_template.jinja with tools"
+    )
 
 
 def _section(tools: Sequence[Mapping[str, Any]]) -> str:

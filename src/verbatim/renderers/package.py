@@ -49,9 +49,13 @@ class PackageRenderer(ContinuingRenderer):
     """Several threads may use it at once."""
 
     def __init__(
-        self, tokenizer: Any, name: str = "qwen3", *, thinking_retention: ThinkingRetention = "tool_cycle",
+        self,
+        tokenizer: Any,
+        name: str = "qwen3",
+        *,
+        thinking_retention: ThinkingRetention = "tool_cycle",
         history: History = "verbatim",
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(thinking_retention, history)
         self.name = name
         self._tokenizer = tokenizer if isinstance(tokenizer, GuardedTokenizer) else GuardedTokenizer(tokenizer)
@@ -59,8 +63,9 @@ class PackageRenderer(ContinuingRenderer):
         try:
             self._family = create_family(self._tokenizer, config)
         except (ImportError, AssertionError, *_REFUSALS) as error:
-            raise ModelError(f'the tokenizer does not fit renderer "{name}": {error}; use renderer = "auto" or '
-                             '"template"') from error  # fmt: skip
+            raise ModelError(
+                f'the tokenizer does not fit renderer "{name}": {error}; use renderer = "auto" or "template"'
+            ) from error
         self.stop_token_ids: tuple[int, ...] = tuple(self._family.get_stop_token_ids())
         self._stop_ids = frozenset(self.stop_token_ids)
         self._keeping = self._keeping_thoughts(config)
@@ -177,8 +182,9 @@ class PackageRenderer(ContinuingRenderer):
         key = turn.digest()
         found = self._bridged.get(key)
         if found is None:
-            found = self._behind_by_family([*conversation.prompt_ids.tolist(), *body.tolist()], len(body),
-                                           new_messages, conversation.tools)  # fmt: skip
+            found = self._behind_by_family(
+                [*conversation.prompt_ids.tolist(), *body.tolist()], len(body), new_messages, conversation.tools
+            )
             if len(found) <= _SHORT:
                 self._bridged.add(key, found)
         assert conversation.said is not None

@@ -10,15 +10,27 @@ SYSTEM: dict[str, Any] = {"role": "system", "content": "zq system zq"}
 ASK: dict[str, Any] = {"role": "user", "content": "zq question zq"}
 ANSWER: dict[str, Any] = {"role": "assistant", "content": "zq answer zq"}
 RESULT: dict[str, Any] = {"role": "tool", "content": "zq result", "tool_call_id": "zqcall000", "name": NAME}
-TOOL: dict[str, Any] = {"type": "function", "function": {
-    "name": NAME, "description": "zq", "parameters": {
-        "type": "object", "properties": {"zqat": {"type": "string", "description": "zq"}}, "required": ["zqat"]},
-}}  # fmt: skip
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": NAME,
+        "description": "zq",
+        "parameters": {
+            "type": "object",
+            "properties": {"zqat": {"type": "string", "description": "zq"}},
+            "required": ["zqat"],
+        },
+    },
+}
 
 
 def calling(content: str = "", *, num_calls: int = 1) -> dict[str, Any]:
     """A turn with calls. Some templates insist on call ids of nine letters and digits."""
-    return {"role": "assistant", "content": content, "tool_calls": [
-        {"id": f"zqcall00{n}", "type": "function", "function": {"name": NAME, "arguments": {"zqat": f"{VALUE}{n}"}}}
-        for n in range(num_calls)
-    ]}  # fmt: skip
+    return {
+        "role": "assistant",
+        "content": content,
+        "tool_calls": [
+            {"id": f"zqcall00{n}", "type": "function", "function": {"name": NAME, "arguments": {"zqat": f"{VALUE}{n}"}}}
+            for n in range(num_calls)
+        ],
+    }

@@ -50,8 +50,9 @@ def check_guarded(renderer: Renderer, tokenizer: GuardedTokenizer) -> None:
     every = f"x{ESCAPE.join([*tokenizer.control_tokens, ''])}x"
     ids = _ids(renderer, *_spoken(lambda field: every), True)
     if ids is not None and every not in tokenizer.decode(ids):
-        raise ModelError(f'renderer "{renderer.name}" changes the text of a user with this tokenizer; '
-                         f"{_instead(renderer)}")  # fmt: skip
+        raise ModelError(
+            f'renderer "{renderer.name}" changes the text of a user with this tokenizer; {_instead(renderer)}'
+        )
     bare = [token.strip() for token in tokenizer.control_tokens]
     edges = f"x{''.join(sorted({end for token in bare for end in (token[0], token[-1])}))}x"
     # What a template does to one control token it does to the others.
@@ -63,8 +64,10 @@ def check_guarded(renderer: Renderer, tokenizer: GuardedTokenizer) -> None:
             continue
         marked = _ids(renderer, *dialogue(lambda field: edges), True)
         if marked is not None and set(BREAK).intersection(tokenizer.decode(marked)):
-            raise ModelError(f'renderer "{renderer.name}" takes text apart within the marks that keep it from '
-                             f"being a control token; {_instead(renderer)}")  # fmt: skip
+            raise ModelError(
+                f'renderer "{renderer.name}" takes text apart within the marks that keep it from '
+                f"being a control token; {_instead(renderer)}"
+            )
         own = _control_counts(tokenizer, plain)
         for hostile in ({}.fromkeys(_FIELDS, every), *({field: disguised} for field in _FIELDS)):
             _compare(renderer, tokenizer, dialogue, hostile, own)
@@ -72,15 +75,20 @@ def check_guarded(renderer: Renderer, tokenizer: GuardedTokenizer) -> None:
         for field, word in _PLAIN.items():
             for number, inside in enumerate(_completions(tokenizer, around, word)):
                 if number == _MOST_COMPLETIONS:
-                    raise ModelError(f'renderer "{renderer.name}" writes text between pieces of special tokens in more '
-                                     f"places than can be looked at; {_instead(renderer)}")  # fmt: skip
+                    raise ModelError(
+                        f'renderer "{renderer.name}" writes text between pieces of special tokens in more '
+                        f"places than can be looked at; {_instead(renderer)}"
+                    )
                 _compare(renderer, tokenizer, dialogue, {field: inside}, own)
 
 
 def _compare(
-    renderer: Renderer, tokenizer: GuardedTokenizer, dialogue: _Dialogue, hostile: Mapping[str, str],
+    renderer: Renderer,
+    tokenizer: GuardedTokenizer,
+    dialogue: _Dialogue,
+    hostile: Mapping[str, str],
     own: Counter[int],
-) -> None:  # fmt: skip
+) -> None:
     ids = _ids(renderer, *dialogue(lambda field: hostile.get(field, _PLAIN[field])), True)
     if ids is None:
         return  # refused is guarded
@@ -88,8 +96,10 @@ def _compare(
     if found == own:
         return
     where = f" (in {next(iter(hostile))})" if len(hostile) == 1 else ""
-    raise ModelError(f'renderer "{renderer.name}" lets the text of users and tools become control tokens of this '
-                     f"tokenizer{where}; {_instead(renderer)}")  # fmt: skip
+    raise ModelError(
+        f'renderer "{renderer.name}" lets the text of users and tools become control tokens of this '
+        f"tokenizer{where}; {_instead(renderer)}"
+    )
 
 
 def _control_counts(tokenizer: GuardedTokenizer, ids: Sequence[int]) -> Counter[int]:
@@ -157,8 +167,25 @@ def _with_text_arguments(message: Message) -> Mapping[str, Any]:
 _Words = Callable[[str], str]
 _Dialogue = Callable[[_Words], tuple[list[Message], list[dict[str, Any]] | None]]
 
-_FIELDS = ("system", "user", "user name", "answer", "thought", "call id", "function", "key", "value", "deep key",
-           "deep value", "result", "result name", "tool", "description", "property", "choice")  # fmt: skip
+_FIELDS = (
+    "system",
+    "user",
+    "user name",
+    "answer",
+    "thought",
+    "call id",
+    "function",
+    "key",
+    "value",
+    "deep key",
+    "deep value",
+    "result",
+    "result name",
+    "tool",
+    "description",
+    "property",
+    "choice",
+)
 _PLAIN = {field: f"zq{number:02}zqzqz" for number, field in enumerate(_FIELDS)}
 """A word for each field, unique in a prompt. Some templates insist on call ids of nine such characters."""
 
@@ -205,14 +232,26 @@ _THANK: Message = {"role": "user", "content": " Thanks!\n\nAnd tomorrow? "}
 _ANSWER: Message = {"role": "assistant", "content": "About 20 degrees."}
 _THOUGHT: Message = {"role": "assistant", "content": "It is 20.", "reasoning_content": "Look first.\nThen say."}
 _CALLS: Message = {"role": "assistant", "content": "", "tool_calls": [_call("look", place="Bonn")]}  # type: ignore[list-item]
-_TALKS: Message = {"role": "assistant", "content": "Let me see.", "reasoning_content": "Two places.",
-                   "tool_calls": [_call("look", place="Köln", days=[1, {"a": None}], now=True),  # type: ignore[list-item]
-                                  _call("look", place="Rom")]}  # type: ignore[list-item]  # fmt: skip
+_TALKS: Message = {
+    "role": "assistant",
+    "content": "Let me see.",
+    "reasoning_content": "Two places.",
+    "tool_calls": [
+        _call("look", place="Köln", days=[1, {"a": None}], now=True),  # type: ignore[list-item]
+        _call("look", place="Rom"),
+    ],
+}  # type: ignore[list-item]
 _SEES: Message = {"role": "tool", "content": "20 °C", "tool_call_id": "call_look", "name": "look"}
-_TOOLS = [{"type": "function", "function": {
-    "name": "look", "description": "Look at the sky.",
-    "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
-}}]  # fmt: skip
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "description": "Look at the sky.",
+            "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
+        },
+    }
+]
 
 PROBES: Sequence[tuple[str, Sequence[Message], Schemas]] = (
     ("one question", [_ASK], None),

@@ -34,8 +34,9 @@ class RendererSpec:
         Raises:
             UsageError: it ends turns differently here: a part of them is read from the model's folder.
         """
-        renderer = create_renderer(self.name, self.tokenizer, self.tools,
-                                   thinking_retention=self.thinking_retention, history=self.history)  # fmt: skip
+        renderer = create_renderer(
+            self.name, self.tokenizer, self.tools, thinking_retention=self.thinking_retention, history=self.history
+        )
         if renderer.stop_token_ids != self.stop_token_ids:
             raise UsageError(
                 f'renderer "{self.name}" ends turns with the ids {renderer.stop_token_ids} on this host, and with '
@@ -51,7 +52,10 @@ def renderer_spec(renderer: Any) -> Any:
     if type(guarded).__name__ != "GuardedTokenizer":  # by name: its module is heavy, and loaded only where it is used
         return renderer
     return RendererSpec(
-        name=renderer.name, tools=getattr(renderer, "tool_format", None),
-        thinking_retention=renderer.thinking_retention, history=renderer.history, tokenizer=guarded._tokenizer,
+        name=renderer.name,
+        tools=getattr(renderer, "tool_format", None),
+        thinking_retention=renderer.thinking_retention,
+        history=renderer.history,
+        tokenizer=guarded._tokenizer,
         stop_token_ids=tuple(renderer.stop_token_ids),
-    )  # fmt: skip
+    )

@@ -26,8 +26,11 @@ _SCALARS = frozenset({str, int, float, bool, type(None)})
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _TYPES = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
 _WORDS: Mapping[str, tuple[str, Any]] = {
-    "true": ("boolean", True), "false": ("boolean", False), "null": ("null", None), "none": ("null", None),
-}  # fmt: skip
+    "true": ("boolean", True),
+    "false": ("boolean", False),
+    "null": ("null", None),
+    "none": ("null", None),
+}
 """Templates that write arguments as text write Python's words; the JSON type that makes one more than a word."""
 
 
@@ -136,9 +139,11 @@ def levels(value: object) -> Iterator[list[object]]:
     while level:
         yield level
         inner = [
-            item for outer in level if isinstance(outer, (Mapping, list, tuple))
+            item
+            for outer in level
+            if isinstance(outer, (Mapping, list, tuple))
             for item in (outer.values() if isinstance(outer, Mapping) else outer)
-        ]  # fmt: skip
+        ]
         level = list({id(item): item for item in inner}.values())
 
 

@@ -42,8 +42,9 @@ _END = "zqend"
 """Ends the text, or the last argument, of each stand-in."""
 _TEXTS = ("zq one", "zq two:\nzq lines")
 _ARGUMENTS: Sequence[Callable[[str], dict[str, Any]]] = (
-    lambda end: {"zqa": end}, lambda end: {"zqb": "zq [1]", "zqc": end},
-)  # fmt: skip
+    lambda end: {"zqa": end},
+    lambda end: {"zqb": "zq [1]", "zqc": end},
+)
 
 
 class StandIns:
@@ -91,8 +92,12 @@ class StandIns:
     def _befores(self) -> Iterator[tuple[_Messages, Any]]:
         """Conversations of every kind that the template writes, one question first."""
         for with_system, tools, has_called, num_turns in product((False, True), (None, [TOOL]), (False, True), (1, 3)):
-            messages = [*([SYSTEM] if with_system else []), ASK, *[ANSWER, ASK] * (num_turns - 1),
-                        *(_EARLIER_CALL if has_called else [])]  # fmt: skip
+            messages = [
+                *([SYSTEM] if with_system else []),
+                ASK,
+                *[ANSWER, ASK] * (num_turns - 1),
+                *(_EARLIER_CALL if has_called else []),
+            ]
             if self._rendered(messages, tools) is not None:
                 yield messages, tools
 
@@ -145,20 +150,30 @@ def _paired(calls: Sequence[ToolCall], answers: _Messages) -> Sequence[ToolCall]
     """The calls with ids: those without one get the id of the answer in their place."""
     if all(call.id for call in calls) or len(calls) != len(answers):
         return calls
-    return [call if call.id else dataclasses.replace(call, id=str(answer.get("tool_call_id") or ""))
-            for call, answer in zip(calls, answers, strict=True)]  # fmt: skip
+    return [
+        call if call.id else dataclasses.replace(call, id=str(answer.get("tool_call_id") or ""))
+        for call, answer in zip(calls, answers, strict=True)
+    ]
 
 
 def _shape(message: Mapping[str, Any], ids: Mapping[str, int]) -> tuple[Any, ...]:
     """What a template may look at in a message, beside its text; the id of a call as the place of the call."""
-    return tuple(sorted(
-        (key, str(ids.get(value, "other")) if key == "tool_call_id" and isinstance(value, str) else repr(value))
-        for key, value in message.items() if key != "content"
-    ))  # fmt: skip
+    return tuple(
+        sorted(
+            (key, str(ids.get(value, "other")) if key == "tool_call_id" and isinstance(value, str) else repr(value))
+            for key, value in message.items()
+            if key != "content"
+        )
+    )
 
 
 _EARLIER_CALL: Sequence[Mapping[str, Any]] = [
-    {"role": "assistant", "content": "", "tool_calls": [
-        {"id": "zqcall000", "type": "function", "function": {"name": NAME, "arguments": {"zqat": "zq"}}}]},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"id": "zqcall000", "type": "function", "function": {"name": NAME, "arguments": {"zqat": "zq"}}}
+        ],
+    },
     {"role": "tool", "content": "zq result", "tool_call_id": "zqcall000", "name": NAME},
-]  # fmt: skip
+]

@@ -51,9 +51,14 @@ class TemplateRenderer(ContinuingRenderer):
     """Several threads may use it at once."""
 
     def __init__(
-        self, tokenizer: Any, name: str = "template", tools: Literal["hermes"] | None = None, *,
-        thinking_retention: ThinkingRetention = "tool_cycle", history: History = "verbatim",
-    ) -> None:  # fmt: skip
+        self,
+        tokenizer: Any,
+        name: str = "template",
+        tools: Literal["hermes"] | None = None,
+        *,
+        thinking_retention: ThinkingRetention = "tool_cycle",
+        history: History = "verbatim",
+    ) -> None:
         super().__init__(thinking_retention, history)
         self.name = name
         self.tool_format = tools
@@ -83,9 +88,11 @@ class TemplateRenderer(ContinuingRenderer):
         except EnvironmentFault as error:
             raise ModelError(f"the chat template cannot render one question and its answer: {error}") from error
         stops = [text for text in (self._tokenizer.decode([i]) for i in self.stop_token_ids) if text]
-        self._syntax = SYNTAX if self._hermes is not None else derive(
-            lambda messages, prompt: self._render(messages, None, prompt), stops
-        )  # fmt: skip
+        self._syntax = (
+            SYNTAX
+            if self._hermes is not None
+            else derive(lambda messages, prompt: self._render(messages, None, prompt), stops)
+        )
         self._control = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)")
         self._token_of = {i: token for token, i in self._tokenizer.control_tokens.items()}
         self._stand_ins = StandIns(self._text_of, [self._tokenizer.decode([i]) for i in self.stop_token_ids])
@@ -256,8 +263,10 @@ class TemplateRenderer(ContinuingRenderer):
         found += self._answer_ends()
         stops = tuple(dict.fromkeys(int(i) for i in found if i is not None))
         if not stops:
-            raise ModelError("neither the tokenizer nor its chat template has a token that ends a turn; set eos_token "
-                             "in tokenizer_config.json")  # fmt: skip
+            raise ModelError(
+                "neither the tokenizer nor its chat template has a token that ends a turn; set eos_token "
+                "in tokenizer_config.json"
+            )
         return stops
 
     def _find_preamble(self) -> str:

@@ -19,8 +19,10 @@ from verbatim.renderers.probe_messages import ASK, NAME, RESULT, SYSTEM, TOOL, V
 Render = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], str]
 """(messages, tools) -> text with a generation prompt; raises EnvironmentFault where the format refuses them."""
 
-USE_HERMES = ('set tools = "hermes" under [orchestrator.renderer], which writes tools as text of the messages, or give '
-              "the model a chat_template.jinja with tools")  # fmt: skip
+USE_HERMES = (
+    'set tools = "hermes" under [orchestrator.renderer], which writes tools as text of the messages, or give '
+    "the model a chat_template.jinja with tools"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +85,7 @@ class ToolSupport:
             lacks.append(_NO_ANSWERS)
         if lacks:
             names = ", ".join(map(_name, tools or ())) or "tools"
-            raise ModelError(f"{who} {' and '.join(lacks)}, but the conversation has {names}; "
-                             f"{USE_HERMES}")  # fmt: skip
+            raise ModelError(f"{who} {' and '.join(lacks)}, but the conversation has {names}; {USE_HERMES}")
 
 
 COMPLETE = ToolSupport(shown=True, shown_below_system=True, called=True, read=True, answered=True)
@@ -100,9 +101,10 @@ def probe(render: Render, *, reads: bool) -> ToolSupport:
         shown_below_system=NAME in _rendered(render, [SYSTEM, ASK]),
         called=all(_is_called(render, content) for content in ("", "zq content")),
         read=reads,
-        answered=all(RESULT["content"] in _rendered(render, [ASK, calling(content), RESULT])
-                     for content in ("", "zq content")),
-    )  # fmt: skip
+        answered=all(
+            RESULT["content"] in _rendered(render, [ASK, calling(content), RESULT]) for content in ("", "zq content")
+        ),
+    )
 
 
 def _is_called(render: Render, content: str) -> bool:

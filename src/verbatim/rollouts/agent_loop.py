@@ -36,9 +36,16 @@ class AgentLoop(EpisodeLoop):
     """
 
     def __init__(
-        self, *, sampler: Sampler, renderer: Renderer, params: SamplingParams, limits: EpisodeLimits,
-        recorder: Recorder, seed: int, session: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        sampler: Sampler,
+        renderer: Renderer,
+        params: SamplingParams,
+        limits: EpisodeLimits,
+        recorder: Recorder,
+        seed: int,
+        session: str | None = None,
+    ) -> None:
         super().__init__(limits=limits, recorder=recorder)
         self.sampler, self.renderer = sampler, renderer
         ends = [token for token in renderer.stop_token_ids if token < sampler.vocab_size]  # a tokenizer may have more
@@ -84,17 +91,19 @@ class AgentLoop(EpisodeLoop):
         """
         self._refuse_if_over()
         completion = await self._sample_ids(prompt_ids, params, agent)
-        prompt = Prompt(
-            agent=agent, messages=(), schemas=(), tools=(), thread=None, num_known=0, trained=trained
-        )  # fmt: skip
+        prompt = Prompt(agent=agent, messages=(), schemas=(), tools=(), thread=None, num_known=0, trained=trained)
         answer = self._read(completion, prompt_ids, prompt, params.temperature)
         self._record(answer, prompt, None)
         return completion
 
     async def respond(
-        self, prompt: Prompt, params: SamplingParams, read: Callable[[Completion, Int32], ChatReply],
-        seed: int | None = None, watching: Callable[[Int32], Watch] | None = None,
-    ) -> tuple[ChatReply, Thread]:  # fmt: skip
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        read: Callable[[Completion, Int32], ChatReply],
+        seed: int | None = None,
+        watching: Callable[[Int32], Watch] | None = None,
+    ) -> tuple[ChatReply, Thread]:
         """Record one turn of a conversation that the caller keeps: `prompt.thread` is what it continues. Many may be
         under way at once, also of one agent, and none of them ends the episode for the others.
 
@@ -124,16 +133,21 @@ class AgentLoop(EpisodeLoop):
         self._num_responses[digest] += 1
         start = self._num_routed(prompt_ids, prompt.agent)
         completion = await self._sample_ids(
-            prompt_ids, params, prompt.agent, own_seed if seed is None else seed,
+            prompt_ids,
+            params,
+            prompt.agent,
+            own_seed if seed is None else seed,
             None if watching is None else watching(prompt_ids),
-        )  # fmt: skip
+        )
         reply = read(completion, prompt_ids)
         self.offers_tools |= bool(prompt.schemas)
         answer = self.last_answer = self._replied(reply, completion, prompt, conversation, params.temperature, start)
         thread = self._threads[prompt.agent] = Thread(
-            turn=self._record(answer, prompt, None), messages=(*prompt.messages, answer.message), tools=prompt.tools,
+            turn=self._record(answer, prompt, None),
+            messages=(*prompt.messages, answer.message),
+            tools=prompt.tools,
             answer=answer,
-        )  # fmt: skip
+        )
         if reply.stop_reason is StopReason.CANCELLED:
             self._end(reply.stop_reason)
         return reply, thread
@@ -212,9 +226,13 @@ class AgentLoop(EpisodeLoop):
         return before.retold(prompt.messages[:num_known]).continued(prompt.messages[num_known:], schemas)
 
     async def _sample_ids(
-        self, prompt_ids: Int32, params: SamplingParams, agent: str, seed: int | None = None,
+        self,
+        prompt_ids: Int32,
+        params: SamplingParams,
+        agent: str,
+        seed: int | None = None,
         watch: Watch | None = None,
-    ) -> Completion:  # fmt: skip
+    ) -> Completion:
         """One completion, in the room that is left; by default with the seed of the agent's next turn."""
         room = self.room_for(len(prompt_ids))
         if room <= 0:
@@ -252,45 +270,68 @@ class AgentLoop(EpisodeLoop):
         return index
 
     def _read(
-        self, completion: Completion, prompt_ids: Int32, prompt: Prompt, temperature: float,
+        self,
+        completion: Completion,
+        prompt_ids: Int32,
+        prompt: Prompt,
+        temperature: float,
         conversation: Conversation | None = None,
-    ) -> Answer:  # fmt: skip
+    ) -> Answer:
         """The completion as a message, with what is recorded of it."""
         parsed = self.renderer.parse_response(completion.ids, prompt_ids, prompt.schemas or None)
         if parsed.tool_calls:
             parsed = ParsedResponse(
-                content=parsed.content, reasoning_content=parsed.reasoning_content,
-                tool_calls=tuple(map(self._identify, parsed.tool_calls)), thought_open=parsed.thought_open,
-            )  # fmt: skip
+                content=parsed.content,
+                reasoning_content=parsed.reasoning_content,
+                tool_calls=tuple(map(self._identify, parsed.tool_calls)),
+                thought_open=parsed.thought_open,
+            )
         message = parsed.message()
         if conversation is not None:
             conversation = conversation.answered(completion.ids, parsed, message)
         self._knows_experts |= completion.routed_experts is not None
         return Answer(
-            message=message, tool_calls=parsed.tool_calls, stop_reason=completion.stop_reason,
-            prompt_ids=prompt_ids, completion_ids=completion.ids, extends=_extended(conversation, prompt),
-            conversation=conversation, logprobs=completion.logprobs,
-            policy_versions=completion.policy_versions, temperature=temperature,
+            message=message,
+            tool_calls=parsed.tool_calls,
+            stop_reason=completion.stop_reason,
+            prompt_ids=prompt_ids,
+            completion_ids=completion.ids,
+            extends=_extended(conversation, prompt),
+            conversation=conversation,
+            logprobs=completion.logprobs,
+            policy_versions=completion.policy_versions,
+            temperature=temperature,
             routed_experts=completion.routed_experts,
             timing=TurnTiming(queued=completion.queued_seconds, generated=completion.generated_seconds),
-        )  # fmt: skip
+        )
 
     def _replied(
-        self, reply: ChatReply, completion: Completion, prompt: Prompt, conversation: Conversation, temperature: float,
+        self,
+        reply: ChatReply,
+        completion: Completion,
+        prompt: Prompt,
+        conversation: Conversation,
+        temperature: float,
         routed_from: int,
-    ) -> Answer:  # fmt: skip
+    ) -> Answer:
         """A reply, which may end before the completion does, with what is recorded of it."""
         experts, prompt_ids = completion.routed_experts, conversation.prompt_ids
         self._knows_experts |= experts is not None
         conversation = conversation.answered(reply.ids, None, reply.message, reply.tool_calls)
         return Answer(
-            message=reply.message, tool_calls=reply.tool_calls, stop_reason=reply.stop_reason, prompt_ids=prompt_ids,
-            completion_ids=reply.ids, extends=_extended(conversation, prompt), conversation=conversation,
-            logprobs=reply.logprobs, policy_versions=reply.policy_versions,
+            message=reply.message,
+            tool_calls=reply.tool_calls,
+            stop_reason=reply.stop_reason,
+            prompt_ids=prompt_ids,
+            completion_ids=reply.ids,
+            extends=_extended(conversation, prompt),
+            conversation=conversation,
+            logprobs=reply.logprobs,
+            policy_versions=reply.policy_versions,
             routed_experts=None if experts is None else experts[: len(prompt_ids) + len(reply.ids) - 1 - routed_from],
             temperature=temperature,
             timing=TurnTiming(queued=completion.queued_seconds, generated=completion.generated_seconds),
-        )  # fmt: skip
+        )
 
 
 def _extended(conversation: Conversation | None, prompt: Prompt) -> int | None:

@@ -33,8 +33,10 @@ class Rollout(Protocol):
     def __call__(self, trajectories: Sequence[Conversation], **overrides: Any) -> list[Trajectory]:
         """As many trajectories as were given, in the same order; what was given is not changed. The overrides are
         settings of the engine, for this call only."""
-        raise NotImplementedError(f"{type(self).__name__} must say how conversations are taken to their end: write "
-                                  "`__call__(self, trajectories, **overrides) -> list[Trajectory]`")  # fmt: skip
+        raise NotImplementedError(
+            f"{type(self).__name__} must say how conversations are taken to their end: write "
+            "`__call__(self, trajectories, **overrides) -> list[Trajectory]`"
+        )
 
     async def run(self, trajectories: Sequence[Conversation], **overrides: Any) -> list[Trajectory]:
         """The same, awaited; a subclass that does not write it calls `__call__` on a thread."""
@@ -70,8 +72,10 @@ def read_openings(trajectories: Sequence[Conversation]) -> list[Opening]:
         UsageError: something is no conversation; says which.
     """
     if isinstance(trajectories, Mapping) or not isinstance(trajectories, Sequence):
-        raise UsageError(f"a rollout takes a list of conversations, found a {type(trajectories).__name__}; write "
-                         "rollout([conversation])")  # fmt: skip
+        raise UsageError(
+            f"a rollout takes a list of conversations, found a {type(trajectories).__name__}; write "
+            "rollout([conversation])"
+        )
     num_samples: Counter[str] = Counter()
     taken: set[str] = set()
     return [_read_opening(given, index, num_samples, taken) for index, given in enumerate(trajectories)]
@@ -92,7 +96,10 @@ def _read_opening(given: Conversation, index: int, num_samples: Counter[str], ta
         messages=_checked_copy(fields.get("messages"), f"trajectories[{index}]"),
         tools=_checked_tools(fields.get("tools"), f"trajectories[{index}]"),
         identity=RolloutIdentity(
-            example_id=example_id, trajectory_id=name, group_id=fields.get("group_id", ""), sample_index=sample,
+            example_id=example_id,
+            trajectory_id=name,
+            group_id=fields.get("group_id", ""),
+            sample_index=sample,
             env=fields.get("env", ""),
         ),
         task=task,
@@ -106,15 +113,19 @@ def _parts(given: Conversation, index: int) -> tuple[Mapping[str, Any], Mapping[
     if isinstance(given, Trajectory):
         names = ("example_id", "trajectory_id", "group_id", "sample_index", "env", "messages", "tools")
         return {name: getattr(given, name) for name in names}, _task_of(given.info)
-    if isinstance(given, Mapping) and given.keys() >= {"trajectory_id", "turns", "info"} and (
-        isinstance(given["info"], Mapping)
+    if (
+        isinstance(given, Mapping)
+        and given.keys() >= {"trajectory_id", "turns", "info"}
+        and (isinstance(given["info"], Mapping))
     ):
         task = {name: value for name, value in given.items() if name not in TRAJECTORY_KEYS}
         return given, {**_task_of(given["info"]), **task}
     if isinstance(given, Mapping):
         return given, {name: value for name, value in given.items() if name not in _OWN}
-    raise UsageError(f"trajectories[{index}] is a {type(given).__name__}; expected an Example, a Trajectory, or a "
-                     'mapping such as {"messages": [...], "tools": [...]}')  # fmt: skip
+    raise UsageError(
+        f"trajectories[{index}] is a {type(given).__name__}; expected an Example, a Trajectory, or a "
+        'mapping such as {"messages": [...], "tools": [...]}'
+    )
 
 
 def _task_of(info: Any) -> Mapping[str, Any]:
@@ -139,6 +150,8 @@ def _checked_tools(tools: Any, where: str) -> tuple[dict[str, Any], ...]:
     for index, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise UsageError(f'{where}.tools[{index}] is {tool!r:.80}; expected a schema, {{"type": "function", '
-                             '"function": {"name": ...}}; what runs it goes into the tool manager')  # fmt: skip
+            raise UsageError(
+                f'{where}.tools[{index}] is {tool!r:.80}; expected a schema, {{"type": "function", '
+                '"function": {"name": ...}}; what runs it goes into the tool manager'
+            )
     return tuple(copy.deepcopy(dict(tool)) for tool in tools)

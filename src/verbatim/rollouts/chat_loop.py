@@ -40,9 +40,16 @@ class ChatLoop(EpisodeLoop):
     needs_content = False
 
     def __init__(
-        self, *, connection: Connection, params: SamplingParams, limits: EpisodeLimits, recorder: Recorder,
-        seed_of: Callable[[int], int | None], extra_body: Mapping[str, Any] | None = None, send_reasoning: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        connection: Connection,
+        params: SamplingParams,
+        limits: EpisodeLimits,
+        recorder: Recorder,
+        seed_of: Callable[[int], int | None],
+        extra_body: Mapping[str, Any] | None = None,
+        send_reasoning: bool = False,
+    ) -> None:
         super().__init__(limits=limits, recorder=recorder)
         self._connection, self._params, self._seed_of = connection, params, seed_of
         self._extra_body, self._send_reasoning = extra_body or {}, send_reasoning
@@ -64,9 +71,14 @@ class ChatLoop(EpisodeLoop):
     async def _answer(self, prompt: Prompt) -> Answer:
         seed = self._seed_of(self._begin_turn())
         body = chat_body(
-            self._connection.api.model, prompt.messages, prompt.schemas, self._params, extra_body=self._extra_body,
-            seed=seed, send_reasoning=self._send_reasoning,
-        )  # fmt: skip
+            self._connection.api.model,
+            prompt.messages,
+            prompt.schemas,
+            self._params,
+            extra_body=self._extra_body,
+            seed=seed,
+            send_reasoning=self._send_reasoning,
+        )
         started = time.perf_counter()
         said = await self._connection.complete(body, self._request_errors)
         timing = TurnTiming(generated=time.perf_counter() - started)
@@ -75,10 +87,16 @@ class ChatLoop(EpisodeLoop):
         calls = tuple(map(self._identify, said.tool_calls))
         known = self._connection.api.processed_logprobs or samples_as_modelled(body)
         return Answer(
-            message=self._message(said, calls), tool_calls=calls, stop_reason=said.stop_reason,
-            prompt_ids=said.prompt_ids, completion_ids=said.completion_ids, logprobs=said.logprobs if known else None,
-            policy_versions=said.policy_versions, temperature=body.get("temperature", 1.0), timing=timing,
-        )  # fmt: skip
+            message=self._message(said, calls),
+            tool_calls=calls,
+            stop_reason=said.stop_reason,
+            prompt_ids=said.prompt_ids,
+            completion_ids=said.completion_ids,
+            logprobs=said.logprobs if known else None,
+            policy_versions=said.policy_versions,
+            temperature=body.get("temperature", 1.0),
+            timing=timing,
+        )
 
     def _message(self, said: ChatAnswer, calls: tuple[ToolCall, ...]) -> Message:
         """The assistant's message. Every attempted call is in it, in the words of the model."""

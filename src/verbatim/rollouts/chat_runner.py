@@ -38,9 +38,13 @@ class ChatRunner:
     async def run(self, setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> Trajectory:
         """The finished episode."""
         loop = ChatLoop(
-            connection=self.connection, params=setup.params, limits=setup.limits, recorder=recorder,
-            seed_of=lambda number: derive_seed(task.seed, number) % 2**31, extra_body=self.extra_body,
-        )  # fmt: skip
+            connection=self.connection,
+            params=setup.params,
+            limits=setup.limits,
+            recorder=recorder,
+            seed_of=lambda number: derive_seed(task.seed, number) % 2**31,
+            extra_body=self.extra_body,
+        )
         return await run_episode(
             environment=setup.environment, example=task.example, seed=task.seed, loop=loop, identity=task.identity
         )
@@ -51,13 +55,25 @@ class ChatRunner:
 
 
 def chat_setup(
-    env: str, environment: Environment, runner: ChatRunner, *, params: SamplingParams, limits: EpisodeLimits,
-    slots: asyncio.Semaphore, tally: EpisodeTally,
-) -> RolloutSetup:  # fmt: skip
+    env: str,
+    environment: Environment,
+    runner: ChatRunner,
+    *,
+    params: SamplingParams,
+    limits: EpisodeLimits,
+    slots: asyncio.Semaphore,
+    tally: EpisodeTally,
+) -> RolloutSetup:
     """How an environment's episodes are run with a chat server, which samples and renders by itself."""
     unused: Any = None
     return RolloutSetup(
-        env=env, environment=environment, renderer=unused, runner=runner, limits=limits, slots=slots, tally=tally,
+        env=env,
+        environment=environment,
+        renderer=unused,
+        runner=runner,
+        limits=limits,
+        slots=slots,
+        tally=tally,
         sampler=ScriptedSampler(script=[], vocab_size=LARGEST_ID + 1, context_length=limits.max_context),
         params=dataclasses.replace(params, stop_token_ids=()),  # ids are of another tokenizer
-    )  # fmt: skip
+    )

@@ -91,8 +91,12 @@ class ConversationRollout(abc.ABC):
     """`score(trajectory, task)`, plain or async: the reward of a finished conversation, or its named parts."""
 
     _above_zero: ClassVar[tuple[str, ...]] = (
-        "max_turns", "concurrency", "trajectory_timeout", "tool_timeout", "tool_output_limit"
-    )  # fmt: skip
+        "max_turns",
+        "concurrency",
+        "trajectory_timeout",
+        "tool_timeout",
+        "tool_output_limit",
+    )
 
     @classmethod
     def remote(cls, **settings: Any) -> Any:
@@ -169,9 +173,14 @@ class ConversationRollout(abc.ABC):
             await settings._run_all(openings, begins, finished)
 
     async def run_environment(
-        self, environment: Environment, examples: Sequence[tuple[Example, int]],
-        finished: Callable[[int, Trajectory], object], *, env: str = "", seed: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        environment: Environment,
+        examples: Sequence[tuple[Example, int]],
+        finished: Callable[[int, Trajectory], object],
+        *,
+        env: str = "",
+        seed: int | None = None,
+    ) -> None:
         """Play episodes of an environment; `finished` is as for `run_each`.
 
         The environment has tools, a user and a score of its own; `score_group` is not called. An episode's seed is made
@@ -187,10 +196,16 @@ class ConversationRollout(abc.ABC):
         if seed is None:
             seed = getattr(self, "seed", None) or 0
         openings = [
-            Opening(messages=(), tools=(), task=example.payload, identity=RolloutIdentity(
-                example_id=example.id, trajectory_id=f"{example.id}-{sample}", sample_index=sample, env=env))
+            Opening(
+                messages=(),
+                tools=(),
+                task=example.payload,
+                identity=RolloutIdentity(
+                    example_id=example.id, trajectory_id=f"{example.id}-{sample}", sample_index=sample, env=env
+                ),
+            )
             for example, sample in examples
-        ]  # fmt: skip
+        ]
         begins = [
             functools.partial(environment.start, example, derive_seed(seed, "environment", example.id, sample))
             for example, sample in examples
@@ -205,15 +220,19 @@ class ConversationRollout(abc.ABC):
         return contextlib.nullcontext() if self.user is None else self.user.connect()
 
     async def _run_all(
-        self, openings: Sequence[Opening], begins: Sequence[Begin], finished: Callable[[int, Trajectory], object],
+        self,
+        openings: Sequence[Opening],
+        begins: Sequence[Begin],
+        finished: Callable[[int, Trajectory], object],
         settle: Settle = _as_it_is,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Run every episode, `concurrency` of them at a time."""
         waiting = iter(zip(range(len(openings)), openings, begins, strict=True))
         traces: TraceFolder | None = None
         if self.trace_dir is not None:
-            traces = TraceFolder(Path(self.trace_dir), trace_callback=self.trace_callback,
-                                 success_callback=self.success_callback)  # fmt: skip
+            traces = TraceFolder(
+                Path(self.trace_dir), trace_callback=self.trace_callback, success_callback=self.success_callback
+            )
         with _progress_bar(len(openings), self.progress) as advance:
 
             def ended(index: int, trajectory: Trajectory) -> None:
@@ -224,8 +243,9 @@ class ConversationRollout(abc.ABC):
 
                 async def work() -> None:
                     for index, opening, begin in waiting:
-                        await _run(start(index, opening), opening, begin, settle, traces,
-                                   functools.partial(ended, index))  # fmt: skip
+                        await _run(
+                            start(index, opening), opening, begin, settle, traces, functools.partial(ended, index)
+                        )
 
                 num_workers = math.ceil(min(self.concurrency, len(openings)))
                 await run_together(work() for _ in range(num_workers))
@@ -239,10 +259,13 @@ class ConversationRollout(abc.ABC):
 
     def _limits(self) -> EpisodeLimits:
         return EpisodeLimits(
-            max_turns=self.max_turns, timeout=self.trajectory_timeout, tool_timeout=self.tool_timeout,
-            tool_output_limit=self.tool_output_limit, tool_error=self.tool_error,
+            max_turns=self.max_turns,
+            timeout=self.trajectory_timeout,
+            tool_timeout=self.tool_timeout,
+            tool_output_limit=self.tool_output_limit,
+            tool_error=self.tool_error,
             max_malformed_retries=self.max_malformed_retries,
-        )  # fmt: skip
+        )
 
     def _override(self: Self, overrides: Mapping[str, Any]) -> Self:
         names = [f.name for f in dataclasses.fields(self) if not f.name.startswith("_")]
@@ -255,9 +278,13 @@ class ConversationRollout(abc.ABC):
 
 
 async def _run(
-    started: tuple[EpisodeLoop, int | None], opening: Opening, begin: Begin, settle: Settle,
-    traces: TraceFolder | None, ended: Callable[[Trajectory], None],
-) -> None:  # fmt: skip
+    started: tuple[EpisodeLoop, int | None],
+    opening: Opening,
+    begin: Begin,
+    settle: Settle,
+    traces: TraceFolder | None,
+    ended: Callable[[Trajectory], None],
+) -> None:
     """Take one conversation to its end, and hand it over, also where it is cancelled."""
     loop, seed = started
     identity = dataclasses.replace(opening.identity, seed=seed)
@@ -289,9 +316,7 @@ class _Conversation(Episode):
     """Ends when the model answers without calling a tool, or when the simulated user ends it; earns what the scorer
     gives."""
 
-    def __init__(
-        self, opening: Opening, tools: ToolManager, user: ConnectedUser | None, scorer: Scorer | None
-    ) -> None:
+    def __init__(self, opening: Opening, tools: ToolManager, user: ConnectedUser | None, scorer: Scorer | None) -> None:
         self.messages = opening.messages
         self.tools = tools  # type: ignore[assignment]  # a manager is taken as it is
         self._task, self._user, self._scorer = opening.task, user, scorer
@@ -331,15 +356,19 @@ def _offered_tools(openings: Sequence[Opening], given: Managers) -> list[ToolMan
     """
     managers = [given] * len(openings) if given is None or isinstance(given, ToolManager) else list(given)
     if len(managers) != len(openings):
-        raise UsageError(f"tool_manager holds {len(managers)} tool managers for {len(openings)} trajectories; give one "
-                         "for each, or a single one for all")  # fmt: skip
+        raise UsageError(
+            f"tool_manager holds {len(managers)} tool managers for {len(openings)} trajectories; give one "
+            "for each, or a single one for all"
+        )
     pairs = list(zip(openings, managers, strict=True))
     idle = sum(bool(opening.tools) and manager is None for opening, manager in pairs)
     if idle:
         logger.warning(
             "%d of %d conversations describe tools that nothing runs; a model that calls one is told so: pass "
-            "tool_manager=ToolManager([...])", idle, len(openings),
-        )  # fmt: skip
+            "tool_manager=ToolManager([...])",
+            idle,
+            len(openings),
+        )
     found = []
     for opening, manager in pairs:
         runs = ToolManager() if manager is None else manager
@@ -368,10 +397,16 @@ def _progress_bar(total: int, shown: bool | None) -> Iterator[Callable[[Trajecto
     console = PlainConsole(stderr=True)
     num_failed = 0
     progress = Progress(
-        TextColumn("rollouts"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[failed]}"),
-        TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
-        console=console, disable=not (console.is_terminal if shown is None else shown),
-    )  # fmt: skip
+        TextColumn("rollouts"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[failed]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not (console.is_terminal if shown is None else shown),
+    )
     task = progress.add_task("rollouts", total=total, failed="")
 
     def advance(trajectory: Trajectory) -> None:

@@ -15,9 +15,13 @@ from verbatim.types import Int32, Message, ToolCall, Trajectory, Turn
 
 
 def trajectory_from_messages(
-    renderer: Renderer, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, *,
-    trajectory_id: str = "", env: str = "",
-) -> Trajectory:  # fmt: skip
+    renderer: Renderer,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    trajectory_id: str = "",
+    env: str = "",
+) -> Trajectory:
     """Every assistant message as a turn, its ids from rendering the prompt, and the prompt with the message.
 
     Prompts are bridged as in a rollout, so a rollout of the same conversation has the same tokens.
@@ -75,8 +79,10 @@ def trajectory_from_messages(
 
 def _calls(message: Message) -> list[ToolCall]:
     """The calls of a message, with the ids that answers name."""
-    return [ToolCall(name=call["function"]["name"], arguments={}, id=str(call.get("id") or ""))
-            for call in message.get("tool_calls") or ()]  # fmt: skip
+    return [
+        ToolCall(name=call["function"]["name"], arguments={}, id=str(call.get("id") or ""))
+        for call in message.get("tool_calls") or ()
+    ]
 
 
 def _stand_ins(message: Message) -> list[Message]:

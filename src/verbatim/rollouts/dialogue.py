@@ -49,9 +49,7 @@ class Dialogue:
             is_message = isinstance(message, Mapping) and isinstance(message.get("role"), str)
             may_be_silent = is_message and message.get("tool_calls") and not self._loop.needs_content
             if not is_message or not ("content" in message or may_be_silent):
-                raise EnvironmentFault(
-                    f'{what}: {shown(message)} at {index}; expected {{"role": ..., "content": ...}}'
-                )
+                raise EnvironmentFault(f'{what}: {shown(message)} at {index}; expected {{"role": ..., "content": ...}}')
         self.messages.extend(messages)
 
     async def run(self, episode: Episode) -> StopReason:
@@ -183,6 +181,8 @@ def _checked_state_key(key: Any) -> str | None:
     if key is not None and not isinstance(key, str):
         raise EnvironmentFault(f"state_key returned {shown(key)}; expected a string or None")
     if key is not None and len(key) > LONGEST_STATE_KEY:
-        raise EnvironmentFault(f"state_key returned a text of {len(key):,} characters; expected at most "
-                               f"{LONGEST_STATE_KEY:,}, for example a hash of it")  # fmt: skip
+        raise EnvironmentFault(
+            f"state_key returned a text of {len(key):,} characters; expected at most "
+            f"{LONGEST_STATE_KEY:,}, for example a hash of it"
+        )
     return key

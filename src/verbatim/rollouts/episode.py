@@ -59,9 +59,13 @@ class EpisodeRun:
     start and the seconds of each generation and tool call are kept in `info["timeline"]`."""
 
     def __init__(
-        self, start: Callable[[], Awaitable[Episode]], loop: EpisodeLoop, identity: RolloutIdentity, *,
+        self,
+        start: Callable[[], Awaitable[Episode]],
+        loop: EpisodeLoop,
+        identity: RolloutIdentity,
+        *,
         timed: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._start, self._loop, self._identity = start, loop, identity
         self._recorder, self._timeout = loop.recorder, loop.limits.timeout
         self._calls = UserCalls(self._timeout + supervised.GRACE)
@@ -95,14 +99,19 @@ class EpisodeRun:
     def trajectory(self) -> Trajectory:
         """The record, as it is now."""
         return Trajectory.of(
-            self._identity, turns=tuple(self._recorder.turns), messages=tuple(self._dialogue.messages),
-            reward=self._reward, reward_parts=self._parts, agent_rewards=self._agent_rewards,
+            self._identity,
+            turns=tuple(self._recorder.turns),
+            messages=tuple(self._dialogue.messages),
+            reward=self._reward,
+            reward_parts=self._parts,
+            agent_rewards=self._agent_rewards,
             stop_reason=self._stop_reason,
-            truncated=self._stop_reason.truncated if self._stop_reason else True, error=self._error,
+            truncated=self._stop_reason.truncated if self._stop_reason else True,
+            error=self._error,
             info={**self._loop.info, **self._dialogue.info},
             num_unrecorded_tokens=self._recorder.num_unrecorded_tokens,
             num_unrecorded_turns=self._loop.num_unrecorded_turns,
-        )  # fmt: skip
+        )
 
     async def _run(self) -> None:
         try:
@@ -225,8 +234,13 @@ class EpisodeRun:
     def _note(self, fault: RolloutError) -> None:
         """Make the fault the trajectory's error: its kind, and what it says. Where the user's code raised is kept too:
         the log quotes it, here or on another host."""
-        kinds = {EnvironmentFault: "environment", JudgeFailed: "judge", SamplerFault: self._loop.engine,
-                 RecordError: "record", TemplateFault: "template"}  # fmt: skip
+        kinds = {
+            EnvironmentFault: "environment",
+            JudgeFailed: "judge",
+            SamplerFault: self._loop.engine,
+            RecordError: "record",
+            TemplateFault: "template",
+        }
         kind = fault.kind if isinstance(fault, ProgramFault) else kinds.get(type(fault), "rollout")
         self._error = f"{kind}: {cut(str(fault), 2 * LONGEST_ERROR)}"
         if fault.__cause__ is not None:

@@ -35,11 +35,19 @@ class GroupRun:
     """
 
     def __init__(
-        self, setup: RolloutSetup, example: Example, *, index: int, size: int, run_seed: int, purpose: str = "train",
+        self,
+        setup: RolloutSetup,
+        example: Example,
+        *,
+        index: int,
+        size: int,
+        run_seed: int,
+        purpose: str = "train",
         on_sampled: Callable[[int], None] | None = None,
-        on_dropped: Callable[[Mapping[str, int]], None] | None = None, samples: Sequence[int] | None = None,
+        on_dropped: Callable[[Mapping[str, int]], None] | None = None,
+        samples: Sequence[int] | None = None,
         on_placed: Callable[[], None] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.index = index
         self.example = example
         self.setup = setup
@@ -47,10 +55,15 @@ class GroupRun:
         self._purpose = purpose
         self._seed = derive_seed(run_seed, purpose, setup.env, example.id, index)
         self._recorders = {
-            i: Recorder(setup.sampler.vocab_size, on_sampled, on_dropped, trajectory_id=f"{self.group_id}-{i}",
-                        routing=setup.routing)
+            i: Recorder(
+                setup.sampler.vocab_size,
+                on_sampled,
+                on_dropped,
+                trajectory_id=f"{self.group_id}-{i}",
+                routing=setup.routing,
+            )
             for i in (range(size) if samples is None else samples)
-        }  # fmt: skip
+        }
         self._on_placed = on_placed
         self.num_in_line = len(self._recorders)
         """Episodes that have got no place yet."""
@@ -76,17 +89,25 @@ class GroupRun:
             if before.error is None and after.error is not None:
                 self.setup.tally.failed(after)
         return Group(
-            group_id=self.group_id, index=self.index, example_id=self.example.id, env=self.setup.env,
+            group_id=self.group_id,
+            index=self.index,
+            example_id=self.example.id,
+            env=self.setup.env,
             trajectories=tuple(trajectories),
-        )  # fmt: skip
+        )
 
     async def _episode(self, sample_index: int, recorder: Recorder) -> Trajectory:
         setup = self.setup
         seed = derive_seed(self._seed, sample_index)
         identity = RolloutIdentity(
-            run_id=setup.run_id, env=setup.env, example_id=self.example.id, group_id=self.group_id,
-            sample_index=sample_index, trajectory_id=f"{self.group_id}-{sample_index}", seed=seed,
-        )  # fmt: skip
+            run_id=setup.run_id,
+            env=setup.env,
+            example_id=self.example.id,
+            group_id=self.group_id,
+            sample_index=sample_index,
+            trajectory_id=f"{self.group_id}-{sample_index}",
+            seed=seed,
+        )
         task = EpisodeTask(purpose=self._purpose, example=self.example, session=str(seed), identity=identity)
         async with setup.slots:
             self.num_in_line -= 1
@@ -125,7 +146,9 @@ def rewarded_by_its_turns(trajectory: Trajectory) -> Trajectory:
 
 
 async def _score_together(
-    score_group: Callable[[Sequence[Trajectory]], Any], trajectories: list[Trajectory], timeout: float  # noqa: ASYNC109
+    score_group: Callable[[Sequence[Trajectory]], Any],
+    trajectories: list[Trajectory],
+    timeout: float,  # noqa: ASYNC109
 ) -> list[Trajectory]:
     """Group-level rewards for the completed rollouts; a scorer that fails fails its group, not the run. It may take as
     long as one episode. Then it is cancelled, and left behind where it ignores that."""

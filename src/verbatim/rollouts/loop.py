@@ -95,10 +95,14 @@ class Answer:
                 parse_status = call.status
                 break
         return {
-            "stop_reason": self.stop_reason, "state_key": state_key, "agent": prompt.agent,
-            "tool_calls": self.tool_calls, "parse_status": parse_status, "timing": self.timing,
+            "stop_reason": self.stop_reason,
+            "state_key": state_key,
+            "agent": prompt.agent,
+            "tool_calls": self.tool_calls,
+            "parse_status": parse_status,
+            "timing": self.timing,
             "trained": prompt.trained,
-        }  # fmt: skip
+        }
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -182,9 +186,14 @@ class EpisodeLoop(abc.ABC):
         return {}
 
     async def sample(
-        self, messages: Sequence[Message], tools: Sequence[Tool] = (), agent: str = "main",
-        state_key: str | None = None, *, trained: bool = True,
-    ) -> Message:  # fmt: skip
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        agent: str = "main",
+        state_key: str | None = None,
+        *,
+        trained: bool = True,
+    ) -> Message:
         """Record one turn of the named agent and return the assistant's message.
 
         With `trained=False` the turn is context only; its tokens are counted as `untrained`.
@@ -249,10 +258,15 @@ class EpisodeLoop(abc.ABC):
         """Write the turn down; its index."""
         assert answer.prompt_ids is not None and answer.completion_ids is not None
         return self.recorder.record(
-            prompt_ids=answer.prompt_ids, completion_ids=answer.completion_ids, extends=answer.extends,
-            logprobs=answer.logprobs, policy_versions=answer.policy_versions, temperature=answer.temperature,
-            routed_experts=answer.routed_experts, **answer.turn_fields(prompt, state_key),
-        )  # fmt: skip
+            prompt_ids=answer.prompt_ids,
+            completion_ids=answer.completion_ids,
+            extends=answer.extends,
+            logprobs=answer.logprobs,
+            policy_versions=answer.policy_versions,
+            temperature=answer.temperature,
+            routed_experts=answer.routed_experts,
+            **answer.turn_fields(prompt, state_key),
+        )
 
     def _refuse_if_over(self) -> None:
         if self.stop_reason is not None:
@@ -272,9 +286,17 @@ class EpisodeLoop(abc.ABC):
 
     def _identify(self, call: ToolCall) -> ToolCall:
         self._num_calls += 1
-        return call if call.id else ToolCall(
-            name=call.name, arguments=call.arguments, status=call.status, raw=call.raw, id=f"call_{self._num_calls - 1}"
-        )  # fmt: skip
+        return (
+            call
+            if call.id
+            else ToolCall(
+                name=call.name,
+                arguments=call.arguments,
+                status=call.status,
+                raw=call.raw,
+                id=f"call_{self._num_calls - 1}",
+            )
+        )
 
     def _prompt(
         self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]], agent: str, *, trained: bool
@@ -286,7 +308,12 @@ class EpisodeLoop(abc.ABC):
             known, others = (), ()
         new = [copied(message) for message in messages[len(known) :]]
         return Prompt(
-            agent=agent, messages=(*known, *new), schemas=schemas, tools=tuple(map(schema_text, schemas)),
-            thread=thread, num_known=len(known), trained=trained,
+            agent=agent,
+            messages=(*known, *new),
+            schemas=schemas,
+            tools=tuple(map(schema_text, schemas)),
+            thread=thread,
+            num_known=len(known),
+            trained=trained,
             others=None if others is None else (*others, *others_in(new, len(known))),
-        )  # fmt: skip
+        )

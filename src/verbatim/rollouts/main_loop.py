@@ -169,9 +169,7 @@ def _handling_ctrl_c(handle: Callable[[int, object], None]) -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
 
 
-def run_main(
-    work: Coroutine[Any, Any, T], presses: Presses | None = None, *, ends_without_memory: bool = False
-) -> T:
+def run_main(work: Coroutine[Any, Any, T], presses: Presses | None = None, *, ends_without_memory: bool = False) -> T:
     """What the coroutine returns, as `asyncio.run`. What a user's code left behind does not matter:
 
     - a background task that raises SystemExit or KeyboardInterrupt is logged, and the main task goes on;

@@ -73,9 +73,13 @@ class MultiTurnRollout(ConversationRollout):
             own = derive_seed(seed, index)
             recorder = Recorder(self.sampler.vocab_size, trajectory_id=opening.identity.trajectory_id)
             loop = AgentLoop(
-                sampler=self.sampler, renderer=self.template, params=self.sampling_params, limits=limits,
-                recorder=recorder, seed=own,
-            )  # fmt: skip
+                sampler=self.sampler,
+                renderer=self.template,
+                params=self.sampling_params,
+                limits=limits,
+                recorder=recorder,
+                seed=own,
+            )
             return loop, own
 
         yield start
@@ -119,7 +123,9 @@ class APIMultiTurnRollout(ConversationRollout):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.api, OpenAI):
-            raise UsageError(f'api: {self.api!r:.80}; expected OpenAI(model="...", base_url="http://localhost:8000/v1")')
+            raise UsageError(
+                f'api: {self.api!r:.80}; expected OpenAI(model="...", base_url="http://localhost:8000/v1")'
+            )
         if self.extra_body.get("stream") or self.extra_body.get("n") not in (None, 1):
             raise UsageError("extra_body asks for a stream, or for several answers; a turn is one whole answer")
 
@@ -138,9 +144,14 @@ class APIMultiTurnRollout(ConversationRollout):
 
                 recorder = Recorder(LARGEST_ID + 1, trajectory_id=identity.trajectory_id)
                 loop = ChatLoop(
-                    connection=connection, params=self.sampling_params, limits=limits, recorder=recorder,
-                    seed_of=seed_of, extra_body=self.extra_body, send_reasoning=self.send_reasoning,
-                )  # fmt: skip
+                    connection=connection,
+                    params=self.sampling_params,
+                    limits=limits,
+                    recorder=recorder,
+                    seed_of=seed_of,
+                    extra_body=self.extra_body,
+                    send_reasoning=self.send_reasoning,
+                )
                 return loop, seed
 
             yield start

@@ -29,10 +29,14 @@ class Recorder:
     """
 
     def __init__(
-        self, vocab_size: int, on_sampled: Callable[[int], None] | None = None,
-        on_dropped: Callable[[Mapping[str, int]], None] | None = None, *, trajectory_id: str = "",
+        self,
+        vocab_size: int,
+        on_sampled: Callable[[int], None] | None = None,
+        on_dropped: Callable[[Mapping[str, int]], None] | None = None,
+        *,
+        trajectory_id: str = "",
         routing: Routing | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._on_sampled, self._on_dropped, self._trajectory_id = on_sampled, on_dropped, trajectory_id
         self._routing = routing
         self._tree = TokenTree(vocab_size)

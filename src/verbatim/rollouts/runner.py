@@ -62,9 +62,12 @@ class LocalRunner:
         """The finished episode."""
         await turnstile().enter()
         return await run_episode(
-            environment=setup.environment, example=task.example, seed=task.seed, loop=_loop(setup, task, recorder),
+            environment=setup.environment,
+            example=task.example,
+            seed=task.seed,
+            loop=_loop(setup, task, recorder),
             identity=task.identity,
-        )  # fmt: skip
+        )
 
     def metrics(self) -> Mapping[str, float]:
         """None of its own."""
@@ -74,15 +77,23 @@ class LocalRunner:
 def _loop(setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> EpisodeLoop:
     if setup.teacher is None:
         return AgentLoop(
-            sampler=setup.sampler, renderer=setup.renderer, params=setup.params, limits=setup.limits,
-            recorder=recorder, seed=task.seed, session=task.session,
-        )  # fmt: skip
+            sampler=setup.sampler,
+            renderer=setup.renderer,
+            params=setup.params,
+            limits=setup.limits,
+            recorder=recorder,
+            seed=task.seed,
+            session=task.session,
+        )
     return TeacherLoop(
-        connection=setup.teacher, renderer=setup.renderer, limits=setup.limits, recorder=recorder,
+        connection=setup.teacher,
+        renderer=setup.renderer,
+        limits=setup.limits,
+        recorder=recorder,
         # The teacher ends a turn by itself: stop tokens are ids of the student's.
         params=dataclasses.replace(setup.params, stop_token_ids=()),
         seed_of=lambda number: derive_seed(task.seed, number) % 2**31,
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -54,8 +54,13 @@ class EpisodeTally:
         faults = trajectory.info.get(TOOL_FAULTS)
         if isinstance(faults, Mapping):
             for kind, fault in faults.items():
-                self._count(self.tool_faults, kind, fault["count"], trajectory,
-                            f'{fault["first"]} (the model is told; counted in tool_errors)')  # fmt: skip
+                self._count(
+                    self.tool_faults,
+                    kind,
+                    fault["count"],
+                    trajectory,
+                    f"{fault['first']} (the model is told; counted in tool_errors)",
+                )
         if trajectory.error is not None:
             self.failed(trajectory)
 
@@ -79,17 +84,23 @@ class EpisodeTally:
             counts[kind] += count
         if is_new and len(counts) <= MOST_SAID:
             logger.warning(
-                "%s episode %s of environment %r, example %r: %s", self.purpose, trajectory.trajectory_id,
-                trajectory.env, trajectory.example_id, said,
-            )  # fmt: skip
+                "%s episode %s of environment %r, example %r: %s",
+                self.purpose,
+                trajectory.trajectory_id,
+                trajectory.env,
+                trajectory.example_id,
+                said,
+            )
 
     def summary(self) -> list[str]:
         """One line for what failed, one for the tools, one for evaluations; none where nothing did. Example: `["3 of 8
         train episodes failed: 3 x environment: score raised KeyError"]`."""
         lines = []
         if self.failures:
-            lines.append(f"{self.num_failed} of {self.num_episodes} {self.purpose} episodes failed: "
-                         f"{_most_common(self.failures)}")  # fmt: skip
+            lines.append(
+                f"{self.num_failed} of {self.num_episodes} {self.purpose} episodes failed: "
+                f"{_most_common(self.failures)}"
+            )
         if self.tool_faults:
             lines.append(f"tools failed in {self.purpose} episodes: {_most_common(self.tool_faults)}")
         if self.unmeasured:

@@ -30,9 +30,12 @@ class TraceFolder:
     are called one at a time."""
 
     def __init__(
-        self, folder: Path, *, trace_callback: Callable[[Trajectory], Any] | None = None,
+        self,
+        folder: Path,
+        *,
+        trace_callback: Callable[[Trajectory], Any] | None = None,
         success_callback: Callable[[Trajectory], Any] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.folder = folder
         self._wanted = trace_callback or (lambda trajectory: True)
         self._succeeded = success_callback or _ended_well
@@ -60,9 +63,14 @@ class TraceFolder:
         return self.folder / name
 
     def _ask(
-        self, which: str, callback: Callable[[Trajectory], Any], trajectory: Trajectory, errors: list[str], *,
+        self,
+        which: str,
+        callback: Callable[[Trajectory], Any],
+        trajectory: Trajectory,
+        errors: list[str],
+        *,
         otherwise: bool,
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         try:
             return bool(callback(trajectory))
         except BaseException as error:  # user code may raise anything; the trace tells of it

@@ -60,9 +60,7 @@ class ConnectedUser:
     def __init__(self, user: UserSimulator, connection: Connection) -> None:
         self._user, self._connection = user, connection
 
-    async def answer(
-        self, spoken: Sequence[Message], task: Mapping[str, Any], usage: Counter[str]
-    ) -> str | None:
+    async def answer(self, spoken: Sequence[Message], task: Mapping[str, Any], usage: Counter[str]) -> str | None:
         """What the user says next; None where it ends the conversation.
 
         Args:

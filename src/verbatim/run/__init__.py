@@ -20,9 +20,15 @@ if TYPE_CHECKING:
 
 class _RunPackage(ModuleType):
     def __call__(
-        self, config: Config, *, resume: bool | str | Path = False, environments: Mapping[str, Any] | None = None,
-        monitors: Sequence[Monitor] = (), quiet: bool = False, **settings: Any,
-    ) -> RunResult:  # fmt: skip
+        self,
+        config: Config,
+        *,
+        resume: bool | str | Path = False,
+        environments: Mapping[str, Any] | None = None,
+        monitors: Sequence[Monitor] = (),
+        quiet: bool = False,
+        **settings: Any,
+    ) -> RunResult:
         """`verbatim.run.entry.run`."""
         from verbatim.run.entry import run
 

@@ -32,8 +32,9 @@ def make_watch(config: RunConfig) -> AlarmWatch | None:
     components = {name: AlarmConfig(type=name) for name in table} | section.components
     rules = {
         name: resolve(component, table, what="alarm", where=f"monitor.alarms.{name}")
-        for name, component in components.items() if component.enabled
-    }  # fmt: skip
+        for name, component in components.items()
+        if component.enabled
+    }
     for name, rule in rules.items():
         _refuse_silent(name, rule)
     return AlarmWatch(rules, config=redacted(tomllib.loads(dump_config(config))), stop=section.stop)
@@ -48,8 +49,10 @@ def _refuse_silent(name: str, rule: Rule) -> None:
     bounds = {"steps": (fewest, KEPT_STEPS // 2 if compares else KEPT_STEPS), "evaluations": (1, KEPT_EVALUATIONS)}
     for knob, (low, high) in bounds.items():
         if knob in own and not low <= own[knob] <= high:
-            raise UsageError(f"monitor.alarms.{name}.{knob}: found {own[knob]}, expected {low} to {high}: beyond that "
-                             "the alarm could never be raised")  # fmt: skip
+            raise UsageError(
+                f"monitor.alarms.{name}.{knob}: found {own[knob]}, expected {low} to {high}: beyond that "
+                "the alarm could never be raised"
+            )
 
 
 _FEWEST_SURE = 7
@@ -59,5 +62,7 @@ more often than once in 1,000."""
 
 def sentence(alarm: Alarm) -> str:
     """An alarm as the last message of a run that it ended."""
-    return (f"{alarm.name} at step {alarm.step}: {alarm.message}. Most likely: {alarm.cause}. What to do: "
-            f"{alarm.advice}. [monitor.alarms] stop names it; --resume goes on")  # fmt: skip
+    return (
+        f"{alarm.name} at step {alarm.step}: {alarm.message}. Most likely: {alarm.cause}. What to do: "
+        f"{alarm.advice}. [monitor.alarms] stop names it; --resume goes on"
+    )

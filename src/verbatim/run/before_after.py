@@ -57,8 +57,10 @@ class Comparison:
         gained = [pair for pair in self.pairs if pair.succeeded_after and not pair.succeeded_before]
         lost = [pair for pair in self.pairs if pair.succeeded_before and not pair.succeeded_after]
         if gained:
-            return gained[0], (f"of {len(self.pairs)} episodes {len(gained)} failed before and succeeded after, this "
-                               f"is the first of them; {len(lost)} went the other way")  # fmt: skip
+            return gained[0], (
+                f"of {len(self.pairs)} episodes {len(gained)} failed before and succeeded after, this "
+                f"is the first of them; {len(lost)} went the other way"
+            )
         best = max(self.pairs, key=lambda pair: -math.inf if math.isnan(pair.gain) else pair.gain)
         if best.gain > 0:
             return best, f"of {len(self.pairs)} episodes none went from failure to success; this one gained most reward"
@@ -94,12 +96,14 @@ def compare(run: Path, environments: Mapping[str, Environment]) -> list[Comparis
         first, last = min(by_step), max(by_step)
         pairs = [
             Pair(
-                before=before, after=by_step[last][key],
+                before=before,
+                after=by_step[last][key],
                 succeeded_before=succeeded(environments[env], before),
                 succeeded_after=succeeded(environments[env], by_step[last][key]),
             )
-            for key, before in by_step[first].items() if env in environments and key in by_step[last]
-        ]  # fmt: skip
+            for key, before in by_step[first].items()
+            if env in environments and key in by_step[last]
+        ]
         if first < last and pairs:
             comparisons.append(Comparison(env=env, steps=(first, last), pairs=pairs))
     return comparisons
@@ -175,4 +179,3 @@ def _cells(message: Message, console: Console) -> tuple[Text, Text]:
 def _safe(text: str, console: Console) -> str:
     """The text without control characters, and with `?` for what the console's encoding cannot write."""
     return printable(text).encode(console.encoding, "replace").decode(console.encoding)
-

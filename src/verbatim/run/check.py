@@ -47,9 +47,12 @@ _ANY_TEMPLATE = ("auto", "template", "default", "DefaultRenderer")
 
 
 def check_run(
-    config: RunConfig, environments_table: Mapping[str, Any] = ENVIRONMENTS, *, starts_both: bool = True,
+    config: RunConfig,
+    environments_table: Mapping[str, Any] = ENVIRONMENTS,
+    *,
+    starts_both: bool = True,
     told: Callable[[Renderer], None] | None = None,
-) -> Environments:  # fmt: skip
+) -> Environments:
     """Refuse what could never start; names are looked up already, by `load_config` with its tables.
 
     Environments are made, and asked for their examples and, where the run needs some, for a demonstration. Components
@@ -163,8 +166,9 @@ def _check_teacher(teacher: TeacherConfig) -> None:
     except UsageError as error:
         raise UsageError(f"orchestrator.teacher.{error}") from error
     if not is_installed("aiohttp"):
-        raise UsageError("a teacher behind orchestrator.teacher.base_url needs the package aiohttp: pip install "
-                         "'verbatim-rl[api]'")  # fmt: skip
+        raise UsageError(
+            "a teacher behind orchestrator.teacher.base_url needs the package aiohttp: pip install 'verbatim-rl[api]'"
+        )
 
 
 def _check_frozen(model: str, name: str, config: RunConfig) -> None:

@@ -21,7 +21,7 @@ _LEDGER = "ledger/"
 
 def ending(
     metrics_path: Path, best_constant: Mapping[str, float], *, state: RunState, seconds: float
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """What `Monitor.on_end` is told, as plain values.
 
     Args:
@@ -49,6 +49,11 @@ def ending(
         logger.error("the summary for the monitors leaves out what it cannot read: %s", error)
     ledger = {name.removeprefix(_LEDGER): value for name, value in metrics.items() if name.startswith(_LEDGER)}
     return {
-        "state": state, "steps": steps, "seconds": round(seconds, 1), "metrics": metrics, "evals": evals,
-        "ledger": ledger, "results": results,
-    }  # fmt: skip
+        "state": state,
+        "steps": steps,
+        "seconds": round(seconds, 1),
+        "metrics": metrics,
+        "evals": evals,
+        "ledger": ledger,
+        "results": results,
+    }

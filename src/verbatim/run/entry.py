@@ -69,11 +69,21 @@ def run(
         KeyboardInterrupt: Ctrl-C. As any exception after the first step, it says how to continue the run.
     """
     if (fork is not None and resume) or (fresh and fork is None):
-        raise ConfigError("verbatim.run(): fork= begins a new run, resume= goes on with one, and fresh= is for fork=; "
-                          "give fork, or resume")  # fmt: skip
+        raise ConfigError(
+            "verbatim.run(): fork= begins a new run, resume= goes on with one, and fresh= is for fork=; "
+            "give fork, or resume"
+        )
     begin = find_fork(str(fork), fresh) if fork is not None else None
-    return _run("verbatim.run", config, settings, resume=resume, environments={} if environments is None else
-                environments, monitors=monitors, quiet=quiet, fork=begin)  # fmt: skip
+    return _run(
+        "verbatim.run",
+        config,
+        settings,
+        resume=resume,
+        environments={} if environments is None else environments,
+        monitors=monitors,
+        quiet=quiet,
+        fork=begin,
+    )
 
 
 def train(
@@ -106,9 +116,11 @@ def train(
     if isinstance(model, str | os.PathLike):
         model = {"name": model}
     elif not isinstance(model, Mapping):
-        raise ConfigError(f"{where}: model: found {shown(model, 80)} ({type(model).__name__}), expected a folder or "
-                          "hub id; save a model that is in memory, and give the folder: "
-                          "model.save_pretrained(folder), tokenizer.save_pretrained(folder)")  # fmt: skip
+        raise ConfigError(
+            f"{where}: model: found {shown(model, 80)} ({type(model).__name__}), expected a folder or "
+            "hub id; save a model that is in memory, and give the folder: "
+            "model.save_pretrained(folder), tokenizer.save_pretrained(folder)"
+        )
     tables, objects = environment_tables(environment, where)
     if _has_environments(settings):
         raise ConfigError(f"{where}: environment and orchestrator.train.env are the same; give one of them")
@@ -124,9 +136,16 @@ def _has_environments(settings: Mapping[str, Any]) -> bool:
 
 
 def _run(
-    caller: str, config: Config, settings: Mapping[str, Any], *, resume: bool | str | Path,
-    environments: Mapping[str, Any], monitors: Sequence[Monitor], quiet: bool, fork: Fork | None = None,
-) -> RunResult:  # fmt: skip
+    caller: str,
+    config: Config,
+    settings: Mapping[str, Any],
+    *,
+    resume: bool | str | Path,
+    environments: Mapping[str, Any],
+    monitors: Sequence[Monitor],
+    quiet: bool,
+    fork: Fork | None = None,
+) -> RunResult:
     if "callbacks" in settings:
         raise ConfigError(f"{caller}(): callbacks are called monitors here: monitors=[my_monitor]")
     _check_arguments(resume, environments, monitors, caller)
@@ -145,10 +164,16 @@ def _run(
 
         try:
             training = execute(
-                loaded, name=_name(config, loaded), resume=resume if isinstance(resume, bool) else Path(resume),
-                console=console, run_loop=lambda work, ask, _: run_in_program(work, ask), how_to_go_on=how_to_go_on,
-                environments=table, monitors=monitors, fork=fork,
-            )  # fmt: skip
+                loaded,
+                name=_name(config, loaded),
+                resume=resume if isinstance(resume, bool) else Path(resume),
+                console=console,
+                run_loop=lambda work, ask, _: run_in_program(work, ask),
+                how_to_go_on=how_to_go_on,
+                environments=table,
+                monitors=monitors,
+                fork=fork,
+            )
         except SystemExit as error:
             raise RunStopped(f"a module, an environment or a plug-in called sys.exit({shown(error.code)})") from error
         except NothingTrained:
@@ -177,8 +202,10 @@ def _load(caller: str, config: Config, settings: Mapping[str, Any], environments
     if isinstance(config, RunConfig):
         config = config.model_dump(exclude_unset=True)
     if not isinstance(config, Mapping):
-        raise ConfigError(f"{caller}(): found {shown(config, 80)} ({type(config).__name__}), expected the path of a "
-                          'TOML file, or its tables: {"model": {"name": "..."}, "orchestrator": {...}}')  # fmt: skip
+        raise ConfigError(
+            f"{caller}(): found {shown(config, 80)} ({type(config).__name__}), expected the path of a "
+            'TOML file, or its tables: {"model": {"name": "..."}, "orchestrator": {...}}'
+        )
     return make_config(config, settings, tables=tables, caller=caller)
 
 
@@ -192,8 +219,10 @@ def _name(config: Config, loaded: RunConfig) -> str:
 @contextlib.contextmanager
 def _only_run(caller: str) -> Iterator[None]:
     if not _ONE_RUN.acquire(blocking=False):
-        raise UsageError(f"{caller}(): another run is at work in this process; start this one after it, or in a "
-                         "process of its own (multiprocessing, another script, `verbatim rl`)")  # fmt: skip
+        raise UsageError(
+            f"{caller}(): another run is at work in this process; start this one after it, or in a "
+            "process of its own (multiprocessing, another script, `verbatim rl`)"
+        )
     try:
         yield
     finally:
@@ -202,19 +231,27 @@ def _only_run(caller: str) -> Iterator[None]:
 
 def _check_arguments(resume: object, environments: object, monitors: Sequence[Monitor], caller: str) -> None:
     if not isinstance(resume, bool | str | os.PathLike):
-        raise ConfigError(f"{caller}(): resume: found {shown(resume, 80)} ({type(resume).__name__}), expected True for "
-                          "the latest run of this name, or a run folder")  # fmt: skip
+        raise ConfigError(
+            f"{caller}(): resume: found {shown(resume, 80)} ({type(resume).__name__}), expected True for "
+            "the latest run of this name, or a run folder"
+        )
     if not isinstance(environments, Mapping) or not all(isinstance(name, str) and name for name in environments):
-        raise ConfigError(f"{caller}(): environments: found {shown(environments, 80)}, expected ids and what they "
-                          'stand for: {"words": Words()}')  # fmt: skip
+        raise ConfigError(
+            f"{caller}(): environments: found {shown(environments, 80)}, expected ids and what they "
+            'stand for: {"words": Words()}'
+        )
 
     if not isinstance(monitors, list | tuple):
-        raise ComponentError(f"{caller}(): monitors: found {shown(monitors, 80)} ({type(monitors).__name__}), "
-                             "expected a list: monitors=[my_monitor]")  # fmt: skip
+        raise ComponentError(
+            f"{caller}(): monitors: found {shown(monitors, 80)} ({type(monitors).__name__}), "
+            "expected a list: monitors=[my_monitor]"
+        )
     for number, monitor in enumerate(monitors):
         where = f"{caller}(): monitors[{number}] is {shown(monitor, 80)}"
         if isinstance(monitor, type):
-            raise ComponentError(f"{where}, a class; expected an object with some of the methods {', '.join(METHODS)}: "
-                                 f"monitors=[{monitor.__name__}()]")  # fmt: skip
+            raise ComponentError(
+                f"{where}, a class; expected an object with some of the methods {', '.join(METHODS)}: "
+                f"monitors=[{monitor.__name__}()]"
+            )
         if (fault := fault_of(monitor)) is not None:
             raise ComponentError(f"{where}, which {fault}")

@@ -58,7 +58,7 @@ def _make(envs: Sequence[EnvConfig], where: str, table: Mapping[str, Any]) -> di
     made: dict[str, tuple[EnvConfig, Environment]] = {}
     for env in envs:
         if env.label in made:
-            raise ConfigError(f"{where}: two environments are called {env.label!r}; give one of them a name = \"...\"")
+            raise ConfigError(f'{where}: two environments are called {env.label!r}; give one of them a name = "..."')
         made[env.label] = (env, create_environment(env.id or str(env.import_path), env.args, table))
     return made
 
@@ -135,8 +135,14 @@ def check_tools(
     Raises:
         ComponentError: names the environment, what is left out and what to do.
     """
-    using = next(((messages, tools) for _, messages, tools in data
-                  if tools or any(message.get("tool_calls") for message in messages)), None)  # fmt: skip
+    using = next(
+        (
+            (messages, tools)
+            for _, messages, tools in data
+            if tools or any(message.get("tool_calls") for message in messages)
+        ),
+        None,
+    )
     if using is not None:
         _check_shown(renderer, "warm_start.data", *using)
     for label, environment in environments.by_label.items():
@@ -149,8 +155,10 @@ def check_tools(
             if lacks:
                 logger.warning(
                     "the model's chat template %s; if environment %r has tools, its first episode is refused: %s",
-                    " and ".join(lacks), label, USE_HERMES,
-                )  # fmt: skip
+                    " and ".join(lacks),
+                    label,
+                    USE_HERMES,
+                )
 
 
 def _check_shown(

@@ -68,8 +68,9 @@ class EpisodeLog:
         try:
             self._lock = FolderLock(path.parent, f".{path.name}.lock")
         except UsageError:
-            raise UsageError(f"{path} is being written by another process; wait for it to end, or name another --out "
-                             "file") from None  # fmt: skip
+            raise UsageError(
+                f"{path} is being written by another process; wait for it to end, or name another --out file"
+            ) from None
         try:
             if path.exists():
                 self._take_over(path)
@@ -98,12 +99,16 @@ class EpisodeLog:
         kept = self._played.get((conditions.model.fingerprint, conditions.env), {})
         for (example_id, number), (digest, settings, outcome) in kept.items():
             if settings != plain(conditions.settings):
-                raise UsageError(f"{self.path} holds episodes of {conditions.model.label} on {conditions.env} under "
-                                 f"other conditions ({_changes(settings, plain(conditions.settings))}); type them "
-                                 "again, or name another --out file")  # fmt: skip
+                raise UsageError(
+                    f"{self.path} holds episodes of {conditions.model.label} on {conditions.env} under "
+                    f"other conditions ({_changes(settings, plain(conditions.settings))}); type them "
+                    "again, or name another --out file"
+                )
             if conditions.digests.get(example_id, digest) != digest:
-                raise UsageError(f"{self.path} holds episodes of another example with the id {example_id!r} of "
-                                 f"{conditions.env}; name another --out file")  # fmt: skip
+                raise UsageError(
+                    f"{self.path} holds episodes of another example with the id {example_id!r} of "
+                    f"{conditions.env}; name another --out file"
+                )
             found[example_id, number] = outcome
         return found
 
@@ -116,13 +121,19 @@ class EpisodeLog:
         record = self._record(trajectory)
         outcome = outcome_from_json(record, success)
         if self._writer is not None:
-            self._writer.write({
-                "step": conditions.model.step, "trajectory": record, "evaluation": {
-                    "model": conditions.model.label, "fingerprint": conditions.model.fingerprint,
-                    "digest": conditions.digests[trajectory.example_id], "success": outcome.success,
-                    "settings": conditions.settings,
-                },
-            })  # fmt: skip
+            self._writer.write(
+                {
+                    "step": conditions.model.step,
+                    "trajectory": record,
+                    "evaluation": {
+                        "model": conditions.model.label,
+                        "fingerprint": conditions.model.fingerprint,
+                        "digest": conditions.digests[trajectory.example_id],
+                        "success": outcome.success,
+                        "settings": conditions.settings,
+                    },
+                }
+            )
         return outcome
 
     def _record(self, trajectory: Trajectory) -> dict[str, Any]:
@@ -173,8 +184,9 @@ class EpisodeLog:
         return outcome.error is not None
 
     def _none_of_ours(self, number: int) -> UsageError:
-        return UsageError(f"{self.path}:{number}: no episode that verbatim eval can go on from; name another --out "
-                          "file")  # fmt: skip
+        return UsageError(
+            f"{self.path}:{number}: no episode that verbatim eval can go on from; name another --out file"
+        )
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -184,5 +196,6 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """
     return "; ".join(
         f"{key}: {before.get(key, 'not set')} there, {now.get(key, 'not set')} now"
-        for key in dict.fromkeys([*before, *now]) if before.get(key) != now.get(key)
-    )  # fmt: skip
+        for key in dict.fromkeys([*before, *now])
+        if before.get(key) != now.get(key)
+    )

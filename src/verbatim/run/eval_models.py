@@ -58,8 +58,9 @@ def find_models(typed: Sequence[str], make_api: Callable[[str, str], OpenAI]) ->
     for model in found:
         first = places.setdefault((model.where, model.fingerprint), model.label)
         if first is not model.label:
-            raise UsageError(f"--model {model.label} is the same model as --model {first} ({model.where}); leave one "
-                             "of them out")  # fmt: skip
+            raise UsageError(
+                f"--model {model.label} is the same model as --model {first} ({model.where}); leave one of them out"
+            )
     return found
 
 
@@ -71,9 +72,11 @@ def _find(text: str, make_api: Callable[[str, str], OpenAI]) -> EvalModel:
     folder, _, which = text.rpartition("@")
     if folder and not Path(text).exists():
         if not holds_run(Path(folder)):
-            raise UsageError(f"--model {text}: {folder} is {_what_is(Path(folder))}; expected the folder of a run "
-                             "before @, and latest, best or a step behind it, or NAME@http://... for an "
-                             "API")  # fmt: skip
+            raise UsageError(
+                f"--model {text}: {folder} is {_what_is(Path(folder))}; expected the folder of a run "
+                "before @, and latest, best or a step behind it, or NAME@http://... for an "
+                "API"
+            )
         return _checkpoint(text, Path(folder), which)
     if holds_run(Path(text)):
         if not (Path(text) / "final").is_dir():

@@ -125,9 +125,13 @@ def plan_evaluation(config: RunConfig, environments: Environments, settings: Eva
 
 
 async def evaluate_models(
-    config: RunConfig, environments: Environments, models: Sequence[EvalModel], settings: EvalSettings,
-    log: EpisodeLog, progress: Progress,
-) -> AsyncIterator[ModelResult]:  # fmt: skip
+    config: RunConfig,
+    environments: Environments,
+    models: Sequence[EvalModel],
+    settings: EvalSettings,
+    log: EpisodeLog,
+    progress: Progress,
+) -> AsyncIterator[ModelResult]:
     """Each model's result, as soon as its episodes are played. What the log has is not played again.
 
     Raises:
@@ -147,9 +151,15 @@ class _Playing:
     """One model's episodes under way."""
 
     def __init__(
-        self, config: RunConfig, environments: Environments, model: EvalModel, plans: Sequence[EnvPlan],
-        settings: EvalSettings, log: EpisodeLog, progress: Progress,
-    ) -> None:  # fmt: skip
+        self,
+        config: RunConfig,
+        environments: Environments,
+        model: EvalModel,
+        plans: Sequence[EnvPlan],
+        settings: EvalSettings,
+        log: EpisodeLog,
+        progress: Progress,
+    ) -> None:
         self._config, self._environments, self._model = config, environments, model
         self._plans, self._settings, self._log, self._progress = plans, settings, log, progress
         self._conditions = {plan.env: _conditions(config, model, plan, settings) for plan in plans}
@@ -157,8 +167,12 @@ class _Playing:
         own = CHAT_CONCURRENCY if model.api is not None else config.orchestrator.max_concurrent
         self._concurrency = settings.concurrency or own
         self._total = sum(plan.num_episodes for plan in plans)
-        self._done = sum((example.id, k) in self._played[plan.env] for plan in plans for example in plan.examples
-                         for k in range(plan.episodes_each))  # fmt: skip
+        self._done = sum(
+            (example.id, k) in self._played[plan.env]
+            for plan in plans
+            for example in plan.examples
+            for k in range(plan.episodes_each)
+        )
         self._num_failed = self._streak = 0
 
     async def run(self) -> ModelResult:
@@ -191,11 +205,16 @@ class _Playing:
                 runner = ChatRunner(connection=connection, extra_body=self._settings.extra_body)
                 yield {
                     label: chat_setup(
-                        label, environment, runner, params=sampling_params(env.sampling or orchestrator.sampling),
-                        limits=limits_of(orchestrator, env), slots=slots, tally=tally,
+                        label,
+                        environment,
+                        runner,
+                        params=sampling_params(env.sampling or orchestrator.sampling),
+                        limits=limits_of(orchestrator, env),
+                        slots=slots,
+                        tally=tally,
                     )
                     for label, (env, environment) in made.items()
-                }  # fmt: skip
+                }
             return
         from verbatim.models.loading import load_tokenizer  # imports torch, which no API needs
 
@@ -217,9 +236,14 @@ class _Playing:
             for index, samples in units:
                 await turnstile().enter()
                 group = await GroupRun(
-                    setup, plan.examples[index], index=index, size=plan.episodes_each, samples=samples,
-                    run_seed=self._settings.seed, purpose="eval",
-                ).run()  # fmt: skip
+                    setup,
+                    plan.examples[index],
+                    index=index,
+                    size=plan.episodes_each,
+                    samples=samples,
+                    run_seed=self._settings.seed,
+                    purpose="eval",
+                ).run()
                 for trajectory in group.trajectories:
                     self._take(plan, trajectory)
                 group_is_over()
@@ -239,20 +263,28 @@ class _Playing:
         self._progress(self._model, self._done, self._total, self._num_failed)
         if self._model.api is not None and self._streak >= max(LONGEST_LOSING_STREAK, 2 * self._concurrency):
             kept = "" if self._log.path is None else "; the same command goes on with what is left"
-            raise RunStopped(f"{self._streak} episodes in a row failed with {self._model.label}; the last: "
-                             f"{outcome.error}{kept}")  # fmt: skip
+            raise RunStopped(
+                f"{self._streak} episodes in a row failed with {self._model.label}; the last: {outcome.error}{kept}"
+            )
 
 
 def _conditions(config: RunConfig, model: EvalModel, plan: EnvPlan, settings: EvalSettings) -> Conditions:
     orchestrator, env = config.orchestrator, plan.config
     depends: dict[str, Any] = {
-        "seed": settings.seed, "environment": env.id or env.import_path, "args": env.args,
-        **{f"sampling.{name}": value
-           for name, value in (env.sampling or orchestrator.sampling).model_dump(exclude_none=True).items()},
-        "max_turns": env.max_turns, "seq_len": orchestrator.seq_len,
-        "tool_output_limit": orchestrator.tool_output_limit, "tool_error": orchestrator.tool_error,
-        "max_malformed_retries": orchestrator.max_malformed_retries, "renderer": orchestrator.renderer.name,
-    }  # fmt: skip
+        "seed": settings.seed,
+        "environment": env.id or env.import_path,
+        "args": env.args,
+        **{
+            f"sampling.{name}": value
+            for name, value in (env.sampling or orchestrator.sampling).model_dump(exclude_none=True).items()
+        },
+        "max_turns": env.max_turns,
+        "seq_len": orchestrator.seq_len,
+        "tool_output_limit": orchestrator.tool_output_limit,
+        "tool_error": orchestrator.tool_error,
+        "max_malformed_retries": orchestrator.max_malformed_retries,
+        "renderer": orchestrator.renderer.name,
+    }
     if plan.scores_together:
         depends["episodes_per_example"] = plan.episodes_each
     if model.api is not None and settings.extra_body:

@@ -78,13 +78,24 @@ def execute(
     services, watch = make_monitors(config), make_watch(config)
     config, measured = resolve_dtypes(config)
     _ask_servers(config)
-    opened = open_fork(fork, origin, config, made, console) if fork is not None and origin is not None else (
-        RunFolder.open(config, ORCHESTRATOR, resume=resume, joins=trainer_elsewhere))  # fmt: skip
+    opened = (
+        open_fork(fork, origin, config, made, console)
+        if fork is not None and origin is not None
+        else (RunFolder.open(config, ORCHESTRATOR, resume=resume, joins=trainer_elsewhere))
+    )
     with opened as folder, log_to_file(folder.log(ORCHESTRATOR)):
         console.print(f"run folder  {folder.path}", soft_wrap=True)
         tell([*choices, *measured], console, folder.path)
-        training = TrainingRun(config=config, environments=made, services=services, monitors=monitors, watch=watch,
-                               folder=folder, console=console, started=started)  # fmt: skip
+        training = TrainingRun(
+            config=config,
+            environments=made,
+            services=services,
+            monitors=monitors,
+            watch=watch,
+            folder=folder,
+            console=console,
+            started=started,
+        )
         to_go_on = how_to_go_on(folder.path)
         try:
             training.run(run_loop, to_go_on, trainer_elsewhere=trainer_elsewhere, listen=listen)

@@ -43,9 +43,14 @@ class FateLog:
     """
 
     def __init__(
-        self, path: Path, *, store: CheckpointStore, first_step: int, retention: Retention | None,
+        self,
+        path: Path,
+        *,
+        store: CheckpointStore,
+        first_step: int,
+        retention: Retention | None,
         what: str = "trajectories",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._store, self._writes, self._is_failing, self._what = store, retention is not None, False, what
         self._files = FateFolder(path, retention or EVERYTHING)
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{path.name}-writer")
@@ -94,16 +99,24 @@ class FateLog:
             self._files.write(step, fates)
         except OSError as error:
             if not self._is_failing:
-                logger.error("the %s of step %d could not be written: %s; the run goes on without them",
-                             self._what, step, describe(error, self._files.path))  # fmt: skip
+                logger.error(
+                    "the %s of step %d could not be written: %s; the run goes on without them",
+                    self._what,
+                    step,
+                    describe(error, self._files.path),
+                )
             self._is_failing = True
             return
         if self._is_failing:
             logger.warning("%s are written again, from step %d on", self._what, step)
         self._is_failing = False
         if self._files.num_incomplete and not incomplete:
-            logger.error("%s of step %d are in %s without their messages and info, which are not JSON", self._what,
-                         step, self._files.path)  # fmt: skip
+            logger.error(
+                "%s of step %d are in %s without their messages and info, which are not JSON",
+                self._what,
+                step,
+                self._files.path,
+            )
 
     def marks(self) -> dict[str, Any]:
         """What a checkpoint remembers of the files."""

@@ -69,8 +69,18 @@ _FIXED = {
 }
 """Keys that a fork cannot change, and why."""
 _MAY_CHANGE = ("trainer.lora.merge_final",)
-_FORKED = {*_BEGINNINGS, TRAJECTORIES, EVALUATIONS, f"{TRAJECTORIES}.jsonl", EVALUATED_LINES, ORIGIN, PRECISION,
-           "alarms.jsonl", "metrics.jsonl", "checkpoints"}  # fmt: skip
+_FORKED = {
+    *_BEGINNINGS,
+    TRAJECTORIES,
+    EVALUATIONS,
+    f"{TRAJECTORIES}.jsonl",
+    EVALUATED_LINES,
+    ORIGIN,
+    PRECISION,
+    "alarms.jsonl",
+    "metrics.jsonl",
+    "checkpoints",
+}
 """What a fork puts into its folder."""
 _MOST_NAMED = 5
 
@@ -118,8 +128,10 @@ def find_fork(text: str, fresh: Iterable[str] = ()) -> Fork:
         name, which = text, "latest"
     run = Path(name).expanduser()
     if not run.is_dir():
-        raise UsageError(f"--fork {text}: there is no folder {run}; expected that of a run, with @STEP behind it, "
-                         "@best, or nothing for its latest checkpoint: --fork runs/NAME/latest@40")  # fmt: skip
+        raise UsageError(
+            f"--fork {text}: there is no folder {run}; expected that of a run, with @STEP behind it, "
+            "@best, or nothing for its latest checkpoint: --fork runs/NAME/latest@40"
+        )
     unknown = [part for part in fresh if part not in FRESH]
     if unknown:
         raise UsageError(f"--fresh {unknown[0]}: expected {' or '.join(FRESH)}")
@@ -148,29 +160,43 @@ def check_fork(fork: Fork, config: RunConfig) -> Origin:
     """
     run, step = fork.run, fork.checkpoint.step
     changes = changed_keys(config, fork.toml)
-    fixed = [f"{change}: {why}" for change in changes for prefix, why in _FIXED.items()
-             if change.startswith(prefix) and not change.startswith(_MAY_CHANGE)]  # fmt: skip
+    fixed = [
+        f"{change}: {why}"
+        for change in changes
+        for prefix, why in _FIXED.items()
+        if change.startswith(prefix) and not change.startswith(_MAY_CHANGE)
+    ]
     if fixed:
-        raise UsageError(f"a fork of {run} at step {step} cannot change:\n  " + "\n  ".join(fixed) + "\nLeave "
-                         f"{'it' if len(fixed) == 1 else 'them'} out. A new run can begin with the weights alone: "
-                         f"model.name = {json.dumps(str(fork.checkpoint.weights))}")  # fmt: skip
+        raise UsageError(
+            f"a fork of {run} at step {step} cannot change:\n  " + "\n  ".join(fixed) + "\nLeave "
+            f"{'it' if len(fixed) == 1 else 'them'} out. A new run can begin with the weights alone: "
+            f"model.name = {json.dumps(str(fork.checkpoint.weights))}"
+        )
     if config.run_dir is not None and config.run_dir.resolve() == run:
-        raise UsageError(f"--run-dir {config.run_dir} is the run that is forked; name another folder, or leave --fork "
-                         "out and add --resume")  # fmt: skip
+        raise UsageError(
+            f"--run-dir {config.run_dir} is the run that is forked; name another folder, or leave --fork "
+            "out and add --resume"
+        )
     if config.max_steps <= step:
-        raise UsageError(f"max_steps = {config.max_steps}, and the checkpoint is that of step {step}: nothing would be "
-                         f"trained; for example --max-steps {step + 100}")  # fmt: skip
+        raise UsageError(
+            f"max_steps = {config.max_steps}, and the checkpoint is that of step {step}: nothing would be "
+            f"trained; for example --max-steps {step + 100}"
+        )
     done = int(read_json(fork.checkpoint.folder / "trainer" / "trainer.json")["num_optimizer_steps"])
     total = config.max_steps * config.trainer.optimizer_steps_per_batch
     if done >= total:
-        raise UsageError(f"{done} optimizer steps are done at step {step}, and this run would have {total} in all "
-                         "(max_steps x trainer.optimizer_steps_per_batch); raise one of them")  # fmt: skip
+        raise UsageError(
+            f"{done} optimizer steps are done at step {step}, and this run would have {total} in all "
+            "(max_steps x trainer.optimizer_steps_per_batch); raise one of them"
+        )
     progress = make_progress(config)
     progress.load_state_dict(read_loop_state(fork.checkpoint.folder).get("evaluations", {}))
     if progress.early_stopping is not None and progress.stop_reason is not None:
-        raise UsageError(f"the run {run} ended early at step {step}: {progress.stop_reason}; nothing would be trained. "
-                         "Fork an earlier checkpoint, such as @best, or have more patience: --orchestrator.eval.early-"
-                         f"stopping.patience {len(progress.early_stopping.since) + 3}")  # fmt: skip
+        raise UsageError(
+            f"the run {run} ended early at step {step}: {progress.stop_reason}; nothing would be trained. "
+            "Fork an earlier checkpoint, such as @best, or have more patience: --orchestrator.eval.early-"
+            f"stopping.patience {len(progress.early_stopping.since) + 3}"
+        )
     return Origin(run=str(run), step=step, fresh=fork.fresh, changes=tuple(changes), forked_from=read_origin(run))
 
 
@@ -182,15 +208,22 @@ def check_held_examples(fork: Fork, environments: Environments) -> None:
     """
     if "examples" in fork.fresh:
         return
-    there = {label: {example.id for example in examples_of(environment, label, "train")}
-             for label, environment in environments.by_label.items()}  # fmt: skip
+    there = {
+        label: {example.id for example in examples_of(environment, label, "train")}
+        for label, environment in environments.by_label.items()
+    }
     held = read_loop_state(fork.checkpoint.folder)["dispatcher"]["held"]
-    gone = [f"{group['env']}/{group['example_id']}" for group in held
-            if group["example_id"] not in there.get(group["env"], ())]  # fmt: skip
+    gone = [
+        f"{group['env']}/{group['example_id']}"
+        for group in held
+        if group["example_id"] not in there.get(group["env"], ())
+    ]
     if gone:
-        raise UsageError(f"{len(gone)} groups that were in flight at step {fork.checkpoint.step} are of examples that "
-                         f"the environments of this run do not have: {_listed(gone)}; add --fresh examples, which "
-                         "forgets them, the order of the examples and the difficulty pools")  # fmt: skip
+        raise UsageError(
+            f"{len(gone)} groups that were in flight at step {fork.checkpoint.step} are of examples that "
+            f"the environments of this run do not have: {_listed(gone)}; add --fresh examples, which "
+            "forgets them, the order of the examples and the difficulty pools"
+        )
 
 
 def open_fork(fork: Fork, origin: Origin, config: RunConfig, environments: Environments, console: Console) -> RunFolder:
@@ -202,9 +235,11 @@ def open_fork(fork: Fork, origin: Origin, config: RunConfig, environments: Envir
     check_held_examples(fork, environments)
     _announce(origin, console)
     return RunFolder.create(
-        config, name=str(config.name), now=datetime.now(),
+        config,
+        name=str(config.name),
+        now=datetime.now(),
         beginning=lambda path: begin_fork(fork, origin, config, path),
-    )  # fmt: skip
+    )
 
 
 def _announce(origin: Origin, console: Console) -> None:
@@ -249,8 +284,10 @@ def begin_fork(fork: Fork, origin: Origin, config: RunConfig, path: Path) -> lis
     except BaseException as error:
         remove_from(path, [*names, FORKING])
         if isinstance(error, FileNotFoundError) and fork.checkpoint.step not in source.steps():
-            raise UsageError(f"the checkpoint of step {fork.checkpoint.step} was removed while it was copied: "
-                             f"{fork.run} is at work; fork a newer one") from error  # fmt: skip
+            raise UsageError(
+                f"the checkpoint of step {fork.checkpoint.step} was removed while it was copied: "
+                f"{fork.run} is at work; fork a newer one"
+            ) from error
         raise
     (path / FORKING).unlink()
     sync(path)
@@ -259,7 +296,7 @@ def begin_fork(fork: Fork, origin: Origin, config: RunConfig, path: Path) -> lis
 
 def _write_checkpoints(
     fork: Fork, origin: Origin, config: RunConfig, path: Path, source: CheckpointStore, logs: Mapping[str, Any]
-) -> None:  # fmt: skip
+) -> None:
     store = CheckpointStore(path / "checkpoints")
     step = fork.checkpoint.step
     best = read_loop_state(fork.checkpoint.folder).get("evaluations", {}).get("best")
@@ -277,16 +314,20 @@ def _write_checkpoints(
             elif part.name not in ("manifest.json", CONFIG, *LOOP_FILES):
                 link_or_copy(part, temporary / part.name)
         (temporary / CONFIG).write_text(dump_config(config), encoding="utf-8")
-        write_changed_state(fork.checkpoint.folder, temporary, origin, seed=derive_seed(config.seed, "schedule"),
-                            moved=(fork.run, path))  # fmt: skip
+        write_changed_state(
+            fork.checkpoint.folder, temporary, origin, seed=derive_seed(config.seed, "schedule"), moved=(fork.run, path)
+        )
     if other is not None:
         store.adopt(other)
 
 
 def _logs_to_copy(fork: Fork, logs: Mapping[str, Any]) -> dict[str, int | None]:
     """The logs that are there, and how many bytes of each; None = all of them, and a resume finds the place."""
-    marked = {name: mark["size"] for name, mark in logs.items()
-              if name in _FORKED and isinstance(mark, Mapping) and type(mark.get("size")) is int}  # fmt: skip
+    marked = {
+        name: mark["size"]
+        for name, mark in logs.items()
+        if name in _FORKED and isinstance(mark, Mapping) and type(mark.get("size")) is int
+    }
     found: dict[str, int | None] = dict(marked) if marked else {"metrics.jsonl": None}
     for name in (f"{TRAJECTORIES}.jsonl", EVALUATED_LINES):  # of a run that an earlier version began
         found.setdefault(name, None)
@@ -322,8 +363,10 @@ def _make_room(path: Path, names: Sequence[str]) -> None:
     if marker.is_file():
         left = marker.read_text(errors="replace").splitlines()
         if strange := [name for name in left if name not in _FORKED]:
-            raise UsageError(f"{marker} lists {_listed(list(map(repr, strange)))}, which no fork writes; nothing was "
-                             "removed. Name an empty folder with --run-dir FOLDER")  # fmt: skip
+            raise UsageError(
+                f"{marker} lists {_listed(list(map(repr, strange)))}, which no fork writes; nothing was "
+                "removed. Name an empty folder with --run-dir FOLDER"
+            )
         remove_from(path, left)
     there = [name for name in names if (path / name).exists() or (path / name).is_symlink()]
     if there:

@@ -51,9 +51,12 @@ def _fresh_examples(state: dict[str, Any], seed: int) -> dict[str, Any]:
     schedule, ledger = state["dispatcher"]["schedule"], state["ledger"]
     drawn = schedule["drawn"]
     fresh = {
-        "rng": np.random.PCG64(seed).state, "pass": {}, "drained": [], "drawn": drawn,
+        "rng": np.random.PCG64(seed).state,
+        "pass": {},
+        "drained": [],
+        "drawn": drawn,
         "pools": {**{pool: [] for pool in POOLS}, "recent": {}},
-    }  # fmt: skip
+    }
     return {
         **state,
         "dispatcher": {"schedule": fresh, "held": []},

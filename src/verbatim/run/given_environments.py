@@ -57,9 +57,11 @@ def _named(given: Any, objects: dict[str, Any], where: str) -> dict[str, str]:
     if not makes and not (hasattr(given, "examples") and hasattr(given, "start")):
         found, cls = f"{shown(given, 80)} ({type(given).__name__})", type(given).__name__
         if adapter_of(given) is not None:
-            raise ConfigError(f"{where}: environment: found {found}, an object, and every episode makes one of its "
-                              f"own: give the class, environment={cls}, or a function, "
-                              f"environment=lambda: {cls}(...)")  # fmt: skip
+            raise ConfigError(
+                f"{where}: environment: found {found}, an object, and every episode makes one of its "
+                f"own: give the class, environment={cls}, or a function, "
+                f"environment=lambda: {cls}(...)"
+            )
         raise ConfigError(f"{where}: environment: found {found}, expected {_EXPECTED}")
     if makes and (path := _import_path(given)) is not None:
         return {"import_path": path}
@@ -112,18 +114,29 @@ def keep_here(config: RunConfig, objects: Mapping[str, Any], where: str) -> RunC
         if env.id in names
     ]
     if unused := names - {name for _, name, _ in used}:
-        raise ConfigError(f"{where}: environments: no [[orchestrator.train.env]] and no [[orchestrator.eval.env]] has "
-                          f"id = {shown(min(unused), 80)}; leave it out, or name it there")  # fmt: skip
+        raise ConfigError(
+            f"{where}: environments: no [[orchestrator.train.env]] and no [[orchestrator.eval.env]] has "
+            f"id = {shown(min(unused), 80)}; leave it out, or name it there"
+        )
     if not used:
         return config
     for place, name, is_elsewhere in used:
         if is_elsewhere:
-            key = f"{place}: isolated = true" if orchestrator.rollout.backend == "local" else (
-                f'orchestrator.rollout.backend = "{orchestrator.rollout.backend}"')  # fmt: skip
+            key = (
+                f"{place}: isolated = true"
+                if orchestrator.rollout.backend == "local"
+                else (f'orchestrator.rollout.backend = "{orchestrator.rollout.backend}"')
+            )
             raise ConfigError(_only_here(where, name, f"{key} makes it again in worker processes"))
     if config.trainer.separate_process and "separate_process" in config.trainer.model_fields_set:
-        raise ConfigError(_only_here(where, used[0][1], "with trainer.separate_process = true the trainer's "
-                                     "process reads the configuration again; leave that key out"))  # fmt: skip
+        raise ConfigError(
+            _only_here(
+                where,
+                used[0][1],
+                "with trainer.separate_process = true the trainer's "
+                "process reads the configuration again; leave that key out",
+            )
+        )
     return config.model_copy(update={"trainer": config.trainer.model_copy(update={"separate_process": False})})
 
 

@@ -45,9 +45,12 @@ def serve_run(config: RunConfig, folder: RunFolder, where: Listen) -> Iterator[M
     except ImportError as error:
         raise UsageError(f"--listen needs {error.name}: pip install 'verbatim-rl[serve]'") from None
     app = MirrorApp(
-        folder.path.resolve(), config=dump_config(config), offers=_offers(config, folder),
-        keep=config.orchestrator.max_async_level + 2, key=where.key,
-    )  # fmt: skip
+        folder.path.resolve(),
+        config=dump_config(config),
+        offers=_offers(config, folder),
+        keep=config.orchestrator.max_async_level + 2,
+        key=where.key,
+    )
     with serve_mirror(app, where) as server:
         yield server
 
@@ -81,8 +84,10 @@ def trainer_folder(config: RunConfig, folder: Path | None) -> RunFolder:
     if path is None:
         raise UsageError("the trainer needs a folder of its own on this host: --run-dir FOLDER")
     if (path / "metrics.jsonl").exists() or is_locked(path / f"{ORCHESTRATOR}.lock"):
-        raise UsageError(f"{path} is the folder of an orchestrator; with --connect the trainer needs a folder of its "
-                         "own: --run-dir FOLDER")  # fmt: skip
+        raise UsageError(
+            f"{path} is the folder of an orchestrator; with --connect the trainer needs a folder of its "
+            "own: --run-dir FOLDER"
+        )
     try:
         make_folder(path)
     except OSError as error:
@@ -113,12 +118,15 @@ async def _fetch_run(link: Link, config: RunConfig, folder: RunFolder, console: 
     async with link:
         reply = await link.insist("POST", RUN, {"protocol": PROTOCOL})
         if reply.get("protocol") != PROTOCOL:
-            raise UsageError(f"{link.url} speaks version {shown(reply.get('protocol'))} of this protocol, expected "
-                             f"{PROTOCOL}; install the same version of Verbatim on both hosts")  # fmt: skip
+            raise UsageError(
+                f"{link.url} speaks version {shown(reply.get('protocol'))} of this protocol, expected "
+                f"{PROTOCOL}; install the same version of Verbatim on both hosts"
+            )
         folder.agree(config, reply["config"])
         write_file(folder.path / CONFIG, dump_config(config).encode())
-        offers = {name: {file: (size, sha) for file, (size, sha) in files.items()}
-                  for name, files in reply["offers"].items()}  # fmt: skip
+        offers = {
+            name: {file: (size, sha) for file, (size, sha) in files.items()} for name, files in reply["offers"].items()
+        }
         for name, files in offers.items():
             if not _OFFERED.fullmatch(name) or not all(map(is_file_name, files)):
                 raise UsageError(f"{link.url} offers {shown(name)}, which is no folder that a trainer needs")
@@ -140,9 +148,10 @@ def _refuse_other_runs(folder: RunFolder, checkpoint: str | None, url: str) -> N
     theirs = 0 if checkpoint is None else int(checkpoint.rpartition("_")[2])
     mine = max(CheckpointStore(folder.checkpoints, read_only=True).steps(), default=0)
     if mine > theirs:
-        raise UsageError(f"{folder.path} holds a checkpoint of step {mine}, and the run at {url} goes on after step "
-                         f"{theirs}: it is another run. Give this trainer another folder: --run-dir FOLDER"
-                         )  # fmt: skip
+        raise UsageError(
+            f"{folder.path} holds a checkpoint of step {mine}, and the run at {url} goes on after step "
+            f"{theirs}: it is another run. Give this trainer another folder: --run-dir FOLDER"
+        )
 
 
 async def _fetch_folder(link: Link, run: Path, name: str, files: Files, console: Console) -> None:
@@ -153,8 +162,10 @@ async def _fetch_folder(link: Link, run: Path, name: str, files: Files, console:
         if find_damage(target) is None:
             if {file: mark for file, mark in _sealed_files(target).items() if file != MANIFEST} == listed:
                 return
-            raise UsageError(f"{target} differs from that of the run at {link.url}: it is of another run. Give this "
-                             "trainer another folder, --run-dir FOLDER")  # fmt: skip
+            raise UsageError(
+                f"{target} differs from that of the run at {link.url}: it is of another run. Give this "
+                "trainer another folder, --run-dir FOLDER"
+            )
         shutil.rmtree(target)  # a copy
     partial = target.with_name(f".fetching-{target.name}")
     size = sum(size for size, _ in files.values())
@@ -163,8 +174,10 @@ async def _fetch_folder(link: Link, run: Path, name: str, files: Files, console:
     there = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
     free = shutil.disk_usage(partial).free
     if size - there > free:
-        raise RunStopped(f"{name} needs {size - there:,} bytes, and {free:,} are free in {run}; make room, or give "
-                         "this trainer another folder, --run-dir FOLDER")  # fmt: skip
+        raise RunStopped(
+            f"{name} needs {size - there:,} bytes, and {free:,} are free in {run}; make room, or give "
+            "this trainer another folder, --run-dir FOLDER"
+        )
     for file, (file_size, sha256) in files.items():
         if (partial / file).exists():  # an earlier process has fetched it
             continue

@@ -116,9 +116,13 @@ def last_lines(log: Path, count: int = 8) -> str:
 
 
 def _write(
-    handler: logging.Handler, logger: logging.Logger, message: str, error: Exception | None = None, *,
+    handler: logging.Handler,
+    logger: logging.Logger,
+    message: str,
+    error: Exception | None = None,
+    *,
     level: int = logging.ERROR,
-) -> None:  # fmt: skip
+) -> None:
     """Into the file alone: the console hears of it from the command's shell."""
     info = (type(error), error, error.__traceback__) if error is not None else None
     handler.emit(logger.makeRecord(logger.name, level, "", 0, message, (), info))

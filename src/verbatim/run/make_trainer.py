@@ -21,7 +21,12 @@ Purpose = Literal["run", "warm_start"]
 
 
 def make_trainer(
-    config: RunConfig, purpose: Purpose, source: str | Path, *, first: str | Path | None = None, ranks: Ranks | None,
+    config: RunConfig,
+    purpose: Purpose,
+    source: str | Path,
+    *,
+    first: str | Path | None = None,
+    ranks: Ranks | None,
     tokenizer: Any = None,
 ) -> Trainer:
     """The trainer of a run, or of its warm start. Of several processes, rank 0 has the others make theirs.
@@ -50,10 +55,16 @@ def make_trainer(
         together = ranks.lead("make", purpose=purpose, source=str(source), first=str(first))
     with together:
         return Trainer(
-            source, settings, loss=loss, total_optimizer_steps=steps, tokenizer=tokenizer,
-            seq_len=config.orchestrator.seq_len, seed=derive_seed(config.seed, "lora") % 2**32, frozen=frozen,
+            source,
+            settings,
+            loss=loss,
+            total_optimizer_steps=steps,
+            tokenizer=tokenizer,
+            seq_len=config.orchestrator.seq_len,
+            seed=derive_seed(config.seed, "lora") % 2**32,
+            frozen=frozen,
             ranks=ranks,
-        )  # fmt: skip
+        )
 
 
 def threads_of(config: RunConfig, own: int | None) -> int | None:

@@ -67,8 +67,9 @@ def _products(layers: Layers, rows: int) -> Seconds:
         use_onednn(exact)
         round_linear(rounded, Products())
         gradient = torch.randn(1, fitting, outputs, device="cpu")
-        found = _medians({"float32": partial(_both_ways, exact, x, gradient),
-                          "bfloat16": partial(_both_ways, rounded, x, gradient)})  # fmt: skip
+        found = _medians(
+            {"float32": partial(_both_ways, exact, x, gradient), "bfloat16": partial(_both_ways, rounded, x, gradient)}
+        )
         for name, seconds in found.items():
             totals[name] += count * seconds * rows / fitting
     return Seconds(**totals, of=f"products of {rows} tokens forward and backward")
@@ -85,8 +86,10 @@ def _passes(layers: Layers, rows: int, kernel: Kernel) -> Seconds:
         "bfloat16": _decoder(layers.config, rows, "bfloat16", kernel),
     }
     found = _medians({name: partial(_decode, decoder) for name, decoder in decoders.items()})
-    return Seconds(**{name: seconds / PASSES for name, seconds in found.items()},
-                   of=f"decode passes of {rows} sequences in one layer")  # fmt: skip
+    return Seconds(
+        **{name: seconds / PASSES for name, seconds in found.items()},
+        of=f"decode passes of {rows} sequences in one layer",
+    )
 
 
 def _decoder(config: Any, rows: int, dtype: Dtype, kernel: Kernel) -> Decoder:

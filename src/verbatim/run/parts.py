@@ -158,8 +158,9 @@ def warn_of_useful_flat_groups(config: RunConfig) -> None:
             logger.warning(
                 "environment %r: online difficulty filtering drops groups of equal rewards, which the advantage "
                 '"chunk_returns" without a baseline learns from; set baseline = "group", or '
-                "online_difficulty_filtering = false", env.label,
-            )  # fmt: skip
+                "online_difficulty_filtering = false",
+                env.label,
+            )
 
 
 def make_schedule(config: RunConfig, eval_setups: Mapping[str, RolloutSetup]) -> RunSchedule:
@@ -198,8 +199,9 @@ def make_progress(config: RunConfig) -> EvalProgress:
     return EvalProgress(
         best=BestEvaluation(criterion=criterion(keep)) if keep is not None else None,
         early_stopping=EarlyStopping(criterion=criterion(stop), patience=stop.patience, min_delta=stop.min_delta)
-        if stop is not None else None,
-    )  # fmt: skip
+        if stop is not None
+        else None,
+    )
 
 
 def logprob_models(config: RunConfig) -> dict[str, TeacherConfig]:

@@ -61,8 +61,12 @@ def check_placement(config: RunConfig, settings: BackendSettings) -> None:
     if settings.shares_device and trainer not in taken:
         logger.warning(
             "%s.colocate = true, and trainer.device = %r is not among the devices that %s takes (%s): both wait for "
-            "each other for nothing; leave out colocate", table, config.trainer.device, table, ", ".join(taken),
-        )  # fmt: skip
+            "each other for nothing; leave out colocate",
+            table,
+            config.trainer.device,
+            table,
+            ", ".join(taken),
+        )
     for model in logprob_models(config).values():
         if model.base_url is None and (found := cuda_device(model.device)) in taken:
             raise UsageError(

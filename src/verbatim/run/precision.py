@@ -58,9 +58,13 @@ class Choice:
 
 
 def resolve_dtypes(
-    config: RunConfig, *, stored: Mapping[str, Any] | None = None, machine: Machine | None = None,
-    model: str | Path | None = None, keys: Collection[str] = (TRAINER, SAMPLER),
-) -> tuple[RunConfig, list[Choice]]:  # fmt: skip
+    config: RunConfig,
+    *,
+    stored: Mapping[str, Any] | None = None,
+    machine: Machine | None = None,
+    model: str | Path | None = None,
+    keys: Collection[str] = (TRAINER, SAMPLER),
+) -> tuple[RunConfig, list[Choice]]:
     """The configuration without "auto", and what was chosen.
 
     Args:
@@ -79,8 +83,10 @@ def resolve_dtypes(
         return config, []
     settings = inference_settings(config)
     if SAMPLER in asked and isinstance(settings, TorchSettings) and settings.urls:
-        raise UsageError('inference.torch.dtype = "auto" with urls: the servers have a dtype already; give '
-                         'the one that they say when they start, "float32" or "bfloat16"')  # fmt: skip
+        raise UsageError(
+            'inference.torch.dtype = "auto" with urls: the servers have a dtype already; give '
+            'the one that they say when they start, "float32" or "bfloat16"'
+        )
     choices: list[Choice] = []
     found: list[Layers] = []
     for key in asked:
@@ -131,9 +137,11 @@ def refuse_auto(config: RunConfig, how: str) -> None:
     """
     if keys := unresolved(config):
         given = " ".join(f"--{key} bfloat16" for key in keys)
-        raise UsageError(f'{" and ".join(keys)} = "auto" can be chosen only by the one command that starts a run, and '
-                         f'{how}. Give both the same, "float32" or "bfloat16": for example, where the processors have '
-                         f"instructions for bfloat16 and the model is not tiny, {given}")  # fmt: skip
+        raise UsageError(
+            f'{" and ".join(keys)} = "auto" can be chosen only by the one command that starts a run, and '
+            f'{how}. Give both the same, "float32" or "bfloat16": for example, where the processors have '
+            f"instructions for bfloat16 and the model is not tiny, {given}"
+        )
 
 
 def tell(choices: list[Choice], console: Console, folder: Path) -> None:
@@ -165,8 +173,9 @@ def read_choices(folder: Path, config: RunConfig | None = None) -> list[Choice]:
     except FileNotFoundError:
         return []
     except (OSError, ValueError, TypeError) as error:
-        logger.warning("%s cannot be read, so that it is not known why a number format was chosen: %s",
-                       folder / PRECISION, error)  # fmt: skip
+        logger.warning(
+            "%s cannot be read, so that it is not known why a number format was chosen: %s", folder / PRECISION, error
+        )
         return []
     if config is None:
         return found
@@ -189,9 +198,15 @@ def _choose_sampler(settings: TorchSettings, layers: Layers, machine: Machine) -
 
 
 def _choose_side(
-    side: Side, layers: Layers, machine: Machine, *, device: str, rows: int, kernel: Kernel = "auto",
+    side: Side,
+    layers: Layers,
+    machine: Machine,
+    *,
+    device: str,
+    rows: int,
+    kernel: Kernel = "auto",
     casts: bool = False,
-) -> Choice:  # fmt: skip
+) -> Choice:
     """`casts`: whether a trainer in bfloat16 would be autocast on a CPU."""
     key = TRAINER if side == "trainer" else SAMPLER
 
@@ -202,8 +217,9 @@ def _choose_side(
         return chosen("float32", f"a tiny model, {layers.mean_size:,.0f} numbers in a matrix")
     rounds = machine.cuda_rounds(device)
     if rounds is not None:
-        return chosen("bfloat16" if rounds else "float32",
-                      f"the CUDA device computes in {'it' if rounds else 'no bfloat16'}")  # fmt: skip
+        return chosen(
+            "bfloat16" if rounds else "float32", f"the CUDA device computes in {'it' if rounds else 'no bfloat16'}"
+        )
     if not layers.linear_alone:
         return chosen("float32", "the model has other products than those of linear layers")
     if casts:
@@ -212,9 +228,11 @@ def _choose_side(
         return chosen("float32", "the processor has no instructions for bfloat16 (avx512_bf16, amx_bf16)")
     seconds = machine.measure(side, layers, rows, kernel)
     ratio = seconds.float32 / seconds.bfloat16
-    return chosen("bfloat16" if ratio >= FASTER else "float32",
-                  f"bfloat16 is {ratio:.2f} times as fast as float32 here, {FASTER} asked for "
-                  f"({1e3 * seconds.bfloat16:.2f} and {1e3 * seconds.float32:.2f} ms, {seconds.of})")  # fmt: skip
+    return chosen(
+        "bfloat16" if ratio >= FASTER else "float32",
+        f"bfloat16 is {ratio:.2f} times as fast as float32 here, {FASTER} asked for "
+        f"({1e3 * seconds.bfloat16:.2f} and {1e3 * seconds.float32:.2f} ms, {seconds.of})",
+    )
 
 
 def read_layers(config: RunConfig, model: str | Path | None = None) -> Layers:
@@ -258,8 +276,12 @@ def _layers(read: Callable[[], Any], name: str) -> Layers:
     with refusing(f"the config.json of model {name!r} cannot be read"), torch.device("meta"):
         found = read()
         made = AutoModelForCausalLM.from_config(found, dtype=torch.float32)
-    sizes = Counter((module.in_features, module.out_features) for layer in decoder_layers(made)
-                    for module in layer.modules() if isinstance(module, nn.Linear))  # fmt: skip
+    sizes = Counter(
+        (module.in_features, module.out_features)
+        for layer in decoder_layers(made)
+        for module in layer.modules()
+        if isinstance(module, nn.Linear)
+    )
     return Layers(sizes=sizes, linear_alone=can_round(made), config=found)
 
 

@@ -62,9 +62,14 @@ def _build(config: RunConfig, environments: Environments, folder: Path, console:
 
 
 def _warm_start(
-    config: RunConfig, settings: WarmStartConfig, environments: Environments, source: Path, folder: Path,
-    console: Console, ranks: Ranks | None,
-) -> Path:  # fmt: skip
+    config: RunConfig,
+    settings: WarmStartConfig,
+    environments: Environments,
+    source: Path,
+    folder: Path,
+    console: Console,
+    ranks: Ranks | None,
+) -> Path:
     target = folder / "warm_start"
     if _is_whole(target):
         console.print(f"warm start  done before, in {target}", soft_wrap=True)
@@ -83,9 +88,13 @@ def _warm_start(
 
     with ProgressBar("warm start", settings.steps, console=console) as bar:
         warm_start(
-            trainer, samples, steps=settings.steps, batch_size=settings.batch_size,
-            seed=derive_seed(config.seed, "warm_start") % 2**32, on_step=show,
-        )  # fmt: skip
+            trainer,
+            samples,
+            steps=settings.steps,
+            batch_size=settings.batch_size,
+            seed=derive_seed(config.seed, "warm_start") % 2**32,
+            on_step=show,
+        )
     with making(target) as partial:
         trainer.save_weights(partial)
         seal(partial)
@@ -100,8 +109,9 @@ def _is_whole(folder: Path) -> bool:
     damage = find_damage(folder)
     if damage is None:
         return True
-    logger.warning("%s is damaged: %s; it is made again, and what was found is kept as %s", folder, damage,
-                   keep_aside(folder))  # fmt: skip
+    logger.warning(
+        "%s is damaged: %s; it is made again, and what was found is kept as %s", folder, damage, keep_aside(folder)
+    )
     return False
 
 
@@ -110,10 +120,14 @@ def _warm_start_samples(
 ) -> list[list[TrainingSample]]:
     samples: list[list[TrainingSample]] = []
     left_out = 0
-    conversations = read_conversations(settings.data) if settings.data is not None else [
-        (env, demonstration.messages, demonstration.tools)
-        for env, demonstration in demonstrations(environments, settings.conversations, config.seed)
-    ]  # fmt: skip
+    conversations = (
+        read_conversations(settings.data)
+        if settings.data is not None
+        else [
+            (env, demonstration.messages, demonstration.tools)
+            for env, demonstration in demonstrations(environments, settings.conversations, config.seed)
+        ]
+    )
     console.print(f"warm start  rendering {len(conversations)} conversations")
     with ProgressBar("rendering", len(conversations), console=console) as bar:
         for number, (env, messages, tools) in enumerate(conversations):
@@ -126,8 +140,10 @@ def _warm_start_samples(
                 samples.append(built.samples)
             bar.update(number + 1)
     if left_out:
-        console.print(f"warm start  {left_out} tokens of turns beyond seq_len = {config.orchestrator.seq_len} are left "
-                      "out", style="yellow")  # fmt: skip
+        console.print(
+            f"warm start  {left_out} tokens of turns beyond seq_len = {config.orchestrator.seq_len} are left out",
+            style="yellow",
+        )
     if not samples:
         raise UsageError(f"warm_start: no conversation fits seq_len = {config.orchestrator.seq_len}; raise it")
     return samples

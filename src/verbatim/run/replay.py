@@ -48,8 +48,16 @@ from verbatim.types import TrainingSample
 if TYPE_CHECKING:
     from verbatim.trainer.trainer import Trainer
 
-_BATCH = ("advantage", "length_penalty", "filters", "trajectory_strategy", "formulate_mode", "on_break", "seq_len",
-          "max_off_policy_steps")  # fmt: skip
+_BATCH = (
+    "advantage",
+    "length_penalty",
+    "filters",
+    "trajectory_strategy",
+    "formulate_mode",
+    "on_break",
+    "seq_len",
+    "max_off_policy_steps",
+)
 """Keys of [orchestrator] and of its environments that say what becomes of a batch that is there."""
 _ROUNDING = {"float32": 1e-4, "bfloat16": 5e-2}
 """The largest difference between two ways to compute one logprob, by trainer.dtype."""
@@ -80,18 +88,21 @@ class Replay:
     def is_exact(self) -> bool:
         """Whether everything is the same bit for bit."""
         return (
-            all(metric.is_exact for metric in self.metrics.values()) and self.logprobs.is_exact
-            and self.gradients.is_exact and (self.weights is None or self.weights.is_exact)
-        )  # fmt: skip
+            all(metric.is_exact for metric in self.metrics.values())
+            and self.logprobs.is_exact
+            and self.gradients.is_exact
+            and (self.weights is None or self.weights.is_exact)
+        )
 
     @property
     def is_same(self) -> bool:
         """Whether it is the same up to rounding."""
         return (
             all(metric.is_within(self.rounding) for metric in self.metrics.values())
-            and self.logprobs.is_within(self.rounding) and self.gradients.is_within(self.rounding)
+            and self.logprobs.is_within(self.rounding)
+            and self.gradients.is_within(self.rounding)
             and (self.weights is None or self.weights.largest <= self.rounding)
-        )  # fmt: skip
+        )
 
 
 def replay(run: Path, step: int, overrides: Sequence[str] = ()) -> Replay:
@@ -124,11 +135,20 @@ def replay(run: Path, step: int, overrides: Sequence[str] = ()) -> Replay:
 
 
 def _compared(
-    plan: ReplayPlan, stored: StoredStep, changes: tuple[str, ...], samples: Sequence[TrainingSample],
-    metrics: Mapping[str, float], tokens: TrainedTokens, trainer: Trainer, config: RunConfig, scratch: Path,
-) -> Replay:  # fmt: skip
-    found = {(sample.trajectory_id, turn): (logprobs, gradients)
-             for sample, turn, logprobs, gradients in tokens.by_turn(samples)}  # fmt: skip
+    plan: ReplayPlan,
+    stored: StoredStep,
+    changes: tuple[str, ...],
+    samples: Sequence[TrainingSample],
+    metrics: Mapping[str, float],
+    tokens: TrainedTokens,
+    trainer: Trainer,
+    config: RunConfig,
+    scratch: Path,
+) -> Replay:
+    found = {
+        (sample.trajectory_id, turn): (logprobs, gradients)
+        for sample, turn, logprobs, gradients in tokens.by_turn(samples)
+    }
     records = {fate.trajectory.trajectory_id: fate.trajectory for fate in stored.fates}
     ids = {key: records[key[0]].turns[key[1]].completion_ids for key in found}
     then = plan.run / "checkpoints" / f"step_{plan.step:06d}"
@@ -137,14 +157,21 @@ def _compared(
         trainer.save_weights(scratch / "weights")
         weights = compare_weights(Checkpoint(step=plan.step, folder=then).weights, scratch / "weights")
     return Replay(
-        step=plan.step, run=plan.run, checkpoint=plan.checkpoint.step, changes=changes,
-        num_tokens=len(tokens.logprobs), metrics=compare_metrics(stored.metrics or {}, metrics),
-        logprobs=compare_tokens(stored.fates, lambda fate: fate.trainer_logprobs,
-                                {key: said[0] for key, said in found.items()}, ids),
-        gradients=compare_tokens(stored.fates, lambda fate: fate.gradients,
-                                 {key: said[1] for key, said in found.items()}, ids),
-        weights=weights, rounding=_ROUNDING[config.trainer.dtype],
-    )  # fmt: skip
+        step=plan.step,
+        run=plan.run,
+        checkpoint=plan.checkpoint.step,
+        changes=changes,
+        num_tokens=len(tokens.logprobs),
+        metrics=compare_metrics(stored.metrics or {}, metrics),
+        logprobs=compare_tokens(
+            stored.fates, lambda fate: fate.trainer_logprobs, {key: said[0] for key, said in found.items()}, ids
+        ),
+        gradients=compare_tokens(
+            stored.fates, lambda fate: fate.gradients, {key: said[1] for key, said in found.items()}, ids
+        ),
+        weights=weights,
+        rounding=_ROUNDING[config.trainer.dtype],
+    )
 
 
 _NOT_OF_A_STEP = ("lora", "parallel", "separate_process")
@@ -160,9 +187,11 @@ def _refuse_idle(changes: Sequence[str]) -> None:
         of_batch = parts[0] == "orchestrator" and any(part in _BATCH for part in parts)
         if not (of_batch or (parts[0] == "trainer" and parts[1] not in _NOT_OF_A_STEP)):
             names = ", ".join(f"orchestrator.{name}" for name in _BATCH)
-            raise UsageError(f"--replay trains a batch that is stored, on the weights of then: {change} changes "
-                             "nothing in it; keys that may change: trainer.* but for trainer.lora and "
-                             f"trainer.parallel (it trains in one process), {names}")
+            raise UsageError(
+                f"--replay trains a batch that is stored, on the weights of then: {change} changes "
+                "nothing in it; keys that may change: trainer.* but for trainer.lora and "
+                f"trainer.parallel (it trains in one process), {names}"
+            )
 
 
 def _trainer_before(
@@ -239,10 +268,17 @@ def as_json(replayed: Replay) -> dict[str, Any]:
 
 def _as_dict(found: Replay) -> dict[str, Any]:
     return {
-        "run": str(found.run), "step": found.step, "checkpoint": found.checkpoint, "changes": list(found.changes),
-        "num_tokens": found.num_tokens, "is_exact": found.is_exact, "is_same": found.is_same,
-        "metrics": {name: {"stored": metric.stored, "replayed": metric.replayed}
-                    for name, metric in found.metrics.items()},
-        "logprobs": found.logprobs.as_json(), "gradients": found.gradients.as_json(),
+        "run": str(found.run),
+        "step": found.step,
+        "checkpoint": found.checkpoint,
+        "changes": list(found.changes),
+        "num_tokens": found.num_tokens,
+        "is_exact": found.is_exact,
+        "is_same": found.is_same,
+        "metrics": {
+            name: {"stored": metric.stored, "replayed": metric.replayed} for name, metric in found.metrics.items()
+        },
+        "logprobs": found.logprobs.as_json(),
+        "gradients": found.gradients.as_json(),
         "weights": None if found.weights is None else found.weights.as_json(),
-    }  # fmt: skip
+    }

@@ -43,8 +43,9 @@ def compare_metrics(stored: Mapping[str, float], replayed: Mapping[str, float]) 
     """The metrics that both have, but for those of the clock."""
     return {
         name: MetricDifference(stored=stored[name], replayed=float(value))
-        for name, value in replayed.items() if name in stored and name not in _OF_THE_CLOCK
-    }  # fmt: skip
+        for name, value in replayed.items()
+        if name in stored and name not in _OF_THE_CLOCK
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +79,11 @@ class TokenDifference:
 
     def is_within(self, rounding: float) -> bool:
         """Whether the same tokens differ by no more than this."""
-        return (not (self.num_only_stored or self.num_only_replayed) and math.isfinite(self.largest)
-                and self.largest <= rounding * self.scale)  # fmt: skip
+        return (
+            not (self.num_only_stored or self.num_only_replayed)
+            and math.isfinite(self.largest)
+            and self.largest <= rounding * self.scale
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -88,9 +92,11 @@ class TokenDifference:
 
 
 def compare_tokens(
-    fates: Sequence[Fate], value: Callable[[Fate], Sequence[Float32 | None]], replayed: Mapping[Turn, Float32],
+    fates: Sequence[Fate],
+    value: Callable[[Fate], Sequence[Float32 | None]],
+    replayed: Mapping[Turn, Float32],
     ids: Mapping[Turn, Int32],
-) -> TokenDifference:  # fmt: skip
+) -> TokenDifference:
     """Compare a value of each token.
 
     Args:
@@ -114,17 +120,25 @@ def compare_tokens(
         if place is None or apart[at] > largest:
             largest, place = float(apart[at]), (turn, at)
     found = TokenDifference(
-        num_compared=sum(len(replayed[turn]) for turn in both), num_different=num_different, largest=largest,
-        scale=scale, num_only_stored=sum(len(stored[turn]) for turn in stored if turn not in replayed),
+        num_compared=sum(len(replayed[turn]) for turn in both),
+        num_different=num_different,
+        largest=largest,
+        scale=scale,
+        num_only_stored=sum(len(stored[turn]) for turn in stored if turn not in replayed),
         num_only_replayed=sum(len(replayed[turn]) for turn in replayed if turn not in stored),
-    )  # fmt: skip
+    )
     if place is None:
         return found
     turn, at = place
     return dataclasses.replace(
-        found, trajectory_id=turn[0], turn=turn[1], position=at, token_id=int(ids[turn][at]),
-        stored=float(stored[turn][at]), replayed=float(replayed[turn][at]),
-    )  # fmt: skip
+        found,
+        trajectory_id=turn[0],
+        turn=turn[1],
+        position=at,
+        token_id=int(ids[turn][at]),
+        stored=float(stored[turn][at]),
+        replayed=float(replayed[turn][at]),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -76,15 +76,21 @@ def plan_replay(run: Path, step: int) -> ReplayPlan:
         raise UsageError(f"there is no run in {run}; expected its folder: --run-dir runs/NAME/latest")
     store = CheckpointStore(run / "checkpoints", read_only=True)
     steps, files = store.steps(), files_in(run / TRAJECTORIES)
-    can = [number for number in files if any(
-        all(between in files for between in range(base + 1, number + 1)) for base in steps if base < number
-    )]  # fmt: skip
-    there = f"steps that can be replayed: {ranges(can) or 'none'} (checkpoints: {ranges(steps) or 'none'}; files of " \
-            f"trajectories: {ranges(list(files)) or 'none'})"  # fmt: skip
+    can = [
+        number
+        for number in files
+        if any(all(between in files for between in range(base + 1, number + 1)) for base in steps if base < number)
+    ]
+    there = (
+        f"steps that can be replayed: {ranges(can) or 'none'} (checkpoints: {ranges(steps) or 'none'}; files of "
+        f"trajectories: {ranges(list(files)) or 'none'})"
+    )
     if step not in can:
         keep = "" if step in files else "; monitor.keep_trajectory_steps and max_trajectory_gb say how many are kept"
-        raise UsageError(f"step {step} of {run} cannot be replayed: it needs a checkpoint before it, and the files of "
-                         f"trajectories from there to it; {there}{keep}")  # fmt: skip
+        raise UsageError(
+            f"step {step} of {run} cannot be replayed: it needs a checkpoint before it, and the files of "
+            f"trajectories from there to it; {there}{keep}"
+        )
     damages = []
     for base in reversed([number for number in steps if number < step]):
         folder = store.folder / f"step_{base:06d}"
@@ -113,8 +119,10 @@ def read_step(run: Path, step: int) -> StoredStep:
                 metrics = {name: float(value) for name, value in record["metrics"].items()}
     found = sum(fate.num_trained_tokens for fate in fates)
     if metrics is not None and "trained_tokens" in metrics and found != metrics["trained_tokens"]:
-        raise UsageError(f"{file} has {found} of the {metrics['trained_tokens']:.0f} tokens that step {step} trained: "
-                         "a step can be replayed where monitor.trajectory_share was 1")  # fmt: skip
+        raise UsageError(
+            f"{file} has {found} of the {metrics['trained_tokens']:.0f} tokens that step {step} trained: "
+            "a step can be replayed where monitor.trajectory_share was 1"
+        )
     return StoredStep(step=step, fates=fates, metrics=metrics)
 
 
@@ -130,12 +138,15 @@ def stored_samples(stored: StoredStep, config: RunConfig) -> list[TrainingSample
         if not fate.num_trained_tokens:
             continue
         rule = rules[fate.trajectory.env]
-        built = build(fate.trajectory, strategy=rule.strategy, max_length=rule.max_length,
-                      needs_logprobs=rule.needs_logprobs)  # fmt: skip
+        built = build(
+            fate.trajectory, strategy=rule.strategy, max_length=rule.max_length, needs_logprobs=rule.needs_logprobs
+        )
         if built.fate.turns != fate.turns:
-            raise CheckpointError(f"step {stored.step}: the samples of trajectory {fate.trajectory.trajectory_id} are "
-                                  f"not those of then: {_first_other(built.fate, fate)}; the configuration, or the "
-                                  "version of Verbatim, was another one")  # fmt: skip
+            raise CheckpointError(
+                f"step {stored.step}: the samples of trajectory {fate.trajectory.trajectory_id} are "
+                f"not those of then: {_first_other(built.fate, fate)}; the configuration, or the "
+                "version of Verbatim, was another one"
+            )
         samples += with_teacher(built.samples, fate, needs=TEACHER in logprob_models(config))
     return samples
 
@@ -159,8 +170,10 @@ def with_teacher(samples: Sequence[TrainingSample], fate: Fate, *, needs: bool) 
         for turn in np.unique(sample.chunk_ids[sample.loss_mask]).tolist():
             said = fate.teacher_logprobs[turn] if fate.teacher_logprobs else None
             if said is None:
-                raise UsageError(f"trajectory {sample.trajectory_id}, turn {turn}: the teacher's logprobs are not "
-                                 "stored: it was not asked, or by an earlier version of Verbatim")  # fmt: skip
+                raise UsageError(
+                    f"trajectory {sample.trajectory_id}, turn {turn}: the teacher's logprobs are not "
+                    "stored: it was not asked, or by an earlier version of Verbatim"
+                )
             stream[sample.chunk_ids == turn] = said
         found.append(dataclasses.replace(sample, logprob_streams={**sample.logprob_streams, TEACHER: stream}))
     return found
@@ -198,9 +211,10 @@ def turns_of(fates: Sequence[Fate], value: Callable[[Fate], Sequence[Any]]) -> d
     """What is stored of each trained turn, by trajectory and turn."""
     return {
         (fate.trajectory.trajectory_id, turn): said
-        for fate in fates for turn, said in enumerate(value(fate))
+        for fate in fates
+        for turn, said in enumerate(value(fate))
         if said is not None and fate.turns[turn] == TRAINED
-    }  # fmt: skip
+    }
 
 
 def reasons_of(stored: StoredStep) -> Counter[str]:

@@ -48,8 +48,12 @@ def report(
     try:
         _report(summary, title, folder, environments, console)
     except Exception as error:  # an environment's `is_success` is asked, and texts of episodes are drawn
-        logger.error("the report of the run could not be made: %s; its results are in %s", error_text(error),
-                     folder.summary, exc_info=True)  # fmt: skip
+        logger.error(
+            "the report of the run could not be made: %s; its results are in %s",
+            error_text(error),
+            folder.summary,
+            exc_info=True,
+        )
 
 
 def _report(
@@ -76,15 +80,19 @@ def _report(
     _print_paths(folder, console)
     best = summary.get("best")
     if best is not None and folder.best.exists():
-        console.print(f"{'best checkpoint':<15} {folder.best} ({best['metric']} {best['value']:.3f} after step "
-                      f"{best['step']})", soft_wrap=True)  # fmt: skip
+        console.print(
+            f"{'best checkpoint':<15} {folder.best} ({best['metric']} {best['value']:.3f} after step {best['step']})",
+            soft_wrap=True,
+        )
 
 
 def _print_curve(curve: Curve, title: str, best_constant: Mapping[str, float], console: Console) -> None:
     drawn = text_curve(
-        curve, best_constant=best_constant, marks=ASCII if console.options.ascii_only else UNICODE,
+        curve,
+        best_constant=best_constant,
+        marks=ASCII if console.options.ascii_only else UNICODE,
         width=min(console.width, WIDTH),
-    )  # fmt: skip
+    )
     if drawn:
         console.print(Text(f"\n{title}: learning curve", style="bold"), soft_wrap=True)
         console.print(Text(drawn))

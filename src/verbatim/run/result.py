@@ -57,8 +57,10 @@ class MetricColumns(Mapping[str, NDArray[Any]]):
         try:
             import pandas
         except ImportError:
-            raise UsageError("to_pandas() needs the package pandas: pip install pandas. Without it every column is a "
-                             'numpy array: metrics["reward/mean"]') from None  # fmt: skip
+            raise UsageError(
+                "to_pandas() needs the package pandas: pip install pandas. Without it every column is a "
+                'numpy array: metrics["reward/mean"]'
+            ) from None
         return pandas.DataFrame(self._columns).set_index(STEP)
 
 

@@ -145,18 +145,27 @@ def make_renderer(renderer: RendererConfig, tokenizer: Any) -> Renderer:
     from verbatim.renderers import create_renderer
 
     return create_renderer(
-        renderer.name, tokenizer, tools=renderer.tools, thinking_retention=renderer.thinking_retention,
+        renderer.name,
+        tokenizer,
+        tools=renderer.tools,
+        thinking_retention=renderer.thinking_retention,
         history=renderer.history,
-    )  # fmt: skip
+    )
 
 
 _SAMPLER_METHODS = ("generate", "update_weights", "prompt_logprobs", "close")
 
 
 async def make_sampler(
-    config: RunConfig, source: str | Path, *, policy_version: int = 0, num_threads: int | None = None,
-    logs: Path | None = None, sender: WeightSender | None = None, cores: CoreShare | None = None,
-) -> Sampler:  # fmt: skip
+    config: RunConfig,
+    source: str | Path,
+    *,
+    policy_version: int = 0,
+    num_threads: int | None = None,
+    logs: Path | None = None,
+    sender: WeightSender | None = None,
+    cores: CoreShare | None = None,
+) -> Sampler:
     """The configured rollout engine with the weights in `source`.
 
     Args:
@@ -183,15 +192,23 @@ async def make_sampler(
     needed = (*_SAMPLER_METHODS, "sleep") if settings.shares_device else _SAMPLER_METHODS
     missing = [name for name in needed if not callable(getattr(sampler, name, None))]
     if missing:
-        raise ComponentError(f"inference.backend = {inference.backend!r} gave a {type(sampler).__name__} without "
-                             f"{', '.join(missing)}; expected a verbatim.inference.Sampler")  # fmt: skip
+        raise ComponentError(
+            f"inference.backend = {inference.backend!r} gave a {type(sampler).__name__} without "
+            f"{', '.join(missing)}; expected a verbatim.inference.Sampler"
+        )
     return sampler
 
 
 def _backend_inputs(
-    config: RunConfig, source: str | Path, *, policy_version: int = 0, num_threads: int | None = None,
-    logs: Path | None = None, sender: WeightSender | None = None, cores: CoreShare | None = None,
-) -> BackendInputs:  # fmt: skip
+    config: RunConfig,
+    source: str | Path,
+    *,
+    policy_version: int = 0,
+    num_threads: int | None = None,
+    logs: Path | None = None,
+    sender: WeightSender | None = None,
+    cores: CoreShare | None = None,
+) -> BackendInputs:
     lora = config.trainer.lora
     return BackendInputs(
         model=source,

@@ -87,9 +87,12 @@ class RunLog:
         self._writers: dict[str, JsonlWriter] = {log.writer.path.name: log.writer for log in (metrics, alarms)}
         self._fates = FateLog(folder.trajectories, store=store, first_step=first_step, retention=trajectories)
         self._evaluated = FateLog(
-            folder.evaluations, store=store, first_step=first_step, what="evaluated episodes",
+            folder.evaluations,
+            store=store,
+            first_step=first_step,
+            what="evaluated episodes",
             retention=EVERYTHING if trajectories is not None and environments else None,
-        )  # fmt: skip
+        )
         self._evaluations = EvaluationLog(self._evaluated, environments)
         for earlier in (folder.trajectories.with_suffix(".jsonl"), folder.eval_trajectories):
             if earlier.is_file():  # of a run that an earlier version began
@@ -105,9 +108,15 @@ class RunLog:
         """Bring a log back to the checkpoint of this step; where it is damaged, say so, and not again next time."""
         logs = self._store.logs(step) if step else {}
         checkpoints = [number for number in self._store.steps() if number <= step]
-        found = restore(path, step=step, mark=_mark(logs.get(path.name)), is_record=is_record,
-                        checkpoints=checkpoints, every_step=path == self._folder.metrics,
-                        some_steps=path in (self._folder.eval_trajectories, self._folder.alarms))  # fmt: skip
+        found = restore(
+            path,
+            step=step,
+            mark=_mark(logs.get(path.name)),
+            is_record=is_record,
+            checkpoints=checkpoints,
+            every_step=path == self._folder.metrics,
+            some_steps=path in (self._folder.eval_trajectories, self._folder.alarms),
+        )
         if found.fault is not None:
             logger.warning("%s", found.fault)
             for number, mark in found.earlier.items():
@@ -212,8 +221,9 @@ class RunLog:
         best = evaluations.get("best")
         if best is None or best["step"] in self._store.steps():
             return state
-        logger.warning("the best checkpoint, that of step %d, is gone; the next evaluation is the best so far",
-                       best["step"])  # fmt: skip
+        logger.warning(
+            "the best checkpoint, that of step %d, is gone; the next evaluation is the best so far", best["step"]
+        )
         return {**state, "evaluations": {**evaluations, "best": None}}
 
     def _sync_logs(self) -> dict[str, Any]:

@@ -65,10 +65,13 @@ def summary_of(metrics_path: Path, best_constant: Mapping[str, float], run: Path
             failed += final.get("rollouts/failed", 0)
     intervals = _gain_intervals(run, last_step)
     each = {
-        env: {**_figures(first.get(env), metrics), "success_best_constant_policy": best_constant.get(env),
-              **({"gain_interval_95": intervals[env]} if env in intervals else {})}
+        env: {
+            **_figures(first.get(env), metrics),
+            "success_best_constant_policy": best_constant.get(env),
+            **({"gain_interval_95": intervals[env]} if env in intervals else {}),
+        }
         for env, metrics in last.items()
-    }  # fmt: skip
+    }
     summary: dict[str, Any] = {name: _mean([figures[name] for figures in each.values()]) for name in _MEANS}
     for name in _ONLY_WHERE_KNOWN:
         for figures in (summary, *each.values()):
@@ -93,8 +96,11 @@ def summary_of(metrics_path: Path, best_constant: Mapping[str, float], run: Path
 def _figures(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> dict[str, Any]:
     """Success before and after; what it gained, unless an evaluation is missing, or was left out."""
     first = before or {}
-    found = {"success_before_rl": first.get("success"), "valid_format_before_rl": first.get("valid_format"),
-             "success_after_rl": after["success"]}  # fmt: skip
+    found = {
+        "success_before_rl": first.get("success"),
+        "valid_format_before_rl": first.get("valid_format"),
+        "success_after_rl": after["success"],
+    }
     if before is None or before is after or not after.get("episodes"):
         return found
     return {**found, "gain": round(float(after["success"]) - float(before["success"]), 4)}
@@ -114,8 +120,9 @@ def _gain_intervals(run: Path | None, last_step: int) -> dict[str, list[float]]:
         logger.error("the summary leaves out the interval of what was gained: %s", error)
         return {}
     found = {env: difference(env, before[env], after[env]) for env in before if env in after}
-    return {env: [round(gain.success.low, 4), round(gain.success.high, 4)]
-            for env, gain in found.items() if gain.is_paired}  # fmt: skip
+    return {
+        env: [round(gain.success.low, 4), round(gain.success.high, 4)] for env, gain in found.items() if gain.is_paired
+    }
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

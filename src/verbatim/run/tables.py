@@ -27,8 +27,16 @@ def component_tables(environments: Mapping[str, Any] | None = None) -> Component
     from verbatim.trajectories import STRATEGIES
 
     return ComponentTables(
-        losses=LOSSES, advantages=ADVANTAGES, filters=FILTERS, strategies=STRATEGIES,
-        environments=environments or ENVIRONMENTS, environment_arguments=check_arguments, monitors=MONITORS,
+        losses=LOSSES,
+        advantages=ADVANTAGES,
+        filters=FILTERS,
+        strategies=STRATEGIES,
+        environments=environments or ENVIRONMENTS,
+        environment_arguments=check_arguments,
+        monitors=MONITORS,
         alarms=ALARMS,
-        packers=PACKERS, samplers=SAMPLERS, runners=RUNNERS, renderers=("auto", *RENDERERS, *ALIASES),
-    )  # fmt: skip
+        packers=PACKERS,
+        samplers=SAMPLERS,
+        runners=RUNNERS,
+        renderers=("auto", *RENDERERS, *ALIASES),
+    )

@@ -38,9 +38,15 @@ if TYPE_CHECKING:
 
 
 def open_trainer(
-    config: RunConfig, environments: Callable[[], Environments], folder: RunFolder, console: Console, *, states: Path,
-    ranks: Ranks | None = None, sends_from: str | None = None,
-) -> tuple[TrainerWorker, TrainerReady]:  # fmt: skip
+    config: RunConfig,
+    environments: Callable[[], Environments],
+    folder: RunFolder,
+    console: Console,
+    *,
+    states: Path,
+    ranks: Ranks | None = None,
+    sends_from: str | None = None,
+) -> tuple[TrainerWorker, TrainerReady]:
     """A trainer that holds the newest checkpoint of the run, or the model the run begins with.
 
     Args:
@@ -75,8 +81,10 @@ def open_trainer(
         context_length=config.orchestrator.seq_len,
         keeps_tokens=config.monitor.save_trajectories,
         memory=DeviceMemory(trainer.models, trainer.optimizer, trainer.device) if shares_device else None,
-        measures_rounding=(config.inference.canary_tolerance is None
-                           and "bfloat16" in (config.trainer.dtype, inference_settings(config).precision)),
+        measures_rounding=(
+            config.inference.canary_tolerance is None
+            and "bfloat16" in (config.trainer.dtype, inference_settings(config).precision)
+        ),
         broadcaster=WeightBroadcaster(trainer, sends_from) if sends_from is not None else None,
     )
     if found is not None and trainer.adapters is not None:  # published anew: the folder of a run may have been moved
@@ -94,9 +102,14 @@ def open_trainer(
 
 
 def _sources(
-    config: RunConfig, environments: Callable[[], Environments], folder: RunFolder, console: Console,
-    checkpoint: Path | None, *, ranks: Ranks | None,
-) -> tuple[Path, Path]:  # fmt: skip
+    config: RunConfig,
+    environments: Callable[[], Environments],
+    folder: RunFolder,
+    console: Console,
+    checkpoint: Path | None,
+    *,
+    ranks: Ranks | None,
+) -> tuple[Path, Path]:
     """The model that the run began with (the checkpoint, where it is not needed), and the weights to load: of adapters,
     those they belong to.
 
@@ -107,8 +120,10 @@ def _sources(
     from verbatim.run.prepare import prepare_model
 
     if checkpoint is not None and config.trainer.lora is None and is_adapter(checkpoint):
-        raise CheckpointError(f"{checkpoint} holds an adapter: the run in {folder.path} was started with "
-                              "[trainer.lora]; resume it with that table, or start a new run")  # fmt: skip
+        raise CheckpointError(
+            f"{checkpoint} holds an adapter: the run in {folder.path} was started with "
+            "[trainer.lora]; resume it with that table, or start a new run"
+        )
     if checkpoint is not None and not needs_first_model(config):
         return checkpoint, checkpoint
     first = prepare_model(config, environments(), folder.path, console, ranks=ranks)
@@ -120,9 +135,15 @@ AskedToEnd = Callable[[Exchange, Heartbeat], AbstractContextManager[Callable[[],
 
 
 def serve_trainer(
-    config: RunConfig, folder: RunFolder, console: Console, asked_to_end: AskedToEnd, *,
-    session: str | None, parent: int | None, link: Link | None = None,
-) -> bool:  # fmt: skip
+    config: RunConfig,
+    folder: RunFolder,
+    console: Console,
+    asked_to_end: AskedToEnd,
+    *,
+    session: str | None,
+    parent: int | None,
+    link: Link | None = None,
+) -> bool:
     """Whether the process was asked to end.
 
     Args:
@@ -148,9 +169,14 @@ def serve_trainer(
         if mirror is not None:
             mirror.wait_until_answered()  # a refusal comes before hours of a warm start
         worker, ready = open_trainer(
-            config, lambda: make_environments(config), folder, console, states=exchange.states, ranks=ranks,
+            config,
+            lambda: make_environments(config),
+            folder,
+            console,
+            states=exchange.states,
+            ranks=ranks,
             sends_from=sends_from,
-        )  # fmt: skip
+        )
         if ranks is None:
             set_num_threads(threads_of(config, config.trainer.num_threads))
         if session is not None and shares_cores(config):  # the orchestrator is on this machine
@@ -166,15 +192,26 @@ def serve_trainer(
 
 
 def _serve_by_itself(
-    worker: TrainerWorker, ready: TrainerReady, config: RunConfig, folder: RunFolder, exchange: Exchange,
-    heartbeat: Heartbeat, console: Console, mirror: Mirror | None, look_at_ranks: Callable[[], None],
-) -> None:  # fmt: skip
+    worker: TrainerWorker,
+    ready: TrainerReady,
+    config: RunConfig,
+    folder: RunFolder,
+    exchange: Exchange,
+    heartbeat: Heartbeat,
+    console: Console,
+    mirror: Mirror | None,
+    look_at_ranks: Callable[[], None],
+) -> None:
     from verbatim.monitors.console import format_number
     from verbatim.trainer.serve import serve
 
     def show(version: int, metrics: dict[str, float]) -> None:
-        names = (("loss", "loss"), ("grad norm", "grad_norm"), ("tok/s", "tokens_per_second"),
-                 ("idle s", "time/trainer_idle"))  # fmt: skip
+        names = (
+            ("loss", "loss"),
+            ("grad norm", "grad_norm"),
+            ("tok/s", "tokens_per_second"),
+            ("idle s", "time/trainer_idle"),
+        )
         shown = "  ".join(f"{label} {format_number(metrics[key])}" for label, key in names if key in metrics)
         console.print(f"step {version}/{config.max_steps}  {shown}", soft_wrap=True)
 
@@ -213,10 +250,11 @@ def _look(exchange: Exchange, config: RunConfig, folder: RunFolder, mirror: Mirr
         if watch is None:
             if exchange.orchestrator_beat.exists():
                 watch = PeerWatch(
-                    exchange.orchestrator_beat, name="the orchestrator",
+                    exchange.orchestrator_beat,
+                    name="the orchestrator",
                     heartbeat_timeout=config.orchestrator.heartbeat_timeout,
                     stall_timeout=config.orchestrator.stall_timeout,
-                )  # fmt: skip
+                )
             return
         fault = watch.fault()
         if fault is not None:

@@ -74,9 +74,11 @@ def trainer_inside(
     from verbatim.trainer.local import LocalTrainer
 
     if config.trainer.parallel.processes > 1:
-        raise UsageError(f"trainer.parallel.processes = {config.trainer.parallel.processes}, but the trainer is on a "
-                         "thread of this process (trainer.separate_process = false, or an environment that cannot be "
-                         "made again in another process); use one process")  # fmt: skip
+        raise UsageError(
+            f"trainer.parallel.processes = {config.trainer.parallel.processes}, but the trainer is on a "
+            "thread of this process (trainer.separate_process = false, or an environment that cannot be "
+            "made again in another process); use one process"
+        )
     states = folder.path / "states"
     if not is_locked(folder.path / f"{TRAINER}.lock"):  # what an earlier process and its trainer left
         folder.remove_left_overs(TRAINER)
@@ -97,11 +99,25 @@ def trainer_child(config: RunConfig, folder: RunFolder, console: Console) -> Ite
     with log.open("ab") as errors:
         # A session of its own: Ctrl-C in the terminal is for this process, which then lets the trainer finish its step.
         process = subprocess.Popen(
-            [sys.executable, "-m", "verbatim.cli", "trainer", str(folder.path / "config.toml"), "--resume",
-             str(folder.path), "--session", session, "--parent", str(os.getpid())],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL if console.quiet else None, stderr=errors,
-            start_new_session=True, env=child_environment(),
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-m",
+                "verbatim.cli",
+                "trainer",
+                str(folder.path / "config.toml"),
+                "--resume",
+                str(folder.path),
+                "--session",
+                session,
+                "--parent",
+                str(os.getpid()),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL if console.quiet else None,
+            stderr=errors,
+            start_new_session=True,
+            env=child_environment(),
+        )
 
     def ended() -> str | None:
         status = process.poll()
@@ -218,9 +234,11 @@ def _side(
 
     with Heartbeat(exchange.orchestrator_beat) as heartbeat:
         yield TrainerSide(
-            ready=ready, link=RemoteTrainer(exchange, fault=lambda: _fault(watch, ended, log)),
-            progress=heartbeat.progress, wants_to_stop=wants_to_stop,
-        )  # fmt: skip
+            ready=ready,
+            link=RemoteTrainer(exchange, fault=lambda: _fault(watch, ended, log)),
+            progress=heartbeat.progress,
+            wants_to_stop=wants_to_stop,
+        )
 
 
 def _fault(watch: PeerWatch, ended: Callable[[], str | None], log: Path | None) -> str | None:
@@ -233,9 +251,11 @@ def _fault(watch: PeerWatch, ended: Callable[[], str | None], log: Path | None) 
 
 def _watch(exchange: Exchange, config: RunConfig, stall_timeout: float) -> PeerWatch:
     return PeerWatch(
-        exchange.trainer_beat, name="the trainer", heartbeat_timeout=config.orchestrator.heartbeat_timeout,
+        exchange.trainer_beat,
+        name="the trainer",
+        heartbeat_timeout=config.orchestrator.heartbeat_timeout,
         stall_timeout=stall_timeout,
-    )  # fmt: skip
+    )
 
 
 def _wait_until_ready(

@@ -64,21 +64,27 @@ def num_processes(config: RunConfig, *, may_be_launched: bool) -> int:
     wanted = config.trainer.parallel.processes
     several = wanted > 1 or (may_be_launched and is_launched())
     if several and inference_settings(config).shares_device:
-        raise UsageError("the sampler shares the trainer's device, which several processes of a trainer cannot leave; "
-                         "use trainer.parallel.processes = 1, or give the sampler a device of its own")  # fmt: skip
+        raise UsageError(
+            "the sampler shares the trainer's device, which several processes of a trainer cannot leave; "
+            "use trainer.parallel.processes = 1, or give the sampler a device of its own"
+        )
     if may_be_launched and is_launched():
         size = int(os.environ["WORLD_SIZE"])
         if wanted not in (1, size):
-            raise UsageError(f"trainer.parallel.processes = {wanted}, but {size} processes were launched; remove the "
-                             "key, or the launcher")  # fmt: skip
+            raise UsageError(
+                f"trainer.parallel.processes = {wanted}, but {size} processes were launched; remove the "
+                "key, or the launcher"
+            )
         return size
     if wanted > 1 and _use_cuda(config):
         import torch
 
         if wanted > torch.cuda.device_count():
-            raise UsageError(f"trainer.parallel.processes = {wanted}, but there are {torch.cuda.device_count()} CUDA "
-                             "devices here, and each process needs its own; take fewer, or launch them on several "
-                             "hosts: torchrun ... -m verbatim.cli trainer FILE --run-dir FOLDER")  # fmt: skip
+            raise UsageError(
+                f"trainer.parallel.processes = {wanted}, but there are {torch.cuda.device_count()} CUDA "
+                "devices here, and each process needs its own; take fewer, or launch them on several "
+                "hosts: torchrun ... -m verbatim.cli trainer FILE --run-dir FOLDER"
+            )
     return wanted
 
 
@@ -115,9 +121,7 @@ def open_ranks(config: RunConfig, logs: Path, *, may_be_launched: bool = False) 
 
 
 @contextlib.contextmanager
-def _leading(
-    config: RunConfig, store: Any, rank: int, size: int, *, others: _Others | None = None
-) -> Iterator[Ranks]:
+def _leading(config: RunConfig, store: Any, rank: int, size: int, *, others: _Others | None = None) -> Iterator[Ranks]:
     """Rank 0, while the block runs. Where the block fails, the other ranks hear of it, and end."""
     from verbatim.trainer.parallel.failures import Failures
 
@@ -152,10 +156,14 @@ def _connected(
 
     set_trainer_threads(config, _processes_here(size))
     ranks = Ranks(
-        store, rank=rank, size=size, local_rank=int(os.environ.get("LOCAL_RANK", "0")) if others is None else 0,
-        use_cuda=_use_cuda(config), deadline=config.trainer.parallel.deadline,
+        store,
+        rank=rank,
+        size=size,
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")) if others is None else 0,
+        use_cuda=_use_cuda(config),
+        deadline=config.trainer.parallel.deadline,
         ended=others.ended if others is not None else dict,
-    )  # fmt: skip
+    )
     try:
         yield ranks
     finally:
@@ -267,14 +275,23 @@ class _Others:
         self._logs.mkdir(parents=True, exist_ok=True)
         for rank in range(1, self._size):
             variables = {
-                **child_environment(), STORE: f"127.0.0.1:{port}", PARENT: str(os.getpid()), "RANK": str(rank),
-                "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self._size), "LOCAL_WORLD_SIZE": str(self._size),
-            }  # fmt: skip
+                **child_environment(),
+                STORE: f"127.0.0.1:{port}",
+                PARENT: str(os.getpid()),
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(self._size),
+                "LOCAL_WORLD_SIZE": str(self._size),
+            }
             with self._log(rank).open("ab") as log:
                 self._processes[rank] = subprocess.Popen(
-                    [sys.executable, "-m", "verbatim.run.trainer_rank"], env=variables, stdin=subprocess.DEVNULL,
-                    stdout=log, stderr=log, start_new_session=True,
-                )  # fmt: skip
+                    [sys.executable, "-m", "verbatim.run.trainer_rank"],
+                    env=variables,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
         limit = max(config.trainer.parallel.deadline, _START_SECONDS)
         until = time.monotonic() + limit
         while missing := [rank for rank in self._processes if not store.check([f"ready/{rank}"])]:
@@ -282,8 +299,10 @@ class _Others:
                 raise RunStopped("; ".join(f"rank {rank} of the trainer {how}" for rank, how in ended.items()))
             if time.monotonic() > until:
                 names = (f"rank {rank} of the trainer (process {self._processes[rank].pid})" for rank in missing)
-                raise RunStopped(f"{', '.join(names)} did not start within {limit:g} s (trainer.parallel.deadline)"
-                                 f"{last_lines(self._log(missing[0]))}")  # fmt: skip
+                raise RunStopped(
+                    f"{', '.join(names)} did not start within {limit:g} s (trainer.parallel.deadline)"
+                    f"{last_lines(self._log(missing[0]))}"
+                )
             time.sleep(_POLL)
         return store
 
@@ -292,8 +311,9 @@ class _Others:
         statuses = {rank: process.poll() for rank, process in self._processes.items()}
         return {
             rank: f"{_how(status)}{last_lines(self._log(rank))}"
-            for rank, status in statuses.items() if status is not None
-        }  # fmt: skip
+            for rank, status in statuses.items()
+            if status is not None
+        }
 
     def wait(self) -> None:
         """Until they have ended by themselves."""

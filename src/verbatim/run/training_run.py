@@ -135,9 +135,11 @@ class TrainingRun:
             assert state["step"] == ready.version
             self._store.set_aside_after(ready.version)
         about = RunInfo(
-            name=str(config.name), folder=self.folder.path, config=redacted(tomllib.loads(dump_config(config))),
+            name=str(config.name),
+            folder=self.folder.path,
+            config=redacted(tomllib.loads(dump_config(config))),
             first_step=ready.version,
-        )  # fmt: skip
+        )
         if self.watch is not None and (known := state.get(ALARMS)) is not None:
             self.watch.load_state_dict(known)
         self._log = RunLog(
@@ -185,16 +187,27 @@ class TrainingRun:
         renderer = make_renderer(settings.renderer, load_tokenizer(ready.weights))
         with self._log.stage("starting the sampler"):
             sampler = await make_sampler(
-                config, ready.weights, policy_version=ready.version, num_threads=threads_of(config, None),
-                logs=self.folder.path / "logs" / "inference", sender=sending, cores=side.cores,
-            )  # fmt: skip
+                config,
+                ready.weights,
+                policy_version=ready.version,
+                num_threads=threads_of(config, None),
+                logs=self.folder.path / "logs" / "inference",
+                sender=sending,
+                cores=side.cores,
+            )
         stack.push_async_callback(side.link.close)
         stack.push_async_callback(sampler.close)
         made = {"train": self.environments.train, "eval": self.environments.eval}
-        runner = await stack.enter_async_context(open_runner(
-            settings, made, sampler, renderer, chat_teacher.api if chat_teacher is not None else None,
-            self.folder.path / "logs" / "environments",
-        ))  # fmt: skip
+        runner = await stack.enter_async_context(
+            open_runner(
+                settings,
+                made,
+                sampler,
+                renderer,
+                chat_teacher.api if chat_teacher is not None else None,
+                self.folder.path / "logs" / "environments",
+            )
+        )
         slots = asyncio.Semaphore(settings.max_concurrent)
         tallies = {purpose: EpisodeTally(purpose) for purpose in made}
         for tally in reversed(tallies.values()):
@@ -202,18 +215,32 @@ class TrainingRun:
         routing = find_routing(config)
         setups, eval_setups = (
             make_setups(
-                settings, made[purpose], sampler, renderer, slots, writer, runner, tallies[purpose],
-                run_id=self.folder.path.name, routing=routing,
+                settings,
+                made[purpose],
+                sampler,
+                renderer,
+                slots,
+                writer,
+                runner,
+                tallies[purpose],
+                run_id=self.folder.path.name,
+                routing=routing,
             )
             for purpose, writer in (("train", chat_teacher), ("eval", None))
-        )  # fmt: skip
+        )
         stack.enter_context(seldom_collected())
         return await self._take_steps(side, state, stack, sampler, setups, eval_setups, tallies["train"])
 
     async def _take_steps(
-        self, side: TrainerSide, state: dict[str, Any], stack: contextlib.AsyncExitStack, sampler: Sampler,
-        setups: Mapping[str, RolloutSetup], eval_setups: Mapping[str, RolloutSetup], tally: EpisodeTally,
-    ) -> bool:  # fmt: skip
+        self,
+        side: TrainerSide,
+        state: dict[str, Any],
+        stack: contextlib.AsyncExitStack,
+        sampler: Sampler,
+        setups: Mapping[str, RolloutSetup],
+        eval_setups: Mapping[str, RolloutSetup],
+        tally: EpisodeTally,
+    ) -> bool:
         from verbatim.orchestrator.loop import Orchestrator
         from verbatim.orchestrator.nothing_trained import why_nothing_was_trained
         from verbatim.run.trainer_process import while_telling
@@ -274,5 +301,8 @@ def _retention(monitor: MonitorConfig) -> Retention | None:
     if not monitor.save_trajectories:
         return None
     gigabytes = monitor.max_trajectory_gb
-    return Retention(share=monitor.trajectory_share, steps=monitor.keep_trajectory_steps,
-                     size=None if gigabytes is None else int(gigabytes * 1e9))  # fmt: skip
+    return Retention(
+        share=monitor.trajectory_share,
+        steps=monitor.keep_trajectory_steps,
+        size=None if gigabytes is None else int(gigabytes * 1e9),
+    )

@@ -41,8 +41,10 @@ def check_broadcast(config: RunConfig, *, is_trainers_host: bool) -> BroadcastSe
 
         device = resolve_device(config.trainer.device)
         if device.type != "cuda":
-            raise UsageError(f'{table}.weight_transfer = "nccl" connects CUDA devices, and trainer.device = '
-                             f'"{config.trainer.device}" is {device.type} here; use "files", or "gloo"')  # fmt: skip
+            raise UsageError(
+                f'{table}.weight_transfer = "nccl" connects CUDA devices, and trainer.device = '
+                f'"{config.trainer.device}" is {device.type} here; use "files", or "gloo"'
+            )
     return settings
 
 
@@ -70,13 +72,17 @@ def own_address(config: RunConfig, orchestrator: str | None) -> str | None:
     try:
         found = {address_towards(host, _ANY_PORT) for host in hosts}
     except OSError as error:
-        raise UsageError(f"there is no route to the sampler's servers ({', '.join(hosts)}: {error}); if they reach "
-                         f"this host, type {setting} = its address") from error
+        raise UsageError(
+            f"there is no route to the sampler's servers ({', '.join(hosts)}: {error}); if they reach "
+            f"this host, type {setting} = its address"
+        ) from error
     outside = sorted(address for address in found if not _is_loopback(address)) or sorted(found)
     if len(outside) > 1:
-        raise UsageError(f"the sampler's servers are reached from several addresses of this host "
-                         f"({', '.join(outside)}); type the one that all of them reach: {setting} = "
-                         f'"{outside[0]}"')  # fmt: skip
+        raise UsageError(
+            f"the sampler's servers are reached from several addresses of this host "
+            f"({', '.join(outside)}); type the one that all of them reach: {setting} = "
+            f'"{outside[0]}"'
+        )
     return outside[0]
 
 
@@ -85,9 +91,10 @@ def _refuse_anothers(address: str, setting: str) -> None:
     try:
         socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET).close()
     except OSError as error:
-        raise UsageError(f"{setting} = \"{address}\": the trainer cannot listen there ({error.strerror or error}); "
-                         f"expected an address of its host ({socket.gethostname()}) that the sampler's servers reach"
-                         ) from None  # fmt: skip
+        raise UsageError(
+            f'{setting} = "{address}": the trainer cannot listen there ({error.strerror or error}); '
+            f"expected an address of its host ({socket.gethostname()}) that the sampler's servers reach"
+        ) from None
 
 
 def refuse_unreachable(store: WeightStore) -> None:
@@ -97,8 +104,10 @@ def refuse_unreachable(store: WeightStore) -> None:
         UsageError: what to type.
     """
     if _is_loopback(store.host) and store.on != socket.gethostname():
-        raise UsageError(f"the trainer is on the host {store.on}, and meets the sampler's servers on {store.host}, "
-                         "which no other host reaches; type inference.vllm.transfer_address = an address of that host")
+        raise UsageError(
+            f"the trainer is on the host {store.on}, and meets the sampler's servers on {store.host}, "
+            "which no other host reaches; type inference.vllm.transfer_address = an address of that host"
+        )
 
 
 def _host(url: str) -> str:

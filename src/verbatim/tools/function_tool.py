@@ -61,16 +61,25 @@ class FunctionTool:
     """
 
     def __init__(
-        self, function: Callable[..., Any], *, name: str | None = None, description: str | None = None,
-        parameters: Mapping[str, Any] | None = None, inline: bool = False, returns: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        function: Callable[..., Any],
+        *,
+        name: str | None = None,
+        description: str | None = None,
+        parameters: Mapping[str, Any] | None = None,
+        inline: bool = False,
+        returns: bool = False,
+    ) -> None:
         if not callable(function):
-            raise ComponentError(f"FunctionTool({shown(function, 80)}): a {type(function).__name__} cannot be called; "
-                                 "give the function itself, without parentheses: FunctionTool(thing.look)")  # fmt: skip
+            raise ComponentError(
+                f"FunctionTool({shown(function, 80)}): a {type(function).__name__} cannot be called; "
+                "give the function itself, without parentheses: FunctionTool(thing.look)"
+            )
         if inspect.isclass(function):
             name = function.__name__
-            raise ComponentError(f"FunctionTool({name}): a class is no tool; give a function, or a method: "
-                                 f"FunctionTool({name}().method)")  # fmt: skip
+            raise ComponentError(
+                f"FunctionTool({name}): a class is no tool; give a function, or a method: FunctionTool({name}().method)"
+            )
         subject = Subject.of(function)
         self._function = function
         self._inline = inline

@@ -92,9 +92,15 @@ def why_not(isolation: Isolation) -> str | None:
     try:
         command = isolation.command(SandboxLimits(), f"cd /proc/self/ns && readlink {' '.join(NAMESPACES)}")
         done = subprocess.run(
-            command, env=ENVIRONMENT, cwd="/", stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30,
+            command,
+            env=ENVIRONMENT,
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=30,
             check=False,
-        )  # fmt: skip
+        )
         own = [os.readlink(f"/proc/self/ns/{name}") for name in NAMESPACES]
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
@@ -155,16 +161,46 @@ def _bubblewrap(limits: SandboxLimits, script: str, shown: Mapping[str, str] | N
     for inside, outside in (shown or {}).items():
         system += ["--ro-bind", outside, inside]
     return [
-        *_as_nobody(), _program("bwrap"), "--unshare-all", "--unshare-user", "--uid", "0", "--gid", "0",
-        "--hostname", "terminal", "--die-with-parent", "--as-pid-1",
-        "--cap-drop", "ALL", *(word for name in _MOUNTING for word in ("--cap-add", name)),
-        *system, "--proc", "/proc", "--dev", "/dev", "--dir", "/tmp",
+        *_as_nobody(),
+        _program("bwrap"),
+        "--unshare-all",
+        "--unshare-user",
+        "--uid",
+        "0",
+        "--gid",
+        "0",
+        "--hostname",
+        "terminal",
+        "--die-with-parent",
+        "--as-pid-1",
+        "--cap-drop",
+        "ALL",
+        *(word for name in _MOUNTING for word in ("--cap-add", name)),
+        *system,
+        "--proc",
+        "/proc",
+        "--dev",
+        "/dev",
+        "--dir",
+        "/tmp",
         # Bubblewrap's file systems lie in memory, without a size limit, so none of them stays writable.
-        "--remount-ro", "/dev", "--remount-ro", "/",
-        "--chdir", "/", "--setenv", "HOME", WORK, "--",
-        "bash", "-c", f"set -e\n{_WORK.format(at='/tmp', size='$1')}{_SEAL.format(script='$2')}", "bash",
-        str(limits.disk_mb << 20), script,
-    ]  # fmt: skip
+        "--remount-ro",
+        "/dev",
+        "--remount-ro",
+        "/",
+        "--chdir",
+        "/",
+        "--setenv",
+        "HOME",
+        WORK,
+        "--",
+        "bash",
+        "-c",
+        f"set -e\n{_WORK.format(at='/tmp', size='$1')}{_SEAL.format(script='$2')}",
+        "bash",
+        str(limits.disk_mb << 20),
+        script,
+    ]
 
 
 # The same as bubblewrap, by hand.
@@ -201,10 +237,28 @@ def _unshare(limits: SandboxLimits, script: str, shown: Mapping[str, str] | None
     system = [word for path, target in _system_folders() for word in (path, target or "", path)]
     system += [word for inside, outside in (shown or {}).items() for word in (inside, "", outside)]
     return [
-        *_as_nobody(), _program("unshare"), "--user", "--map-root-user", "--mount", "--pid", "--net", "--ipc", "--uts",
-        "--fork", "--kill-child", "env", f"HOME={WORK}",
-        "bash", "-c", _UNSHARE, "bash", *system, "--", str(limits.disk_mb << 20), script,
-    ]  # fmt: skip
+        *_as_nobody(),
+        _program("unshare"),
+        "--user",
+        "--map-root-user",
+        "--mount",
+        "--pid",
+        "--net",
+        "--ipc",
+        "--uts",
+        "--fork",
+        "--kill-child",
+        "env",
+        f"HOME={WORK}",
+        "bash",
+        "-c",
+        _UNSHARE,
+        "bash",
+        *system,
+        "--",
+        str(limits.disk_mb << 20),
+        script,
+    ]
 
 
 def _none(limits: SandboxLimits, script: str, shown: Mapping[str, str] | None = None) -> list[str]:

@@ -51,8 +51,10 @@ class JsonArguments:
     def __init__(self, schema: Mapping[str, Any], where: str) -> None:
         self.schema = schema
         if not isinstance(schema, Mapping) or schema.get("type") != "object":
-            raise ComponentError(f"{where}: parameters {schema!r:.80}; expected a JSON schema such as "
-                                 '{"type": "object", "properties": {"place": {"type": "string"}}}')  # fmt: skip
+            raise ComponentError(
+                f"{where}: parameters {schema!r:.80}; expected a JSON schema such as "
+                '{"type": "object", "properties": {"place": {"type": "string"}}}'
+            )
         try:
             _refuse_unbounded(schema)
             known = validator_for(schema)
@@ -101,9 +103,11 @@ def _time_left() -> float:
 @cache
 def _bounded(known: type[Validator]) -> Any:
     own: dict[str, Callable[..., Any]] = {
-        "pattern": _pattern, "patternProperties": _pattern_properties, "additionalProperties": _additional_properties,
+        "pattern": _pattern,
+        "patternProperties": _pattern_properties,
+        "additionalProperties": _additional_properties,
         "uniqueItems": _unique_items,
-    }  # fmt: skip
+    }
     keywords: Mapping[str, Callable[..., Any]] = {**known.VALIDATORS, **own}
     return extend(known, {name: _ticking(keyword) for name, keyword in keywords.items()})
 
@@ -169,9 +173,10 @@ def _without_dialects(schema: Any) -> Any:
     """Remove `$schema`, because jsonschema would check parts that name a dialect with its own validators."""
     if isinstance(schema, Mapping):
         return {
-            name: _without_dialects(inner) for name, inner in schema.items()
+            name: _without_dialects(inner)
+            for name, inner in schema.items()
             if name != "$schema" or not isinstance(inner, str)
-        }  # fmt: skip
+        }
     return [_without_dialects(inner) for inner in schema] if isinstance(schema, (list, tuple)) else schema
 
 
@@ -197,8 +202,10 @@ def _refuse_unbounded(schema: Any) -> None:
             patterns = [value.get("pattern"), *(named if isinstance(named, Mapping) else ())]
             for pattern in (given for given in patterns if isinstance(given, str)):
                 if len(pattern) > MOST_CHARACTERS or _written_out(pattern) > MOST_CHARACTERS:
-                    raise ValueError(f"the pattern {pattern[:80]!r} has, its repeats written out, more than "
-                                     f"{MOST_CHARACTERS:,} characters")  # fmt: skip
+                    raise ValueError(
+                        f"the pattern {pattern[:80]!r} has, its repeats written out, more than "
+                        f"{MOST_CHARACTERS:,} characters"
+                    )
             waiting += value.values()
         elif isinstance(value, list | tuple):
             waiting += value
@@ -232,7 +239,5 @@ def _written_out(pattern: str) -> int:
     return sum(sizes)
 
 
-_PARTS = re.compile(
-    r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(?:\d*,)?(?P<most>\d+),?\}|.", re.DOTALL
-)
+_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(?:\d*,)?(?P<most>\d+),?\}|.", re.DOTALL)
 """Escapes, classes, repeats and single characters."""

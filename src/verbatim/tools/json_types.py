@@ -19,9 +19,13 @@ from pydantic_core import core_schema
 
 _SCALARS = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
 _BARE: Mapping[Any, Mapping[str, str]] = {
-    list: {"type": "array"}, typing.List: {"type": "array"}, tuple: {"type": "array"},  # noqa: UP006
-    typing.Tuple: {"type": "array"}, dict: {"type": "object"}, typing.Dict: {"type": "object"},  # noqa: UP006
-}  # fmt: skip
+    list: {"type": "array"},
+    typing.List: {"type": "array"},
+    tuple: {"type": "array"},  # noqa: UP006
+    typing.Tuple: {"type": "array"},
+    dict: {"type": "object"},
+    typing.Dict: {"type": "object"},  # noqa: UP006
+}
 _REFERENCE = "#/$defs/"
 
 
@@ -127,8 +131,9 @@ def with_enums_inside(schema: JsonSchemaValue) -> JsonSchemaValue:
     definitions = schema.get("$defs", {})
     enums = {
         f"{_REFERENCE}{name}": {key: inner[key] for key in ("type", "enum") if key in inner}
-        for name, inner in definitions.items() if "enum" in inner
-    }  # fmt: skip
+        for name, inner in definitions.items()
+        if "enum" in inner
+    }
     kept = {name: inner for name, inner in definitions.items() if "enum" not in inner}
 
     def inside(value: Any) -> Any:

@@ -85,8 +85,10 @@ class ToolManager(Mapping[str, Tool]):
         taken = dict(self._tools)
         for tool in (tool for item in tools for tool in _as_tools(item)):
             if tool.name in taken:
-                raise ComponentError(f"two tools are called {tool.name!r}; give one another name, for example "
-                                     f"FunctionTool(function, name=\"{tool.name}_2\")")  # fmt: skip
+                raise ComponentError(
+                    f"two tools are called {tool.name!r}; give one another name, for example "
+                    f'FunctionTool(function, name="{tool.name}_2")'
+                )
             taken[tool.name] = tool
         self._tools = taken
 
@@ -282,17 +284,20 @@ def _as_tools(item: object) -> list[Tool]:
         return [item]
     if isinstance(item, ToolManager | McpTools):
         inside = ".values()" if isinstance(item, ToolManager) else ".tools"
-        raise ComponentError(f"a {type(item).__name__} holds tools but is not one; give the tools in it: "
-                             f"ToolManager([*source{inside}])")  # fmt: skip
+        raise ComponentError(
+            f"a {type(item).__name__} holds tools but is not one; give the tools in it: ToolManager([*source{inside}])"
+        )
     if isinstance(item, Mapping):
         return [_described(item)]
     if callable(item) and not isinstance(item, type):
         return [FunctionTool(item)]
     methods = [] if isinstance(item, type) else _public_methods(item)
     if not methods:
-        raise ComponentError(f"{item!r:.80} is no tool; expected a typed function, an object with name, schema and "
-                             "`async def __call__(arguments)`, a dict with a function, or an object with public "
-                             "methods")  # fmt: skip
+        raise ComponentError(
+            f"{item!r:.80} is no tool; expected a typed function, an object with name, schema and "
+            "`async def __call__(arguments)`, a dict with a function, or an object with public "
+            "methods"
+        )
     return [FunctionTool(method) for method in methods]
 
 
@@ -301,8 +306,10 @@ def _described(item: Mapping[str, Any]) -> FunctionTool:
     unknown = [key for key in item if key not in _KEYS]
     if unknown or not callable(item.get("function")):
         found = f"the key {unknown[0]!r}" if unknown else f"the function {item.get('function')!r:.80}"
-        raise ComponentError(f"a tool given as a dict has {found}; expected {', '.join(_KEYS)}, of which `function` is "
-                             "to be called and the others may be left out")  # fmt: skip
+        raise ComponentError(
+            f"a tool given as a dict has {found}; expected {', '.join(_KEYS)}, of which `function` is "
+            "to be called and the others may be left out"
+        )
     return FunctionTool(**item)
 
 

@@ -43,9 +43,15 @@ class McpTools:
 
     @classmethod
     def stdio(
-        cls, command: str, args: Sequence[str] = (), *, env: Mapping[str, str] | None = None,
-        cwd: str | Path | None = None, prefix: str = "", connect_timeout: float = 30.0,
-    ) -> Self:  # fmt: skip
+        cls,
+        command: str,
+        args: Sequence[str] = (),
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | Path | None = None,
+        prefix: str = "",
+        connect_timeout: float = 30.0,
+    ) -> Self:
         """A server that is started as a process and ends with the source.
 
         Args:
@@ -60,8 +66,10 @@ class McpTools:
             UsageError: a command or arguments of a wrong type.
         """
         if not isinstance(command, str) or isinstance(args, str) or not all(isinstance(arg, str) for arg in args):
-            raise UsageError(f"McpTools.stdio({command!r:.80}, {args!r:.80}); expected a program and a list of its "
-                             'arguments: McpTools.stdio("python", ["server.py"])')  # fmt: skip
+            raise UsageError(
+                f"McpTools.stdio({command!r:.80}, {args!r:.80}); expected a program and a list of its "
+                'arguments: McpTools.stdio("python", ["server.py"])'
+            )
 
         server = {"command": command, "args": list(args), "env": dict(env or {}), "cwd": cwd}
 
@@ -140,11 +148,13 @@ class McpTools:
         try:
             self._tools = tuple(
                 FunctionTool(
-                    partial(self._run, tool.name), name=self._prefix + tool.name, parameters=tool.input_schema,
+                    partial(self._run, tool.name),
+                    name=self._prefix + tool.name,
+                    parameters=tool.input_schema,
                     description=inspect.cleandoc(tool.description or ""),
                 )
                 for tool in self._portal.call(self._session.tools)
-            )  # fmt: skip
+            )
         except (ToolFailed, ComponentError) as error:
             raise ComponentError(f"MCP server {self.name}: {error}") from error
 
@@ -189,5 +199,6 @@ def _text(block: Any) -> str:
     if block.type == "resource" and hasattr(block.resource, "text"):
         return str(block.resource.text)
     kind = getattr(block.resource if block.type == "resource" else block, "mime_type", None) or "of unknown type"
-    raise ToolFailed(f"it answered with {block.type} data ({kind}), and only text can be read here. "
-                     "Ask for text, or do without.")  # fmt: skip
+    raise ToolFailed(
+        f"it answered with {block.type} data ({kind}), and only text can be read here. Ask for text, or do without."
+    )

@@ -98,8 +98,10 @@ class McpSession:
             except MCPError as error:
                 if error.code == CONNECTION_CLOSED:
                     link.over.set()
-                    raise ToolFailed("the connection to its server was lost; what was asked may have been done, or "
-                                     "not. Ask again if that does no harm.") from error  # fmt: skip
+                    raise ToolFailed(
+                        "the connection to its server was lost; what was asked may have been done, or "
+                        "not. Ask again if that does no harm."
+                    ) from error
                 if is_last or not _UNKNOWN_SESSION.search(error.message):
                     raise ToolFailed(f"its server refused: {error.message}") from error
                 link.over.set()

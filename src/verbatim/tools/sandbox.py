@@ -81,11 +81,15 @@ class ShellProtocol:
     def keeper(self, limits: SandboxLimits, *, has_namespaces: bool) -> str:
         """The script that sets the limits and keeps a shell running; the shell reads commands from its input."""
         return _KEEPER.format(
-            token=self._token, stop=_STOP if has_namespaces else "", cpu_seconds=limits.cpu_seconds,
-            memory_kb=limits.memory_mb << 10, disk_kb=limits.disk_mb << 10, open_files=limits.open_files,
+            token=self._token,
+            stop=_STOP if has_namespaces else "",
+            cpu_seconds=limits.cpu_seconds,
+            memory_kb=limits.memory_mb << 10,
+            disk_kb=limits.disk_mb << 10,
+            open_files=limits.open_files,
             # Outside a user namespace the limit would count all processes of the user.
             processes=f"-u {limits.processes}" if has_namespaces else "",
-        )  # fmt: skip
+        )
 
     def line(self, command: str, number: int) -> bytes:
         """The bytes to send for one command. It runs in `eval`, so a stray `break` or `return` has no effect, and
@@ -202,11 +206,17 @@ class Sandbox:
             self._folder = tempfile.TemporaryDirectory(prefix="verbatim-sandbox-", ignore_cleanup_errors=True)
         home = {} if self._folder is None else {"HOME": self._folder.name}
         keeper = self._protocol.keeper(self.limits, has_namespaces=self.isolation.has_namespaces)
-        starting = asyncio.ensure_future(asyncio.create_subprocess_exec(
-            *self.isolation.command(self.limits, keeper),
-            stdin=PIPE, stdout=PIPE, stderr=STDOUT, env={**ENVIRONMENT, **home}, cwd=home.get("HOME", "/"),
-            start_new_session=True,
-        ))  # fmt: skip
+        starting = asyncio.ensure_future(
+            asyncio.create_subprocess_exec(
+                *self.isolation.command(self.limits, keeper),
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=STDOUT,
+                env={**ENVIRONMENT, **home},
+                cwd=home.get("HOME", "/"),
+                start_new_session=True,
+            )
+        )
         try:
             await asyncio.shield(starting)
         finally:

@@ -74,8 +74,13 @@ class Subject:
             else:
                 break
         own = inspect.getdoc(inner) if getattr(inner, "__doc__", None) or not doc else None
-        return cls(function=inner, name=name or str(getattr(inner, "__name__", type(inner).__name__)), doc=own or doc,
-                   num_bound=num_bound, bound=bound)  # fmt: skip
+        return cls(
+            function=inner,
+            name=name or str(getattr(inner, "__name__", type(inner).__name__)),
+            doc=own or doc,
+            num_bound=num_bound,
+            bound=bound,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,8 +155,10 @@ def read_signature(subject: Subject) -> Signature:
         raw = model.model_json_schema(by_alias=True, schema_generator=ToolSchema)
     except PydanticUserError as error:
         if error.code == "typed-dict-version":
-            raise ComponentError(f"{where}: a typed dict inside a dataclass; before Python 3.12 write `from "
-                                 "typing_extensions import TypedDict` for it") from error  # fmt: skip
+            raise ComponentError(
+                f"{where}: a typed dict inside a dataclass; before Python 3.12 write `from "
+                "typing_extensions import TypedDict` for it"
+            ) from error
         raise ComponentError(f"{where}: a parameter's type has no JSON form: {error}") from error
     except (PydanticSchemaGenerationError, PydanticSerializationError, TypeError, AssertionError) as error:
         raise ComponentError(f"{where}: a parameter's type has no JSON form: {error}") from error
@@ -167,13 +174,17 @@ def read_signature(subject: Subject) -> Signature:
 
 def _check_parameter(parameter: inspect.Parameter, hints: Mapping[str, Any], where: str, *, is_first: bool) -> None:
     if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-        raise ComponentError(f"{where}: parameter {parameter} stands for any number of arguments; expected ordinary "
-                             "named parameters, such as `number: int` or `numbers: list[int]`")  # fmt: skip
+        raise ComponentError(
+            f"{where}: parameter {parameter} stands for any number of arguments; expected ordinary "
+            "named parameters, such as `number: int` or `numbers: list[int]`"
+        )
     if parameter.name in hints:
         return
     if is_first and parameter.name in ("self", "cls"):
-        raise ComponentError(f"{where}: a method without its object; give the object's own, such as "
-                             f"`FunctionTool(thing.{where.rpartition('.')[2]})`")  # fmt: skip
+        raise ComponentError(
+            f"{where}: a method without its object; give the object's own, such as "
+            f"`FunctionTool(thing.{where.rpartition('.')[2]})`"
+        )
     raise ComponentError(f"{where}: parameter {parameter.name} has no type; write for example `{parameter.name}: str`")
 
 

@@ -117,8 +117,9 @@ def try_compiled(targets: TargetLogprobs, sharding: Sharding | None) -> None:
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
-        raise ModelError(f"{type(model).__name__} cannot be compiled here ({describe(error)}); set trainer.compile = "
-                         "false") from error  # fmt: skip
+        raise ModelError(
+            f"{type(model).__name__} cannot be compiled here ({describe(error)}); set trainer.compile = false"
+        ) from error
     model.zero_grad(set_to_none=True)
     if sharding is not None:
         sharding.drop_unused()  # what was used in this pass says nothing of the next optimizer step

@@ -78,9 +78,7 @@ class DeviceBatch(DeviceTargets):
         sequence: The ranks that have slices of it; None = this one has all of it.
     """
 
-    def __init__(
-        self, micro_batch: MicroBatch, device: torch.device, sequence: SequenceGroup | None = None
-    ) -> None:
+    def __init__(self, micro_batch: MicroBatch, device: torch.device, sequence: SequenceGroup | None = None) -> None:
         multiple = {"cpu": ROW_MULTIPLE, "cuda": FLEX_BLOCK}.get(device.type, 1)
         multiple *= 1 if sequence is None else sequence.size
         num_padding = -micro_batch.num_tokens % multiple

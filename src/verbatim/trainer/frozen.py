@@ -44,9 +44,17 @@ class FrozenModels:
     """
 
     def __init__(
-        self, sources: Mapping[str, str | Path], beside: TargetLogprobs, *, base: str | Path,
-        adapters: Adapters | None, ranks: Ranks | None, seq_len: int, config: TrainerConfig, dtype: str,
-    ) -> None:  # fmt: skip
+        self,
+        sources: Mapping[str, str | Path],
+        beside: TargetLogprobs,
+        *,
+        base: str | Path,
+        adapters: Adapters | None,
+        ranks: Ranks | None,
+        seq_len: int,
+        config: TrainerConfig,
+        dtype: str,
+    ) -> None:
         self.streams: dict[str, TargetLogprobs] = {}
         """Each one's logprobs of targets, by the name of the stream."""
         self.fingerprints: dict[str, str] = {}
@@ -56,8 +64,17 @@ class FrozenModels:
                 self.streams[name] = base_under_adapters(beside)
                 self.fingerprints[name] = adapters.base_fingerprint
                 continue
-            lm = load_frozen(source, name, beside, dtype=dtype, seq_len=seq_len, ranks=ranks, compute=config.dtype,
-                             only_attention=config.packing == "tree", compiled=config.compile)  # fmt: skip
+            lm = load_frozen(
+                source,
+                name,
+                beside,
+                dtype=dtype,
+                seq_len=seq_len,
+                ranks=ranks,
+                compute=config.dtype,
+                only_attention=config.packing == "tree",
+                compiled=config.compile,
+            )
             self.streams[name] = lm
             total = ranks.total if ranks is not None else lambda sums: sums
             self.fingerprints[name] = fingerprint(lm.model.model.named_parameters(), total)
@@ -69,9 +86,17 @@ class FrozenModels:
 
 
 def load_frozen(
-    source: str | Path, name: str, beside: TargetLogprobs, *, dtype: str, seq_len: int, only_attention: bool,
-    ranks: Ranks | None = None, compute: str = "float32", compiled: bool = False,
-) -> TargetLogprobs:  # fmt: skip
+    source: str | Path,
+    name: str,
+    beside: TargetLogprobs,
+    *,
+    dtype: str,
+    seq_len: int,
+    only_attention: bool,
+    ranks: Ranks | None = None,
+    compute: str = "float32",
+    compiled: bool = False,
+) -> TargetLogprobs:
     """A model that is not trained, on the device of the one that is, computed with as that one is: sharded, where that
     one is.
 

@@ -161,8 +161,10 @@ def _call(name: str, *inputs: Any) -> None:
     """Call a compiled function: whole numbers as int64, tensors as pointers. Not for fake tensors."""
     if any(isinstance(x, FakeTensor) for x in inputs):
         return
-    given = [ctypes.c_void_p(x.data_ptr()) if isinstance(x, Tensor) else ctypes.c_int64(x) if isinstance(x, int) else x
-             for x in inputs]  # fmt: skip
+    given = [
+        ctypes.c_void_p(x.data_ptr()) if isinstance(x, Tensor) else ctypes.c_int64(x) if isinstance(x, int) else x
+        for x in inputs
+    ]
     getattr(_library(), name)(*given)
 
 

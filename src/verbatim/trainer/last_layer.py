@@ -98,9 +98,15 @@ def _narrow(layer: Any, family: str, wanted: Wanted, given: Mapping[str, Any], h
 
 
 def _attention(
-    attention: Any, family: str, x_1UD: Tensor, wanted: Wanted, *, attention_plan: Any,
-    position_embeddings: tuple[Tensor, Tensor], **_: Any,
-) -> Tensor:  # fmt: skip
+    attention: Any,
+    family: str,
+    x_1UD: Tensor,
+    wanted: Wanted,
+    *,
+    attention_plan: Any,
+    position_embeddings: tuple[Tensor, Tensor],
+    **_: Any,
+) -> Tensor:
     """What the heads give to the wanted tokens, [1, Q, H * E]."""
 
     def heads(projection: nn.Module, norm: str | None, x: Tensor) -> Tensor:

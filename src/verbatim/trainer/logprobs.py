@@ -70,9 +70,12 @@ class TargetLogprobs:
         return ChunkLogprobs(torch.cat([p.logprobs_M for p in parts]), torch.cat([p.entropy_M for p in parts]))
 
     def backward(
-        self, hidden_MD: Tensor, target_ids_M: Tensor, temperatures_M: Tensor,
+        self,
+        hidden_MD: Tensor,
+        target_ids_M: Tensor,
+        temperatures_M: Tensor,
         gradient: Callable[[slice, ChunkLogprobs], Tensor],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Forward and backward, chunk by chunk: adds to the `grad` of the head and of everything behind `hidden_MD`,
         which has a graph.
 

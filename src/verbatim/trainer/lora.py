@@ -135,8 +135,10 @@ class Adapters:
 
     def __str__(self) -> str:
         share = self.num_parameters / self.num_base_parameters
-        return (f"{self.num_parameters:,} parameters are trained ({share:.2%} of {self.num_base_parameters:,}): rank "
-                f"{self._config.r} on {self.num_layers} layers")  # fmt: skip
+        return (
+            f"{self.num_parameters:,} parameters are trained ({share:.2%} of {self.num_base_parameters:,}): rank "
+            f"{self._config.r} on {self.num_layers} layers"
+        )
 
     def save(self, tokenizer: Any, folder: Path) -> None:
         """Write adapters and tokenizer as a folder that `peft` loads. All ranks call it, rank 0 writes.
@@ -178,27 +180,39 @@ class Adapters:
             ModelError: the folder is damaged.
         """
         if not is_adapter(folder):
-            raise CheckpointError(f"{folder} holds whole weights, not an adapter: that run trains all of them; resume "
-                                  "it without [trainer.lora], or start a new run")  # fmt: skip
+            raise CheckpointError(
+                f"{folder} holds whole weights, not an adapter: that run trains all of them; resume "
+                "it without [trainer.lora], or start a new run"
+            )
         found = read_adapter(folder)
         own = dict(self._parameters())
-        saved = {f"{name}.lora_{half}.weight": tensor
-                 for name, pair in found.pairs.items() for half, tensor in zip("AB", pair, strict=True)}  # fmt: skip
+        saved = {
+            f"{name}.lora_{half}.weight": tensor
+            for name, pair in found.pairs.items()
+            for half, tensor in zip("AB", pair, strict=True)
+        }
         if found.r != self._config.r or found.scale != self._config.alpha / self._config.r:
             raise CheckpointError(
                 f"{folder} holds an adapter with r = {found.r}, alpha = {found.scale * found.r:g}; expected r = "
                 f"{self._config.r}, alpha = {self._config.alpha:g}: resume with trainer.lora.r = {found.r} and "
                 f"trainer.lora.alpha = {found.scale * found.r:g}"
             )
-        other = sorted(name for name in own.keys() | saved.keys()
-                       if name not in own or name not in saved or own[name].shape != saved[name].shape)  # fmt: skip
+        other = sorted(
+            name
+            for name in own.keys() | saved.keys()
+            if name not in own or name not in saved or own[name].shape != saved[name].shape
+        )
         if other:
             layers = sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in saved})
-            raise CheckpointError(f"{folder} adapts other layers than trainer.lora.target_modules, {other[0]} first; "
-                                  f"resume with trainer.lora.target_modules = {json.dumps(layers)}")  # fmt: skip
+            raise CheckpointError(
+                f"{folder} adapts other layers than trainer.lora.target_modules, {other[0]} first; "
+                f"resume with trainer.lora.target_modules = {json.dumps(layers)}"
+            )
         if found.base_fingerprint not in (None, self.base_fingerprint):
-            raise CheckpointError(f"the adapter in {folder} belongs to other weights than those in {self._base}; put "
-                                  "back the base model that the run was started with, or start a new run")  # fmt: skip
+            raise CheckpointError(
+                f"the adapter in {folder} belongs to other weights than those in {self._base}; put "
+                "back the base model that the run was started with, or start a new run"
+            )
         for name, parameter in own.items():
             copy_rows(parameter, saved[name])
 
@@ -244,11 +258,14 @@ def _inject(model: Any, config: LoraConfig) -> Any:
     there = f"its linear layers are {', '.join(usable[:_MOST_NAMED])}" if usable else "it has no linear layers"
     targets = config.target_modules
     wanted = peft.LoraConfig(
-        r=config.r, lora_alpha=int(config.alpha) if config.alpha.is_integer() else config.alpha,
-        lora_dropout=0.0, bias="none", task_type="CAUSAL_LM",
+        r=config.r,
+        lora_alpha=int(config.alpha) if config.alpha.is_integer() else config.alpha,
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
         target_modules=targets if isinstance(targets, str) else list(targets),
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in linear.values()),
-    )  # fmt: skip
+    )
     said = json.dumps(targets)
     if not usable:
         raise ModelError(f"{type(model).__name__} cannot be trained by [trainer.lora]: {there}; leave the table out")
@@ -257,14 +274,21 @@ def _inject(model: Any, config: LoraConfig) -> Any:
             torch.manual_seed(0)
             peft.inject_adapter_in_model(wanted, model)
     except ValueError as error:
-        raise ModelError(f"trainer.lora.target_modules = {said} cannot be adapted in {type(model).__name__} "
-                         f"({str(error).partition('. ')[0]}); {there}") from error  # fmt: skip
+        raise ModelError(
+            f"trainer.lora.target_modules = {said} cannot be adapted in {type(model).__name__} "
+            f"({str(error).partition('. ')[0]}); {there}"
+        ) from error
     adapted = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
-    refused = [name for name, module in adapted.items()
-               if name not in linear or linear[name] is head or module.fan_in_fan_out != wanted.fan_in_fan_out]
+    refused = [
+        name
+        for name, module in adapted.items()
+        if name not in linear or linear[name] is head or module.fan_in_fan_out != wanted.fan_in_fan_out
+    ]
     if refused or not adapted:
-        raise ModelError(f"trainer.lora.target_modules = {said} names {refused[0] if refused else 'nothing'} in "
-                         f"{type(model).__name__}, which cannot be adapted; {there}")  # fmt: skip
+        raise ModelError(
+            f"trainer.lora.target_modules = {said} names {refused[0] if refused else 'nothing'} in "
+            f"{type(model).__name__}, which cannot be adapted; {there}"
+        )
     return wanted
 
 
@@ -279,8 +303,11 @@ def _refuse_other_when_merged(model: Any, config: LoraConfig) -> None:
     try:
         merged = tiny_copy(model)
     except NoTinyCopy as error:
-        logger.warning("[trainer.lora]: whether adapted layers of %s compute what the sampler's merged ones do was not "
-                       "tried: %s", type(model).__name__, error)  # fmt: skip
+        logger.warning(
+            "[trainer.lora]: whether adapted layers of %s compute what the sampler's merged ones do was not tried: %s",
+            type(model).__name__,
+            error,
+        )
         return
     adapted = copy.deepcopy(merged)
     _inject(adapted, config.model_copy(update={"r": _TINY_RANK, "alpha": float(_TINY_RANK)}))
@@ -291,9 +318,9 @@ def _refuse_other_when_merged(model: Any, config: LoraConfig) -> None:
             a_RI, b_OR = module.lora_A["default"].weight, module.lora_B["default"].weight
             with torch.no_grad():
                 b_OR.copy_(torch.randn(b_OR.shape, generator=generator, device="cpu") * b_OR.shape[0] ** -0.5)
-                own[f"{name}.weight"].copy_(merged_weight(
-                    own[f"{name}.weight"], a_RI, b_OR, 1.0, transposed=module.fan_in_fan_out
-                ))  # fmt: skip
+                own[f"{name}.weight"].copy_(
+                    merged_weight(own[f"{name}.weight"], a_RI, b_OR, 1.0, transposed=module.fan_in_fan_out)
+                )
     ids = torch.randint(merged.get_input_embeddings().weight.shape[0], (1, LENGTH), generator=generator, device="cpu")
     found, expected = (_logprobs(m, ids) for m in (adapted, merged))
     difference = float((found - expected).abs().max())

@@ -51,8 +51,9 @@ class MetricSums:
         if not self._values:
             return {}
         device = self._values[-1].device
-        numbers = torch.stack([value.to(device, torch.promote_types(value.dtype, torch.float32))
-                               for value in self._values])  # fmt: skip
+        numbers = torch.stack(
+            [value.to(device, torch.promote_types(value.dtype, torch.float32)) for value in self._values]
+        )
         by_name: dict[str, list[tuple[float, float]]] = {}
         for name, number, weight in zip(self._names, numbers.tolist(), self._weights, strict=True):
             by_name.setdefault(name, []).append((number, weight))

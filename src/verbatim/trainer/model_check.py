@@ -78,8 +78,10 @@ def _refuse_without_gradient(model: CausalLM) -> None:
     try:
         gradient(pair.own, lambda: torch.autograd.backward(pair.own_logprobs(ids).sum()))
     except FAULTS as error:
-        raise ModelError(f"{type(model.model).__name__} cannot be trained: its backward pass fails "
-                         f"({describe(error)}); use a model of another class") from error  # fmt: skip
+        raise ModelError(
+            f"{type(model.model).__name__} cannot be trained: its backward pass fails "
+            f"({describe(error)}); use a model of another class"
+        ) from error
 
 
 def own_gradient(pair: TinyPair, samples: Sequence[TrainingSample]) -> tuple[list[Tensor], Gradient]:
@@ -110,10 +112,12 @@ def packed_fault(
             batch = DeviceBatch(micro_batch, torch.device("cpu"))
             logits_MV = pair.ours.logits(batch.hidden(pair.ours)).float()
             found_M = logits_MV.log_softmax(-1).gather(1, batch.target_ids_M[:, None])[:, 0]
-            own_M = torch.stack([
-                expected[0][int(micro_batch.trajectory_ids[int(number)])][offset - 1]
-                for number, offset in zip(micro_batch.targets.trajectories, batch.offsets_M, strict=True)
-            ])  # fmt: skip
+            own_M = torch.stack(
+                [
+                    expected[0][int(micro_batch.trajectory_ids[int(number)])][offset - 1]
+                    for number, offset in zip(micro_batch.targets.trajectories, batch.offsets_M, strict=True)
+                ]
+            )
             worst = max(worst, float((found_M.detach() - own_M).abs().nan_to_num(nan=torch.inf).max()))
             sums.append((found_M * weights_of(batch.offsets_M)).sum())
         torch.autograd.backward(torch.stack(sums).sum())

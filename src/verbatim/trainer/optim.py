@@ -21,8 +21,13 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
         {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
     ]
     # fused: one kernel instead of a dozen, on CPU and CUDA alike
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=config.lr,
-                             betas=(config.beta1, config.beta2), eps=config.eps, fused=True)  # fmt: skip
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=True,
+    )
 
 
 def clip_gradients(model: nn.Module, max_norm: float, ranks: Ranks | None = None) -> float:
@@ -42,8 +47,10 @@ def clip_gradients(model: nn.Module, max_norm: float, ranks: Ranks | None = None
         bad = [name for (name, _), grad in zip(named, grads, strict=True) if not grad.isfinite().all()]
         if ranks is not None:
             bad = sorted({name for names in ranks.gather(bad) for name in names})
-        error = RunStopped(f"the gradient's norm is {norm.item()} although the loss is finite; not finite in "
-                           f"{len(bad)} parameters: {', '.join(bad[:3])}")  # fmt: skip
+        error = RunStopped(
+            f"the gradient's norm is {norm.item()} although the loss is finite; not finite in "
+            f"{len(bad)} parameters: {', '.join(bad[:3])}"
+        )
         if ranks is not None:
             ranks.share(None, error)
         raise error

@@ -159,8 +159,10 @@ def _paths(folder: Path) -> list[Path]:
     size = int(match[1]) if match else 0
     expected = [folder / optimizer_file(rank, size) for rank in range(size)]
     if parts != expected:
-        raise CheckpointError(f"{folder} has the optimizer state of {len(parts)} processes, expected {size}: "
-                              f"{', '.join(path.name for path in parts)[:200]}")  # fmt: skip
+        raise CheckpointError(
+            f"{folder} has the optimizer state of {len(parts)} processes, expected {size}: "
+            f"{', '.join(path.name for path in parts)[:200]}"
+        )
     return parts
 
 

@@ -54,9 +54,15 @@ class StepPacker:
     """
 
     def __init__(
-        self, targets: TargetLogprobs, config: TrainerConfig, loss: Loss, *, seq_len: int = 0,
-        ranks: Ranks | None = None, sharding: Sharding | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        targets: TargetLogprobs,
+        config: TrainerConfig,
+        loss: Loss,
+        *,
+        seq_len: int = 0,
+        ranks: Ranks | None = None,
+        sharding: Sharding | None = None,
+    ) -> None:
         self._targets, self._config, self._loss = targets, config, loss
         self._ranks, self._sharding = ranks, sharding
         self.packing = config.packing
@@ -104,9 +110,13 @@ class StepPacker:
             return [self.pack(samples)]
         refuse_moving_positions(self._lm, max(map(len, samples), default=0))
         step = deal_samples(
-            samples, self.packing, num_ranks=self._num_groups, micro_batch_tokens=self._budget * self._share,
-            keep_whole=self._keep_whole, cost=model_cost(self._lm.config),
-        )  # fmt: skip
+            samples,
+            self.packing,
+            num_ranks=self._num_groups,
+            micro_batch_tokens=self._budget * self._share,
+            keep_whole=self._keep_whole,
+            cost=model_cost(self._lm.config),
+        )
         return [step.lay(rank) for rank in range(self._num_groups)]
 
     def deal_checked(self, samples: Sequence[TrainingSample]) -> Dealt:

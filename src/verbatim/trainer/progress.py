@@ -41,15 +41,19 @@ def read_progress(folder: Path, total: int, fingerprints: Mapping[str, str]) -> 
         state = json.loads(path.read_text(encoding="utf-8"))
         done, scored = state["num_optimizer_steps"], dict(state.get("frozen", {}))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is no trainer state: {error!r}; expected a folder that save_state "
-                              "wrote") from error  # fmt: skip
+        raise CheckpointError(
+            f"{path} is no trainer state: {error!r}; expected a folder that save_state wrote"
+        ) from error
     if not isinstance(done, int) or not 0 <= done <= total:
-        raise CheckpointError(f"{path}: {done!r} optimizer steps are done, this run has {total} in all; raise "
-                              "max_steps to go on")  # fmt: skip
+        raise CheckpointError(
+            f"{path}: {done!r} optimizer steps are done, this run has {total} in all; raise max_steps to go on"
+        )
     for name, digest in fingerprints.items():
         if scored.get(name, digest) != digest:
-            raise CheckpointError(f"{path}: the {name} model of this run had other weights; put back the model "
-                                  "that it was started with, or start a new run")  # fmt: skip
+            raise CheckpointError(
+                f"{path}: the {name} model of this run had other weights; put back the model "
+                "that it was started with, or start a new run"
+            )
     for name in sorted(scored.keys() ^ fingerprints.keys()):
         if done:
             how = "goes on without it" if name in scored else "had none until now"

@@ -28,10 +28,14 @@ def checkpoint_layers(model: Any, offload: ActivationOffload | None = None, rout
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
-        raise ModelError(f"{type(model).__name__} has no layers that can be checkpointed; set "
-                         "trainer.gradient_checkpointing = false")  # fmt: skip
-    dropouts = {k: v for k, v in model.config.get_text_config().to_dict().items()
-                if ("dropout" in k or "pdrop" in k) and isinstance(v, int | float) and v}  # fmt: skip
+        raise ModelError(
+            f"{type(model).__name__} has no layers that can be checkpointed; set trainer.gradient_checkpointing = false"
+        )
+    dropouts = {
+        k: v
+        for k, v in model.config.get_text_config().to_dict().items()
+        if ("dropout" in k or "pdrop" in k) and isinstance(v, int | float) and v
+    }
     if dropouts:
         raise ModelError(
             f"{type(model).__name__} has {dropouts}: checkpointed layers would apply it, and train another policy than "

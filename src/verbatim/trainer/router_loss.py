@@ -83,14 +83,23 @@ class RouterLoss:
         for batch, weights_T in zip(batches, weights, strict=True):
             _observing(batch, partial(self._attach, weights_T))
         balance_L = self._num_experts / total * (share_LE * probabilities_LE).sum(1)
-        metrics = {"router/aux_loss": balance_L.mean(), "router/load_max": share_LE.max() / share_LE.mean(),
-                   "router/entropy": entropy_L.mean() / total}  # fmt: skip
+        metrics = {
+            "router/aux_loss": balance_L.mean(),
+            "router/load_max": share_LE.max() / share_LE.mean(),
+            "router/entropy": entropy_L.mean() / total,
+        }
         return (metrics, total) if ranks is None or ranks.leads else ({}, 0)
 
     def _add_up(
-        self, sums: Tensor, weights_T: Tensor, router: int, tokens: slice, logits_TE: Tensor, weights_TK: Tensor,
+        self,
+        sums: Tensor,
+        weights_T: Tensor,
+        router: int,
+        tokens: slice,
+        logits_TE: Tensor,
+        weights_TK: Tensor,
         experts_TK: Tensor,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         counted_T = weights_T[tokens]
         counts_E, probabilities_E, entropy_1 = sums[router].split_with_sizes(self._columns)
         log_TE = _log_probabilities(logits_TE).double()
@@ -180,5 +189,7 @@ def refuse_without_router_loss(model: Any, routers: Routers | None) -> None:
         what = "transformers has none for this class, whose experts are balanced by other means, or not at all"
     else:
         return
-    raise ModelError(f"trainer.router_aux_loss_coef asks for the load-balancing loss of {type(model).__name__}, but "
-                     f"{what}; leave it out")  # fmt: skip
+    raise ModelError(
+        f"trainer.router_aux_loss_coef asks for the load-balancing loss of {type(model).__name__}, but "
+        f"{what}; leave it out"
+    )

@@ -29,8 +29,10 @@ def check_experts(samples: Sequence[TrainingSample], routers: Routers | None, na
     if not routed:
         return
     if routers is None:
-        raise UsageError(f"the samples have recorded experts, but {name} has no routers that can be told what to "
-                         "choose; set inference.return_routed_experts = false")  # fmt: skip
+        raise UsageError(
+            f"the samples have recorded experts, but {name} has no routers that can be told what to "
+            "choose; set inference.return_routed_experts = false"
+        )
     refuse_limited_groups(routers)
     for experts in routed:
         if (problem := routers.routing.problem(experts)) is not None:
@@ -43,7 +45,8 @@ def replayed_share(micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
     if all(micro_batch.routed_experts is None for micro_batch in micro_batches):
         return {}
     known = sum(
-        int(m.routed_experts.known[m.targets.source_positions].sum()) for m in micro_batches
+        int(m.routed_experts.known[m.targets.source_positions].sum())
+        for m in micro_batches
         if m.routed_experts is not None
-    )  # fmt: skip
+    )
     return {"router/replayed": known / max(1, sum(len(m.targets) for m in micro_batches))}

@@ -49,9 +49,12 @@ def serve(
 
 
 def _execute(
-    worker: TrainerWorker, message: TrainerMessage, run: Path, idle: float,
+    worker: TrainerWorker,
+    message: TrainerMessage,
+    run: Path,
+    idle: float,
     on_step: Callable[[int, dict[str, float]], None],
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """The answer. An external fault is reported; a bug of ours ends the process with a traceback."""
     try:
         if message.kind == "save":

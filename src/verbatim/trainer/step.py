@@ -216,9 +216,14 @@ class GradientPass:
         self.num_trained += len(batch)
 
     def _gradient(
-        self, inputs: LossInputs, leaf_M: Tensor, weight: float, culprits: Callable[[], list[str]], *,
+        self,
+        inputs: LossInputs,
+        leaf_M: Tensor,
+        weight: float,
+        culprits: Callable[[], list[str]],
+        *,
         counts: bool = True,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """dL/dlogprob of the loss over these inputs, divided by the optimizer step's denominator."""
         try:
             return self._checked_gradient(inputs, leaf_M, weight, culprits, counts)

@@ -75,9 +75,10 @@ def lengths_of(samples: Sequence[TrainingSample]) -> dict[str, int]:
 
 
 def in_order(
-    samples: Sequence[TrainingSample], parts: Sequence[Sequence[TrainingSample]],
+    samples: Sequence[TrainingSample],
+    parts: Sequence[Sequence[TrainingSample]],
     tokens: Sequence[Sequence[TrainedTokens]],
-) -> TrainedTokens:  # fmt: skip
+) -> TrainedTokens:
     """The tokens of a batch, in its order, from those of its optimizer steps.
 
     Args:
@@ -85,8 +86,11 @@ def in_order(
         parts: The samples of each optimizer step; samples of which nothing is trained may be in none.
         tokens: The same shape: what was kept of each sample.
     """
-    of_sample = {id(sample): found for part, kept in zip(parts, tokens, strict=True)
-                 for sample, found in zip(part, kept, strict=True)}  # fmt: skip
+    of_sample = {
+        id(sample): found
+        for part, kept in zip(parts, tokens, strict=True)
+        for sample, found in zip(part, kept, strict=True)
+    }
     return TrainedTokens.joined([of_sample[id(sample)] for sample in samples if id(sample) in of_sample])
 
 

@@ -59,10 +59,19 @@ class Trainer:
     """
 
     def __init__(
-        self, model_path: str | Path, config: TrainerConfig, *, loss: Loss, total_optimizer_steps: int,
-        tokenizer: Any = None, seq_len: int = 0, dtype: Literal["float32", "float64"] = "float32", seed: int = 0,
-        frozen: Mapping[str, str | Path] | None = None, ranks: Ranks | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model_path: str | Path,
+        config: TrainerConfig,
+        *,
+        loss: Loss,
+        total_optimizer_steps: int,
+        tokenizer: Any = None,
+        seq_len: int = 0,
+        dtype: Literal["float32", "float64"] = "float32",
+        seed: int = 0,
+        frozen: Mapping[str, str | Path] | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
         """Load a model and make its optimizer.
 
         Args:
@@ -93,9 +102,7 @@ class Trainer:
         self.adapters = Adapters(config.lora, base=model_path, seed=seed, ranks=ranks) if config.lora else None
         """What is trained instead of the model's own weights; None = these are."""
         self._load_model(model_path, dtype)
-        self.packer = StepPacker(
-            self._targets, config, loss, seq_len=seq_len, ranks=ranks, sharding=self._sharding
-        )  # fmt: skip
+        self.packer = StepPacker(self._targets, config, loss, seq_len=seq_len, ranks=ranks, sharding=self._sharding)
         if self.adapters is not None:
             self.adapters.begin(self.model)
         choose_kernels(self.model, compiled=config.compile, rounds=self._rounds)
@@ -107,9 +114,15 @@ class Trainer:
         self.num_optimizer_steps = 0
         """Optimizer steps done: what the schedule counts."""
         self._frozen = FrozenModels(
-            frozen or {}, self._targets, base=model_path, adapters=self.adapters, ranks=ranks, seq_len=seq_len,
-            config=config, dtype=dtype,
-        )  # fmt: skip
+            frozen or {},
+            self._targets,
+            base=model_path,
+            adapters=self.adapters,
+            ranks=ranks,
+            seq_len=seq_len,
+            config=config,
+            dtype=dtype,
+        )
         self._scored = self._frozen.fingerprints
         """Digests of all frozen models that have scored this run, before it was resumed too."""
         self.models = nn.ModuleList(dict.fromkeys([self.model, *self._frozen.models]))
@@ -192,9 +205,7 @@ class Trainer:
             "tokens_per_second": found["num_tokens"] / seconds,
         }
 
-    def _train_part(
-        self, samples: Sequence[TrainingSample], metrics: MetricSums, *, keep_tokens: bool
-    ) -> TrainedPart:
+    def _train_part(self, samples: Sequence[TrainingSample], metrics: MetricSums, *, keep_tokens: bool) -> TrainedPart:
         """One optimizer step on these samples.
 
         Raises:
@@ -209,9 +220,13 @@ class Trainer:
         return dataclasses.replace(trained, micro_batches=micro_batches)
 
     def _take_step(
-        self, own: Sequence[MicroBatch], denominator: int, metrics: MetricSums, lengths: dict[str, int] | None,
+        self,
+        own: Sequence[MicroBatch],
+        denominator: int,
+        metrics: MetricSums,
+        lengths: dict[str, int] | None,
         samples: Sequence[TrainingSample] = (),
-    ) -> TrainedPart:  # fmt: skip
+    ) -> TrainedPart:
         """One optimizer step on all ranks, with this rank's micro-batches; the result and the metrics are those of all.
 
         Raises:
@@ -220,13 +235,22 @@ class Trainer:
         mine = metrics if self.ranks is None else MetricSums()
         tokens = None if lengths is None else TokenValues(lengths)
         gradients = GradientPass(
-            lm=self._targets, loss=self.loss, denominator=denominator, metrics=mine, frozen=self._frozen.streams,
-            ranks=self.ranks, router_loss=self._router_loss, tokens=tokens, before_pass=self.before_pass,
-        )  # fmt: skip
+            lm=self._targets,
+            loss=self.loss,
+            denominator=denominator,
+            metrics=mine,
+            frozen=self._frozen.streams,
+            ranks=self.ranks,
+            router_loss=self._router_loss,
+            tokens=tokens,
+            before_pass=self.before_pass,
+        )
         try:
             gradients.run(own)
-            found = [(gradients.loss_sum(), gradients.num_trained)] if self.ranks is None else self.ranks.agree(
-                lambda: (gradients.loss_sum(), gradients.num_trained, mine.partial())
+            found = (
+                [(gradients.loss_sum(), gradients.num_trained)]
+                if self.ranks is None
+                else self.ranks.agree(lambda: (gradients.loss_sum(), gradients.num_trained, mine.partial()))
             )
             for _, _, *partials in found:
                 for partial in partials:
@@ -234,14 +258,19 @@ class Trainer:
             kept = [] if tokens is None else tokens.read(samples, self.ranks)
             grad_norm, lr = self._step()
         except RunStopped as error:
-            raise RunStopped(f"optimizer step {self.num_optimizer_steps}: {error}. No weight was touched by this "
-                             "optimizer step") from error  # fmt: skip
+            raise RunStopped(
+                f"optimizer step {self.num_optimizer_steps}: {error}. No weight was touched by this optimizer step"
+            ) from error
         finally:
             self.optimizer.zero_grad(set_to_none=True)
         return TrainedPart(
-            num_trained=sum(number for _, number, *_ in found), denominator=denominator,
-            loss_sum=sum(loss for loss, *_ in found), grad_norm=grad_norm, lr=lr, tokens=kept,
-        )  # fmt: skip
+            num_trained=sum(number for _, number, *_ in found),
+            denominator=denominator,
+            loss_sum=sum(loss for loss, *_ in found),
+            grad_norm=grad_norm,
+            lr=lr,
+            tokens=kept,
+        )
 
     def logprobs(self, samples: Sequence[TrainingSample], *, rounded: bool = False) -> list[Float32]:
         """The current policy's logprobs of the trained tokens: float32 [L] per sample, NaN outside its mask.

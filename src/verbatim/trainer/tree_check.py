@@ -36,9 +36,14 @@ def pack_both_ways(samples: Sequence[TrainingSample]) -> tuple[list[MicroBatch],
 
 
 def trees_are_right(
-    lm: TargetLogprobs, rows: Sequence[MicroBatch], trees: Sequence[MicroBatch], *, tolerance: float,
-    exact: TargetLogprobs | None = None, sharding: Sharding | None = None,
-) -> bool:  # fmt: skip
+    lm: TargetLogprobs,
+    rows: Sequence[MicroBatch],
+    trees: Sequence[MicroBatch],
+    *,
+    tolerance: float,
+    exact: TargetLogprobs | None = None,
+    sharding: Sharding | None = None,
+) -> bool:
     """Whether the gradient of samples packed as trees is that of the same samples as rows; a warning where it is not.
 
     The gradient is that of a sum of logprobs in which every target has a weight of its own: the run's loss may be flat
@@ -72,8 +77,11 @@ def trees_are_right(
     if difference > tolerance:
         logger.warning(
             "prefix trees do not have the gradient of rows here: %s differs by %.1e, expected at most %.0e; packing "
-            'falls back to rows for this run; set trainer.packing = "rows" to silence', name, difference, tolerance,
-        )  # fmt: skip
+            'falls back to rows for this run; set trainer.packing = "rows" to silence',
+            name,
+            difference,
+            tolerance,
+        )
     return difference <= tolerance
 
 
@@ -105,9 +113,7 @@ def sharing_samples(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
     return [ordered[i] for i in sorted(chosen)]
 
 
-def _differences_of_shards(
-    found: Gradient, expected: Gradient, sharding: Sharding
-) -> tuple[bool, dict[str, float]]:  # fmt: skip
+def _differences_of_shards(found: Gradient, expected: Gradient, sharding: Sharding) -> tuple[bool, dict[str, float]]:
     """Whether the expected gradient is finite, and `differences`, over all ranks."""
     names = sorted(expected.keys() | found.keys())
 

@@ -32,10 +32,12 @@ def warm_start(
             order.extend(rng.permutation(len(conversations)).tolist())
         batch, order = order[:batch_size], order[batch_size:]
         # A batch may end one pass and begin the next: a conversation that is in it twice is two trajectories.
-        metrics = trainer.train_batch([
-            dataclasses.replace(sample, trajectory_id=f"{place}:{sample.trajectory_id}")
-            for place, i in enumerate(batch)
-            for sample in conversations[i]
-        ])
+        metrics = trainer.train_batch(
+            [
+                dataclasses.replace(sample, trajectory_id=f"{place}:{sample.trajectory_id}")
+                for place, i in enumerate(batch)
+                for sample in conversations[i]
+            ]
+        )
         if on_step is not None:
             on_step(step, metrics)

@@ -38,9 +38,13 @@ class WeightBroadcaster:
         listening = socket.create_server((host, 0), family=family)
         port = listening.getsockname()[1]
         self._server = dist.TCPStore(  # type: ignore[attr-defined]
-            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach(),
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
             timeout=timedelta(minutes=5),
-        )  # fmt: skip
+        )
         on_cuda = trainer.device.type == "cuda"
         nccl = ".".join(map(str, torch.cuda.nccl.version())) if on_cuda else None  # type: ignore[no-untyped-call]
         self.store = WeightStore(host=host, port=port, on=socket.gethostname(), nccl=nccl)
@@ -67,9 +71,7 @@ class WeightBroadcaster:
         except BaseException:
             self._leave("the trainer failed")
             raise
-        return SendReport(
-            num_bytes=receivers.num_bytes, seconds=time.monotonic() - began, seconds_meeting=met - began
-        )
+        return SendReport(num_bytes=receivers.num_bytes, seconds=time.monotonic() - began, seconds_meeting=met - began)
 
     def _enter(self, order: SendOrder) -> WeightGroup:
         """The group of the order before, or a new one; waits for the receivers of a new one.
@@ -83,9 +85,15 @@ class WeightBroadcaster:
         self._leave(None)
         logger.info("weights are sent to %d receivers (%s)", order.size - 1, order.kind)
         self._group = WeightGroup(
-            self._server, order.group, rank=0, size=order.size, kind=order.kind, device=self._trainer.device,
-            seconds=order.seconds, layout=published_layout(self._trainer.model),
-        )  # fmt: skip
+            self._server,
+            order.group,
+            rank=0,
+            size=order.size,
+            kind=order.kind,
+            device=self._trainer.device,
+            seconds=order.seconds,
+            layout=published_layout(self._trainer.model),
+        )
         return self._group
 
     def _leave(self, why: str | None) -> None:

@@ -94,8 +94,9 @@ class TrainerWorker:
             self._failure = str(error)
             raise
         except OSError as error:
-            self._failure = (f"what was trained on batch {version - 1} could not be written: "
-                             f"{describe(error, self.states.parent)}")  # fmt: skip
+            self._failure = (
+                f"what was trained on batch {version - 1} could not be written: {describe(error, self.states.parent)}"
+            )
             raise RunStopped(self._failure) from error
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
@@ -169,9 +170,10 @@ class TrainerWorker:
             rounded = np.concatenate([values[1:] for values in self.trainer.logprobs(short, rounded=True)])
             rounding = float(np.abs(rounded - np.concatenate(logprobs[:NUM_PROBES])).mean())
         return Probes(
-            token_ids=tuple(sample.token_ids for sample in self._probe_samples), logprobs=tuple(logprobs),
+            token_ids=tuple(sample.token_ids for sample in self._probe_samples),
+            logprobs=tuple(logprobs),
             rounding=rounding,
-        )  # fmt: skip
+        )
 
     def _write(self, folder: Path, published: Path | None) -> None:
         if published is None:

@@ -58,8 +58,13 @@ class Fate:
     def of_dropped(cls, trajectory: TrajectoryRecord, reason: str, flags: Sequence[str] = ()) -> Self:
         """Every token is dropped for this reason."""
         unrecorded = reason if trajectory.num_unrecorded_tokens else None
-        return cls(trajectory=trajectory, turns=(reason,) * len(trajectory.turns), unrecorded=unrecorded, reason=reason,
-                   flags=tuple(flags))  # fmt: skip
+        return cls(
+            trajectory=trajectory,
+            turns=(reason,) * len(trajectory.turns),
+            unrecorded=unrecorded,
+            reason=reason,
+            flags=tuple(flags),
+        )
 
     @classmethod
     def of_evaluated(cls, trajectory: TrajectoryRecord) -> Self:

@@ -6,8 +6,18 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-REASONS = ("difficulty", "stale", "error", "missing_logprobs", "untrained", "over_length", "cancelled",
-           "lost_worker", "lost_replica", "unused_at_end")  # fmt: skip
+REASONS = (
+    "difficulty",
+    "stale",
+    "error",
+    "missing_logprobs",
+    "untrained",
+    "over_length",
+    "cancelled",
+    "lost_worker",
+    "lost_replica",
+    "unused_at_end",
+)
 """Why a token is not trained; filters add `filter:{name}`."""
 _FORMER_NAMES = {"lost_actor": "lost_worker"}
 """Reasons in checkpoints of earlier versions."""
@@ -95,10 +105,13 @@ class Ledger:
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {
-            "sampled": self.sampled, "trained": self.trained, "masked_by_loss": self.masked_by_loss,
-            "dropped": dict(self.dropped), "settled_below": self._settled_below,
+            "sampled": self.sampled,
+            "trained": self.trained,
+            "masked_by_loss": self.masked_by_loss,
+            "dropped": dict(self.dropped),
+            "settled_below": self._settled_below,
             "settled_above": sorted(self._settled_above),
-        }  # fmt: skip
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict`."""

@@ -72,11 +72,14 @@ class TrajectoryRecord:
 
     def __post_init__(self) -> None:
         fill(
-            self, turns=_in_one_tree(self.turns), messages=tuple(self.messages), tools=tuple(self.tools),
+            self,
+            turns=_in_one_tree(self.turns),
+            messages=tuple(self.messages),
+            tools=tuple(self.tools),
             reward=as_number(self.reward, "reward", "; a turn's own goes into Turn(reward=...)"),
             advantage=as_number(self.advantage, "advantage", "; a turn's own goes into Turn(advantage=...)"),
             stop_reason=None if self.stop_reason is None else StopReason(self.stop_reason),
-        )  # fmt: skip
+        )
         if not isinstance(self.reward_parts, Mapping):
             raise RecordError(f"reward_parts: {self.reward_parts!r:.80}; expected a mapping of names to numbers")
         if not isinstance(self.agent_rewards, Mapping):

@@ -115,9 +115,10 @@ def build(
     longest = sys.maxsize if max_length is None else max_length
     fates = [_fate(turn, longest, needs_logprobs) for turn in trajectory.turns]
     kept = [
-        (index, turn) for index, turn in enumerate(trajectory.turns)
+        (index, turn)
+        for index, turn in enumerate(trajectory.turns)
         if len(turn.completion_ids) and turn.path.length <= longest
-    ]  # fmt: skip
+    ]
     runs = group([turn for _, turn in kept])
     _check_runs(strategy, runs, kept)
     if on_break == "error" and strategy != "branching":
@@ -131,8 +132,9 @@ def build(
             routed = _routed(trained, trajectory.turns) if has_experts else None
             samples.append(_sample(trajectory, trained, ids_of(trained[-1][1].path), routed, part=len(samples)))
     cut_off = "error" if failed else "cancelled"
-    fate = Fate(trajectory=trajectory, turns=tuple(fates),
-                unrecorded=cut_off if trajectory.num_unrecorded_tokens else None)  # fmt: skip
+    fate = Fate(
+        trajectory=trajectory, turns=tuple(fates), unrecorded=cut_off if trajectory.num_unrecorded_tokens else None
+    )
     num_trained = sum(sample.num_trained_tokens for sample in samples)
     assert num_trained == fate.num_trained_tokens, (
         f"trajectory {trajectory.trajectory_id}: {num_trained} tokens in samples, {fate.num_tokens}"
@@ -187,9 +189,13 @@ def _fate(turn: Turn, longest: int, needs_logprobs: bool) -> str:
 
 
 def _sample(
-    trajectory: TrajectoryRecord, trained: Sequence[tuple[int, Turn]], token_ids: Int32, routed: RoutedExperts | None,
-    *, part: int,
-) -> TrainingSample:  # fmt: skip
+    trajectory: TrajectoryRecord,
+    trained: Sequence[tuple[int, Turn]],
+    token_ids: Int32,
+    routed: RoutedExperts | None,
+    *,
+    part: int,
+) -> TrainingSample:
     """One sample: the tokens up to the end of the last turn that is trained, and in them all that are.
 
     What follows it, a turn that is not trained, would be context of nothing.
@@ -198,9 +204,14 @@ def _sample(
     for index, turn in trained:
         _add_spans(spans, index, turn, turn.advantage if turn.advantage is not None else trajectory.advantage)
     return TrainingSample.of_spans(
-        token_ids, spans, routed_experts=routed, trajectory_id=trajectory.trajectory_id,
-        group_id=trajectory.group_id, env=trajectory.env, part=part,
-    )  # fmt: skip
+        token_ids,
+        spans,
+        routed_experts=routed,
+        trajectory_id=trajectory.trajectory_id,
+        group_id=trajectory.group_id,
+        env=trajectory.env,
+        part=part,
+    )
 
 
 _span: Callable[[tuple[Any, ...]], Span] = partial(tuple.__new__, Span)

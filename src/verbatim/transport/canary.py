@@ -111,8 +111,10 @@ def find_mismatch(
     if before is not None:
         old = mean_difference(before, found)
         if difference > NEARER * old:
-            return (f"its logprobs differ by {difference:.2g} on average from those of the new weights, and by only "
-                    f"{old:.2g} from those of the weights before")  # fmt: skip
+            return (
+                f"its logprobs differ by {difference:.2g} on average from those of the new weights, and by only "
+                f"{old:.2g} from those of the weights before"
+            )
     return None
 
 

@@ -55,5 +55,6 @@ def read_published_json(path: Path) -> Any | None:
     except FileNotFoundError:
         return None
     except (ValueError, RecursionError) as error:
-        raise RunStopped(f"{path}, which one process of the run wrote for the other, is damaged: {error}; resume the "
-                         "run") from None  # fmt: skip
+        raise RunStopped(
+            f"{path}, which one process of the run wrote for the other, is damaged: {error}; resume the run"
+        ) from None

@@ -97,8 +97,13 @@ class Heartbeat:
     def _beat(self) -> None:
         self._beats += 1
         try:
-            beat = Beat(pid=os.getpid(), beats=self._beats, progress=self._progress, doing=self._doing,
-                        wants_to_stop=self._wants_to_stop)  # fmt: skip
+            beat = Beat(
+                pid=os.getpid(),
+                beats=self._beats,
+                progress=self._progress,
+                doing=self._doing,
+                wants_to_stop=self._wants_to_stop,
+            )
             publish_json(self._path, dataclasses.asdict(beat))
         except OSError:
             return  # a full disk, or a folder that was removed: the other side notices that nothing comes
@@ -117,9 +122,14 @@ class PeerWatch:
     """
 
     def __init__(
-        self, path: Path, *, name: str, heartbeat_timeout: float, stall_timeout: float,
+        self,
+        path: Path,
+        *,
+        name: str,
+        heartbeat_timeout: float,
+        stall_timeout: float,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._path, self._name, self._clock = path, name, clock
         self._heartbeat_timeout, self._stall_timeout = heartbeat_timeout, stall_timeout
         self._beats = self._progress = -1

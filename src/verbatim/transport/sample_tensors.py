@@ -43,7 +43,7 @@ def samples_to_tensors(samples: Sequence[TrainingSample]) -> tuple[dict[str, Par
         _PLACES: [np.array([(*span[:4], span.logprobs is not None) for span in spans], dtype=np.int32).reshape(-1, 5)],
         _NUMBERS: [np.array([(span.advantage, span.temperature) for span in spans], dtype=np.float32).reshape(-1, 2)],
         _SPAN_LOGPROBS: [span.logprobs for span in spans if span.logprobs is not None],
-    }  # fmt: skip
+    }
     assert_same_streams(samples)
     for stream in samples[0].logprob_streams if samples else ():
         tensors[stream + _STREAM] = [sample.logprob_streams[stream] for sample in samples]
@@ -69,8 +69,11 @@ def samples_from_tensors(tensors: Mapping[str, NDArray[Any]], head: Mapping[str,
     of_arrays = np.array(head["of_arrays"], dtype=np.bool_)
     ids = _split(tensors["token_ids"], lengths)
     arrays = {name: iter(_split(tensors[name], lengths[of_arrays])) for name in _ARRAYS[1:] if name in tensors}
-    streams = {name.removesuffix(_STREAM): iter(_split(array, lengths))
-               for name, array in tensors.items() if name.endswith(_STREAM)}  # fmt: skip
+    streams = {
+        name.removesuffix(_STREAM): iter(_split(array, lengths))
+        for name, array in tensors.items()
+        if name.endswith(_STREAM)
+    }
     experts = _read_experts(tensors, lengths, head["routed"])
     spans = iter(_read_spans(tensors))
     samples = []
@@ -110,8 +113,9 @@ def _read_experts(
         return [None] * len(routed)
     own = lengths[np.array(routed)]
     found = zip(_split(tensors[_EXPERTS], own), _split(tensors[_KNOWN], own), strict=True)
-    return [RoutedExperts(**dict(zip(("experts", "known"), next(found), strict=True))) if has else None
-            for has in routed]  # fmt: skip
+    return [
+        RoutedExperts(**dict(zip(("experts", "known"), next(found), strict=True))) if has else None for has in routed
+    ]
 
 
 def _split(array: NDArray[Any], lengths: NDArray[np.int32]) -> list[NDArray[Any]]:

@@ -97,9 +97,12 @@ def read_message(path: Path) -> TrainerMessage:
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise RunStopped(f"the message in {path} is damaged ({error}); resume the run") from error
     return TrainerMessage(
-        kind=head["kind"], version=head["version"], samples=samples, checkpoint=head["checkpoint"],
+        kind=head["kind"],
+        version=head["version"],
+        samples=samples,
+        checkpoint=head["checkpoint"],
         order=None if head["order"] is None else SendOrder(**head["order"]),
-    )  # fmt: skip
+    )
 
 
 def to_json(record: StepReport | TrainerReady, run: Path) -> dict[str, Any]:
@@ -107,9 +110,11 @@ def to_json(record: StepReport | TrainerReady, run: Path) -> dict[str, Any]:
     fields = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
     fields.update({name: path_to_json(fields[name], run) for name in _FOLDERS & fields.keys()})
     if record.probes is not None:
-        fields["probes"] = {"token_ids": [ids.tolist() for ids in record.probes.token_ids],
-                            "logprobs": [logprobs.tolist() for logprobs in record.probes.logprobs],
-                            "rounding": record.probes.rounding}  # fmt: skip
+        fields["probes"] = {
+            "token_ids": [ids.tolist() for ids in record.probes.token_ids],
+            "logprobs": [logprobs.tolist() for logprobs in record.probes.logprobs],
+            "rounding": record.probes.rounding,
+        }
     if isinstance(record, TrainerReady) and record.store is not None:
         fields["store"] = dataclasses.asdict(record.store)
     if isinstance(record, StepReport) and record.tokens is not None:
@@ -125,8 +130,12 @@ def report_from_json(value: Mapping[str, Any], run: Path) -> StepReport:
     """
     weights = path_from_json(value["weights"], run)
     assert weights is not None
-    changes = {"weights": weights, "probes": _probes(value["probes"]), "state": path_from_json(value["state"], run),
-               "tokens": _tokens(value.get("tokens"))}  # fmt: skip
+    changes = {
+        "weights": weights,
+        "probes": _probes(value["probes"]),
+        "state": path_from_json(value["state"], run),
+        "tokens": _tokens(value.get("tokens")),
+    }
     return StepReport(**{**value, **changes})
 
 
@@ -137,8 +146,12 @@ def ready_from_json(value: Mapping[str, Any], run: Path) -> TrainerReady:
         RunStopped: a folder that is named below the run folder is not below it.
     """
     checkpoint, weights = (path_from_json(value[name], run) for name in ("checkpoint", "weights"))
-    changes = {"checkpoint": checkpoint, "weights": str(weights), "probes": _probes(value["probes"]),
-               "store": None if value["store"] is None else WeightStore(**value["store"])}  # fmt: skip
+    changes = {
+        "checkpoint": checkpoint,
+        "weights": str(weights),
+        "probes": _probes(value["probes"]),
+        "store": None if value["store"] is None else WeightStore(**value["store"]),
+    }
     return TrainerReady(**{**value, **changes})
 
 

@@ -167,8 +167,9 @@ async def _guarded(request: web.Request, handler: Handler) -> web.StreamResponse
 
 
 def _error(status: int, message: str) -> web.Response:
-    return web.Response(status=status, body=to_json({"error": message}), content_type="application/json",
-                        charset="utf-8")  # fmt: skip
+    return web.Response(
+        status=status, body=to_json({"error": message}), content_type="application/json", charset="utf-8"
+    )
 
 
 def _integer(request: web.Request, name: str, default: int | None) -> int | None:

@@ -10,9 +10,15 @@ from verbatim.errors import UsageError
 FOLDER = Path(__file__).parent / "assets"
 INDEX = "index.html"
 _TYPES = {
-    ".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".png": "image/png",
-    ".ico": "image/x-icon", ".txt": "text/plain", ".json": "application/json",
-}  # fmt: skip
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".svg": "image/svg+xml",
+    ".png": "image/png",
+    ".ico": "image/x-icon",
+    ".txt": "text/plain",
+    ".json": "application/json",
+}
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,8 @@ def load_assets(folder: Path = FOLDER) -> dict[str, Asset]:
         if path.is_file() and path.suffix in _TYPES
     }
     if INDEX not in found:
-        raise UsageError(f"the page is missing: there is no {folder / INDEX}. Build it, as viewer/README.md says, or "
-                         "install the wheel")  # fmt: skip
+        raise UsageError(
+            f"the page is missing: there is no {folder / INDEX}. Build it, as viewer/README.md says, or "
+            "install the wheel"
+        )
     return found

@@ -42,14 +42,31 @@ _LETTERS = {FATES: "", EVALUATED_LINES: "e", TRAINED_LINES: "o", EVALUATED_FATES
 _KEY = re.compile(r"~([eov]?)(?:(\d{1,9})\.)?(\d{1,18})", re.ASCII)
 
 _NAME = pa.dictionary(pa.int32(), pa.string())
-COLUMNS = pa.schema([
-    ("source", pa.int8()), ("file", pa.int32()), ("place", pa.int64()), ("kind", _NAME), ("step", pa.int32()),
-    ("trajectory_id", pa.string()), ("env", _NAME), ("example_id", pa.string()), ("group_id", pa.string()),
-    ("sample_index", pa.int32()), ("reward", pa.float64()), ("advantage", pa.float64()), ("reason", _NAME),
-    ("flags", pa.list_(pa.string())), ("error", pa.string()), ("stop_reason", _NAME), ("truncated", pa.bool_()),
-    ("num_turns", pa.int32()), ("num_sampled_tokens", pa.int64()), ("num_trained_tokens", pa.int64()),
-    ("num_breaks", pa.int32()),
-])  # fmt: skip
+COLUMNS = pa.schema(
+    [
+        ("source", pa.int8()),
+        ("file", pa.int32()),
+        ("place", pa.int64()),
+        ("kind", _NAME),
+        ("step", pa.int32()),
+        ("trajectory_id", pa.string()),
+        ("env", _NAME),
+        ("example_id", pa.string()),
+        ("group_id", pa.string()),
+        ("sample_index", pa.int32()),
+        ("reward", pa.float64()),
+        ("advantage", pa.float64()),
+        ("reason", _NAME),
+        ("flags", pa.list_(pa.string())),
+        ("error", pa.string()),
+        ("stop_reason", _NAME),
+        ("truncated", pa.bool_()),
+        ("num_turns", pa.int32()),
+        ("num_sampled_tokens", pa.int64()),
+        ("num_trained_tokens", pa.int64()),
+        ("num_breaks", pa.int32()),
+    ]
+)
 """`place` is the row in the file of step `file`, or the byte in the JSON lines at which the record begins."""
 
 _PLACES = ("source", "file", "place", "kind")
@@ -123,8 +140,9 @@ def read_columns(path: Path, step: int, source: int = FATES) -> pa.Table:
             found = (file.schema_arrow.metadata or {}).get(VERSION_KEY)
             if found != VERSION:
                 raise UsageError(f"{path.name} holds no trajectories that this version of Verbatim reads")
-            groups = [file.read_row_group(group, columns=_STORED, use_threads=False)
-                      for group in range(file.num_row_groups)]  # fmt: skip
+            groups = [
+                file.read_row_group(group, columns=_STORED, use_threads=False) for group in range(file.num_row_groups)
+            ]
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
         if isinstance(error, UsageError):
             raise
@@ -158,10 +176,11 @@ def from_records(records: Sequence[tuple[int, Mapping[str, Any]]], source: int) 
 def _located(columns: Mapping[str, Any], source: int, file: int, places: Any) -> pa.Table:
     count = len(places)
     where = {
-        "source": pa.array(np.full(count, source, np.int8)), "file": pa.array(np.full(count, file, np.int32)),
+        "source": pa.array(np.full(count, source, np.int8)),
+        "file": pa.array(np.full(count, file, np.int32)),
         "place": pa.array(places, pa.int64()),
         "kind": pa.DictionaryArray.from_arrays(pa.array(np.zeros(count, np.int32)), [KINDS[source]]),
-    }  # fmt: skip
+    }
     all_columns = {**columns, **where}
     return pa.Table.from_arrays([all_columns[field.name].cast(field.type) for field in COLUMNS], schema=COLUMNS)
 
@@ -177,14 +196,23 @@ def line_columns(line: Mapping[str, Any]) -> dict[str, Any]:
     sampled = sum(len(turn["completion_ids"]) for turn in turns) + record.get("num_unrecorded_tokens", 0)
     error = record["error"]
     return {
-        "step": int(step), "trajectory_id": _text(record["trajectory_id"]), "env": _text(record["env"]),
-        "example_id": _text(record["example_id"]), "group_id": _text(record["group_id"]),
-        "sample_index": int(record["sample_index"]), "reward": _number(record["reward"]),
-        "advantage": _number(record["advantage"]), "reason": None, "flags": [],
-        "error": None if error is None else _text(error)[:LONGEST_ERROR], "stop_reason": record["stop_reason"],
-        "truncated": bool(record["truncated"]), "num_turns": len(turns), "num_sampled_tokens": sampled,
+        "step": int(step),
+        "trajectory_id": _text(record["trajectory_id"]),
+        "env": _text(record["env"]),
+        "example_id": _text(record["example_id"]),
+        "group_id": _text(record["group_id"]),
+        "sample_index": int(record["sample_index"]),
+        "reward": _number(record["reward"]),
+        "advantage": _number(record["advantage"]),
+        "reason": None,
+        "flags": [],
+        "error": None if error is None else _text(error)[:LONGEST_ERROR],
+        "stop_reason": record["stop_reason"],
+        "truncated": bool(record["truncated"]),
+        "num_turns": len(turns),
+        "num_sampled_tokens": sampled,
         "num_breaks": num_breaks(turns),
-    }  # fmt: skip
+    }
 
 
 def num_breaks(turns: Sequence[Mapping[str, Any]]) -> int:

@@ -27,8 +27,9 @@ def turn_answers(found: FoundTrajectory, breaks: Mapping[int, Mapping[str, Any]]
     """Every turn, with the first tokens of each."""
     left, answers = MOST_OF_ALL, []
     prompts = prompt_lengths(found)
-    contexts = [length + len(_array(arrays, "completion_ids")) for length, arrays in
-                zip(prompts, found.arrays, strict=True)]  # fmt: skip
+    contexts = [
+        length + len(_array(arrays, "completion_ids")) for length, arrays in zip(prompts, found.arrays, strict=True)
+    ]
     turns: Sequence[Mapping[str, Any]] = found.record["turns"]
     for index, (turn, arrays, fate) in enumerate(zip(turns, found.arrays, found.fates, strict=True)):
         prompt = turn["prompt"]
@@ -36,23 +37,35 @@ def turn_answers(found: FoundTrajectory, breaks: Mapping[int, Mapping[str, Any]]
         left -= len(part["prompt_new_ids"]) + len(part["completion_ids"])
         completion = len(_array(arrays, "completion_ids"))
         of_turn = prompt["of_turn"]
-        answers.append({
-            "index": index, "agent": turn["agent"], "fate": fate, "trained": turn.get("trained", True),
-            "advantage": _single(turn["advantage"]), "reward": _single(turn["reward"]),
-            **{name: turn.get(name) for name in _PLAIN},
-            "prompt_of_turn": of_turn, "prompt_shared": prompt["shared"],
-            "extends": of_turn if of_turn is not None and prompt["shared"] == contexts[of_turn] else None,
-            "num_prompt_tokens": prompts[index], "num_prompt_new": len(_array(arrays, "prompt_new_ids")),
-            "num_completion": completion, "num_trained": completion if fate == TRAINED else None if fate is None else 0,
-            "break": breaks.get(index), **part,
-        })  # fmt: skip
+        answers.append(
+            {
+                "index": index,
+                "agent": turn["agent"],
+                "fate": fate,
+                "trained": turn.get("trained", True),
+                "advantage": _single(turn["advantage"]),
+                "reward": _single(turn["reward"]),
+                **{name: turn.get(name) for name in _PLAIN},
+                "prompt_of_turn": of_turn,
+                "prompt_shared": prompt["shared"],
+                "extends": of_turn if of_turn is not None and prompt["shared"] == contexts[of_turn] else None,
+                "num_prompt_tokens": prompts[index],
+                "num_prompt_new": len(_array(arrays, "prompt_new_ids")),
+                "num_completion": completion,
+                "num_trained": completion if fate == TRAINED else None if fate is None else 0,
+                "break": breaks.get(index),
+                **part,
+            }
+        )
     return answers
 
 
 def prompt_lengths(found: FoundTrajectory) -> list[int]:
     """Tokens of the whole prompt of each turn."""
-    return [turn["prompt"]["shared"] + len(_array(arrays, "prompt_new_ids"))
-            for turn, arrays in zip(found.record["turns"], found.arrays, strict=True)]  # fmt: skip
+    return [
+        turn["prompt"]["shared"] + len(_array(arrays, "prompt_new_ids"))
+        for turn, arrays in zip(found.record["turns"], found.arrays, strict=True)
+    ]
 
 
 def tokens_part(arrays: Arrays, offset: int, most: int) -> Part:
@@ -65,9 +78,11 @@ def tokens_part(arrays: Arrays, offset: int, most: int) -> Part:
     end = min(len(prompt) + len(completion), offset + max(0, most))
     first, last = max(0, offset - len(prompt)), max(0, end - len(prompt))
     part: Part = {
-        "offset": offset, "prompt_new_ids": prompt[offset:end], "completion_ids": completion[first:last],
+        "offset": offset,
+        "prompt_new_ids": prompt[offset:end],
+        "completion_ids": completion[first:last],
         "tokens_omitted": len(prompt) + len(completion) - end,
-    }  # fmt: skip
+    }
     for name in _PARALLEL:
         values = arrays.get(name)
         part[name] = None if values is None else np.ascontiguousarray(values[first:last])

@@ -46,9 +46,14 @@ class Written:
 
 
 def export(
-    runs: Sequence[RunView], assets: Mapping[str, Asset], path: Path, *, filters: Mapping[str, Sequence[str]],
-    sort: str = "", most: int,
-) -> Written:  # fmt: skip
+    runs: Sequence[RunView],
+    assets: Mapping[str, Asset],
+    path: Path,
+    *,
+    filters: Mapping[str, Sequence[str]],
+    sort: str = "",
+    most: int,
+) -> Written:
     """Write the file.
 
     Args:

@@ -72,9 +72,15 @@ def _leaves(trajectory: Trajectory, fates: Sequence[str | None], index: int) -> 
 
 
 def _add_nodes(
-    nodes: list[dict[str, Any]], leaves: Sequence[_Leaf], shared: Sequence[int], first: int, last: int, *, start: int,
+    nodes: list[dict[str, Any]],
+    leaves: Sequence[_Leaf],
+    shared: Sequence[int],
+    first: int,
+    last: int,
+    *,
+    start: int,
     parent: int | None,
-) -> None:  # fmt: skip
+) -> None:
     """The nodes of the leaves `first` to `last`, which are equal up to `start`, in the order of the leaves."""
     waiting = [(first, last, start, parent)]
     while waiting:
@@ -93,10 +99,17 @@ def _add_nodes(
         if end > start:
             number = len(nodes)
             trained = np.logical_or.reduce([leaf.trained[start:end] for leaf in inside])
-            nodes.append({
-                "id": number, "parent": parent, "start": start, "num_tokens": end - start, "leaf": leaves[first],
-                "trajectories": sorted({leaf.trajectory for leaf in inside}), "trained": int(trained.sum()),
-            })  # fmt: skip
+            nodes.append(
+                {
+                    "id": number,
+                    "parent": parent,
+                    "start": start,
+                    "num_tokens": end - start,
+                    "leaf": leaves[first],
+                    "trajectories": sorted({leaf.trajectory for leaf in inside}),
+                    "trained": int(trained.sum()),
+                }
+            )
         # A leaf that ends here adds nothing more.
         rest = first
         while rest < last and len(leaves[rest].ids) == end:

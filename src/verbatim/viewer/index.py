@@ -147,8 +147,11 @@ class RunIndex:
                 try:
                     records.append((place, line_columns(json.loads(line))))
                 except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                    self._complain(source, f"{lines.path.name}, byte {place:,}: no trajectory of ours "
-                                           f"({type(error).__name__}: {cut(str(error), 100)})")  # fmt: skip
+                    self._complain(
+                        source,
+                        f"{lines.path.name}, byte {place:,}: no trajectory of ours "
+                        f"({type(error).__name__}: {cut(str(error), 100)})",
+                    )
                 if len(records) >= _LINES_AT_ONCE or size > _LARGEST_CHUNK:
                     self._take_records(records, source)
                     yield size
@@ -192,10 +195,12 @@ class RunIndex:
         if not changed and indexed == before.indexed and tuple(problems) == before.problems:
             return
         self.snapshot = Snapshot(
-            table=self._merged(before.table) if changed else before.table, version=before.version + 1,
-            generation=before.generation + int(self._rewritten and bool(self._gone)), indexed=indexed,
+            table=self._merged(before.table) if changed else before.table,
+            version=before.version + 1,
+            generation=before.generation + int(self._rewritten and bool(self._gone)),
+            indexed=indexed,
             problems=tuple(problems),
-        )  # fmt: skip
+        )
         self._new, self._gone = [], []
 
     def _merged(self, table: pa.Table) -> pa.Table:

@@ -73,10 +73,13 @@ class MetricsFollower:
         if after is not None:
             first = next((place for place, step in enumerate(self.steps) if step > after), len(self.steps))
         return {
-            "generation": self.generation, "steps": self.steps[first:],
+            "generation": self.generation,
+            "steps": self.steps[first:],
             "columns": {name: column[first:].tolist() for name, column in self._columns.items()},
-            "evals": self.evals, "alarms": self.alarms, "names": self._names(),
-        }  # fmt: skip
+            "evals": self.evals,
+            "alarms": self.alarms,
+            "names": self._names(),
+        }
 
     def _names(self) -> dict[str, dict[str, str]]:
         """Unit and meaning of each metric that the run has, as far as they are known."""
@@ -94,8 +97,13 @@ class MetricsFollower:
             return
         if record.get("kind") == "eval":
             found = {name: _number(value) for name, value in metrics.items()}
-            self.evals.append({"step": record["step"], "env": str(record.get("env")),
-                               "metrics": {**found, "intervals": intervals(metrics)}})  # fmt: skip
+            self.evals.append(
+                {
+                    "step": record["step"],
+                    "env": str(record.get("env")),
+                    "metrics": {**found, "intervals": intervals(metrics)},
+                }
+            )
             return
         self.steps.append(record["step"])
         for name, value in metrics.items():

@@ -193,8 +193,9 @@ def in_order(table: pa.Table, rows: NDArray[np.bool_], sort: str) -> Rows:
     """
     name = sort.removeprefix("-") or "step"
     if name not in _SORTED:
-        raise UsageError(f"sort = {sort!r}; expected one of {', '.join(_SORTED)}, with - before it for the largest "
-                         "first")  # fmt: skip
+        raise UsageError(
+            f"sort = {sort!r}; expected one of {', '.join(_SORTED)}, with - before it for the largest first"
+        )
     places = np.flatnonzero(rows)
     wanted = table.select(list(dict.fromkeys([name, "step", "kind", "file", "place"]))).take(pa.array(places))
     newest_first = sort != "step"

@@ -51,8 +51,9 @@ class FoundTrajectory:
         try:
             return trajectory_from_json(self.record)
         except (KeyError, TypeError, ValueError, AssertionError, IndexError) as error:
-            raise UsageError(f"the record is no trajectory of ours ({type(error).__name__}: "
-                             f"{cut(str(error), 200)})") from error  # fmt: skip
+            raise UsageError(
+                f"the record is no trajectory of ours ({type(error).__name__}: {cut(str(error), 200)})"
+            ) from error
 
 
 def read_record(folder: Path, place: Place) -> FoundTrajectory:
@@ -72,8 +73,17 @@ def read_record(folder: Path, place: Place) -> FoundTrajectory:
         return _read_fate(path, place.place) if is_fate else _read_line(path, place.place)
     except FileNotFoundError:
         raise UsageError(f"{where}: the file is no longer there") from None
-    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, AssertionError,
-            RecursionError) as error:  # fmt: skip
+    except (
+        pa.ArrowException,
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        IndexError,
+        AttributeError,
+        AssertionError,
+        RecursionError,
+    ) as error:
         raise UsageError(f"{where} cannot be read ({type(error).__name__}: {cut(str(error), 200)})") from error
 
 
@@ -85,8 +95,9 @@ def _read_fate(path: Path, row: int) -> FoundTrajectory:
             if row < first + count:
                 table = file.read_row_group(group, use_threads=False).take([row - first])
                 (found,) = records_of(table)
-                return FoundTrajectory(step=found.row["step"], record=found.record, fates=found.fates,
-                                       arrays=found.turns, row=found.row)  # fmt: skip
+                return FoundTrajectory(
+                    step=found.row["step"], record=found.record, fates=found.fates, arrays=found.turns, row=found.row
+                )
             first += count
     raise IndexError(f"the file has {first} rows")
 
@@ -99,8 +110,10 @@ def _read_line(path: Path, place: int) -> FoundTrajectory:
     arrays = []
     for turn in record["turns"]:
         columns = {**turn, "prompt_new_ids": turn["prompt"]["new_ids"]}
-        arrays.append({
-            name: None if columns.get(name) is None else np.array(columns[name], dtype=_KINDS.get(name, np.float32))
-            for name in _TOKENS
-        })  # fmt: skip
+        arrays.append(
+            {
+                name: None if columns.get(name) is None else np.array(columns[name], dtype=_KINDS.get(name, np.float32))
+                for name in _TOKENS
+            }
+        )
     return FoundTrajectory(step=int(line["step"]), record=record, fates=[None] * len(arrays), arrays=arrays, row={})

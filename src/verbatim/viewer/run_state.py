@@ -19,8 +19,7 @@ from verbatim.errors import CheckpointError, UsageError
 from verbatim.texts import cut, end_of_file
 
 _LOCKS = Path("/proc/locks")
-_PARTS = (CONFIG, "metrics.jsonl", "trajectories", "trajectories.jsonl", "evaluations",
-          "eval_trajectories.jsonl")  # fmt: skip
+_PARTS = (CONFIG, "metrics.jsonl", "trajectories", "trajectories.jsonl", "evaluations", "eval_trajectories.jsonl")
 
 
 def check_run(folder: Path) -> None:
@@ -37,8 +36,10 @@ def check_run(folder: Path) -> None:
         raise UsageError(f"{folder} is a file; expected the folder of a run, such as runs/NAME/latest")
     names = sorted(path.name for path in folder.iterdir())
     found = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") or "nothing"
-    raise UsageError(f"{folder} is no run folder: it has no {CONFIG}, no metrics.jsonl and no trajectories; found "
-                     f"{found}. {_near(folder)}")  # fmt: skip
+    raise UsageError(
+        f"{folder} is no run folder: it has no {CONFIG}, no metrics.jsonl and no trajectories; found "
+        f"{found}. {_near(folder)}"
+    )
 
 
 def _near(folder: Path) -> str:
@@ -68,8 +69,11 @@ def read_state(folder: Path) -> RunState:
     """What the folder says now."""
     config = read_config(folder)
     name, steps = config.get("name"), config.get("max_steps")
-    return RunState(name=name if isinstance(name, str) and name else folder.resolve().name, state=_state(folder),
-                    max_steps=steps if type(steps) is int else None)  # fmt: skip
+    return RunState(
+        name=name if isinstance(name, str) and name else folder.resolve().name,
+        state=_state(folder),
+        max_steps=steps if type(steps) is int else None,
+    )
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -109,12 +109,21 @@ class RunView:
             generation, problems = self._metrics.generation, list(self._metrics.problems)
         tokenizer, why = self._tokenizer
         return {
-            "name": state.name, "folder": str(self.folder), "state": state.state, "step": step,
-            "max_steps": state.max_steps, "num_trajectories": snapshot.table.num_rows, "num_alarms": alarms,
-            "indexed": snapshot.indexed, "generation": generation + snapshot.generation, "version": snapshot.version,
-            "problems": [*snapshot.problems, *problems], "tokenizer": None if tokenizer is None else
-            tokenizer.name_or_path, "tokenizer_problem": why, "forked_from": read_fork(self.folder),
-        }  # fmt: skip
+            "name": state.name,
+            "folder": str(self.folder),
+            "state": state.state,
+            "step": step,
+            "max_steps": state.max_steps,
+            "num_trajectories": snapshot.table.num_rows,
+            "num_alarms": alarms,
+            "indexed": snapshot.indexed,
+            "generation": generation + snapshot.generation,
+            "version": snapshot.version,
+            "problems": [*snapshot.problems, *problems],
+            "tokenizer": None if tokenizer is None else tokenizer.name_or_path,
+            "tokenizer_problem": why,
+            "forked_from": read_fork(self.folder),
+        }
 
     def metrics(self, after: int | None) -> dict[str, Any]:
         """`/metrics`."""
@@ -141,14 +150,17 @@ class RunView:
             UsageError: no such column to sort by, or numbers below 0.
         """
         if offset < 0 or not 0 <= limit <= MOST_ROWS:
-            raise UsageError(f"offset = {offset}, limit = {limit}; expected an offset from 0, and a limit of 0 to "
-                             f"{MOST_ROWS}")  # fmt: skip
+            raise UsageError(
+                f"offset = {offset}, limit = {limit}; expected an offset from 0, and a limit of 0 to {MOST_ROWS}"
+            )
         snapshot = self._index.snapshot
         order, pending = self._order(snapshot, filters, sort)
         return {
-            "total": snapshot.table.num_rows, "matched": len(order), "pending": pending or snapshot.indexed < 1,
+            "total": snapshot.table.num_rows,
+            "matched": len(order),
+            "pending": pending or snapshot.indexed < 1,
             "rows": query.shown(snapshot.table, order[offset : offset + limit]),
-        }  # fmt: skip
+        }
 
     def _order(self, snapshot: Snapshot, filters: Filters, sort: str) -> tuple[Rows, bool]:
         in_messages, pending = None, False
@@ -194,17 +206,29 @@ class RunView:
         turns = details.turn_answers(found, explained)
         texts = {name: details.cut_texts(record[name], name, cuts) for name in ("messages", "tools", "info", "error")}
         answer = {
-            **row, **texts, "seed": details.cut_texts(record["seed"], "seed", cuts),
-            "run_id": record.get("run_id", ""), "unrecorded": found.row.get("unrecorded"),
+            **row,
+            **texts,
+            "seed": details.cut_texts(record["seed"], "seed", cuts),
+            "run_id": record.get("run_id", ""),
+            "unrecorded": found.row.get("unrecorded"),
             "num_unrecorded_tokens": record.get("num_unrecorded_tokens", 0),
             "num_unrecorded_turns": record.get("num_unrecorded_turns", 0),
-            **{name: {part: details.cut_texts(_single(value), name, cuts) for part, value in
-                      (record.get(name) or {}).items()} for name in ("reward_parts", "agent_rewards")},
-            "turns": [{**turn, "tool_calls": details.cut_texts(turn["tool_calls"], f"turns/{i}/tool_calls", cuts)}
-                      for i, turn in enumerate(turns)],
-            "cut": cuts, "problems": problems, "tokens_omitted": sum(turn["tokens_omitted"] for turn in turns),
+            **{
+                name: {
+                    part: details.cut_texts(_single(value), name, cuts)
+                    for part, value in (record.get(name) or {}).items()
+                }
+                for name in ("reward_parts", "agent_rewards")
+            },
+            "turns": [
+                {**turn, "tool_calls": details.cut_texts(turn["tool_calls"], f"turns/{i}/tool_calls", cuts)}
+                for i, turn in enumerate(turns)
+            ],
+            "cut": cuts,
+            "problems": problems,
+            "tokens_omitted": sum(turn["tokens_omitted"] for turn in turns),
             **self._pieces(turns),
-        }  # fmt: skip
+        }
         return answer
 
     def part(self, name: str, turn: int, offset: int) -> dict[str, Any]:

@@ -53,8 +53,10 @@ async def serve_runs(runs: Sequence[RunView], assets: Mapping[str, Asset], *, po
         try:
             await web.TCPSite(runner, HOST, port).start()
         except OSError as error:
-            raise UsageError(f"cannot listen on {HOST}, port {port}: {error.strerror or error}; give another --port, "
-                             "or 0 for any that is free") from None  # fmt: skip
+            raise UsageError(
+                f"cannot listen on {HOST}, port {port}: {error.strerror or error}; give another --port, "
+                "or 0 for any that is free"
+            ) from None
         for run in runs:
             run.start()
             stack.callback(run.close)

@@ -29,10 +29,21 @@ with tempfile.TemporaryDirectory() as folder:
     home.mkdir()
     place.mkdir()
     Path(home, "config.toml").write_text(CONFIG)
-    command = [os.environ["CODEX"], "exec", "--json", "--skip-git-repo-check", "--sandbox", "danger-full-access",
-               *example.get("options", []), "-C", str(place), "Say hello."]
-    ended = subprocess.run(command, env={**os.environ, "CODEX_HOME": str(home)}, stdin=subprocess.DEVNULL,
-                           capture_output=True, text=True)  # fmt: skip
+    command = [
+        os.environ["CODEX"],
+        "exec",
+        "--json",
+        "--skip-git-repo-check",
+        "--sandbox",
+        "danger-full-access",
+        *example.get("options", []),
+        "-C",
+        str(place),
+        "Say hello.",
+    ]
+    ended = subprocess.run(
+        command, env={**os.environ, "CODEX_HOME": str(home)}, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
     if ended.returncode:
         sys.exit(ended.stdout[-2000:] + ended.stderr[-2000:])
     print(float("scripted model" in ended.stdout and Path(place, "out.txt").read_text() == "42\n"))

@@ -9,8 +9,20 @@ import litellm
 example = json.loads(sys.stdin.readline())
 model = example.get("model", "openai/gpt-4o")
 base_url = os.environ["ANTHROPIC_BASE_URL" if model.startswith("anthropic/") else "OPENAI_BASE_URL"]
-TOOLS = [{"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {
-    "type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"]}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Add.",
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+                "required": ["a", "b"],
+            },
+        },
+    }
+]
 messages = [{"role": "system", "content": "You help."}, {"role": "user", "content": "What is 1 + 2?"}]
 while True:
     ask = {"model": model, "messages": messages, "tools": TOOLS, "api_base": base_url}

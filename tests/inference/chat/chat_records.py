@@ -18,12 +18,16 @@ names = st.sampled_from(["add", "größe", "n_1", "x"])
 json_values = st.none() | st.booleans() | st.integers(-9, 9) | texts | st.lists(texts, max_size=2) | st.just({"a": 0.5})
 good_calls = st.builds(
     lambda name, arguments, number: ToolCall(name=name, arguments=arguments, raw="{}", id=f"call_{number}"),
-    names, st.dictionaries(names, json_values, max_size=3), st.integers(0, 99),
-)  # fmt: skip
+    names,
+    st.dictionaries(names, json_values, max_size=3),
+    st.integers(0, 99),
+)
 broken_calls = st.builds(
     lambda name, raw, number: ToolCall(name=name, arguments=None, status="invalid_json", raw=raw, id=f"call_{number}"),
-    st.none() | names, texts, st.integers(0, 99),
-)  # fmt: skip
+    st.none() | names,
+    texts,
+    st.integers(0, 99),
+)
 
 
 def same_arguments(given: Any, answered: Any) -> bool:
@@ -44,12 +48,19 @@ def replies(draw: st.DrawFn, *, calls: Any = good_calls | broken_calls) -> ChatR
     tokens = draw(st.lists(texts, max_size=8))
     called = draw(st.lists(calls, max_size=3))
     return ChatReply(
-        content=draw(texts), reasoning_content=draw(st.none() | texts), tool_calls=tuple(called),
+        content=draw(texts),
+        reasoning_content=draw(st.none() | texts),
+        tool_calls=tuple(called),
         stop_reason=draw(st.sampled_from([StopReason.STOP, StopReason.LENGTH])),
-        stop_string=draw(st.none() | st.just("END")), ids=ids_of(*range(len(tokens))),
-        logprobs=-np.arange(len(tokens), dtype=np.float32), policy_versions=np.zeros(len(tokens), np.int32),
-        token_texts=tuple(tokens), prompt_ids=ids_of(7, 8, 9), num_prompt_tokens=3, seed=5,
-    )  # fmt: skip
+        stop_string=draw(st.none() | st.just("END")),
+        ids=ids_of(*range(len(tokens))),
+        logprobs=-np.arange(len(tokens), dtype=np.float32),
+        policy_versions=np.zeros(len(tokens), np.int32),
+        token_texts=tuple(tokens),
+        prompt_ids=ids_of(7, 8, 9),
+        num_prompt_tokens=3,
+        seed=5,
+    )
 
 
 def events_of(stream: bytes) -> list[tuple[str | None, Any]]:

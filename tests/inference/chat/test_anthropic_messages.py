@@ -42,8 +42,11 @@ def refused(options: Options | None = None, **fields: Any) -> ProtocolRefusal:
     with pytest.raises(ProtocolRefusal) as found:
         read(options, **fields)
     refusal = found.value
-    assert refusal.body == {"type": "error", "request_id": None,
-                            "error": {"type": "invalid_request_error", "message": refusal.message}}  # fmt: skip
+    assert refusal.body == {
+        "type": "error",
+        "request_id": None,
+        "error": {"type": "invalid_request_error", "message": refusal.message},
+    }
     return refusal
 
 
@@ -53,20 +56,32 @@ def test_examples_are_true():
 
 def test_every_honoured_field_reaches_the_request():
     request = read(
-        model="m", system=[{"type": "text", "text": "be "}, {"type": "text", "text": "brief", "cache_control": {}}],
-        tools=[ADD], tool_choice={"type": "auto", "disable_parallel_tool_use": True}, temperature=0.5, top_p=0.25,
-        top_k=3, stop_sequences=["a", "b"], stream=True, thinking={"type": "enabled", "budget_tokens": 1024},
+        model="m",
+        system=[{"type": "text", "text": "be "}, {"type": "text", "text": "brief", "cache_control": {}}],
+        tools=[ADD],
+        tool_choice={"type": "auto", "disable_parallel_tool_use": True},
+        temperature=0.5,
+        top_p=0.25,
+        top_k=3,
+        stop_sequences=["a", "b"],
+        stream=True,
+        thinking={"type": "enabled", "budget_tokens": 1024},
         verbatim={"session": "s", "seed": 4},
-    )  # fmt: skip
+    )
     assert request == ChatRequest(
-        protocol="anthropic_messages", model="m",
+        protocol="anthropic_messages",
+        model="m",
         messages=({"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}),
-        tools=({"type": "function", "function": {"name": "add", "description": "Add.",
-                                                 "parameters": {"type": "object"}}},),
+        tools=(
+            {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}},
+        ),
         parallel_tool_calls=False,
         sampling=RequestedSampling(temperature=0.5, top_p=0.25, top_k=3, max_tokens=9, seed=4),
-        stop=("a", "b"), stream=True, include_usage=True, session="s",
-    )  # fmt: skip
+        stop=("a", "b"),
+        stream=True,
+        include_usage=True,
+        session="s",
+    )
 
 
 def test_fields_without_effect_are_accepted():
@@ -76,26 +91,44 @@ def test_fields_without_effect_are_accepted():
 
 
 def test_blocks_become_messages_in_their_order():
-    request = read(messages=[
-        {"role": "user", "content": [{"type": "text", "text": "add "}, {"type": "text", "text": "it"}]},
-        {"role": "assistant", "content": [
-            {"type": "thinking", "thinking": "hm", "signature": "x"}, {"type": "text", "text": "so"},
-            {"type": "tool_use", "id": "c1", "name": "add", "input": {"b": 1, "a": [2]}},
-            {"type": "tool_use", "id": "c2", "name": "add", "input": {"unreadable_arguments": '{"b": '}}]},
-        {"role": "user", "content": [
-            {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "3"}]},
-            {"type": "tool_result", "tool_use_id": "c2", "is_error": True},
-            {"type": "text", "text": "and"}, {"type": "text", "text": "?"}]},
-    ])  # fmt: skip
+    request = read(
+        messages=[
+            {"role": "user", "content": [{"type": "text", "text": "add "}, {"type": "text", "text": "it"}]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "hm", "signature": "x"},
+                    {"type": "text", "text": "so"},
+                    {"type": "tool_use", "id": "c1", "name": "add", "input": {"b": 1, "a": [2]}},
+                    {"type": "tool_use", "id": "c2", "name": "add", "input": {"unreadable_arguments": '{"b": '}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "3"}]},
+                    {"type": "tool_result", "tool_use_id": "c2", "is_error": True},
+                    {"type": "text", "text": "and"},
+                    {"type": "text", "text": "?"},
+                ],
+            },
+        ]
+    )
     assert list(request.messages) == [
         {"role": "user", "content": "add it"},
-        {"role": "assistant", "content": "so", "reasoning_content": "hm", "tool_calls": [
-            {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"b": 1, "a": [2]}}},
-            {"id": "c2", "type": "function", "function": {"name": "add", "arguments": '{"b": '}}]},
+        {
+            "role": "assistant",
+            "content": "so",
+            "reasoning_content": "hm",
+            "tool_calls": [
+                {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"b": 1, "a": [2]}}},
+                {"id": "c2", "type": "function", "function": {"name": "add", "arguments": '{"b": '}},
+            ],
+        },
         {"role": "tool", "content": "3", "tool_call_id": "c1"},
         {"role": "tool", "content": "", "tool_call_id": "c2"},
         {"role": "user", "content": "and?"},
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(
@@ -121,14 +154,28 @@ def test_blocks_become_messages_in_their_order():
         ({"messages": []}, "messages", "at least one message"),
         ({"messages": [{"role": "tool", "content": ""}]}, "messages.role", "the role user or assistant"),
         ({"messages": [*HELLO, {"role": "assistant", "content": "so"}]}, "messages", "end with a message of the user"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages.content",
-         "messages[0].content: only text"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}]},
-         "messages.content.tool_use_id", "expected a text"),
-        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "x", "input": "{}"}]}, *HELLO]},
-         "messages.content.input", "expected an object"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            "messages.content",
+            "messages[0].content: only text",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}]},
+            "messages.content.tool_use_id",
+            "expected a text",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "content": [{"type": "tool_use", "name": "x", "input": "{}"}]},
+                    *HELLO,
+                ]
+            },
+            "messages.content.input",
+            "expected an object",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_honoured_is_refused_by_its_name(fields, name, said):
     refusal = refused(**fields)
     assert said in refusal.message
@@ -137,8 +184,14 @@ def test_what_cannot_be_honoured_is_refused_by_its_name(fields, name, said):
 
 def test_a_server_may_let_named_fields_pass():
     options = Options(unenforced=frozenset({"thinking", "reasoning_effort", "context_management", "tool_choice"}))
-    request = read(options, thinking={"type": "disabled"}, output_config={"effort": "low"}, tools=[ADD],
-                   context_management={"edits": []}, tool_choice={"type": "any"})  # fmt: skip
+    request = read(
+        options,
+        thinking={"type": "disabled"},
+        output_config={"effort": "low"},
+        tools=[ADD],
+        context_management={"edits": []},
+        tool_choice={"type": "any"},
+    )
     assert sorted(request.unenforced) == ["context_management", "effort", "thinking", "tool_choice"]
 
 
@@ -154,24 +207,45 @@ def test_a_count_needs_no_limit():
 def test_a_whole_answer():
     call = ToolCall(name="add", arguments={"a": "ö"}, raw="", id="c1")
     broken = ToolCall(name=None, arguments=None, status="invalid_json", raw='{"a', id="c2")
-    reply = ChatReply(content="so", reasoning_content="hm", tool_calls=(call, broken), ids=ids_of(4, 5),
-                      num_prompt_tokens=5, num_cached_tokens=2)  # fmt: skip
+    reply = ChatReply(
+        content="so",
+        reasoning_content="hm",
+        tool_calls=(call, broken),
+        ids=ids_of(4, 5),
+        num_prompt_tokens=5,
+        num_cached_tokens=2,
+    )
     assert AnthropicMessages().answer(read(), [reply], STAMP) == {
-        "id": "msg_7f", "type": "message", "role": "assistant", "model": "policy",
-        "content": [{"type": "thinking", "thinking": "hm", "signature": "verbatim"}, {"type": "text", "text": "so"},
-                    {"type": "tool_use", "id": "c1", "name": "add", "input": {"a": "ö"}},
-                    {"type": "tool_use", "id": "c2", "name": "", "input": {"unreadable_arguments": '{"a'}}],
-        "stop_reason": "tool_use", "stop_sequence": None,
-        "usage": {"input_tokens": 3, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 2,
-                  "output_tokens": 2},
-    }  # fmt: skip
+        "id": "msg_7f",
+        "type": "message",
+        "role": "assistant",
+        "model": "policy",
+        "content": [
+            {"type": "thinking", "thinking": "hm", "signature": "verbatim"},
+            {"type": "text", "text": "so"},
+            {"type": "tool_use", "id": "c1", "name": "add", "input": {"a": "ö"}},
+            {"type": "tool_use", "id": "c2", "name": "", "input": {"unreadable_arguments": '{"a'}},
+        ],
+        "stop_reason": "tool_use",
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": 3,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 2,
+            "output_tokens": 2,
+        },
+    }
 
 
 @pytest.mark.parametrize(
     ("fields", "reason"),
-    [({}, "end_turn"), ({"stop_string": "x"}, "stop_sequence"), ({"stop_reason": StopReason.LENGTH}, "max_tokens"),
-     ({"tool_calls": (ToolCall(name="a", arguments={}),)}, "tool_use")],
-)  # fmt: skip
+    [
+        ({}, "end_turn"),
+        ({"stop_string": "x"}, "stop_sequence"),
+        ({"stop_reason": StopReason.LENGTH}, "max_tokens"),
+        ({"tool_calls": (ToolCall(name="a", arguments={}),)}, "tool_use"),
+    ],
+)
 def test_an_answer_says_why_it_ended(fields, reason):
     answer = AnthropicMessages().answer(read(), [ChatReply(content="a", ids=ids_of(1), **fields)], STAMP)
     assert (answer["stop_reason"], answer["stop_sequence"]) == (reason, fields.get("stop_string"))
@@ -222,19 +296,33 @@ def test_events_come_in_the_documented_order():
     events = events_of(raw + stream.end([reply]))
     assert [(name, event.get("index"), event.get("delta", {}).get("type")) for name, event in events] == [
         ("message_start", None, None),
-        ("content_block_start", 0, None), ("content_block_delta", 0, "thinking_delta"),
-        ("content_block_delta", 0, "signature_delta"), ("content_block_stop", 0, None),
-        ("content_block_start", 1, None), ("content_block_delta", 1, "text_delta"),
-        ("content_block_delta", 1, "text_delta"), ("content_block_stop", 1, None),
-        ("content_block_start", 2, None), ("content_block_delta", 2, "input_json_delta"),
-        ("content_block_stop", 2, None), ("message_delta", None, None), ("message_stop", None, None),
-    ]  # fmt: skip
+        ("content_block_start", 0, None),
+        ("content_block_delta", 0, "thinking_delta"),
+        ("content_block_delta", 0, "signature_delta"),
+        ("content_block_stop", 0, None),
+        ("content_block_start", 1, None),
+        ("content_block_delta", 1, "text_delta"),
+        ("content_block_delta", 1, "text_delta"),
+        ("content_block_stop", 1, None),
+        ("content_block_start", 2, None),
+        ("content_block_delta", 2, "input_json_delta"),
+        ("content_block_stop", 2, None),
+        ("message_delta", None, None),
+        ("message_stop", None, None),
+    ]
 
 
 @pytest.mark.parametrize(
-    ("status", "kind"), [(401, "authentication_error"), (404, "not_found_error"), (413, "request_too_large"),
-                         (500, "api_error"), (503, "overloaded_error"), (415, "invalid_request_error")],
-)  # fmt: skip
+    ("status", "kind"),
+    [
+        (401, "authentication_error"),
+        (404, "not_found_error"),
+        (413, "request_too_large"),
+        (500, "api_error"),
+        (503, "overloaded_error"),
+        (415, "invalid_request_error"),
+    ],
+)
 def test_errors_have_the_protocols_types(status, kind):
     assert AnthropicMessages().error(status, "no")["error"]["type"] == kind
     ((name, body),) = events_of(AnthropicMessages().stream(read(), STAMP).error(status, "no"))

@@ -33,8 +33,12 @@ class WordRenderer(ByteRenderer):
 
 
 def complete(*ids: int, reason: StopReason = StopReason.STOP) -> Completion:
-    return Completion(ids=ids_of(*ids), logprobs=-np.arange(len(ids), dtype=np.float32),
-                      policy_versions=np.arange(len(ids), dtype=np.int32), stop_reason=reason)  # fmt: skip
+    return Completion(
+        ids=ids_of(*ids),
+        logprobs=-np.arange(len(ids), dtype=np.float32),
+        policy_versions=np.arange(len(ids), dtype=np.int32),
+        stop_reason=reason,
+    )
 
 
 def reply(*ids: int, reason: StopReason = StopReason.STOP, **fields: Any) -> ChatReply:
@@ -82,8 +86,12 @@ def test_a_stop_string_far_into_a_long_text_is_seen():
 
 @given(st.text("ab;", max_size=8), st.lists(st.text("ab;", min_size=1, max_size=4), max_size=3))
 def test_what_is_held_back_is_the_longest_beginning_of_a_stop_string(said, wanted):
-    begins = [size for size in range(len(said) + 1) for stop in wanted
-              if size < len(stop) and stop.startswith(said[len(said) - size :])]  # fmt: skip
+    begins = [
+        size
+        for size in range(len(said) + 1)
+        for stop in wanted
+        if size < len(stop) and stop.startswith(said[len(said) - size :])
+    ]
     assert held_back(said, wanted) == max(begins, default=0)
 
 
@@ -115,9 +123,14 @@ def test_a_call_that_a_stop_string_cuts_cannot_be_read():
 def test_calls_get_ids_and_go_into_the_message():
     found = reply(*text("so "), *call("add", a=1)[:-1], 261, *text("{"), 262, END)
     assert [c.id for c in found.tool_calls] == ["call_0", "call_1"]
-    assert found.message == {"role": "assistant", "content": "so ", "tool_calls": [
-        {"id": "call_0", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}},
-        {"id": "call_1", "type": "function", "function": {"name": "", "arguments": "{"}}]}  # fmt: skip
+    assert found.message == {
+        "role": "assistant",
+        "content": "so ",
+        "tool_calls": [
+            {"id": "call_0", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}},
+            {"id": "call_1", "type": "function", "function": {"name": "", "arguments": "{"}},
+        ],
+    }
     assert found.finish == "tool_calls"
 
 

@@ -30,8 +30,14 @@ pytestmark = pytest.mark.realtime
 HELLO: Any = [{"role": "user", "content": "hi"}]
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
 ADD: Any = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
-STRICT: Any = {"type": "function", "function": {"name": "add", "strict": True, "parameters": {
-    **PARAMETERS, "required": ["a"], "additionalProperties": False}}}  # fmt: skip
+STRICT: Any = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "strict": True,
+        "parameters": {**PARAMETERS, "required": ["a"], "additionalProperties": False},
+    },
+}
 ADD_FLAT: Any = {"type": "function", "name": "add", "parameters": PARAMETERS, "strict": True}
 ADD_ANTHROPIC: Any = {"name": "add", "input_schema": PARAMETERS}
 SPOKEN = "Köln is 20 °C 🙂 warm.\nBye"
@@ -110,9 +116,14 @@ async def test_openai_streams_what_is_sampled_as_it_is_sampled(shows):
     outer = WordByWord(sampler, texts) if shows else Whole(sampler)
     async with serving(outer) as server, chat_client(server) as client:
         stream = await client.chat.completions.create(
-            model="policy", messages=HELLO, stream=True, n=2, logprobs=True, seed=3,
+            model="policy",
+            messages=HELLO,
+            stream=True,
+            n=2,
+            logprobs=True,
+            seed=3,
             stream_options={"include_usage": True},
-        )  # fmt: skip
+        )
         async for chunk in stream:
             chunks.append(chunk)
             for choice in chunk.choices:
@@ -199,10 +210,15 @@ async def test_tools_go_round_in_every_protocol():
             message = await other.messages.create(model="policy", max_tokens=99, messages=HELLO, tools=[ADD_ANTHROPIC])
             result: Any = {"type": "tool_result", "tool_use_id": message.content[0].id, "content": "2"}
             await other.messages.create(
-                model="policy", max_tokens=99, tools=[ADD_ANTHROPIC],
-                messages=[*HELLO, {"role": "assistant", "content": message.content},
-                          {"role": "user", "content": [result]}],
-            )  # fmt: skip
+                model="policy",
+                max_tokens=99,
+                tools=[ADD_ANTHROPIC],
+                messages=[
+                    *HELLO,
+                    {"role": "assistant", "content": message.content},
+                    {"role": "user", "content": [result]},
+                ],
+            )
     first_prompt = sampler.requests[0].prompt_ids.tolist()
     for request in sampler.requests[1::2]:  # each history is the tokens that were sampled, and the answer behind them
         assert request.prompt_ids.tolist() == [*first_prompt, *said, 259, *text("2"), END, 258]
@@ -212,18 +228,25 @@ async def test_tools_go_round_in_every_protocol():
 async def test_a_stop_string_ends_sampling_where_the_sampler_can_be_told(shows):
     sampler = scripted()
     async with serving(sampler if shows else Whole(sampler)) as server, chat_client(server) as client:
-        chat = (await client.chat.completions.create(model="policy", messages=HELLO, stop=["C 🙂", " w"],
-                                                     extra_body={"return_token_ids": True})).choices[0]  # fmt: skip
+        chat = (
+            await client.chat.completions.create(
+                model="policy", messages=HELLO, stop=["C 🙂", " w"], extra_body={"return_token_ids": True}
+            )
+        ).choices[0]
         stream = await client.chat.completions.create(model="policy", messages=HELLO, stop="🙂", stream=True)
         streamed = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
         async with messages_client(server) as other:
-            message = await other.messages.create(model="policy", max_tokens=99, messages=HELLO,
-                                                  stop_sequences=["warm"])  # fmt: skip
+            message = await other.messages.create(
+                model="policy", max_tokens=99, messages=HELLO, stop_sequences=["warm"]
+            )
     assert (chat.message.content, chat.finish_reason) == ("Köln is 20 °", "stop")
     assert chat.token_ids == text("Köln is 20 °C 🙂")
     assert streamed == "Köln is 20 °C "
     assert (message.content[0].text, message.stop_reason, message.stop_sequence) == (
-        "Köln is 20 °C 🙂 ", "stop_sequence", "warm")  # fmt: skip
+        "Köln is 20 °C 🙂 ",
+        "stop_sequence",
+        "warm",
+    )
     drawn = [len(text(end)) for end in ("Köln is 20 °C 🙂", "Köln is 20 °C 🙂", "Köln is 20 °C 🙂 warm")]
     assert sampler.num_drawn == (sum(drawn) if shows else 3 * len(say(SPOKEN)))
 
@@ -238,8 +261,9 @@ async def test_what_cannot_be_honoured_reaches_each_client_as_its_own_error_and_
                 await client.chat.completions.create(model="policy", messages=HELLO, logit_bias={"1": 2})
             assert chat.value.param == "logit_bias"
             with pytest.raises(openai.BadRequestError, match="cannot be forced"):
-                await client.chat.completions.create(model="policy", messages=HELLO, tools=[ADD],
-                                                     tool_choice="required")  # fmt: skip
+                await client.chat.completions.create(
+                    model="policy", messages=HELLO, tools=[ADD], tool_choice="required"
+                )
             with pytest.raises(openai.BadRequestError, match="not stored here"):
                 await client.responses.create(model="policy", input="hi", previous_response_id="resp_1")
             with pytest.raises(openai.NotFoundError, match="no model 'other'"):
@@ -258,9 +282,14 @@ async def test_what_cannot_be_honoured_reaches_each_client_as_its_own_error_and_
             await plain.post("/v1/chat/completions", json={"messages": HELLO, f"mine_{k}": 1})
         counts = (await plain.get("/verbatim/v1/refused")).json()
     assert counts == {
-        "openai_chat/logit_bias": 1, "openai_chat/tool_choice": 1, "openai_chat/model": 1, "openai_chat/other": 3,
-        "openai_responses/previous_response_id": 1, "anthropic_messages/thinking": 1, "anthropic_messages/model": 1,
-    }  # fmt: skip
+        "openai_chat/logit_bias": 1,
+        "openai_chat/tool_choice": 1,
+        "openai_chat/model": 1,
+        "openai_chat/other": 3,
+        "openai_responses/previous_response_id": 1,
+        "anthropic_messages/thinking": 1,
+        "anthropic_messages/model": 1,
+    }
 
 
 async def test_a_server_may_be_told_to_let_fields_pass():
@@ -275,10 +304,16 @@ async def test_a_server_may_be_told_to_let_fields_pass():
 
 @pytest.mark.parametrize(
     ("method", "path", "status", "is_anthropics"),
-    [("GET", "/v1/chat/completions", 405, False), ("POST", "/v1/embeddings", 404, False),
-     ("GET", "/nowhere", 404, False), ("GET", "/v1/messages", 405, True), ("POST", "/v1/messages/batches", 404, True),
-     ("GET", "/v1/responses/resp_1", 404, False), ("GET", "/v1/models/other", 404, False)],
-)  # fmt: skip
+    [
+        ("GET", "/v1/chat/completions", 405, False),
+        ("POST", "/v1/embeddings", 404, False),
+        ("GET", "/nowhere", 404, False),
+        ("GET", "/v1/messages", 405, True),
+        ("POST", "/v1/messages/batches", 404, True),
+        ("GET", "/v1/responses/resp_1", 404, False),
+        ("GET", "/v1/models/other", 404, False),
+    ],
+)
 async def test_unknown_routes_are_answered_in_the_protocols_form(method, path, status, is_anthropics):
     async with serving(scripted()) as server, plain_client(server) as plain:
         answer = await plain.request(method, path)

@@ -14,8 +14,13 @@ from verbatim.types import StopReason
 
 def completion(cached):
     ids = np.array(say("hi"), np.int32)
-    return Completion(ids=ids, logprobs=np.zeros(len(ids), np.float32), policy_versions=None,
-                      stop_reason=StopReason.STOP, num_cached_tokens=cached)  # fmt: skip
+    return Completion(
+        ids=ids,
+        logprobs=np.zeros(len(ids), np.float32),
+        policy_versions=None,
+        stop_reason=StopReason.STOP,
+        num_cached_tokens=cached,
+    )
 
 
 def reply(cached):
@@ -40,6 +45,7 @@ def test_where_it_says_nothing_the_field_is_left_out():
 
 @pytest.mark.parametrize("cached", [None, 0, 4])
 def test_the_count_goes_over_http(cached):
-    body = completion_body(completion(cached), request_id="r", model="m", seed=0, num_prompt_tokens=9,
-                           policy_version=0, logprobs="packed")  # fmt: skip
+    body = completion_body(
+        completion(cached), request_id="r", model="m", seed=0, num_prompt_tokens=9, policy_version=0, logprobs="packed"
+    )
     assert read_completion(body)[0].num_cached_tokens == cached

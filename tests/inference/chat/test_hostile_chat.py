@@ -29,8 +29,12 @@ def outcome(data: bytes, protocol: ChatProtocol) -> str | None:
     """The message of a refusal; None where the request is answered, whole and as a stream."""
     renderer = ByteRenderer()
     ids = np.array(call("guess", number=3), dtype=np.int32)
-    completion = Completion(ids=ids, logprobs=np.zeros(len(ids), np.float32), stop_reason=StopReason.STOP,
-                            policy_versions=np.zeros(len(ids), np.int32))  # fmt: skip
+    completion = Completion(
+        ids=ids,
+        logprobs=np.zeros(len(ids), np.float32),
+        stop_reason=StopReason.STOP,
+        policy_versions=np.zeros(len(ids), np.int32),
+    )
     try:
         asked = read_chat(data, {}, protocol, renderer=renderer, model="tiny", room=4000, vocab_size=VOCAB_SIZE)
     except ProtocolRefusal as refusal:

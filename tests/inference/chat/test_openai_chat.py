@@ -57,20 +57,51 @@ def test_examples_are_true(module):
 
 def test_every_honoured_field_reaches_the_request():
     request = read(
-        model="m", tools=[ADD], tool_choice="auto", parallel_tool_calls=False, temperature=0.5, top_p=0.25, top_k=-1,
-        min_p=0.125, max_tokens=9, max_completion_tokens=7, stop=["a", "", "b", "a"], stop_token_ids=[3],
-        ignore_eos=True, seed=-4, n=3, logprobs=True, stream=True, stream_options={"include_usage": True},
-        return_token_ids=True, verbatim={"session": "s"},
-    )  # fmt: skip
+        model="m",
+        tools=[ADD],
+        tool_choice="auto",
+        parallel_tool_calls=False,
+        temperature=0.5,
+        top_p=0.25,
+        top_k=-1,
+        min_p=0.125,
+        max_tokens=9,
+        max_completion_tokens=7,
+        stop=["a", "", "b", "a"],
+        stop_token_ids=[3],
+        ignore_eos=True,
+        seed=-4,
+        n=3,
+        logprobs=True,
+        stream=True,
+        stream_options={"include_usage": True},
+        return_token_ids=True,
+        verbatim={"session": "s"},
+    )
     assert request == ChatRequest(
-        protocol="openai_chat", model="m", messages=({"role": "user", "content": "hi"},),
+        protocol="openai_chat",
+        model="m",
+        messages=({"role": "user", "content": "hi"},),
         tools=({"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}},),
         parallel_tool_calls=False,
-        sampling=RequestedSampling(temperature=0.5, top_p=0.25, top_k=0, min_p=0.125, max_tokens=7, seed=-4,
-                                   stop_token_ids=(3,), ignore_eos=True),
-        stop=("a", "b"), n=3, stream=True, include_usage=True, include_logprobs=True, include_token_ids=True,
+        sampling=RequestedSampling(
+            temperature=0.5,
+            top_p=0.25,
+            top_k=0,
+            min_p=0.125,
+            max_tokens=7,
+            seed=-4,
+            stop_token_ids=(3,),
+            ignore_eos=True,
+        ),
+        stop=("a", "b"),
+        n=3,
+        stream=True,
+        include_usage=True,
+        include_logprobs=True,
+        include_token_ids=True,
         session="s",
-    )  # fmt: skip
+    )
 
 
 def test_what_is_not_given_stays_open_for_the_servers_defaults():
@@ -86,27 +117,45 @@ def test_null_and_fields_without_effect_are_accepted():
 
 
 def test_a_conversation_becomes_canonical_messages():
-    request = read(messages=[
-        {"role": "developer", "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "brief"}]},
-        {"role": "user", "content": "add", "name": "ann"},
-        {"role": "assistant", "content": None, "refusal": None, "annotations": [], "reasoning": "hm", "tool_calls": [
-            {"id": "c1", "type": "function", "index": 0,
-             "function": {"name": "add", "arguments": '{"b": 1, "a": [2]}'}},
-            {"id": "c2", "type": "function", "function": {"name": "add", "arguments": '{"b": '}},
-            {"id": "c3", "type": "function", "function": {"name": "now", "arguments": ""}},
-        ]},
-        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "3"}]},
-    ])  # fmt: skip
+    request = read(
+        messages=[
+            {"role": "developer", "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "brief"}]},
+            {"role": "user", "content": "add", "name": "ann"},
+            {
+                "role": "assistant",
+                "content": None,
+                "refusal": None,
+                "annotations": [],
+                "reasoning": "hm",
+                "tool_calls": [
+                    {
+                        "id": "c1",
+                        "type": "function",
+                        "index": 0,
+                        "function": {"name": "add", "arguments": '{"b": 1, "a": [2]}'},
+                    },
+                    {"id": "c2", "type": "function", "function": {"name": "add", "arguments": '{"b": '}},
+                    {"id": "c3", "type": "function", "function": {"name": "now", "arguments": ""}},
+                ],
+            },
+            {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "3"}]},
+        ]
+    )
     assert list(request.messages) == [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "add", "name": "ann"},
-        {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [
-            {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"b": 1, "a": [2]}}},
-            {"id": "c2", "type": "function", "function": {"name": "add", "arguments": '{"b": '}},
-            {"id": "c3", "type": "function", "function": {"name": "now", "arguments": {}}},
-        ]},
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "hm",
+            "tool_calls": [
+                {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"b": 1, "a": [2]}}},
+                {"id": "c2", "type": "function", "function": {"name": "add", "arguments": '{"b": '}},
+                {"id": "c3", "type": "function", "function": {"name": "now", "arguments": {}}},
+            ],
+        },
         {"role": "tool", "content": "3", "tool_call_id": "c1"},
-    ]  # fmt: skip
+    ]
 
 
 def test_a_session_comes_from_the_body_or_the_header():
@@ -154,17 +203,23 @@ def test_a_session_comes_from_the_body_or_the_header():
         ({"tool_choice": "any"}, "tool_choice", "expected one of auto, none, required"),
         ({"messages": []}, "messages", "at least one message"),
         ({"messages": [{"role": "critic", "content": "x"}]}, "messages.role", "messages[0].role = 'critic'"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-         "messages.content", "messages[0].content: only text is taken here"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages.content",
+            "messages[0].content: only text is taken here",
+        ),
         ({"messages": [{"role": "user", "content": "x", "tone": "rude"}]}, "other", "messages[0].tone"),
         ({"messages": [{"role": "assistant", "refusal": "no"}]}, "messages.refusal", "refusal"),
-        ({"messages": [{"role": "user", "content": "x", "tool_calls": [{"id": "c"}]}]}, "messages.tool_calls",
-         "messages[0].tool_calls: only a message of the assistant may have it; the role is user"),
+        (
+            {"messages": [{"role": "user", "content": "x", "tool_calls": [{"id": "c"}]}]},
+            "messages.tool_calls",
+            "messages[0].tool_calls: only a message of the assistant may have it; the role is user",
+        ),
         ({"messages": [{"role": "tool", "content": "x", "tool_call_id": 3}]}, "messages.tool_call_id", "a text"),
         ({"no_such": 1}, "other", "no_such = 1 is not a field that this server knows"),
         ({"verbatim": {"x": 1}}, "other", "verbatim.x"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_honoured_is_refused_by_its_name(fields, name, said):
     refusal = refused(**fields)
     assert said in refusal.message
@@ -209,39 +264,73 @@ def say(content: str, *tokens: int, **fields: Any) -> ChatReply:
 def test_a_whole_answer():
     call = ToolCall(name="add", arguments={"a": "ö"}, raw='{"a":"ö"}', id="c1")
     broken = ToolCall(name=None, arguments=None, status="invalid_json", raw='{"a', id="c2")
-    reply = say("", 4, 5, reasoning_content="hm", tool_calls=(call, broken), prompt_ids=ids_of(1, 2), seed=8,
-                logprobs=np.array([-0.5, -0.25], np.float32),
-                token_texts=("x", "ö"), policy_versions=ids_of(3, 3))  # fmt: skip
+    reply = say(
+        "",
+        4,
+        5,
+        reasoning_content="hm",
+        tool_calls=(call, broken),
+        prompt_ids=ids_of(1, 2),
+        seed=8,
+        logprobs=np.array([-0.5, -0.25], np.float32),
+        token_texts=("x", "ö"),
+        policy_versions=ids_of(3, 3),
+    )
     answer = OpenAIChat().answer(read(logprobs=True, return_token_ids=True), [reply], STAMP)
     assert answer == {
-        "id": "chatcmpl-7f", "object": "chat.completion", "created": 12, "model": "policy",
-        "choices": [{
-            "index": 0, "finish_reason": "tool_calls", "token_ids": [4, 5],
-            "message": {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [
-                {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": "ö"}'}},
-                {"id": "c2", "type": "function", "function": {"name": "", "arguments": '{"a'}}]},
-            "logprobs": {"content": [
-                {"token": "x", "logprob": -0.5, "bytes": [120], "top_logprobs": []},
-                {"token": "ö", "logprob": -0.25, "bytes": [195, 182], "top_logprobs": []}]},
-        }],
+        "id": "chatcmpl-7f",
+        "object": "chat.completion",
+        "created": 12,
+        "model": "policy",
+        "choices": [
+            {
+                "index": 0,
+                "finish_reason": "tool_calls",
+                "token_ids": [4, 5],
+                "message": {
+                    "role": "assistant",
+                    "content": "",
+                    "reasoning_content": "hm",
+                    "tool_calls": [
+                        {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": "ö"}'}},
+                        {"id": "c2", "type": "function", "function": {"name": "", "arguments": '{"a'}},
+                    ],
+                },
+                "logprobs": {
+                    "content": [
+                        {"token": "x", "logprob": -0.5, "bytes": [120], "top_logprobs": []},
+                        {"token": "ö", "logprob": -0.25, "bytes": [195, 182], "top_logprobs": []},
+                    ]
+                },
+            }
+        ],
         "usage": {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7},
-        "verbatim": {"seed": 8, "policy_versions": [3, 3]}, "prompt_token_ids": [1, 2],
-    }  # fmt: skip
+        "verbatim": {"seed": 8, "policy_versions": [3, 3]},
+        "prompt_token_ids": [1, 2],
+    }
 
 
 def test_several_replies_share_the_prompt():
     answer = OpenAIChat().answer(read(n=2), [say("a", 1, num_cached_tokens=4), say("b", 2, 3)], STAMP)
     assert [choice["message"]["content"] for choice in answer["choices"]] == ["a", "b"]
-    assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8,
-                               "prompt_tokens_details": {"cached_tokens": 4}}  # fmt: skip
+    assert answer["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 3,
+        "total_tokens": 8,
+        "prompt_tokens_details": {"cached_tokens": 4},
+    }
 
 
 @pytest.mark.parametrize(
     ("fields", "finish"),
-    [({}, "stop"), ({"stop_string": "x"}, "stop"), ({"stop_reason": StopReason.LENGTH}, "length"),
-     ({"stop_reason": StopReason.LENGTH, "tool_calls": (ToolCall(name="a", arguments={}),)}, "length"),
-     ({"tool_calls": (ToolCall(name="a", arguments={}),)}, "tool_calls")],
-)  # fmt: skip
+    [
+        ({}, "stop"),
+        ({"stop_string": "x"}, "stop"),
+        ({"stop_reason": StopReason.LENGTH}, "length"),
+        ({"stop_reason": StopReason.LENGTH, "tool_calls": (ToolCall(name="a", arguments={}),)}, "length"),
+        ({"tool_calls": (ToolCall(name="a", arguments={}),)}, "tool_calls"),
+    ],
+)
 def test_an_answer_says_why_it_ended(fields, finish):
     (choice,) = OpenAIChat().answer(read(), [say("a", 1, **fields)], STAMP)["choices"]
     assert (choice["finish_reason"], choice.get("stop_reason")) == (finish, fields.get("stop_string"))
@@ -283,10 +372,14 @@ def streamed(draw: st.DrawFn) -> tuple[list[ChatReply], bool, bytes]:
         if new[1] > 0:
             new = (sizes[0], *new[1:])  # thinking comes first
         events += stream.ping() if draw(st.booleans()) else b""
-        events += stream.delta(ChatDelta(
-            index=index, reasoning=(reply.reasoning_content or "")[old[0] : new[0]],
-            content=reply.content[old[1] : new[1]], tokens=token_logprobs(reply)[old[2] : new[2]],
-        ))  # fmt: skip
+        events += stream.delta(
+            ChatDelta(
+                index=index,
+                reasoning=(reply.reasoning_content or "")[old[0] : new[0]],
+                content=reply.content[old[1] : new[1]],
+                tokens=token_logprobs(reply)[old[2] : new[2]],
+            )
+        )
         places[index] = new
     return said, usage, events + stream.end(said)
 

@@ -43,22 +43,46 @@ def refused(options: Options | None = None, **fields: Any) -> ProtocolRefusal:
 
 def test_every_honoured_field_reaches_the_request():
     request = read(
-        model="m", instructions="be brief", tools=[ADD], tool_choice="none", parallel_tool_calls=False,
-        temperature=0.5, top_p=0.25, max_output_tokens=9, stream=True, metadata={"a": "b"},
+        model="m",
+        instructions="be brief",
+        tools=[ADD],
+        tool_choice="none",
+        parallel_tool_calls=False,
+        temperature=0.5,
+        top_p=0.25,
+        max_output_tokens=9,
+        stream=True,
+        metadata={"a": "b"},
         verbatim={"session": "s", "seed": 3},
-        include=["reasoning.encrypted_content"], text={"format": {"type": "text"}}, reasoning={"summary": "auto"},
-        store=True, stream_options={"include_obfuscation": False},
-    )  # fmt: skip
+        include=["reasoning.encrypted_content"],
+        text={"format": {"type": "text"}},
+        reasoning={"summary": "auto"},
+        store=True,
+        stream_options={"include_obfuscation": False},
+    )
     assert request == ChatRequest(
-        protocol="openai_responses", model="m",
+        protocol="openai_responses",
+        model="m",
         messages=({"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}),
         tools=({"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}},),
-        tool_choice="none", parallel_tool_calls=False, stream=True, include_usage=True, session="s",
+        tool_choice="none",
+        parallel_tool_calls=False,
+        stream=True,
+        include_usage=True,
+        session="s",
         sampling=RequestedSampling(temperature=0.5, top_p=0.25, max_tokens=9, seed=3),
-        echo={"instructions": "be brief", "tools": [ADD], "tool_choice": "none", "metadata": {"a": "b"},
-              "temperature": 0.5, "top_p": 0.25, "max_output_tokens": 9, "text": {"format": {"type": "text"}},
-              "reasoning": {"summary": "auto"}},
-    )  # fmt: skip
+        echo={
+            "instructions": "be brief",
+            "tools": [ADD],
+            "tool_choice": "none",
+            "metadata": {"a": "b"},
+            "temperature": 0.5,
+            "top_p": 0.25,
+            "max_output_tokens": 9,
+            "text": {"format": {"type": "text"}},
+            "reasoning": {"summary": "auto"},
+        },
+    )
 
 
 def test_fields_without_effect_are_accepted():
@@ -69,36 +93,56 @@ def test_fields_without_effect_are_accepted():
 
 
 def test_items_of_one_turn_are_one_message():
-    request = read(input=[
-        {"role": "developer",
-         "content": [{"type": "input_text", "text": "be "}, {"type": "input_text", "text": "good"}]},
-        {"type": "message", "role": "user", "content": "add"},
-        {"type": "reasoning", "id": "rs", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
-        {"type": "message", "id": "m", "status": "completed", "role": "assistant", "phase": "commentary",
-         "content": [{"type": "output_text", "text": "so", "annotations": [], "logprobs": []}]},
-        {"type": "function_call", "id": "f", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'},
-        {"type": "function_call", "call_id": "c2", "name": "add", "arguments": '{"a'},
-        {"type": "function_call_output", "call_id": "c1", "output": "3"},
-        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "bad"}]},
-        {"type": "function_call", "call_id": "c3", "name": "now", "arguments": "{}"},
-        {"type": "function_call_output", "call_id": "c3", "output": ""},
-        {"type": "message", "role": "assistant", "content": "one"},
-        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "then"}], "encrypted_content": "x"},
-        {"type": "message", "role": "assistant", "content": "two"},
-    ])  # fmt: skip
+    request = read(
+        input=[
+            {
+                "role": "developer",
+                "content": [{"type": "input_text", "text": "be "}, {"type": "input_text", "text": "good"}],
+            },
+            {"type": "message", "role": "user", "content": "add"},
+            {"type": "reasoning", "id": "rs", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+            {
+                "type": "message",
+                "id": "m",
+                "status": "completed",
+                "role": "assistant",
+                "phase": "commentary",
+                "content": [{"type": "output_text", "text": "so", "annotations": [], "logprobs": []}],
+            },
+            {"type": "function_call", "id": "f", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'},
+            {"type": "function_call", "call_id": "c2", "name": "add", "arguments": '{"a'},
+            {"type": "function_call_output", "call_id": "c1", "output": "3"},
+            {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "bad"}]},
+            {"type": "function_call", "call_id": "c3", "name": "now", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c3", "output": ""},
+            {"type": "message", "role": "assistant", "content": "one"},
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "then"}], "encrypted_content": "x"},
+            {"type": "message", "role": "assistant", "content": "two"},
+        ]
+    )
     assert list(request.messages) == [
-        {"role": "system", "content": "be good"}, {"role": "user", "content": "add"},
-        {"role": "assistant", "content": "so", "reasoning_content": "hm", "tool_calls": [
-            {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}},
-            {"id": "c2", "type": "function", "function": {"name": "add", "arguments": '{"a'}}]},
+        {"role": "system", "content": "be good"},
+        {"role": "user", "content": "add"},
+        {
+            "role": "assistant",
+            "content": "so",
+            "reasoning_content": "hm",
+            "tool_calls": [
+                {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}},
+                {"id": "c2", "type": "function", "function": {"name": "add", "arguments": '{"a'}},
+            ],
+        },
         {"role": "tool", "content": "3", "tool_call_id": "c1"},
         {"role": "tool", "content": "bad", "tool_call_id": "c2"},
-        {"role": "assistant", "content": "", "tool_calls": [
-            {"id": "c3", "type": "function", "function": {"name": "now", "arguments": {}}}]},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "c3", "type": "function", "function": {"name": "now", "arguments": {}}}],
+        },
         {"role": "tool", "content": "", "tool_call_id": "c3"},
         {"role": "assistant", "content": "one"},
         {"role": "assistant", "content": "two", "reasoning_content": "then"},
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(
@@ -114,12 +158,21 @@ def test_items_of_one_turn_are_one_message():
         ({"reasoning": {"effort": "high"}}, "reasoning.effort", "effort"),
         ({"include": ["message.output_text.logprobs"]}, "include", "logprobs"),
         ({"tools": [{"type": "web_search"}]}, "tools", "'web_search'"),
-        ({"tools": [{**PATCH, "format": {"type": "grammar", "syntax": "lark", "definition": "start: /a/"}}]},
-         "tools.format", "without a grammar"),
-        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "namespace", "name": "m", "tools": []}]}]},
-         "tools", "'namespace'"),
-        ({"tools": [{"type": "namespace", "name": "n", "tools": [ADD]}, {**ADD, "name": "n__add"}]}, "tools",
-         "two of them would be called 'n__add'"),
+        (
+            {"tools": [{**PATCH, "format": {"type": "grammar", "syntax": "lark", "definition": "start: /a/"}}]},
+            "tools.format",
+            "without a grammar",
+        ),
+        (
+            {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "namespace", "name": "m", "tools": []}]}]},
+            "tools",
+            "'namespace'",
+        ),
+        (
+            {"tools": [{"type": "namespace", "name": "n", "tools": [ADD]}, {**ADD, "name": "n__add"}]},
+            "tools",
+            "two of them would be called 'n__add'",
+        ),
         ({"tools": [{**ADD, "defer_loading": True}]}, "tools.defer_loading", "only False"),
         ({"tools": [ADD], "tool_choice": "required"}, "tool_choice", "cannot be forced"),
         ({"tools": [ADD], "tool_choice": {"type": "function", "name": "add"}}, "tool_choice", "'add'"),
@@ -130,12 +183,15 @@ def test_items_of_one_turn_are_one_message():
         ({"input": ["x"]}, "input", "input[0]: expected an object"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "'item_reference'"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input", "input[0].role = 'tool'"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "messages.content",
-         "input[0].content: only text"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "messages.content",
+            "input[0].content: only text",
+        ),
         ({"input": [{"type": "function_call", "name": "x", "arguments": "{}", "mood": 1}]}, "other", "input[0].mood"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input.call_id", "expected a text"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_honoured_is_refused_by_its_name(fields, name, said):
     refusal = refused(**fields)
     assert said in refusal.message
@@ -144,8 +200,13 @@ def test_what_cannot_be_honoured_is_refused_by_its_name(fields, name, said):
 
 def test_a_server_may_let_named_fields_pass():
     options = Options(unenforced=frozenset({"other_tools", "reasoning_effort", "truncation", "verbosity"}))
-    request = read(options, tools=[{"type": "web_search"}, ADD], reasoning={"effort": "low"}, truncation="auto",
-                   text={"verbosity": "low"})  # fmt: skip
+    request = read(
+        options,
+        tools=[{"type": "web_search"}, ADD],
+        reasoning={"effort": "low"},
+        truncation="auto",
+        text={"verbosity": "low"},
+    )
     assert sorted(request.unenforced) == ["effort", "other_tools", "truncation", "verbosity"]
     assert [tool["function"]["name"] for tool in request.tools] == ["add"]
 
@@ -153,9 +214,16 @@ def test_a_server_may_let_named_fields_pass():
 # ---- tools of other forms
 
 
-AGENTS = {"type": "namespace", "name": "agents", "description": "Other agents.", "tools": [
-    {"type": "function", "name": "wait", "description": "Wait.", "parameters": {"type": "object"}, "strict": False},
-    {"type": "function", "name": "close", "parameters": {"type": "object"}}, PATCH]}  # fmt: skip
+AGENTS = {
+    "type": "namespace",
+    "name": "agents",
+    "description": "Other agents.",
+    "tools": [
+        {"type": "function", "name": "wait", "description": "Wait.", "parameters": {"type": "object"}, "strict": False},
+        {"type": "function", "name": "close", "parameters": {"type": "object"}},
+        PATCH,
+    ],
+}
 ONE_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
@@ -167,7 +235,7 @@ def test_a_template_is_shown_functions_in_the_place_of_custom_tools_and_namespac
         {"name": "agents__wait", "description": "Other agents.\n\nWait.", "parameters": {"type": "object"}},
         {"name": "agents__close", "parameters": {"type": "object"}},
         {"name": "agents__patch", "description": "Change files.", "parameters": ONE_TEXT},
-    ]  # fmt: skip
+    ]
     lark = {"type": "grammar", "syntax": "lark", "definition": "start: /a/"}
     request = read(Options(unenforced=frozenset({"tool_grammar"})), tools=[{**PATCH, "format": lark}])
     assert request.unenforced == ("tool_grammar",)
@@ -182,7 +250,7 @@ CALLS = (
     ToolCall(name="agents__patch", arguments={"input": ""}, raw="", id="c3"),
     ToolCall(name="patch", arguments={"file": "a"}, raw="", id="c4"),
     ToolCall(name="patch", arguments=None, status="invalid_json", raw='{"inp', id="c5"),
-)  # fmt: skip
+)
 
 
 def test_calls_of_custom_tools_and_of_namespaces_are_answered_in_their_form_and_read_again():
@@ -193,18 +261,28 @@ def test_calls_of_custom_tools_and_of_namespaces_are_answered_in_their_form_and_
     assert answer["output"] == [
         {"id": "ctc_7f_0", "type": "custom_tool_call", "call_id": "c1", "name": "patch", "input": "+ö"},
         {**done, "id": "fc_7f_1", "call_id": "c2", "name": "wait", "namespace": "agents", "arguments": '{"s": 1}'},
-        {"id": "ctc_7f_2", "type": "custom_tool_call", "call_id": "c3", "name": "patch", "namespace": "agents",
-         "input": ""},
+        {
+            "id": "ctc_7f_2",
+            "type": "custom_tool_call",
+            "call_id": "c3",
+            "name": "patch",
+            "namespace": "agents",
+            "input": "",
+        },
         {**done, "id": "fc_7f_3", "call_id": "c4", "name": "patch", "arguments": '{"file": "a"}'},
         {**done, "id": "fc_7f_4", "call_id": "c5", "name": "patch", "arguments": '{"inp'},
-    ]  # fmt: skip
+    ]
     Response.model_validate(answer, strict=True)
-    results = [{"type": "custom_tool_call_output", "call_id": "c1", "output": "done"},
-               {"type": "function_call_output", "call_id": "c2", "output": "ok"}]  # fmt: skip
+    results = [
+        {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"},
+        {"type": "function_call_output", "call_id": "c2", "output": "ok"},
+    ]
     again = read(tools=[PATCH, AGENTS], input=[{"role": "user", "content": "hi"}, *answer["output"], *results])
     assert again.messages[1] == reply.message
-    assert again.messages[2:] == ({"role": "tool", "content": "done", "tool_call_id": "c1"},
-                                  {"role": "tool", "content": "ok", "tool_call_id": "c2"})  # fmt: skip
+    assert again.messages[2:] == (
+        {"role": "tool", "content": "done", "tool_call_id": "c1"},
+        {"role": "tool", "content": "ok", "tool_call_id": "c2"},
+    )
 
 
 def test_a_stream_of_such_calls_joins_to_the_whole_answer():
@@ -222,8 +300,14 @@ def test_a_stream_of_such_calls_joins_to_the_whole_answer():
 
 def test_a_whole_answer():
     call = ToolCall(name="add", arguments={"a": "ö"}, raw="", id="c1")
-    reply = ChatReply(content="so", reasoning_content="hm", tool_calls=(call,), ids=ids_of(4, 5), num_prompt_tokens=5,
-                      num_cached_tokens=2)  # fmt: skip
+    reply = ChatReply(
+        content="so",
+        reasoning_content="hm",
+        tool_calls=(call,),
+        ids=ids_of(4, 5),
+        num_prompt_tokens=5,
+        num_cached_tokens=2,
+    )
     answer = OpenAIResponses().answer(read(tools=[ADD], metadata={"a": "b"}), [reply], STAMP)
     assert (answer["id"], answer["status"], answer["created_at"], answer["tools"]) == (
         "resp_7f",
@@ -232,17 +316,36 @@ def test_a_whole_answer():
         [ADD],
     )
     assert answer["output"] == [
-        {"id": "rs_7f", "type": "reasoning", "summary": [], "encrypted_content": None,
-         "content": [{"type": "reasoning_text", "text": "hm"}]},
-        {"id": "msg_7f", "type": "message", "role": "assistant", "status": "completed",
-         "content": [{"type": "output_text", "text": "so", "annotations": [], "logprobs": []}]},
-        {"id": "fc_7f_0", "type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": "ö"}',
-         "status": "completed"},
-    ]  # fmt: skip
+        {
+            "id": "rs_7f",
+            "type": "reasoning",
+            "summary": [],
+            "encrypted_content": None,
+            "content": [{"type": "reasoning_text", "text": "hm"}],
+        },
+        {
+            "id": "msg_7f",
+            "type": "message",
+            "role": "assistant",
+            "status": "completed",
+            "content": [{"type": "output_text", "text": "so", "annotations": [], "logprobs": []}],
+        },
+        {
+            "id": "fc_7f_0",
+            "type": "function_call",
+            "call_id": "c1",
+            "name": "add",
+            "arguments": '{"a": "ö"}',
+            "status": "completed",
+        },
+    ]
     assert answer["usage"] == {
-        "input_tokens": 5, "input_tokens_details": {"cached_tokens": 2, "cache_write_tokens": 0}, "output_tokens": 2,
-        "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": 7,
-    }  # fmt: skip
+        "input_tokens": 5,
+        "input_tokens_details": {"cached_tokens": 2, "cache_write_tokens": 0},
+        "output_tokens": 2,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 7,
+    }
     assert Response.model_validate(answer, strict=True).output_text == "so"
 
 
@@ -319,13 +422,30 @@ def test_thinking_text_and_calls_are_items_one_after_the_other():
     stream = OpenAIResponses().stream(read(), STAMP)
     raw = stream.begin(3) + stream.delta(ChatDelta(reasoning="h")) + stream.end([reply])
     assert [name for name, _ in events_of(raw)] == [
-        f"response.{name}" for name in (
-            "created", "in_progress", "output_item.added", "content_part.added", "reasoning_text.delta",
-            "reasoning_text.delta", "reasoning_text.done", "content_part.done", "output_item.done",
-            "output_item.added", "content_part.added", "output_text.delta", "output_text.done", "content_part.done",
-            "output_item.done", "output_item.added", "function_call_arguments.delta", "function_call_arguments.done",
-            "output_item.done", "completed")
-    ]  # fmt: skip
+        f"response.{name}"
+        for name in (
+            "created",
+            "in_progress",
+            "output_item.added",
+            "content_part.added",
+            "reasoning_text.delta",
+            "reasoning_text.delta",
+            "reasoning_text.done",
+            "content_part.done",
+            "output_item.done",
+            "output_item.added",
+            "content_part.added",
+            "output_text.delta",
+            "output_text.done",
+            "content_part.done",
+            "output_item.done",
+            "output_item.added",
+            "function_call_arguments.delta",
+            "function_call_arguments.done",
+            "output_item.done",
+            "completed",
+        )
+    ]
 
 
 def test_an_error_fails_the_response():

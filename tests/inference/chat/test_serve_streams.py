@@ -30,8 +30,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def server(model: Path) -> AsyncIterator[tuple[str, TorchSampler]]:
-    sampler = TorchSampler(model, config=TorchSettings(device="cpu", max_batch_size=8, deterministic=True),
-                           context_length=256, num_threads=1)  # fmt: skip
+    sampler = TorchSampler(
+        model,
+        config=TorchSettings(device="cpu", max_batch_size=8, deterministic=True),
+        context_length=256,
+        num_threads=1,
+    )
     try:
         async with serve_sampler(sampler, renderer=create_renderer("auto", load_tokenizer(str(model)))) as served:
             yield served.url, sampler
@@ -58,8 +62,9 @@ async def test_what_is_streamed_is_what_is_answered_whole(server):
             assert await chat(client, seed=seed, stream=True) == await chat(client, seed=seed)
         ours: Any = {"verbatim": {"seed": 1}}
         whole = await client.responses.create(model="policy", input=HELLO, max_output_tokens=60, extra_body=ours)
-        events = await client.responses.create(model="policy", input=HELLO, max_output_tokens=60, stream=True,
-                                               extra_body=ours)  # fmt: skip
+        events = await client.responses.create(
+            model="policy", input=HELLO, max_output_tokens=60, stream=True, extra_body=ours
+        )
         texts = [event.delta async for event in events if event.type == "response.output_text.delta"]
         assert "".join(texts) == whole.output_text == (await chat(client, seed=1))[0]
     async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as other:
@@ -76,8 +81,9 @@ async def test_a_stop_string_costs_no_token_behind_it(server):
         stop = text[len(text) // 2 :][:3]
         expected = text.partition(stop)[0]
         before = sampler.stats().sampled_tokens
-        answer = await client.chat.completions.create(model="policy", messages=HELLO, max_tokens=60, seed=2, stop=stop,
-                                                      extra_body={"return_token_ids": True})  # fmt: skip
+        answer = await client.chat.completions.create(
+            model="policy", messages=HELLO, max_tokens=60, seed=2, stop=stop, extra_body={"return_token_ids": True}
+        )
         drawn = sampler.stats().sampled_tokens - before
         assert await chat(client, seed=2, stop=stop, stream=True) == (expected, "stop")
     (choice,) = answer.choices

@@ -12,9 +12,10 @@ from verbatim.inference.chat.protocol import UNENFORCEABLE
 
 PAGE = (Path(__file__).parents[3] / "docs" / "serving.md").read_text(encoding="utf-8")
 TITLES = {
-    "### OpenAI's chat completions": openai_chat, "### OpenAI's Responses": openai_responses,
+    "### OpenAI's chat completions": openai_chat,
+    "### OpenAI's Responses": openai_responses,
     "### Anthropic's Messages": anthropic_messages,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("title", TITLES)
@@ -24,10 +25,11 @@ def test_the_page_says_what_becomes_of_each_field(title):
     said = {row: set(re.findall(r"`(\w+)`", fields)) for row, fields in rows.items()}
     fields = TITLES[title].FIELDS
     assert said == {
-        "honoured": set(fields.honoured), "accepted, without effect": set(fields.without_effect),
+        "honoured": set(fields.honoured),
+        "accepted, without effect": set(fields.without_effect),
         "accepted where they ask for nothing": {name for name, values in fields.neutral.items() if values},
         "refused": {name for name, values in fields.neutral.items() if not values},
-    }  # fmt: skip
+    }
 
 
 def test_the_page_names_the_fields_that_a_server_may_let_pass():

@@ -112,8 +112,14 @@ class ScriptedReplica(ScriptedSampler):
 
     async def load_metrics(self):
         await self._pass()
-        return ReplicaLoad(running=self.num_in_flight, waiting=0, kv_usage=0.25, cache_queries=3 * len(self.requests),
-                           cache_hits=2 * len(self.requests), generated_tokens=self.num_drawn)  # fmt: skip
+        return ReplicaLoad(
+            running=self.num_in_flight,
+            waiting=0,
+            kv_usage=0.25,
+            cache_queries=3 * len(self.requests),
+            cache_hits=2 * len(self.requests),
+            generated_tokens=self.num_drawn,
+        )
 
     async def generate(self, request):
         await self._pass()
@@ -157,8 +163,12 @@ class ScriptedReplica(ScriptedSampler):
             versions.append(self.policy_version)
             logprobs.append(self.logprob(int(token)))
             self.num_drawn += 1
-        return Completion(ids=ids[: len(versions)], logprobs=np.array(logprobs, np.float32), stop_reason=reason,
-                          policy_versions=np.array(versions, np.int32))  # fmt: skip
+        return Completion(
+            ids=ids[: len(versions)],
+            logprobs=np.array(logprobs, np.float32),
+            stop_reason=reason,
+            policy_versions=np.array(versions, np.int32),
+        )
 
     async def update_weights(self, path, version):
         await self._pass()

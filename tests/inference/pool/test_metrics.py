@@ -41,16 +41,20 @@ async def test_a_replica_that_never_said_anything_has_only_what_the_pool_knows()
     member = Member(0, ScriptedReplica(version=5))
     found = PoolMetrics(lambda: 0.0).read([member], Places(Router(most_running=4)), Counts())
     assert {name: value for name, value in found.items() if name.startswith("replica/")} == {
-        "replica/0/serving": 1.0, "replica/0/in_flight": 0, "replica/0/policy_version": 5, "replica/0/restarts": 0,
+        "replica/0/serving": 1.0,
+        "replica/0/in_flight": 0,
+        "replica/0/policy_version": 5,
+        "replica/0/restarts": 0,
         "replica/0/unverified_tensors": 0,
-    }  # fmt: skip
+    }
 
 
 async def test_tensors_that_no_digest_tells_of_are_counted_for_each_replica():
     replicas = [ScriptedReplica(i) for i in range(2)]
     replicas[1].num_unverified = 6
-    found = PoolMetrics(lambda: 0.0).read([Member(i, replica) for i, replica in enumerate(replicas)],
-                                          Places(Router(most_running=4)), Counts())  # fmt: skip
+    found = PoolMetrics(lambda: 0.0).read(
+        [Member(i, replica) for i, replica in enumerate(replicas)], Places(Router(most_running=4)), Counts()
+    )
     assert [found[f"replica/{i}/unverified_tensors"] for i in range(2)] == [0, 6]
 
 
@@ -84,6 +88,14 @@ async def test_the_pool_asks_its_replicas_and_the_steps_metrics_take_what_it_say
         found = pool.metrics()
         assert found["replica/0/running"] == found["replica/0/waiting"] == found["replica/0/in_flight"] == 0
         assert {name.split("/")[2] for name in found if name.startswith("replica/1/")} == {
-            "serving", "in_flight", "policy_version", "restarts", "unverified_tensors", "running", "waiting",
-            "kv_usage", "prefix_cache_hit_rate", "tokens_per_second",
-        }  # fmt: skip
+            "serving",
+            "in_flight",
+            "policy_version",
+            "restarts",
+            "unverified_tensors",
+            "running",
+            "waiting",
+            "kv_usage",
+            "prefix_cache_hit_rate",
+            "tokens_per_second",
+        }

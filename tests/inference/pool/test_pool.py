@@ -258,10 +258,13 @@ async def test_without_restarts_a_dead_replica_stays_out_and_the_last_one_names_
         await until(lambda: pool.metrics()["replicas/serving"] == 1)
         await pool.update_replicas(tmp_path, 1, ScriptedCheck(1))
         replicas[0].freeze()
-        with pytest.raises(EngineDead, match=(
-            r"^no replica is left\. replica 0 has answered no health check for \d+ s; "
-            r"replica 1: connection refused$"
-        )):  # fmt: skip
+        with pytest.raises(
+            EngineDead,
+            match=(
+                r"^no replica is left\. replica 0 has answered no health check for \d+ s; "
+                r"replica 1: connection refused$"
+            ),
+        ):
             await pool.update_replicas(tmp_path, 2, ScriptedCheck(2))
 
 

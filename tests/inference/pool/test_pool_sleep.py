@@ -43,8 +43,16 @@ async def test_its_check_is_prepared_before_it_sleeps_because_it_cannot_be_while
             await pool.update_replicas(tmp_path, version, ScriptedCheck(version))
             await pool.sleep()
     assert replica.events == [
-        "prepare 1", "load 1", "check 1", "prepare 1", "sleep", "load 2", "check 2", "prepare 2", "sleep",
-    ]  # fmt: skip
+        "prepare 1",
+        "load 1",
+        "check 1",
+        "prepare 1",
+        "sleep",
+        "load 2",
+        "check 2",
+        "prepare 2",
+        "sleep",
+    ]
 
 
 async def test_one_that_dies_while_it_sleeps_is_started_when_the_trainer_has_left(tmp_path):

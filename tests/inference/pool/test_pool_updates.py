@@ -161,9 +161,12 @@ async def test_a_replica_that_fails_its_check_loads_again_and_delivers_nothing_u
     assert sum(r.num_drawn for r in replicas) == 102
     assert done[1].num_lost_tokens == 0
     assert "replica 0 does not hold policy version 1: " in caplog.text
-    assert {"stale": "its logprobs are those of version 0", "label": "it says that it holds policy version 0, and",
-            "mismatch": "1 tensor is not the published one: model.norm.weight",
-            "refused": "has no tensor 'lm_head.weight'"}[fault] in caplog.text  # fmt: skip
+    assert {
+        "stale": "its logprobs are those of version 0",
+        "label": "it says that it holds policy version 0, and",
+        "mismatch": "1 tensor is not the published one: model.norm.weight",
+        "refused": "has no tensor 'lm_head.weight'",
+    }[fault] in caplog.text
 
 
 async def test_a_replica_that_fails_twice_is_out_and_the_run_goes_on_with_the_rest(tmp_path, caplog):
@@ -187,10 +190,14 @@ async def test_the_last_replica_that_fails_its_check_ends_the_run_with_what_is_k
     async with opened(*replicas) as pool:
         with pytest.raises(EngineDead) as ended:
             await pool.update_replicas(tmp_path, 1, ScriptedCheck(1))
-        assert str(ended.value) == pool.failure == (
-            "no replica is left. replica 0: its logprobs are those of version 0; replica 1: 1 tensor is not the "
-            "published one: model.norm.weight"
-        )  # fmt: skip
+        assert (
+            str(ended.value)
+            == pool.failure
+            == (
+                "no replica is left. replica 0: its logprobs are those of version 0; replica 1: 1 tensor is not the "
+                "published one: model.norm.weight"
+            )
+        )
         assert pool.policy_version == 0
 
 
@@ -360,10 +367,13 @@ async def test_weights_that_are_not_the_trainers_at_the_start_end_the_run_by_nam
     replicas = [ScriptedReplica(i) for i in range(3)]
     replicas[1].held = 5
     async with opened(*replicas, restart=Restarts()) as pool:
-        with pytest.raises(RunStopped, match=(
-            r"^replicas do not hold policy version 0, with which the run begins\. replica 1: its logprobs are those of "
-            r"version 5$"
-        )):  # fmt: skip
+        with pytest.raises(
+            RunStopped,
+            match=(
+                r"^replicas do not hold policy version 0, with which the run begins\. replica 1: its logprobs are those of "
+                r"version 5$"
+            ),
+        ):
             await pool.check_replicas(ScriptedCheck(0))
 
 

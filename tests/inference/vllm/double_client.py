@@ -1,6 +1,6 @@
 """Asks the host of `double_server.py` for a server, and ends when the server does: the standard library only.
 
-    python double_client.py SOCKET OPTIONS
+python double_client.py SOCKET OPTIONS
 """
 
 import json

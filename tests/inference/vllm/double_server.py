@@ -1,8 +1,8 @@
 """The double as a process, started as vLLM is: `fake_python(folder)` is a program for `inference.vllm.python`.
 
-    python double_server.py OPTIONS         a server
-    python double_server.py --warm SOCKET   forks servers for the program `double_client.py`, until standard input ends:
-                                            each is there at once, not after the imports of torch and transformers
+python double_server.py OPTIONS         a server
+python double_server.py --warm SOCKET   forks servers for the program `double_client.py`, until standard input ends:
+                                        each is there at once, not after the imports of torch and transformers
 """
 
 from __future__ import annotations

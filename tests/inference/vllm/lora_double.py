@@ -44,14 +44,19 @@ class LoraDouble(VllmDouble):
             adapter = read_adapter(path)
         except Exception as error:  # noqa: BLE001 - the client is told
             return web.json_response({"error": {"message": str(error)}}, status=500)
-        held = {f"{PREFIX}{layer}.lora_{half}.weight": tensor * (1 if half == "A" else adapter.scale)
-                for layer, pair in adapter.pairs.items() for half, tensor in zip("AB", pair, strict=True)}  # fmt: skip
+        held = {
+            f"{PREFIX}{layer}.lora_{half}.weight": tensor * (1 if half == "A" else adapter.scale)
+            for layer, pair in adapter.pairs.items()
+            for half, tensor in zip("AB", pair, strict=True)
+        }
         if self.fault == "one number":
             held[f"{PREFIX}model.layers.0.self_attn.k_proj.lora_B.weight"][-1, -1] += 1e-6
         elif self.fault == "a layer without":
             held = {key: tensor for key, tensor in held.items() if "layers.1.mlp.up_proj" not in key}
-        self._loaded = [[key, 0, 0, list(tensor.shape), "float32", digest(tensor.contiguous()), "live"]
-                        for key, tensor in held.items()]  # fmt: skip
+        self._loaded = [
+            [key, 0, 0, list(tensor.shape), "float32", digest(tensor.contiguous()), "live"]
+            for key, tensor in held.items()
+        ]
         weights = dict(self._model.named_parameters())
         with torch.no_grad():
             self.adapters[name] = {
@@ -71,8 +76,15 @@ class LoraDouble(VllmDouble):
     async def _rpc(self, request: web.Request) -> web.Response:
         if (await request.json())["method"] != "verbatim_adapter":
             return await super()._rpc(request)
-        found = {"path": None, "error": None, "loaded": True, "tensors": self._loaded, "stale": [], "unmapped": [],
-                 "seconds": 0.0}  # fmt: skip
+        found = {
+            "path": None,
+            "error": None,
+            "loaded": True,
+            "tensors": self._loaded,
+            "stale": [],
+            "unmapped": [],
+            "seconds": 0.0,
+        }
         return web.json_response({"results": [{"format": 1, "engine": "adapters", "report": found}]})
 
     async def _generate(self, request: web.Request) -> web.Response:

@@ -59,16 +59,29 @@ class Served(Generic[T]):
     def replica(self, **settings: Any) -> VllmReplica:
         """A client with nothing known of the server."""
         return VllmReplica(
-            self.url, **{"name": "replica 0", "model": "policy", "context_length": CONTEXT, "phase_timeout": HANGS,
-                         "vocab_size": self.trainer.vocab_size, "policy_version": 0, **settings}
-        )  # fmt: skip
+            self.url,
+            **{
+                "name": "replica 0",
+                "model": "policy",
+                "context_length": CONTEXT,
+                "phase_timeout": HANGS,
+                "vocab_size": self.trainer.vocab_size,
+                "policy_version": 0,
+                **settings,
+            },
+        )
 
 
 @contextlib.contextmanager
 def served(
-    folder: Path, trainer: T, *, args: tuple[str, ...] = (), env: Mapping[str, str] = ONE_PROCESS,
-    settings: Mapping[str, Any] | None = None, **process: Any,
-) -> Iterator[Served[T]]:  # fmt: skip
+    folder: Path,
+    trainer: T,
+    *,
+    args: tuple[str, ...] = (),
+    env: Mapping[str, str] = ONE_PROCESS,
+    settings: Mapping[str, Any] | None = None,
+    **process: Any,
+) -> Iterator[Served[T]]:
     """A server of the trainer's first weights. It takes folders, uploads and broadcasts.
 
     Args:
@@ -82,13 +95,27 @@ def served(
     fault = folder / "fault"
     fault.write_text("")
     table = VllmSettings(
-        python=PYTHON, args=(*SMALL_CACHE, "--middleware", "verbatim_faulty.FaultyRoutes", *args),
-        env={"PYTHONPATH": f"{PLUGIN}:{FAULTY}", "VERBATIM_TEST_FAULT": str(fault), "VLLM_CPU_KVCACHE_SPACE": "1",
-             **env},
+        python=PYTHON,
+        args=(*SMALL_CACHE, "--middleware", "verbatim_faulty.FaultyRoutes", *args),
+        env={
+            "PYTHONPATH": f"{PLUGIN}:{FAULTY}",
+            "VERBATIM_TEST_FAULT": str(fault),
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            **env,
+        },
         **{"weight_transfer": "gloo", **(settings or {})},
-    )  # fmt: skip
-    server = make_process(table, 0, model=trainer.published, port=free_port(), context_length=CONTEXT, logs=folder,
-                          num_threads=1, uploads=folder / "uploads", **process)  # fmt: skip
+    )
+    server = make_process(
+        table,
+        0,
+        model=trainer.published,
+        port=free_port(),
+        context_length=CONTEXT,
+        logs=folder,
+        num_threads=1,
+        uploads=folder / "uploads",
+        **process,
+    )
     with asyncio.Runner() as runner:
         runner.run(server.start(LONGEST_START))
         try:
@@ -119,4 +146,3 @@ async def end_all_requests(url: str) -> None:
     """Requests in flight are answered with what they have drawn."""
     async with asking(url, "/abort_requests") as abort:
         await abort({})
-

@@ -126,8 +126,9 @@ def test_a_vllm_whose_methods_have_other_parameters_keeps_its_own_answers(monkey
     modules[f"{root}.serving"].ServingTokens = ServingTokens  # type: ignore[attr-defined]
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    assert answers.install() == ("_create_tokens_logprobs has other parameters than self, token_ids, top_logprobs, "
-                                 "num_output_top_logprobs")  # fmt: skip
+    assert answers.install() == (
+        "_create_tokens_logprobs has other parameters than self, token_ids, top_logprobs, num_output_top_logprobs"
+    )
     assert (ServingTokens.serve_tokens, ServingTokens._create_tokens_logprobs) == former
 
 

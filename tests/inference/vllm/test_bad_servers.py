@@ -26,24 +26,34 @@ pytestmark = pytest.mark.realtime
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "without the token endpoint": ({"takes_ids": False}, "it takes no token ids: add --enable-scale-out"),
     "of a release without the token endpoint": (
-        {"missing": {"/inference/v1/generate"}}, "it takes no token ids: add --enable-scale-out"),
+        {"missing": {"/inference/v1/generate"}},
+        "it takes no token ids: add --enable-scale-out",
+    ),
     "with raw logprobs": ({"logprobs_mode": "raw_logprobs"}, "add --logprobs-mode processed_logprobs"),
     "of another vocabulary": (
         {"vocab_size": 1000, "model": "other"},
-        "it serves other with 1000 ids, expected the model of this run with 289: start it with --model and the folder"),
+        "it serves other with 1000 ids, expected the model of this run with 289: start it with --model and the folder",
+    ),
     "with a short context": (
-        {"max_model_len": 64}, "its context is 64 tokens, expected at least 256: add --max-model-len 256"),
+        {"max_model_len": 64},
+        "its context is 64 tokens, expected at least 256: add --max-model-len 256",
+    ),
     "that needs a key": ({"key": "sk-other"}, "it needs a key, or another one; .* inference.vllm.api_key_env names"),
     "with a key of vLLM's own": (
-        {"own_key": "sk-other"}, "it needs a key, or another one; .* inference.vllm.api_key_env names"),
+        {"own_key": "sk-other"},
+        "it needs a key, or another one; .* inference.vllm.api_key_env names",
+    ),
     "without routes for weights": (
-        {"missing": {"/collective_rpc"}}, "start it with the environment variable VLLM_SERVER_DEV_MODE=1"),
+        {"missing": {"/collective_rpc"}},
+        "start it with the environment variable VLLM_SERVER_DEV_MODE=1",
+    ),
     "without the plug-in": ({"fault": "no plug-in"}, "--worker-extension-cls verbatim_vllm.WeightReport"),
     "with heads that a CPU cannot compute": (
         {"unsupported_heads": "16, and vLLM's attention for CPUs knows [32, 64]"},
         r"its attention heads have a size of 16, and vLLM's attention for CPUs knows \[32, 64\]: sample this model "
-        "with a GPU, or with inference.backend"),
-}  # fmt: skip
+        "with a GPU, or with inference.backend",
+    ),
+}
 
 
 @pytest.fixture(scope="module")

@@ -52,9 +52,7 @@ class Run:
             urls = [await stack.enter_async_context(serving(double)) for double in self.doubles]
             settings = VllmSettings(urls=tuple(urls), weight_transfer="gloo", update_timeout=update_timeout)
             folder = self.trained.trainer.published
-            pool = await vllm_backend(
-                BackendInputs(model=folder, context_length=512, sender=self.sender), settings
-            )  # fmt: skip
+            pool = await vllm_backend(BackendInputs(model=folder, context_length=512, sender=self.sender), settings)
             assert isinstance(pool, ServerPool)
             stack.push_async_callback(pool.close)
             await pool.check_replicas(self.trained.canary())
@@ -294,8 +292,11 @@ async def test_weights_that_do_not_arrive_at_the_start_are_refused_with_what_to_
         raise OSError("connection refused")
 
     run.doubles[0].after_tensor = fail
-    with pytest.raises(UsageError, match=r'weight_transfer = "gloo": the tensors of the trainer do not reach .*'
-                       r"connection refused.*inference\.vllm\.transfer_address"):  # fmt: skip
+    with pytest.raises(
+        UsageError,
+        match=r'weight_transfer = "gloo": the tensors of the trainer do not reach .*'
+        r"connection refused.*inference\.vllm\.transfer_address",
+    ):
         async with run.opened():
             pass
 

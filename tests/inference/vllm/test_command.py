@@ -25,10 +25,15 @@ def test_the_command_has_all_that_exactness_needs():
     assert command[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     assert command[-1] == "--enforce-eager"
     for pair in (
-        ["--model", "some/folder"], ["--port", "8123"], ["--host", "127.0.0.1"], ["--max-model-len", "256"],
-        ["--dtype", "float32"], ["--logprobs-mode", "processed_logprobs"], ["--generation-config", "vllm"],
+        ["--model", "some/folder"],
+        ["--port", "8123"],
+        ["--host", "127.0.0.1"],
+        ["--max-model-len", "256"],
+        ["--dtype", "float32"],
+        ["--logprobs-mode", "processed_logprobs"],
+        ["--generation-config", "vllm"],
         ["--tensor-parallel-size", "1"],
-    ):  # fmt: skip
+    ):
         at = command.index(pair[0])
         assert command[at : at + 2] == pair
     assert {"--enable-scale-out", "--enable-prefix-caching", "--enable-chunked-prefill"} <= set(command)
@@ -130,10 +135,18 @@ def test_experts_are_returned_where_the_run_asks_for_them():
 
 def test_a_server_that_does_not_return_experts_is_refused_where_they_are_asked_for():
     facts = ServerFacts(
-        model="m", vocab_size=10, max_model_len=64, dtype="float32", logprobs_mode="processed_logprobs",
-        generation_config="vllm", prefix_caching=True, chunked_prefill=True, speculative=False, weight_transfer="x",
+        model="m",
+        vocab_size=10,
+        max_model_len=64,
+        dtype="float32",
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",
+        prefix_caching=True,
+        chunked_prefill=True,
+        speculative=False,
+        weight_transfer="x",
         unsupported_heads=None,
-    )  # fmt: skip
+    )
     how = {"name": "it", "transfer": "x", "vocab_size": 10, "context_length": 64}
     refuse_inexact(facts, **how)
     with pytest.raises(UsageError, match="add --enable-return-routed-experts, and the environment variable VLLM_USE"):

@@ -22,17 +22,24 @@ from verbatim.orchestrator.weight_sync import WeightSync
 from verbatim.transport import StepReport
 
 pytestmark = [
-    pytest.mark.vllm, pytest.mark.realtime, pytest.mark.xdist_group("adapters"),
+    pytest.mark.vllm,
+    pytest.mark.realtime,
+    pytest.mark.xdist_group("adapters"),
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:peft"),
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served[AdaptedModel]]:
     folder = tmp_path_factory.mktemp("adapters")
     trainer = AdaptedModel(folder / "weights")  # alpha / r = 0.5: vLLM multiplies it into B
-    with served(folder, trainer, args=("--block-size", "32", "--num-gpu-blocks-override", "1024"),
-                settings={"weight_transfer": "files"}, adapter_rank=RANK) as found:  # fmt: skip
+    with served(
+        folder,
+        trainer,
+        args=("--block-size", "32", "--num-gpu-blocks-override", "1024"),
+        settings={"weight_transfer": "files"},
+        adapter_rank=RANK,
+    ) as found:
         yield found
 
 
@@ -50,8 +57,9 @@ async def test_every_version_is_the_trainers_and_proves_it(adapted: Served[Adapt
         largest = 0.0
         for version in range(1, 6):
             path = trainer.adapter_step()
-            await sync.load(StepReport(version=version, weights=path, num_trained_tokens=1, metrics={},
-                                       probes=trainer.probes()))  # fmt: skip
+            await sync.load(
+                StepReport(version=version, weights=path, num_trained_tokens=1, metrics={}, probes=trainer.probes())
+            )
             asked = request(40, max_tokens=30)
             found = await replica.generate(asked)
             assert found.policy_versions.tolist() == [version] * 30

@@ -88,8 +88,9 @@ def returning_server(
 def chosen_by(model: Any, ids: list[int]) -> list[list[set[int]]]:
     """What the routers of plain `transformers` choose for each token but the last, by layer."""
     found: list[torch.Tensor] = []
-    hooks = [layer.mlp.gate.register_forward_hook(lambda _, __, out: found.append(out[2]))
-             for layer in model.model.layers]  # fmt: skip
+    hooks = [
+        layer.mlp.gate.register_forward_hook(lambda _, __, out: found.append(out[2])) for layer in model.model.layers
+    ]
     with torch.no_grad():
         model(input_ids=torch.tensor(ids)[None], use_cache=False)
     for hook in hooks:
@@ -107,9 +108,12 @@ async def test_two_turns_have_the_experts_of_transformers(returning_server: Serv
         known, start = rng.integers(0, 300, 40).tolist(), 0
         for turn in range(2):
             asked = SampleRequest(
-                prompt_ids=np.array(known, dtype=np.int32), params=SamplingParams(max_tokens=24), seed=turn,
-                session=str(number), routed_experts_start=start,
-            )  # fmt: skip
+                prompt_ids=np.array(known, dtype=np.int32),
+                params=SamplingParams(max_tokens=24),
+                seed=turn,
+                session=str(number),
+                routed_experts_start=start,
+            )
             completion = await replica.generate(asked)
             whole = known + completion.ids.tolist()
             experts = completion.routed_experts

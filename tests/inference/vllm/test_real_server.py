@@ -105,10 +105,15 @@ async def test_logprobs_are_the_trainers_and_no_alarm_is_raised_over_many_update
 @pytest.mark.campaign
 @pytest.mark.parametrize(
     ("fault", "kind", "size"),
-    sized([(fault, kind, SIZES[(number + n) % 2]) for number, fault in enumerate((*SAME_AS_THE_DOUBLE, *SAID))
-           for n, kind in enumerate(KINDS)],
-          [(fault, kind, size) for fault in (*SAME_AS_THE_DOUBLE, *SAID) for kind in KINDS for size in SIZES]),
-)  # fmt: skip
+    sized(
+        [
+            (fault, kind, SIZES[(number + n) % 2])
+            for number, fault in enumerate((*SAME_AS_THE_DOUBLE, *SAID))
+            for n, kind in enumerate(KINDS)
+        ],
+        [(fault, kind, size) for fault in (*SAME_AS_THE_DOUBLE, *SAID) for kind in KINDS for size in SIZES],
+    ),
+)
 async def test_a_planted_fault_is_named_as_by_the_double_and_can_be_mended(
     either: Served[TinyModel], fault: str, size: float, campaign: Callable[[str], Campaign]
 ):
@@ -136,8 +141,15 @@ async def test_a_planted_fault_is_named_as_by_the_double_and_can_be_mended(
 async def said_of_the_double(before: Path, path: Path, fault: str) -> str:
     double = VllmDouble(before)
     async with serving(double) as url:
-        replica = VllmReplica(url, name="replica 0", model="policy", context_length=512, phase_timeout=HANGS,
-                              vocab_size=double.facts["vocab_size"], policy_version=0)  # fmt: skip
+        replica = VllmReplica(
+            url,
+            name="replica 0",
+            model="policy",
+            context_length=512,
+            phase_timeout=HANGS,
+            vocab_size=double.facts["vocab_size"],
+            policy_version=0,
+        )
         await replica.update_weights(before, 1)
         double.fault = fault
         with pytest.raises(SamplerFault, match=PLANTED[fault]) as found:
@@ -300,8 +312,9 @@ async def test_a_cpu_refuses_the_flag_of_the_sleep_mode(served: Served[TinyModel
     settings = VllmSettings(python=PYTHON, colocate=True)
     with pytest.raises(UsageError, match="has a vLLM for CPUs, which cannot release its memory"):
         settings.check()
-    process = make_process(settings, 0, model=served.trainer.published, port=free_port(), context_length=512,
-                           logs=tmp_path, num_threads=1)  # fmt: skip
+    process = make_process(
+        settings, 0, model=served.trainer.published, port=free_port(), context_length=512, logs=tmp_path, num_threads=1
+    )
     with pytest.raises(SamplerFault, match="Sleep mode is not supported on current platform"):
         await process.start(LONGEST_START)
 
@@ -317,8 +330,15 @@ async def test_a_packed_answer_is_vllms_own_bit_for_bit(served: Served[TinyModel
     await (replica := served.replica()).update_weights(served.step(1e-3), 1)
     async with asking(served.url) as ask:
         for max_tokens, stops in ((1, []), (60, []), (60, [3])):
-            sampling = {"temperature": 0.9, "top_p": 0.95, "max_tokens": max_tokens, "logprobs": 0, "seed": 11,
-                        "ignore_eos": True, "stop_token_ids": stops}  # fmt: skip
+            sampling = {
+                "temperature": 0.9,
+                "top_p": 0.95,
+                "max_tokens": max_tokens,
+                "logprobs": 0,
+                "seed": 11,
+                "ignore_eos": True,
+                "stop_token_ids": stops,
+            }
             body = {"token_ids": served.trainer.ids(30).tolist(), "sampling_params": sampling}
             own = await ask(body)
             if max_tokens == 60 and stops:  # one that is sampled
@@ -414,17 +434,28 @@ async def test_the_double_answers_as_the_real_server_does(served: Served[TinyMod
         ("GET", "/is_sleeping", None),
         ("POST", "/inference/v1/generate", {"token_ids": [5, 6, 7], "sampling_params": sampling, "cache_salt": "a"}),
         ("POST", "/inference/v1/generate", {"token_ids": [5, 6, 7], "sampling_params": sampling, **PACKED}),
-        ("POST", "/inference/v1/generate",
-         {"token_ids": [5, 6, 7], "sampling_params": {**sampling, "max_tokens": 1, "prompt_logprobs": 0}, **PACKED}),
-        ("POST", "/inference/v1/generate",
-         {"token_ids": [5, 6], "sampling_params": {**sampling, "max_tokens": 1, "logprobs": 2,
-                                                   "logprob_token_ids": [7, 7]}, **PACKED}),
-    ]  # fmt: skip
+        (
+            "POST",
+            "/inference/v1/generate",
+            {"token_ids": [5, 6, 7], "sampling_params": {**sampling, "max_tokens": 1, "prompt_logprobs": 0}, **PACKED},
+        ),
+        (
+            "POST",
+            "/inference/v1/generate",
+            {
+                "token_ids": [5, 6],
+                "sampling_params": {**sampling, "max_tokens": 1, "logprobs": 2, "logprob_token_ids": [7, 7]},
+                **PACKED,
+            },
+        ),
+    ]
     async with serving(double) as url:
         there, here = (HttpClient(root, request_timeout=HANGS, max_retries=0) for root in (served.url, url))
         for method, route, body in asked:
-            answers = [await client.ask(method, route, None if body is None else encode(body), read_json)
-                       for client in (there, here)]  # fmt: skip
+            answers = [
+                await client.ask(method, route, None if body is None else encode(body), read_json)
+                for client in (there, here)
+            ]
             real, ours = map(shape_of, answers)
             assert ours == real, f"{route}: {as_json(real)}\n{as_json(ours)}"
             if route == "/collective_rpc" and body == {"method": "verbatim_report"}:

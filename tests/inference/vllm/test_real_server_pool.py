@@ -26,8 +26,17 @@ from verbatim.inference.pool.pool import ReplicaPool
 from waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.realtime, pytest.mark.xdist_group("plain servers")]
-CHOSEN = ("stale head", "stale layer", "swapped q and k", "version not advanced", "update skipped", "one number",
-          "stale v", "rows moved", "stale prefix")  # fmt: skip
+CHOSEN = (
+    "stale head",
+    "stale layer",
+    "swapped q and k",
+    "version not advanced",
+    "update skipped",
+    "one number",
+    "stale v",
+    "rows moved",
+    "stale prefix",
+)
 
 
 def said_of(fault: str, version: int) -> str:
@@ -49,8 +58,10 @@ class Two:
         for server in self.servers:
             server.plant("")
         path = self.trained.trainer.publish(f"healed{self.trained.version}-{os.urandom(3).hex()}")
-        replicas = [server.replica(name=f"replica {n}", policy_version=self.trained.version)
-                    for n, server in enumerate(self.servers)]  # fmt: skip
+        replicas = [
+            server.replica(name=f"replica {n}", policy_version=self.trained.version)
+            for n, server in enumerate(self.servers)
+        ]
         for replica in replicas:
             await replica.prove_path(path)
         pool = ReplicaPool(replicas, weights=path)
@@ -109,9 +120,11 @@ async def test_logprobs_are_the_trainers_over_twenty_updates_of_two_replicas_tha
 
 @pytest.mark.parametrize(
     ("fault", "size"),
-    sized([("update skipped", 1e-3), ("one number", 1e-6), ("stale prefix", 1e-6)],
-          [(fault, size) for fault in CHOSEN for size in SIZES]),
-)  # fmt: skip
+    sized(
+        [("update skipped", 1e-3), ("one number", 1e-6), ("stale prefix", 1e-6)],
+        [(fault, size) for fault in CHOSEN for size in SIZES],
+    ),
+)
 async def test_a_planted_fault_on_one_of_two_is_named_and_the_other_goes_on(
     two: Two, fault: str, size: float, caplog: pytest.LogCaptureFixture, campaign: Callable[[str], Campaign]
 ):

@@ -48,9 +48,17 @@ async def connected(trainer: TinyModel, **settings: Any) -> AsyncIterator[tuple[
     double = VllmDouble(trainer.published)
     async with serving(double) as url:
         replica = VllmReplica(
-            url, **{"name": "replica 3", "model": "policy", "context_length": 512, "vocab_size": trainer.vocab_size,
-                    "policy_version": 0, "phase_timeout": HANGS, **settings}
-        )  # fmt: skip
+            url,
+            **{
+                "name": "replica 3",
+                "model": "policy",
+                "context_length": 512,
+                "vocab_size": trainer.vocab_size,
+                "policy_version": 0,
+                "phase_timeout": HANGS,
+                **settings,
+            },
+        )
         try:
             yield double, replica
         finally:
@@ -99,9 +107,16 @@ async def test_an_update_pauses_proves_and_only_then_names_the_version(tied: Tin
     async with connected(tied) as (double, replica):
         await replica.update_weights(tied.step("v1", 1e-3), 1)
         assert double.calls == [
-            "/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/collective_rpc",
-            "/update_weight_version", "/weight_info", "/reset_prefix_cache", "/resume",
-        ]  # fmt: skip
+            "/pause",
+            "/start_weight_update",
+            "/update_weights",
+            "/finish_weight_update",
+            "/collective_rpc",
+            "/update_weight_version",
+            "/weight_info",
+            "/reset_prefix_cache",
+            "/resume",
+        ]
 
 
 async def test_requests_in_flight_finish_with_the_versions_that_drew_each_token(tied: TinyModel):
@@ -345,11 +360,16 @@ async def test_a_path_that_leaves_a_tensor_stale_refuses_to_start(trainer: TinyM
 
 
 PHASES = {
-    "/pause": "pause", "/start_weight_update": "start weight update", "/update_weights": "load weights",
-    "/finish_weight_update": "finish weight update", "/collective_rpc": "report weights",
-    "/update_weight_version": "set version", "/weight_info": "set version",
-    "/reset_prefix_cache": "empty prefix cache", "/resume": "resume",
-}  # fmt: skip
+    "/pause": "pause",
+    "/start_weight_update": "start weight update",
+    "/update_weights": "load weights",
+    "/finish_weight_update": "finish weight update",
+    "/collective_rpc": "report weights",
+    "/update_weight_version": "set version",
+    "/weight_info": "set version",
+    "/reset_prefix_cache": "empty prefix cache",
+    "/resume": "resume",
+}
 
 
 @pytest.mark.parametrize("route", PHASES)
@@ -395,8 +415,9 @@ async def test_an_update_that_was_given_up_in_the_middle_is_made_again(tied: Tin
 async def test_a_server_that_is_gone_is_named(tied: TinyModel):
     async with connected(tied) as (_, replica):
         pass
-    lost = VllmReplica(replica.url, name="replica 3", model="policy", context_length=512, vocab_size=tied.vocab_size,
-                       policy_version=0)  # fmt: skip
+    lost = VllmReplica(
+        replica.url, name="replica 3", model="policy", context_length=512, vocab_size=tied.vocab_size, policy_version=0
+    )
     for call in (lost.health(), lost.load_metrics(), lost.check_server()):
         with pytest.raises(SamplerFault, match=r"^replica 3: .*Connection error"):
             await call
@@ -415,7 +436,7 @@ async def test_a_server_that_is_gone_is_named(tied: TinyModel):
         ({"chunked_prefill": False}, "--enable-chunked-prefill"),
         ({"max_model_len": 256}, "--max-model-len 512"),
         ({"vocab_size": 1000, "model": "other"}, "serves other with 1000 ids, expected the model of this run with"),
-        ({"weight_transfer": None}, "--weight-transfer-config '{\"backend\": \"verbatim_files\"}'"),
+        ({"weight_transfer": None}, '--weight-transfer-config \'{"backend": "verbatim_files"}\''),
         ({"speculative": True}, "leave out --speculative-config"),
         ({"unsupported_heads": "16, and it knows [32]"}, "heads have a size of 16, and it knows [32]"),
     ],
@@ -486,9 +507,16 @@ async def test_without_a_trainer_that_sends_the_folder_is_read(tied: TinyModel):
 def test_every_fault_of_the_double_is_one_of_the_faulty_engine_or_of_its_routes():
     from verbatim_faulty_tensors import wrong
 
-    tensors = {name: torch.ones(2, 2) for name in (
-        "lm_head.weight", "model.layers.1.x", "model.norm.weight", "model.layers.0.self_attn.q_proj.weight",
-        "model.layers.0.self_attn.k_proj.weight")}  # fmt: skip
+    tensors = {
+        name: torch.ones(2, 2)
+        for name in (
+            "lm_head.weight",
+            "model.layers.1.x",
+            "model.norm.weight",
+            "model.layers.0.self_attn.q_proj.weight",
+            "model.layers.0.self_attn.k_proj.weight",
+        )
+    }
     tensors["model.layers.0.self_attn.k_proj.weight"] *= 2
     healthy = {name: tensor.tolist() for name, tensor in tensors.items()}
     in_routes = {"version not advanced", "update skipped"}

@@ -101,8 +101,9 @@ def trained(tmp_path: Path, kind: str) -> Trained:
 
 
 def request(trained: Trained, session: str) -> SampleRequest:
-    return SampleRequest(prompt_ids=trained.trainer.ids(12), params=SamplingParams(max_tokens=5), seed=0,
-                         session=session)  # fmt: skip
+    return SampleRequest(
+        prompt_ids=trained.trainer.ids(12), params=SamplingParams(max_tokens=5), seed=0, session=session
+    )
 
 
 async def update_with_a_fault(

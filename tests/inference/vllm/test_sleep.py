@@ -43,9 +43,19 @@ async def test_its_cache_wakes_up_last_because_it_computes_from_then_on(tied):
         await replica.sleep()
         await replica.update_weights(tied.step("v1", 1e-3), 1)
         assert double.calls == [
-            "/sleep", "/pause", "/wake_up", "/start_weight_update", "/update_weights", "/finish_weight_update",
-            "/collective_rpc", "/update_weight_version", "/weight_info", "/reset_prefix_cache", "/wake_up", "/resume",
-        ]  # fmt: skip
+            "/sleep",
+            "/pause",
+            "/wake_up",
+            "/start_weight_update",
+            "/update_weights",
+            "/finish_weight_update",
+            "/collective_rpc",
+            "/update_weight_version",
+            "/weight_info",
+            "/reset_prefix_cache",
+            "/wake_up",
+            "/resume",
+        ]
         double.calls.clear()
         await replica.update_weights(tied.step("v2", 1e-3), 2)
         assert "/wake_up" not in double.calls

@@ -81,9 +81,18 @@ async def connected(trainer: AdaptedModel, **settings: Any) -> AsyncIterator[tup
     double = LoraDouble(trainer.published)
     async with serving(double) as url:
         replica = VllmReplica(
-            url, **{"name": "replica 3", "model": "policy", "context_length": 512, "vocab_size": trainer.vocab_size,
-                    "policy_version": 0, "phase_timeout": HANGS, "adapter_rank": RANK, **settings}
-        )  # fmt: skip
+            url,
+            **{
+                "name": "replica 3",
+                "model": "policy",
+                "context_length": 512,
+                "vocab_size": trainer.vocab_size,
+                "policy_version": 0,
+                "phase_timeout": HANGS,
+                "adapter_rank": RANK,
+                **settings,
+            },
+        )
         try:
             yield double, replica
         finally:
@@ -187,8 +196,9 @@ async def test_the_canary_passes_and_sees_a_server_that_has_another_adapter(trai
         await sync.check_first()
         for version in (1, 2):
             path = trainer.adapter_step()
-            await sync.load(StepReport(version=version, weights=path, num_trained_tokens=1, metrics={},
-                                       probes=trainer.probes()))  # fmt: skip
+            await sync.load(
+                StepReport(version=version, weights=path, num_trained_tokens=1, metrics={}, probes=trainer.probes())
+            )
         held = double.adapters[replica._route.adapter]
         wrong = {name: tensor + 0.05 for name, tensor in held.items()}
         double.adapters[replica._route.adapter] = wrong

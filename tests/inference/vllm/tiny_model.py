@@ -18,9 +18,14 @@ from verbatim.models.loading import save_model
 CONTEXT = 16384
 """Tokens: a request of nearly all of them goes on for as long as a test looks at it."""
 SIZES = BuildConfig(
-    hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=2, intermediate_size=96, vocab_size=320,
+    hidden_size=64,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=2,
+    intermediate_size=96,
+    vocab_size=320,
     context_length=CONTEXT,
-)  # fmt: skip
+)
 
 
 def tiny_tokenizer() -> Any:
@@ -92,10 +97,20 @@ class MoeModel(TinyModel):
     def __init__(self, folder: Path) -> None:
         self._tokenizer = tiny_tokenizer()
         config = Qwen3MoeConfig(
-            vocab_size=len(self._tokenizer), hidden_size=64, intermediate_size=96, moe_intermediate_size=40,
-            num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=32, num_experts=4,
-            num_experts_per_tok=2, norm_topk_prob=True, max_position_embeddings=CONTEXT, tie_word_embeddings=False,
+            vocab_size=len(self._tokenizer),
+            hidden_size=64,
+            intermediate_size=96,
+            moe_intermediate_size=40,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=32,
+            num_experts=4,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+            max_position_embeddings=CONTEXT,
+            tie_word_embeddings=False,
             initializer_range=0.125,
-        )  # fmt: skip
+        )
         torch.manual_seed(0)
         self._begin(folder, Qwen3MoeForCausalLM(config))

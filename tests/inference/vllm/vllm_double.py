@@ -91,13 +91,24 @@ class VllmDouble:
         self.on_version: Callable[[str], None] = lambda version: None
         self._cache: dict[tuple[str, bytes], dict[str, torch.Tensor]] = {}
         self.facts = {
-            "format": 1, "model": str(folder), "vocab_size": int(self._model.config.vocab_size), "max_model_len": 512,
-            "dtype": "float32", "quantization": None, "logprobs_mode": "processed_logprobs",
-            "generation_config": "vllm", "prefix_caching": True, "chunked_prefill": True, "speculative": False,
-            "max_lora_rank": None, "adapts_head": False, "weight_transfer": "verbatim_files",
-            "returns_routed_experts": False, "nccl": None,
+            "format": 1,
+            "model": str(folder),
+            "vocab_size": int(self._model.config.vocab_size),
+            "max_model_len": 512,
+            "dtype": "float32",
+            "quantization": None,
+            "logprobs_mode": "processed_logprobs",
+            "generation_config": "vllm",
+            "prefix_caching": True,
+            "chunked_prefill": True,
+            "speculative": False,
+            "max_lora_rank": None,
+            "adapts_head": False,
+            "weight_transfer": "verbatim_files",
+            "returns_routed_experts": False,
+            "nccl": None,
             "unsupported_heads": None,
-        }  # fmt: skip
+        }
         self.missing: set[str] = set()
         self.takes_ids = True
         self.own_key: str | None = None
@@ -127,12 +138,18 @@ class VllmDouble:
         app.router.add_get("/is_sleeping", self._is_sleeping)
         app.router.add_get("/get_world_size", self._world_size)
         for path, answer in (
-            ("/pause", self._pause), ("/resume", self._resume), ("/start_weight_update", self._start),
-            ("/update_weights", self._update), ("/finish_weight_update", self._finish),
-            ("/update_weight_version", self._set_version), ("/reset_prefix_cache", self._reset),
-            ("/collective_rpc", self._rpc), ("/sleep", self._sleep), ("/wake_up", self._wake_up),
+            ("/pause", self._pause),
+            ("/resume", self._resume),
+            ("/start_weight_update", self._start),
+            ("/update_weights", self._update),
+            ("/finish_weight_update", self._finish),
+            ("/update_weight_version", self._set_version),
+            ("/reset_prefix_cache", self._reset),
+            ("/collective_rpc", self._rpc),
+            ("/sleep", self._sleep),
+            ("/wake_up", self._wake_up),
             ("/inference/v1/generate", self._generate),
-        ):  # fmt: skip
+        ):
             app.router.add_post(path, answer)
         return app
 
@@ -146,8 +163,10 @@ class VllmDouble:
             return web.json_response({"error": {"message": "this server needs a key"}}, status=401)
         if request.path in self.missing:
             return web.json_response({"detail": "Not Found"}, status=404)
-        if self.own_key is not None and request.path.startswith(("/v1", "/inference")) and (
-            request.headers.get("Authorization") != f"Bearer {self.own_key}"
+        if (
+            self.own_key is not None
+            and request.path.startswith(("/v1", "/inference"))
+            and (request.headers.get("Authorization") != f"Bearer {self.own_key}")
         ):
             return web.json_response({"error": "Unauthorized"}, status=401)
         if request.path.startswith("/inference") and not self.takes_ids:
@@ -169,9 +188,14 @@ class VllmDouble:
 
     async def _metrics(self, _: web.Request) -> web.Response:
         self.generated += self.draws_for_others
-        figures = {"num_requests_running": self.in_flight, "num_requests_waiting": 0, "kv_cache_usage_perc": 0.5,
-                   "prefix_cache_queries_total": self.queries, "prefix_cache_hits_total": self.hits,
-                   "generation_tokens_total": self.generated}  # fmt: skip
+        figures = {
+            "num_requests_running": self.in_flight,
+            "num_requests_waiting": 0,
+            "kv_cache_usage_perc": 0.5,
+            "prefix_cache_queries_total": self.queries,
+            "prefix_cache_hits_total": self.hits,
+            "generation_tokens_total": self.generated,
+        }
         lines = [f'vllm:{name}{{engine="0",model_name="policy"}} {float(value)}' for name, value in figures.items()]
         return web.Response(text="\n".join(["# HELP vllm:num_requests_running Number of requests", *lines]))
 
@@ -229,8 +253,9 @@ class VllmDouble:
     async def _update(self, request: web.Request) -> web.Response:
         info = (await request.json())["update_info"]
         if "weights" in self.asleep:  # memory that is not there
-            return web.json_response({"error": {"message": "CUDA error: an illegal memory access", "code": 500}},
-                                     status=500)  # fmt: skip
+            return web.json_response(
+                {"error": {"message": "CUDA error: an illegal memory access", "code": 500}}, status=500
+            )
         if "group" in info:
             await asyncio.to_thread(self._receive, info["group"])
             return web.json_response({"message": "Weights updated"})
@@ -263,16 +288,21 @@ class VllmDouble:
         if method == "verbatim_facts" and self.fault != "no plug-in":
             return web.json_response({"results": [self.facts]})
         if method == "verbatim_report":
-            return web.json_response(
-                {"results": [{"format": 1, "engine": "FilesEngine", "report": self._report}]}
-            )
+            return web.json_response({"results": [{"format": 1, "engine": "FilesEngine", "report": self._report}]})
         return web.json_response({"error": {"message": f"no attribute {method!r}", "code": 500}}, status=500)
 
     # ---- weights
 
     def _load(self, path: str) -> None:
-        found: dict[str, Any] = {"path": path, "error": None, "loaded": True, "tensors": [], "stale": [],
-                                 "unmapped": [], "seconds": 0.0}  # fmt: skip
+        found: dict[str, Any] = {
+            "path": path,
+            "error": None,
+            "loaded": True,
+            "tensors": [],
+            "stale": [],
+            "unmapped": [],
+            "seconds": 0.0,
+        }
         self._report = found
         try:
             raw = (Path(path) / "model.safetensors").read_bytes()
@@ -292,19 +322,34 @@ class VllmDouble:
     def _receive(self, about: dict[str, Any]) -> None:
         """As the plug-in's engine does: what goes wrong stands in the report."""
         self.received, names = {}, self._names
-        self._report = {"path": None, "error": None, "loaded": True, "tensors": [], "stale": [], "unmapped": [],
-                        "seconds": 0.0}  # fmt: skip
+        self._report = {
+            "path": None,
+            "error": None,
+            "loaded": True,
+            "tensors": [],
+            "stale": [],
+            "unmapped": [],
+            "seconds": 0.0,
+        }
         try:
             if self._group is None or self._group.name != about["name"]:
                 self._group = None
                 store = dist.TCPStore(
-                    about["host"], about["port"], is_master=False, wait_for_workers=False,
+                    about["host"],
+                    about["port"],
+                    is_master=False,
+                    wait_for_workers=False,
                     timeout=timedelta(seconds=about["seconds"]),
-                )  # fmt: skip
+                )
                 self._group = WeightGroup(
-                    store, about["name"], rank=about["first_rank"], size=about["size"], kind=about["kind"],
-                    device=torch.device("cpu"), seconds=about["seconds"],
-                )  # fmt: skip
+                    store,
+                    about["name"],
+                    rank=about["first_rank"],
+                    size=about["size"],
+                    kind=about["kind"],
+                    device=torch.device("cpu"),
+                    seconds=about["seconds"],
+                )
             self._group.begin()
             for name, (dtype, shape) in self._group.layout().items():
                 self.after_tensor(len(self.received))
@@ -375,8 +420,10 @@ class VllmDouble:
             token = int(rng.choice(len(logprobs), p=np.exp(logprobs) / np.exp(logprobs).sum()))
             if self.says:
                 token = self.says.pop(0)
-            known = {token_id: float(np.float32(logprobs[token_id]))
-                     for token_id in [token, *params.get("logprob_token_ids", [])]}  # fmt: skip
+            known = {
+                token_id: float(np.float32(logprobs[token_id]))
+                for token_id in [token, *params.get("logprob_token_ids", [])]
+            }
             if self._in_flight_for_ids and "logprob_token_ids" not in params and params.get("logprobs"):
                 known[0] = UNKNOWN_LOGPROB  # vLLM pads the other requests of the step with id 0
             if self.fault == "no logprob":
@@ -394,27 +441,51 @@ class VllmDouble:
         if scored:
             assert of_prompt is not None
             known = [float(np.float32(of_prompt[at][token])) for at, token in enumerate(prompt[1:])]
-            rows = [None, *({str(token): {"logprob": value, "rank": 1, "decoded_token": ""}}
-                            for token, value in zip(prompt[1:], known, strict=True))]  # fmt: skip
+            rows = [
+                None,
+                *(
+                    {str(token): {"logprob": value, "rank": 1, "decoded_token": ""}}
+                    for token, value in zip(prompt[1:], known, strict=True)
+                ),
+            ]
         return {
-            "request_id": "generate-tokens-1", "model": "policy", "created": 1,
+            "request_id": "generate-tokens-1",
+            "model": "policy",
+            "created": 1,
             "usage": {
-                "prompt_tokens": len(prompt), "total_tokens": len(ids), "completion_tokens": len(content),
+                "prompt_tokens": len(prompt),
+                "total_tokens": len(ids),
+                "completion_tokens": len(content),
                 "prompt_tokens_details": {
-                    "cached_tokens": cached, "created_cache_tokens": None, "multimodal_tokens": None,
-                } if self.says_cached_tokens else None,
+                    "cached_tokens": cached,
+                    "created_cache_tokens": None,
+                    "multimodal_tokens": None,
+                }
+                if self.says_cached_tokens
+                else None,
                 "completion_tokens_details": None,
             },
-            "prompt_logprobs": rows, "prompt_token_id_logprobs": None, "prompt_token_ids": None,
-            "mm_placeholders": None, "metrics": None, "kv_transfer_params": None, "ec_transfer_params": None,
+            "prompt_logprobs": rows,
+            "prompt_token_id_logprobs": None,
+            "prompt_token_ids": None,
+            "mm_placeholders": None,
+            "metrics": None,
+            "kv_transfer_params": None,
+            "ec_transfer_params": None,
             "output_mode": "tokens",
-            "choices": [{
-                "index": 0, "finish_reason": "stop" if ids[-1] in params.get("stop_token_ids", []) else "length",
-                "stop_reason": None, "token_ids": ids[len(prompt):], "routed_experts": None, "sampling_mask": None,
-                "weight_versions": spans(versions),
-                "logprobs": {"content": content} if params.get("logprobs") is not None else None,
-            }],
-        }  # fmt: skip
+            "choices": [
+                {
+                    "index": 0,
+                    "finish_reason": "stop" if ids[-1] in params.get("stop_token_ids", []) else "length",
+                    "stop_reason": None,
+                    "token_ids": ids[len(prompt) :],
+                    "routed_experts": None,
+                    "sampling_mask": None,
+                    "weight_versions": spans(versions),
+                    "logprobs": {"content": content} if params.get("logprobs") is not None else None,
+                }
+            ],
+        }
 
     def _logprobs(self, ids: list[int], weights: dict[str, torch.Tensor] | None) -> np.ndarray:
         with torch.inference_mode():

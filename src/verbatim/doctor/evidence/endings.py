@@ -14,8 +14,10 @@ def truncated(d: Difference) -> str | None:
     for span in d.spans:
         if span.cut_off and span.start <= d.at <= span.end and (change.end >= span.end or d.at == span.end):
             length = counted(span.end - span.start, "token")
-            return f"turn {span.turn}'s completion was cut off after {length}, and its end is written otherwise in " \
-                   f"turn {d.opening.turn}'s prompt"  # fmt: skip
+            return (
+                f"turn {span.turn}'s completion was cut off after {length}, and its end is written otherwise in "
+                f"turn {d.opening.turn}'s prompt"
+            )
     gone = change.end - change.start
     if d.at <= 1 and gone and change.now_start == change.now_end and d.alignment.meets_again:
         inside_a_message = d.earlier[change.end - 1] != d.earlier[0] if d.at else d.prompt[0] != d.earlier[0]
@@ -36,8 +38,11 @@ def stop_token(d: Difference) -> str | None:
         return None
     if was == is_now:
         other = d.at < start + was and earlier[d.at] != prompt[d.at]
-        return f"turn {span.turn} ended with {_shown(d, earlier[d.at])}, its history ends with " \
-               f"{_shown(d, prompt[d.at])}" if other else None  # fmt: skip
+        return (
+            f"turn {span.turn} ended with {_shown(d, earlier[d.at])}, its history ends with {_shown(d, prompt[d.at])}"
+            if other
+            else None
+        )
     if not _next_message(d, start + was, start + is_now):
         return None
     kind = "doubled" if max(was, is_now) > 1 else "missing"

@@ -9,11 +9,18 @@ from verbatim.doctor.evidence.json_text import json_at, same_json
 from verbatim.doctor.text import counted
 
 _THINKING = (
-    ("<think>", "</think>"), ("<thinking>", "</thinking>"), ("<thought>", "</thought>"),
-    ("<reasoning>", "</reasoning>"), ("<seed:think>", "</seed:think>"), ("[THINK]", "[/THINK]"),
-    ("◁think▷", "◁/think▷"), ("<|START_THINKING|>", "<|END_THINKING|>"), ("<|channel>thought", "<channel|>"),
-    ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"), ("<|channel|>analysis<|message|>", "<|end|>"),
-)  # fmt: skip
+    ("<think>", "</think>"),
+    ("<thinking>", "</thinking>"),
+    ("<thought>", "</thought>"),
+    ("<reasoning>", "</reasoning>"),
+    ("<seed:think>", "</seed:think>"),
+    ("[THINK]", "[/THINK]"),
+    ("◁think▷", "◁/think▷"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|channel>thought", "<channel|>"),
+    ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+    ("<|channel|>analysis<|message|>", "<|end|>"),
+)
 """Tags of models around their thinking."""
 _FOLLOWING = 8
 """Characters after thinking, without white space, that identify a kept answer."""
@@ -46,8 +53,10 @@ def thinking_stripped(d: Difference) -> str | None:
         others = 0 if kept or not whole else earlier.count(closed, block.end()) - now.count(closed, begins)
         more = f", nor is that of {counted(others, 'later answer')}" if others > 0 else ""
         more = more if whole else ", nor is what followed it"
-        return f"the {opened} block of turn {d.span.turn} is {'emptied' if kept else 'not'} in turn " \
-               f"{d.opening.turn}'s prompt{more}: {_quote(thought) if thought else 'an empty one'}"  # fmt: skip
+        return (
+            f"the {opened} block of turn {d.span.turn} is {'emptied' if kept else 'not'} in turn "
+            f"{d.opening.turn}'s prompt{more}: {_quote(thought) if thought else 'an empty one'}"
+        )
     return None
 
 
@@ -80,8 +89,10 @@ def tool_arguments(d: Difference) -> str | None:
         if was is None or is_now is None or max(was[1], is_now[1]) <= same:
             continue
         if same_json(was[0], is_now[0]) and earlier[start : was[1]] != now[start : is_now[1]]:
-            return (f"equal values, written anew: turn {d.span.turn} sampled {_quote(earlier[start : was[1]])}, "
-                    f"turn {d.opening.turn} was sent {_quote(now[start : is_now[1]])}")  # fmt: skip
+            return (
+                f"equal values, written anew: turn {d.span.turn} sampled {_quote(earlier[start : was[1]])}, "
+                f"turn {d.opening.turn} was sent {_quote(now[start : is_now[1]])}"
+            )
     return None
 
 

@@ -12,5 +12,12 @@ def known_formats() -> tuple[Format, ...]:
 
 
 __all__ = [
-    "FateFormat", "Format", "LogFile", "LoggedTrajectory", "Problems", "is_fate_path", "known_formats", "recognise",
-]  # fmt: skip
+    "FateFormat",
+    "Format",
+    "LogFile",
+    "LoggedTrajectory",
+    "Problems",
+    "is_fate_path",
+    "known_formats",
+    "recognise",
+]

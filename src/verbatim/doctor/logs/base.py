@@ -174,5 +174,6 @@ def recognise(file: LogFile, formats: Sequence[Format]) -> Format:
         was = "line {}: {}".format(*problems.kept[0])
     else:
         was = "it is empty"
-    raise UsageError(f"{file.path} is no log of trajectories: {was}. Expected JSON lines with token ids, one of\n"
-                     f"{expected}")  # fmt: skip
+    raise UsageError(
+        f"{file.path} is no log of trajectories: {was}. Expected JSON lines with token ids, one of\n{expected}"
+    )

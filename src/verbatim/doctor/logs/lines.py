@@ -73,9 +73,11 @@ def _turn(step: Mapping[str, Any], own: str | None) -> Turn:
     # Steps of a sub-agent have another trajectory's name, or are marked as such.
     agent = "main" if not _is_sub(step) and name in (None, own) else str(name or "sub")
     return Turn(
-        prompt_ids=tokens["prompt_ids"], completion_ids=tokens["completion_ids"], agent=agent,
+        prompt_ids=tokens["prompt_ids"],
+        completion_ids=tokens["completion_ids"],
+        agent=agent,
         stop_reason=StopReason.LENGTH if cut_off else StopReason.STOP,
-    )  # fmt: skip
+    )
 
 
 def _is_sub(step: Mapping[str, Any]) -> bool:

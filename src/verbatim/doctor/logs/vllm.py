@@ -18,8 +18,14 @@ from verbatim.token_tree import as_ids
 from verbatim.types import StopReason, Trajectory, Turn
 
 CONVERSATION_KEYS = (
-    "trajectory_id", "rollout_id", "conversation_id", "session_id", "episode_id", "thread_id", "request_id",
-)  # fmt: skip
+    "trajectory_id",
+    "rollout_id",
+    "conversation_id",
+    "session_id",
+    "episode_id",
+    "thread_id",
+    "request_id",
+)
 """Keys that name the conversation of an answer, in this order; searched in the line, its request, its response, and the
 `metadata` of each. `request_id` counts only if values repeat, because it usually differs for every request."""
 
@@ -125,9 +131,13 @@ def _responses(record: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], M
 
 
 def _take(
-    response: Mapping[str, Any], request: Mapping[str, Any], line: Mapping[str, Any], number: int,
-    answers: dict[int, list[_Answer]], open_answers: dict[tuple[str, int], _Answer],
-) -> None:  # fmt: skip
+    response: Mapping[str, Any],
+    request: Mapping[str, Any],
+    line: Mapping[str, Any],
+    number: int,
+    answers: dict[int, list[_Answer]],
+    open_answers: dict[tuple[str, int], _Answer],
+) -> None:
     """Add a response, or a chunk to the response it belongs to."""
     choices = response.get("choices", response.get("outputs", [response]))
     for place, choice in enumerate(choices):

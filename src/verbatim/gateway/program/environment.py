@@ -35,8 +35,14 @@ from verbatim.tools.isolation import SandboxLimits
 from verbatim.types import Example, StopReason, Trajectory
 
 HARMLESS = (
-    "tool_choice", "tool_grammar", "reasoning_effort", "verbosity", "thinking", "context_management", "truncation",
-)  # fmt: skip
+    "tool_choice",
+    "tool_grammar",
+    "reasoning_effort",
+    "verbosity",
+    "thinking",
+    "context_management",
+    "truncation",
+)
 """Fields that agents send as a matter of course and that are let pass without effect, by default."""
 _STARTING = 8
 """Programs that start at a time: each takes seconds of processor time."""
@@ -82,8 +88,10 @@ class _TimeLimit:
             async with asyncio.timeout(seconds):
                 yield
         except TimeoutError:
-            raise EnvironmentFault(f"program: there was no place for it within {seconds:.3g} s ({why}); raise that, or "
-                                   "the episode_timeout of the environment") from None  # fmt: skip
+            raise EnvironmentFault(
+                f"program: there was no place for it within {seconds:.3g} s ({why}); raise that, or "
+                "the episode_timeout of the environment"
+            ) from None
 
 
 class Program:
@@ -131,20 +139,40 @@ class Program:
     """
 
     def __init__(
-        self, command: str | Sequence[str], data: Any, *, eval_data: Any = None, eval_share: float = 0.1,
-        cwd: str | None = None, env: Mapping[str, str] | None = None, example: Literal["stdin", "file"] = "stdin",
-        reward: Literal["last_line", "file", "score", "post"] = "last_line", score: str | None = None,
-        failed_reward: float | None = None, timeout: float | None = None, memory_mb: int = 4096, processes: int = 128,
-        disk_mb: int = 64, sandbox: bool = True, visible: Sequence[str] = (), unsafe_allow: bool = False,
-        reuse: bool = False, max_processes: int = 4, episodes_per_process: int = 1,
-        sampling: Literal["run", "client"] = "run", restores_reasoning: bool | None = None,
-        unenforced: Sequence[str] = HARMLESS, demonstrations: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        command: str | Sequence[str],
+        data: Any,
+        *,
+        eval_data: Any = None,
+        eval_share: float = 0.1,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        example: Literal["stdin", "file"] = "stdin",
+        reward: Literal["last_line", "file", "score", "post"] = "last_line",
+        score: str | None = None,
+        failed_reward: float | None = None,
+        timeout: float | None = None,
+        memory_mb: int = 4096,
+        processes: int = 128,
+        disk_mb: int = 64,
+        sandbox: bool = True,
+        visible: Sequence[str] = (),
+        unsafe_allow: bool = False,
+        reuse: bool = False,
+        max_processes: int = 4,
+        episodes_per_process: int = 1,
+        sampling: Literal["run", "client"] = "run",
+        restores_reasoning: bool | None = None,
+        unenforced: Sequence[str] = HARMLESS,
+        demonstrations: str | None = None,
+    ) -> None:
         if (reward == "score") != (score is not None):
             raise UsageError('program: reward = "score" and score = "COMMAND" belong together')
         if reuse and (example == "file" or reward in ("file", "score")):
-            raise UsageError("program: one that is reused reads its examples from lines and answers them with lines; "
-                             'leave out example and reward, or use reward = "post"')  # fmt: skip
+            raise UsageError(
+                "program: one that is reused reads its examples from lines and answers them with lines; "
+                'leave out example and reward, or use reward = "post"'
+            )
         for name, value in (("max_processes", max_processes), ("episodes_per_process", episodes_per_process)):
             if value < 1:
                 raise UsageError(f"program: {name} = {value}; expected at least 1")
@@ -153,12 +181,18 @@ class Program:
         self._examples = read_splits(data, eval_data, eval_share=eval_share)
         folder = _folder_of(command) if cwd is None else str(find_file(cwd) or cwd)
         self.launch = Launch.of(
-            command, folder=folder, variables=env or {}, sandbox=sandbox, unsafe_allow=unsafe_allow, visible=visible,
-            limits=SandboxLimits(cpu_seconds=86_400, memory_mb=memory_mb, processes=processes, open_files=4096,
-                                 disk_mb=disk_mb),
+            command,
+            folder=folder,
+            variables=env or {},
+            sandbox=sandbox,
+            unsafe_allow=unsafe_allow,
+            visible=visible,
+            limits=SandboxLimits(
+                cpu_seconds=86_400, memory_mb=memory_mb, processes=processes, open_files=4096, disk_mb=disk_mb
+            ),
             score='head -c 65536 "{work}/reward.txt"' if reward == "file" else score or "",
             example_in_file=example == "file",
-        )  # fmt: skip
+        )
         self.reward, self.failed_reward, self.timeout, self.reuse = reward, failed_reward, timeout, reuse
         self.settings = SessionSettings(sampling=sampling, restores_reasoning=restores_reasoning)
         self._options = Options(unenforced=frozenset(unenforced))
@@ -180,14 +214,18 @@ class Program:
         """Conversations to imitate, from the file or the environment that was named."""
         named = self._demonstrations
         if named is None:
-            raise NoDemonstrations("program: a warm start and [model.build] need conversations to imitate; give "
-                                   'args.demonstrations = "conversations.jsonl", or a pretrained model')  # fmt: skip
+            raise NoDemonstrations(
+                "program: a warm start and [model.build] need conversations to imitate; give "
+                'args.demonstrations = "conversations.jsonl", or a pretrained model'
+            )
         path = find_file(named)
         if path is None:
             return demonstrations_of(create_environment(named), named, count, seed)
         rows = list(read_json_lines(path, "conversation").values())
-        return [Demonstration(messages=row["messages"], tools=row.get("tools") or ()) for row in
-                (rows[n % len(rows)] for n in range(count))]  # fmt: skip
+        return [
+            Demonstration(messages=row["messages"], tools=row.get("tools") or ())
+            for row in (rows[n % len(rows)] for n in range(count))
+        ]
 
     async def serving(self) -> Serving:
         """The gateway of the running event loop, and the programs that are reused; they end with the loop."""
@@ -322,9 +360,12 @@ class ProgramEpisode(Episode):
             if fault is None and outcome.status != 0:
                 fault = ProgramFault("program_crashed", f"the program ended with {outcome.told()}")
             first = session.first_request
-            info = {"status": outcome.status, "seconds": time.monotonic() - process.started,
-                    "seconds_to_start": process.started - began,
-                    "seconds_to_first_request": None if first is None else first - process.started}  # fmt: skip
+            info = {
+                "status": outcome.status,
+                "seconds": time.monotonic() - process.started,
+                "seconds_to_start": process.started - began,
+                "seconds_to_first_request": None if first is None else first - process.started,
+            }
             return _Played(reward=self._line(outcome), fault=fault, info=info)
         finally:
             await process.close()
@@ -340,8 +381,9 @@ class ProgramEpisode(Episode):
         fault: ProgramFault | None = None
         answer: Mapping[str, Any] = {}
         try:
-            async with time_limit.of_waiting(f"max_processes = {self._environment.most} with episodes_per_process = "
-                                             f"{self._environment.places}"):  # fmt: skip
+            async with time_limit.of_waiting(
+                f"max_processes = {self._environment.most} with episodes_per_process = {self._environment.places}"
+            ):
                 place = await serving.reused.take()
             answer = await serving.reused.play(place, self._row(), key, time_limit.seconds)
         except ProgramFault as raised:
@@ -361,4 +403,3 @@ class ProgramEpisode(Episode):
         if example.tools:
             row["tools"] = list(example.tools)
         return row
-

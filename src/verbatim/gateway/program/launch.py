@@ -20,10 +20,14 @@ PORT = 8100
 """The gateway's port inside of a sandbox, which has a network of its own with nothing else in it."""
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 QUIET = {
-    "PYTHONUNBUFFERED": "1", "OPENAI_AGENTS_DISABLE_TRACING": "1", "DO_NOT_TRACK": "1", "LITELLM_TELEMETRY": "False",
+    "PYTHONUNBUFFERED": "1",
+    "OPENAI_AGENTS_DISABLE_TRACING": "1",
+    "DO_NOT_TRACK": "1",
+    "LITELLM_TELEMETRY": "False",
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-    "NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost",
-}  # fmt: skip
+    "NO_PROXY": "127.0.0.1,localhost",
+    "no_proxy": "127.0.0.1,localhost",
+}
 """Variables that every program gets: lines are written at once, nothing is sent elsewhere, and no proxy stands between
 the program and the gateway."""
 
@@ -68,9 +72,18 @@ class Launch:
 
     @classmethod
     def of(
-        cls, command: str | Sequence[str], *, folder: str | None, variables: Mapping[str, str], limits: SandboxLimits,
-        sandbox: bool, unsafe_allow: bool, visible: Sequence[str], score: str, example_in_file: bool,
-    ) -> Launch:  # fmt: skip
+        cls,
+        command: str | Sequence[str],
+        *,
+        folder: str | None,
+        variables: Mapping[str, str],
+        limits: SandboxLimits,
+        sandbox: bool,
+        unsafe_allow: bool,
+        visible: Sequence[str],
+        score: str,
+        example_in_file: bool,
+    ) -> Launch:
         """Find the program, and the folders that it needs.
 
         Raises:
@@ -85,22 +98,38 @@ class Launch:
         if not place.is_dir():
             raise UsageError(f"program: cwd = {folder!r} is no folder")
         found = shutil.which(words[0], path=None if "/" not in words[0] else str(place)) or (
-            str(place / words[0]) if os.access(place / words[0], os.X_OK) else None)  # fmt: skip
+            str(place / words[0]) if os.access(place / words[0], os.X_OK) else None
+        )
         if found is None:
-            raise UsageError(f"program: there is no program {words[0]!r}; give the path of one, as in "
-                             '["/usr/bin/python3", "agent.py"]')  # fmt: skip
+            raise UsageError(
+                f"program: there is no program {words[0]!r}; give the path of one, as in "
+                '["/usr/bin/python3", "agent.py"]'
+            )
         isolation = find_isolation(unsafe_allow=unsafe_allow) if sandbox else NO_ISOLATION
         shown: dict[str, str] = {}
         if isolation.has_namespaces:
-            shown = {FOLDER: str(place), **{str(path): str(path) for path in _prefixes(found)},
-                     **{str(Path(path).resolve()): str(Path(path).resolve()) for path in visible}}  # fmt: skip
+            shown = {
+                FOLDER: str(place),
+                **{str(path): str(path) for path in _prefixes(found)},
+                **{str(Path(path).resolve()): str(Path(path).resolve()) for path in visible},
+            }
             for inside, outside in shown.items():
                 if Path(inside).is_relative_to("/tmp"):
-                    raise UsageError(f"program: a sandbox has a /tmp of its own and cannot show {inside}; put it "
-                                     "elsewhere, or set sandbox = false")  # fmt: skip
+                    raise UsageError(
+                        f"program: a sandbox has a /tmp of its own and cannot show {inside}; put it "
+                        "elsewhere, or set sandbox = false"
+                    )
                 _check_visible(Path(outside))
-        return cls(command=(found, *words[1:]), folder=place, variables=dict(variables), limits=limits,
-                   isolation=isolation, shown=shown, score=score, example_in_file=example_in_file)  # fmt: skip
+        return cls(
+            command=(found, *words[1:]),
+            folder=place,
+            variables=dict(variables),
+            limits=limits,
+            isolation=isolation,
+            shown=shown,
+            score=score,
+            example_in_file=example_in_file,
+        )
 
     @property
     def is_inside(self) -> bool:
@@ -119,27 +148,40 @@ class Launch:
         command = " ".join(shlex.quote(word.replace("{example}", example)) for word in self.command)
         limits = self.limits
         script = _SCRIPT.format(
-            token=token, memory_kb=limits.memory_mb << 10, open_files=limits.open_files,
+            token=token,
+            memory_kb=limits.memory_mb << 10,
+            open_files=limits.open_files,
             inside=f"-t {limits.cpu_seconds} -f {limits.disk_mb << 10} -u {limits.processes}" if self.is_inside else "",
             folder=shlex.quote(FOLDER if self.is_inside else str(self.folder)),
-            example=read if self.example_in_file else "", command=command,
+            example=read if self.example_in_file else "",
+            command=command,
             end_others="kill -s KILL -- -1 2>/dev/null" if self.is_inside else "",
             score=_SCORE_SETTINGS + self.score.replace("{work}", work) if self.is_inside and self.score else "",
-        )  # fmt: skip
+        )
         return self.isolation.command(limits, script, self.shown)
 
     def score_argv(self, work: str) -> list[str]:
         """The command line of the scoring command, without a sandbox."""
         limits, folder = self.limits, shlex.quote(str(self.folder))
-        return ["bash", "-c", f"ulimit -c 0 && ulimit -v {limits.memory_mb << 10} -n {limits.open_files} && "
-                f"cd {folder} || exit 125\n{self.score.replace('{work}', work)}"]  # fmt: skip
+        return [
+            "bash",
+            "-c",
+            f"ulimit -c 0 && ulimit -v {limits.memory_mb << 10} -n {limits.open_files} && "
+            f"cd {folder} || exit 125\n{self.score.replace('{work}', work)}",
+        ]
 
     def environment(self, variables: Mapping[str, str], work: str) -> dict[str, str]:
         """All environment variables."""
         own = {"PATH": f"{Path(self.command[0]).parent}:{ENVIRONMENT['PATH']}"} if self.is_inside else {}
         base = {**ENVIRONMENT, **own} if self.is_inside else dict(os.environ)
-        return {**base, **QUIET, **self.variables, **variables, "VERBATIM_WORK_DIR": work,
-                "VERBATIM_EXAMPLE": f"{work}/example.json"}  # fmt: skip
+        return {
+            **base,
+            **QUIET,
+            **self.variables,
+            **variables,
+            "VERBATIM_WORK_DIR": work,
+            "VERBATIM_EXAMPLE": f"{work}/example.json",
+        }
 
     def work_folder(self) -> tuple[str, tempfile.TemporaryDirectory[str] | None]:
         """A folder for one process to write to, as seen from inside, and the one to delete afterwards."""

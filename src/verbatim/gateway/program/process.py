@@ -108,10 +108,17 @@ class ProgramProcess:
         """
         self.url = f"http://127.0.0.1:{PORT}" if self._launch.is_inside else self._service.url
         self._environment = {**self._launch.environment(variables(self.url, key), self._work), VARIABLE: self._marked}
-        starting = asyncio.ensure_future(asyncio.create_subprocess_exec(
-            *self._launch.argv(self._token, self._work), stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True,
-            env=self._environment, cwd="/",
-        ))  # fmt: skip
+        starting = asyncio.ensure_future(
+            asyncio.create_subprocess_exec(
+                *self._launch.argv(self._token, self._work),
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=PIPE,
+                start_new_session=True,
+                env=self._environment,
+                cwd="/",
+            )
+        )
         try:
             await asyncio.shield(starting)
         finally:
@@ -171,9 +178,14 @@ class ProgramProcess:
     async def _score_outside(self) -> None:
         """Run the scoring command in a process of its own, with an output that no other process has."""
         process = await asyncio.create_subprocess_exec(
-            *self._launch.score_argv(self._work), stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True,
-            env=self._environment, cwd="/",
-        )  # fmt: skip
+            *self._launch.score_argv(self._work),
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=PIPE,
+            start_new_session=True,
+            env=self._environment,
+            cwd="/",
+        )
         assert process.stdout is not None and process.stderr is not None
         errors = asyncio.create_task(self._read_errors(process.stderr), name="score-stderr")
         try:
@@ -275,14 +287,29 @@ async def _listen_inside(pid: int) -> socket.socket:
     with ours, theirs:
         user = () if os.geteuid() == 0 else ("--user", "--preserve-credentials")
         entering = await asyncio.create_subprocess_exec(
-            "nsenter", "--target", inside, "--net", *user, "--", sys.executable, "-I", "-S", "-c", _LISTEN,
-            str(theirs.fileno()), str(PORT), stdin=asyncio.subprocess.DEVNULL, stderr=PIPE, stdout=PIPE,
+            "nsenter",
+            "--target",
+            inside,
+            "--net",
+            *user,
+            "--",
+            sys.executable,
+            "-I",
+            "-S",
+            "-c",
+            _LISTEN,
+            str(theirs.fileno()),
+            str(PORT),
+            stdin=asyncio.subprocess.DEVNULL,
+            stderr=PIPE,
+            stdout=PIPE,
             pass_fds=[theirs.fileno()],
-        )  # fmt: skip
+        )
         _, said = await entering.communicate()
         if entering.returncode:
-            raise EnvironmentFault("program: the network of its sandbox cannot be entered: "
-                                   f"{said.decode(errors='replace').strip()[-300:]}")  # fmt: skip
+            raise EnvironmentFault(
+                f"program: the network of its sandbox cannot be entered: {said.decode(errors='replace').strip()[-300:]}"
+            )
         _, descriptors, _, _ = socket.recv_fds(ours, 1, 1)
     listening = socket.socket(fileno=descriptors[0])
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -44,8 +44,14 @@ class Reused:
         future: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
         self.waiting[name] = future
         url = self.process.url
-        line = {"id": name, "example": example, "base_url": f"{url}/v1", "anthropic_base_url": url, "api_key": key,
-                "reward_url": f"{url}/v1/reward"}  # fmt: skip
+        line = {
+            "id": name,
+            "example": example,
+            "base_url": f"{url}/v1",
+            "anthropic_base_url": url,
+            "api_key": key,
+            "reward_url": f"{url}/v1/reward",
+        }
         try:
             await self.process.send(json.dumps(line).encode() + b"\n")
             return await future

@@ -26,8 +26,10 @@ def read_reward(line: str, where: str) -> float | Mapping[str, float]:
     if isinstance(value, Mapping):
         value = value.get("reward")
     if value is None or value == {} or isinstance(value, bool | str | list):
-        raise EnvironmentFault(f"program: {where} has no reward: found {line[-200:]!r}, expected a number, "
-                               '{"reward": number} or {"reward": {part: number}}')  # fmt: skip
+        raise EnvironmentFault(
+            f"program: {where} has no reward: found {line[-200:]!r}, expected a number, "
+            '{"reward": number} or {"reward": {part: number}}'
+        )
     reward, parts = read_score(value, f"program: {where}")
     assert reward is not None
     return parts or reward

@@ -45,10 +45,16 @@ class VerifiersEnvironment:
     """
 
     def __init__(
-        self, taskset: str, tokenizer: str | None = None, renderer: str | None = None, harness: str = HARNESS,
-        env: str = "", train: Mapping[str, Any] | None = None, eval: Mapping[str, Any] | None = None,
+        self,
+        taskset: str,
+        tokenizer: str | None = None,
+        renderer: str | None = None,
+        harness: str = HARNESS,
+        env: str = "",
+        train: Mapping[str, Any] | None = None,
+        eval: Mapping[str, Any] | None = None,
         config: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._tokenizer = tokenizer
         self._renderer = renderer
         self._config = _read_config(taskset, env, harness, dict(config or {}))
@@ -83,18 +89,29 @@ class VerifiersEnvironment:
 
         name = self._renderer or loop.renderer.name
         if name == "template":
-            raise EnvironmentFault('verifiers cannot render by the run\'s chat template; give one of its families: '
-                                   'args.renderer = "qwen3", for example')  # fmt: skip
+            raise EnvironmentFault(
+                "verifiers cannot render by the run's chat template; give one of its families: "
+                'args.renderer = "qwen3", for example'
+            )
         params = loop.params
         return ModelContext(
             model=MODEL,
-            client=TrainClientConfig(base_url=base_url, api_key_var=_NO_KEY, renderer=config_from_name(name),
-                                     renderer_model_name=self._tokenizer or _name_of_tokenizer(loop)),
-            sampling=SamplingConfig.model_validate({
-                "temperature": params.temperature, "max_tokens": params.max_tokens, "top_p": params.top_p,
-                "top_k": params.top_k, "min_p": params.min_p,
-            }),
-        )  # fmt: skip
+            client=TrainClientConfig(
+                base_url=base_url,
+                api_key_var=_NO_KEY,
+                renderer=config_from_name(name),
+                renderer_model_name=self._tokenizer or _name_of_tokenizer(loop),
+            ),
+            sampling=SamplingConfig.model_validate(
+                {
+                    "temperature": params.temperature,
+                    "max_tokens": params.max_tokens,
+                    "top_p": params.top_p,
+                    "top_k": params.top_k,
+                    "min_p": params.min_p,
+                }
+            ),
+        )
 
 
 class VerifiersEpisode(Episode):
@@ -119,9 +136,10 @@ class VerifiersEpisode(Episode):
         async with serving.use(agent.sampler.context_length) as reception:
             try:
                 episode = await serving.env.run_episode(
-                    self._task, self._environment.context(reception.base_url, agent),
+                    self._task,
+                    self._environment.context(reception.base_url, agent),
                     on_trace=lambda trace: reception.connect(trace, agent),
-                )  # fmt: skip
+                )
             finally:
                 fault = await reception.disconnect(agent)
         agent.tell(verifiers_trace.messages_of(episode))
@@ -144,8 +162,10 @@ def _name_of_tokenizer(loop: AgentLoop) -> str:
     """Where the run's tokenizer was loaded from."""
     name = getattr(getattr(renderer_spec(loop.renderer), "tokenizer", None), "name_or_path", "")
     if not name:
-        raise EnvironmentFault("verifiers loads the tokenizer by a folder or hub id, and that of this run has none; "
-                               "give args.tokenizer, the model's folder")  # fmt: skip
+        raise EnvironmentFault(
+            "verifiers loads the tokenizer by a folder or hub id, and that of this run has none; "
+            "give args.tokenizer, the model's folder"
+        )
     return str(name)
 
 
@@ -183,8 +203,10 @@ def _tasks(config: Any, select: Mapping[str, Any] | None) -> list[Any]:
     except ValidationError as error:
         raise ComponentError(f"verifiers refuses the selection {dict(select or {})}: {error}") from error
     if not chosen.bounded:
-        raise ComponentError(f"verifiers' taskset {config.taskset.id!r} has no end; give args.train and args.eval a "
-                             "limit: train = { limit = 1000 }")  # fmt: skip
+        raise ComponentError(
+            f"verifiers' taskset {config.taskset.id!r} has no end; give args.train and args.eval a "
+            "limit: train = { limit = 1000 }"
+        )
     return list(chosen)
 
 

@@ -31,10 +31,13 @@ def check_served(traces: Sequence[Any], turns: Sequence[Turn]) -> None:
     """Check that the traces hold exactly what was served: no more, no less, in the same context."""
     recorded = Counter(message for trace in traces for message in _sampled(trace))
     served = Counter(
-        (turn.prompt_ids.tobytes(), turn.completion_ids.tobytes(), b"" if turn.logprobs is None
-         else turn.logprobs.tobytes())
+        (
+            turn.prompt_ids.tobytes(),
+            turn.completion_ids.tobytes(),
+            b"" if turn.logprobs is None else turn.logprobs.tobytes(),
+        )
         for turn in turns
-    )  # fmt: skip
+    )
     context = {key[:2] for key in served if not key[2]}  # of an engine that gives no logprobs
     recorded = Counter({(*key[:2], b"") if key[:2] in context else key: n for key, n in recorded.items()})
     if recorded == served:
@@ -59,16 +62,21 @@ def _sampled(trace: Any) -> Iterator[Served]:
             continue
         count = sum(node.mask)
         if node.mask != [False] * (len(node.mask) - count) + [True] * count or len(node.logprobs) != count:
-            raise EnvironmentFault(f"verifiers' trace has a message with {count} sampled ids that are not at its end, "
-                                   f"or not with one logprob each ({len(node.logprobs)})")  # fmt: skip
+            raise EnvironmentFault(
+                f"verifiers' trace has a message with {count} sampled ids that are not at its end, "
+                f"or not with one logprob each ({len(node.logprobs)})"
+            )
         split = len(node.token_ids) - count
         before, parent = [node.token_ids[:split]], node.parent
         while parent is not None:
             before.append(trace.nodes[parent].token_ids)
             parent = trace.nodes[parent].parent
         prompt = [token for ids in reversed(before) for token in ids]
-        yield (np.array(prompt, np.int32).tobytes(), np.array(node.token_ids[split:], np.int32).tobytes(),
-               np.array(node.logprobs, np.float32).tobytes())  # fmt: skip
+        yield (
+            np.array(prompt, np.int32).tobytes(),
+            np.array(node.token_ids[split:], np.int32).tobytes(),
+            np.array(node.logprobs, np.float32).tobytes(),
+        )
 
 
 def errors_of(episode: Any) -> str | None:
@@ -93,8 +101,10 @@ def metrics_of(episode: Any) -> dict[str, float]:
     """What was measured beside the rewards; of several agents with the agent's name in front."""
     return {
         f"{trace.agent.name}/{name}" if len(episode.traces) > 1 and trace.agent is not None else name: float(value)
-        for trace in episode.traces for name, value in trace.metrics.items() if value is not None
-    }  # fmt: skip
+        for trace in episode.traces
+        for name, value in trace.metrics.items()
+        if value is not None
+    }
 
 
 def stop_reason_of(episode: Any) -> StopReason:

@@ -101,9 +101,12 @@ def _read_call(item: object) -> ToolCall:
     if not isinstance(name, str) or not name:
         name, status = None, "missing_name"
     return ToolCall(
-        name=None if name is None else _unicode(name), arguments=arguments if status == "ok" else None, status=status,
-        raw=raw, id=call_id if isinstance(call_id, str) else "",
-    )  # fmt: skip
+        name=None if name is None else _unicode(name),
+        arguments=arguments if status == "ok" else None,
+        status=status,
+        raw=raw,
+        id=call_id if isinstance(call_id, str) else "",
+    )
 
 
 def read_arguments(raw: str) -> tuple[dict[str, Any] | None, ParseStatus]:

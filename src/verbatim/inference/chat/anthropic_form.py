@@ -12,8 +12,15 @@ UNREADABLE = "unreadable_arguments"
 SIGNATURE = "verbatim"
 """The signature of thinking; it is not checked where thinking comes back."""
 _STOPS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens", "stop_string": "stop_sequence"}
-_KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
-          413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}  # fmt: skip
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 def content_blocks(reply: ChatReply) -> list[dict[str, Any]]:
@@ -46,8 +53,12 @@ def usage_of(reply: ChatReply) -> dict[str, Any]:
     cached, counts = reply.num_cached_tokens, {"output_tokens": len(reply.ids)}
     if cached is None:
         return {"input_tokens": reply.num_prompt_tokens, **counts}
-    return {"input_tokens": reply.num_prompt_tokens - cached, "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": cached, **counts}  # fmt: skip
+    return {
+        "input_tokens": reply.num_prompt_tokens - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        **counts,
+    }
 
 
 def error_body(status: int, message: str, kind: str = "") -> dict[str, Any]:

@@ -34,17 +34,40 @@ from verbatim.types import Message, MessageToolCall
 
 FIELDS = Fields(
     honoured={
-        "model", "max_tokens", "messages", "system", "tools", "tool_choice", "temperature", "top_p", "top_k",
-        "stop_sequences", "stream", "thinking", "output_config", OURS,
+        "model",
+        "max_tokens",
+        "messages",
+        "system",
+        "tools",
+        "tool_choice",
+        "temperature",
+        "top_p",
+        "top_k",
+        "stop_sequences",
+        "stream",
+        "thinking",
+        "output_config",
+        OURS,
     },
-    without_effect={"metadata", "service_tier", "cache_control", "inference_geo", "speed", "user_profile_id",
-                    "workspace_id", "betas"},
+    without_effect={
+        "metadata",
+        "service_tier",
+        "cache_control",
+        "inference_geo",
+        "speed",
+        "user_profile_id",
+        "workspace_id",
+        "betas",
+    },
     neutral={"output_format": (), "context_management": (), "container": (), "mcp_servers": ([],), "diagnostics": ()},
     aliases={"output_format": "response_format"},
-)  # fmt: skip
+)
 """What this server does with each field of a request."""
-_OUTPUT = Fields(honoured=(), neutral={"effort": (), "format": ()},
-                 aliases={"effort": "reasoning_effort", "format": "response_format"})  # fmt: skip
+_OUTPUT = Fields(
+    honoured=(),
+    neutral={"effort": (), "format": ()},
+    aliases={"effort": "reasoning_effort", "format": "response_format"},
+)
 _THINKING = Fields(honoured={"type", "budget_tokens"}, neutral={"display": ("summarized",)})
 _TOOL = Fields(
     honoured={"name", "description", "input_schema", "type"},
@@ -88,8 +111,9 @@ class AnthropicMessages:
         try:
             return self._read(body, headers, needs_limit=needs_limit)
         except BadField as bad:
-            raise ProtocolRefusal(400, self.error(400, str(bad), bad.field), str(bad),
-                                  "other" if bad.unknown else bad.field) from None  # fmt: skip
+            raise ProtocolRefusal(
+                400, self.error(400, str(bad), bad.field), str(bad), "other" if bad.unknown else bad.field
+            ) from None
 
     def _read(self, body: Mapping[str, Any], headers: Mapping[str, str], *, needs_limit: bool) -> ChatRequest:
         check_values(body)
@@ -109,14 +133,22 @@ class AnthropicMessages:
         if choice in ("required", "named"):
             unenforced += ("tool_choice",)
         return ChatRequest(
-            protocol=self.name, model=read_text(body, "model"), messages=_read_messages(body), tools=tools,
-            tool_choice=choice, tool_name=name,
+            protocol=self.name,
+            model=read_text(body, "model"),
+            messages=_read_messages(body),
+            tools=tools,
+            tool_choice=choice,
+            tool_name=name,
             parallel_tool_calls=not read_flag(given, "disable_parallel_tool_use"),
-            sampling=read_sampling(body, max_tokens=("max_tokens",),
-                                   seed=read_integer(ours, "seed", least=-(2**63), most=2**63 - 1)),
-            stop=read_stops(body, "stop_sequences"), stream=read_flag(body, "stream"), include_usage=True,
-            session=read_session(ours, headers), unenforced=unenforced,
-        )  # fmt: skip
+            sampling=read_sampling(
+                body, max_tokens=("max_tokens",), seed=read_integer(ours, "seed", least=-(2**63), most=2**63 - 1)
+            ),
+            stop=read_stops(body, "stop_sequences"),
+            stream=read_flag(body, "stream"),
+            include_usage=True,
+            session=read_session(ours, headers),
+            unenforced=unenforced,
+        )
 
     def _check_thinking(self, thinking: Mapping[str, Any]) -> tuple[str, ...]:
         """Thinking is as the model's chat template has it; the budget is a target in the protocol, no limit."""
@@ -125,8 +157,11 @@ class AnthropicMessages:
         if kind == "disabled":
             if "thinking" in self.options.unenforced:
                 return ("thinking",)
-            raise BadField("thinking", "thinking = disabled cannot be honoured here: whether the model thinks is "
-                           "decided by its chat template; leave thinking out")  # fmt: skip
+            raise BadField(
+                "thinking",
+                "thinking = disabled cannot be honoured here: whether the model thinks is "
+                "decided by its chat template; leave thinking out",
+            )
         if kind not in (None, "enabled", "adaptive", "between_tools"):
             raise BadField("thinking", f"thinking.type = {brief(kind)}; expected enabled, adaptive or between_tools")
         read_integer(thinking, "budget_tokens", least=1)
@@ -135,8 +170,15 @@ class AnthropicMessages:
     def answer(self, request: ChatRequest, replies: Sequence[ChatReply], stamp: Stamp) -> dict[str, Any]:
         """The whole answer."""
         (reply,) = replies
-        return {"id": f"msg_{stamp.id}", "type": "message", "role": "assistant", "model": stamp.model,
-                "content": content_blocks(reply), **stop_of(reply), "usage": usage_of(reply)}  # fmt: skip
+        return {
+            "id": f"msg_{stamp.id}",
+            "type": "message",
+            "role": "assistant",
+            "model": stamp.model,
+            "content": content_blocks(reply),
+            **stop_of(reply),
+            "usage": usage_of(reply),
+        }
 
     def stream(self, request: ChatRequest, stamp: Stamp) -> AnthropicStream:
         """The writer of a streamed answer."""
@@ -158,8 +200,9 @@ def _read_messages(body: Mapping[str, Any]) -> tuple[Message, ...]:
     for k, message in enumerate(given):
         where = f"messages[{k}]"
         if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
-            raise BadField("messages.role", f"{where}: expected an object with the role user or assistant, found "
-                           f"{brief(message)}")  # fmt: skip
+            raise BadField(
+                "messages.role", f"{where}: expected an object with the role user or assistant, found {brief(message)}"
+            )
         _MESSAGE.check(message, _NO_OPTIONS, where)
         content = message.get("content")
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -172,8 +215,11 @@ def _read_messages(body: Mapping[str, Any]) -> tuple[Message, ...]:
         else:
             found += _said(blocks, message["role"], f"{where}.content")
     if found[-1]["role"] == "assistant":
-        raise BadField("messages", "messages: the last one is the assistant's, which would have to be continued; that "
-                       "is not supported: end with a message of the user")  # fmt: skip
+        raise BadField(
+            "messages",
+            "messages: the last one is the assistant's, which would have to be continued; that "
+            "is not supported: end with a message of the user",
+        )
     return tuple(found)
 
 
@@ -183,8 +229,13 @@ def _said(blocks: Sequence[dict[str, Any]], role: str, where: str) -> list[Messa
     for block in blocks:
         if block.get("type") == "tool_result" and role == "user":
             content = joined_text(block.get("content"), f"{where}.content")
-            found.append({"role": "tool", "content": content,
-                          "tool_call_id": text_of(block.get("tool_use_id"), f"{where}.tool_use_id")})  # fmt: skip
+            found.append(
+                {
+                    "role": "tool",
+                    "content": content,
+                    "tool_call_id": text_of(block.get("tool_use_id"), f"{where}.tool_use_id"),
+                }
+            )
         elif found and found[-1]["role"] == role:
             found[-1]["content"] += joined_text([block], where)
         else:
@@ -214,8 +265,11 @@ def _assistant(blocks: Sequence[dict[str, Any]], where: str) -> Message:
 def _read_tool(value: object, where: str) -> dict[str, Any]:
     tool = object_of(value, where)
     if tool.get("type", "custom") not in ("custom", None):
-        raise BadField("tools", f"{where}: a tool of type {brief(tool['type'])} cannot be run here; only tools with an "
-                       "input_schema, which the client runs, are accepted")  # fmt: skip
+        raise BadField(
+            "tools",
+            f"{where}: a tool of type {brief(tool['type'])} cannot be run here; only tools with an "
+            "input_schema, which the client runs, are accepted",
+        )
     _TOOL.check(tool, _NO_OPTIONS, where)
     named = {"name": "name", "description": "description", "parameters": "input_schema"}
     return function_tool({key: tool[theirs] for key, theirs in named.items() if theirs in tool}, where)

@@ -11,8 +11,9 @@ from verbatim.inference.chat.protocol import ChatDelta, ChatReply, Stamp, pieces
 from verbatim.inference.chat.streaming import Said, event
 
 _EMPTY: dict[str, dict[str, Any]] = {
-    "thinking": {"type": "thinking", "thinking": "", "signature": ""}, "text": {"type": "text", "text": ""},
-}  # fmt: skip
+    "thinking": {"type": "thinking", "thinking": "", "signature": ""},
+    "text": {"type": "text", "text": ""},
+}
 
 
 class AnthropicStream:
@@ -32,10 +33,15 @@ class AnthropicStream:
     def begin(self, num_prompt_tokens: int) -> bytes:
         """The message without content."""
         message: dict[str, Any] = {
-            "id": f"msg_{self._stamp.id}", "type": "message", "role": "assistant", "model": self._stamp.model,
-            "content": [], "stop_reason": None, "stop_sequence": None,
+            "id": f"msg_{self._stamp.id}",
+            "type": "message",
+            "role": "assistant",
+            "model": self._stamp.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
             "usage": {"input_tokens": num_prompt_tokens, "output_tokens": 0},
-        }  # fmt: skip
+        }
         return _event("message_start", message=message)
 
     def delta(self, delta: ChatDelta) -> bytes:

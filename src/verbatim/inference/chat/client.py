@@ -65,8 +65,10 @@ class OpenAI:
         """
         variable = key_variable(self.base_url, self.api_key_env)
         if self.api_key is None and named_key(self.base_url, self.api_key_env) is None and variable is not None:
-            raise UsageError(f"the environment variable {variable} is empty, and {self.base_url} needs a key; export "
-                             "it, or name the variable that holds it: api_key_env, --api-key-env")  # fmt: skip
+            raise UsageError(
+                f"the environment variable {variable} is empty, and {self.base_url} needs a key; export "
+                "it, or name the variable that holds it: api_key_env, --api-key-env"
+            )
 
     @contextlib.asynccontextmanager
     async def connect(self) -> AsyncIterator[Connection]:
@@ -90,9 +92,13 @@ class OpenAI:
         """
         key = self.api_key or named_key(self.base_url, self.api_key_env)
         client = HttpClient(
-            self.base_url, api_key=key, request_timeout=self.request_timeout, max_retries=self.max_retries,
-            headers=account_headers(self.base_url), remote_api=True,
-        )  # fmt: skip
+            self.base_url,
+            api_key=key,
+            request_timeout=self.request_timeout,
+            max_retries=self.max_retries,
+            headers=account_headers(self.base_url),
+            remote_api=True,
+        )
         return Connection(self, client, has_key=key is not None)
 
 
@@ -144,8 +150,10 @@ class Connection:
             variable = key_variable(self.api.base_url, self.api.api_key_env)
             if variable is not None:
                 return f" (no key was sent: the environment variable {variable} is empty)"
-            return (f" (no key was sent: {OPENAI_KEY} is for {OPENAI_HOST} only; for this server name the variable "
-                    "that holds its key: api_key_env, on the command line --api-key-env)")  # fmt: skip
+            return (
+                f" (no key was sent: {OPENAI_KEY} is for {OPENAI_HOST} only; for this server name the variable "
+                "that holds its key: api_key_env, on the command line --api-key-env)"
+            )
         if status == 404 and not self._client.url.endswith("/v1"):
             return ' (most base_urls end with "/v1")'
         return ""

@@ -175,10 +175,12 @@ def read_sampling(given: Mapping[str, Any], *, max_tokens: Sequence[str], seed: 
     if not all(type(i) is int and 0 <= i < 2**31 for i in stops):
         raise BadField("stop_token_ids", f"stop_token_ids: expected token ids, found {brief(stops)}")
     return RequestedSampling(
-        **values, max_tokens=next((limit for limit in limits if limit is not None), None),
+        **values,
+        max_tokens=next((limit for limit in limits if limit is not None), None),
         seed=read_integer(given, "seed", least=-(2**63), most=2**63 - 1) if seed is None else seed,
-        stop_token_ids=tuple(stops), ignore_eos=read_flag(given, "ignore_eos"),
-    )  # fmt: skip
+        stop_token_ids=tuple(stops),
+        ignore_eos=read_flag(given, "ignore_eos"),
+    )
 
 
 def _read_number(given: Mapping[str, Any], name: str) -> float | None:
@@ -218,8 +220,11 @@ def check_tool_choice(choice: ToolChoice, name: str, tools: Sequence[Mapping[str
         raise BadField("tool_choice", f"tool_choice names {brief(name)}, which is not among the request's tools")
     if "tool_choice" not in options.unenforced:
         wanted = "a call of some tool" if choice == "required" else f"a call of {brief(name)}"
-        raise BadField("tool_choice", f"tool_choice asks for {wanted}, which cannot be forced here: tokens are sampled "
-                       'from the model\'s own distribution, without a grammar. Send "auto" or "none"')  # fmt: skip
+        raise BadField(
+            "tool_choice",
+            f"tool_choice asks for {wanted}, which cannot be forced here: tokens are sampled "
+            'from the model\'s own distribution, without a grammar. Send "auto" or "none"',
+        )
 
 
 def as_tool_choice(value: object, accepted: Mapping[str, ToolChoice]) -> ToolChoice:
@@ -228,8 +233,9 @@ def as_tool_choice(value: object, accepted: Mapping[str, ToolChoice]) -> ToolCho
         return "auto"
     if isinstance(value, str) and value in accepted:
         return accepted[value]
-    raise BadField("tool_choice", f"tool_choice = {brief(value)}; expected one of {', '.join(accepted)}, or a "
-                   "function by its name")  # fmt: skip
+    raise BadField(
+        "tool_choice", f"tool_choice = {brief(value)}; expected one of {', '.join(accepted)}, or a function by its name"
+    )
 
 
 def object_of(value: object, where: str) -> dict[str, Any]:

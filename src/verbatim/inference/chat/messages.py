@@ -51,8 +51,10 @@ def call_of(name: object, arguments: object, call_id: object, where: str) -> Mes
         given = {}
     elif not isinstance(arguments, dict):
         raise BadField("messages.tool_calls", f"{where}: expected arguments as JSON text, found {brief(arguments)}")
-    call: MessageToolCall = {"type": "function", "function": {"name": text_of(name, f"{where}.name"),
-                                                              "arguments": given}}  # fmt: skip
+    call: MessageToolCall = {
+        "type": "function",
+        "function": {"name": text_of(name, f"{where}.name"), "arguments": given},
+    }
     if call_id is not None:
         call = {"id": text_of(call_id, f"{where}.id"), **call}
     return call

@@ -34,35 +34,91 @@ from verbatim.types import Message
 
 FIELDS = Fields(
     honoured={
-        "model", "messages", "tools", "tool_choice", "parallel_tool_calls", "temperature", "top_p", "top_k", "min_p",
-        "max_tokens", "max_completion_tokens", "stop", "stop_token_ids", "ignore_eos", "seed", "n", "logprobs",
-        "stream", "stream_options", "return_token_ids", OURS,
+        "model",
+        "messages",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "max_tokens",
+        "max_completion_tokens",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+        "seed",
+        "n",
+        "logprobs",
+        "stream",
+        "stream_options",
+        "return_token_ids",
+        OURS,
     },
     without_effect={
-        "user", "metadata", "safety_identifier", "service_tier", "prompt_cache_key", "prompt_cache_retention",
-        "prompt_cache_options", "cache_salt", "request_id", "priority", "skip_special_tokens",
-        "spaces_between_special_tokens", "cache_control",
+        "user",
+        "metadata",
+        "safety_identifier",
+        "service_tier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prompt_cache_options",
+        "cache_salt",
+        "request_id",
+        "priority",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "cache_control",
     },
     neutral={
-        "response_format": ({"type": "text"},), "reasoning_effort": (), "verbosity": ("medium",),
-        "frequency_penalty": (0, 0.0), "presence_penalty": (0, 0.0), "repetition_penalty": (1, 1.0),
-        "logit_bias": ({},), "top_logprobs": (0,), "store": (False,), "modalities": (["text"],), "audio": (),
-        "prediction": (), "web_search_options": (), "functions": ([],), "function_call": (), "moderation": (),
-        "best_of": (1,), "min_tokens": (0,), "bad_words": ([],), "prompt_logprobs": (), "echo": (False,),
-        "add_generation_prompt": (True,), "continue_final_message": (False,), "chat_template_kwargs": ({},),
-        "include_stop_str_in_output": (False,), "include_reasoning": (True,),
+        "response_format": ({"type": "text"},),
+        "reasoning_effort": (),
+        "verbosity": ("medium",),
+        "frequency_penalty": (0, 0.0),
+        "presence_penalty": (0, 0.0),
+        "repetition_penalty": (1, 1.0),
+        "logit_bias": ({},),
+        "top_logprobs": (0,),
+        "store": (False,),
+        "modalities": (["text"],),
+        "audio": (),
+        "prediction": (),
+        "web_search_options": (),
+        "functions": ([],),
+        "function_call": (),
+        "moderation": (),
+        "best_of": (1,),
+        "min_tokens": (0,),
+        "bad_words": ([],),
+        "prompt_logprobs": (),
+        "echo": (False,),
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+        "chat_template_kwargs": ({},),
+        "include_stop_str_in_output": (False,),
+        "include_reasoning": (True,),
     },
-)  # fmt: skip
+)
 """What this server does with each field of a request."""
 _MESSAGE = Fields(
     honoured={"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning"},
-    without_effect={"id", "status", "annotations", "cache_control", "provider_specific_fields", "thinking_blocks",
-                    "reasoning_details"},
+    without_effect={
+        "id",
+        "status",
+        "annotations",
+        "cache_control",
+        "provider_specific_fields",
+        "thinking_blocks",
+        "reasoning_details",
+    },
     neutral={"refusal": (), "audio": (), "function_call": ()},
 )
 _OF_THE_ASSISTANT = ("tool_calls", "reasoning_content", "reasoning")
-_CALL = Fields(honoured={"id", "type", "function"},
-               without_effect={"index", "provider_specific_fields", "extra_content", "cache_control"})  # fmt: skip
+_CALL = Fields(
+    honoured={"id", "type", "function"},
+    without_effect={"index", "provider_specific_fields", "extra_content", "cache_control"},
+)
 _STREAM_OPTIONS = Fields(honoured={"include_usage"}, without_effect={"include_obfuscation", "continuous_usage_stats"})
 _OURS = Fields(honoured={"session", "seed"})
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -87,8 +143,9 @@ class OpenAIChat:
         try:
             return self._read(body, headers)
         except BadField as bad:
-            raise ProtocolRefusal(400, self.error(400, str(bad), bad.field), str(bad),
-                                  "other" if bad.unknown else bad.field) from None  # fmt: skip
+            raise ProtocolRefusal(
+                400, self.error(400, str(bad), bad.field), str(bad), "other" if bad.unknown else bad.field
+            ) from None
 
     def _read(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> ChatRequest:
         check_values(body)
@@ -97,8 +154,9 @@ class OpenAIChat:
         _OURS.check(ours, _NO_OPTIONS, OURS)
         messages = read_list(body, "messages", most=MOST_MESSAGES)
         if not messages:
-            raise BadField("messages", "messages: expected a list of at least one message, found "
-                           f"{brief(body.get('messages'))}")  # fmt: skip
+            raise BadField(
+                "messages", f"messages: expected a list of at least one message, found {brief(body.get('messages'))}"
+            )
         given = read_list(body, "tools", most=MOST_TOOLS)
         tools = tuple(_read_tool(tool, f"tools[{k}]") for k, tool in enumerate(given))
         choice, name = _read_tool_choice(body.get("tool_choice"), tools)
@@ -108,25 +166,38 @@ class OpenAIChat:
         stream_options = read_object(body, "stream_options")
         _STREAM_OPTIONS.check(stream_options, _NO_OPTIONS, "stream_options")
         return ChatRequest(
-            protocol=self.name, model=read_text(body, "model"),
+            protocol=self.name,
+            model=read_text(body, "model"),
             messages=tuple(_read_message(message, f"messages[{k}]") for k, message in enumerate(messages)),
-            tools=tools, tool_choice=choice, tool_name=name,
+            tools=tools,
+            tool_choice=choice,
+            tool_name=name,
             parallel_tool_calls=read_flag(body, "parallel_tool_calls", default=True),
-            sampling=read_sampling(body, max_tokens=("max_completion_tokens", "max_tokens"),
-                                   seed=read_integer(ours, "seed", least=-(2**63), most=2**63 - 1)),
-            stop=read_stops(body, "stop"), n=read_integer(body, "n", least=1, most=self.options.max_n) or 1,
-            stream=read_flag(body, "stream"), include_usage=read_flag(stream_options, "include_usage"),
-            include_logprobs=read_flag(body, "logprobs"), include_token_ids=read_flag(body, "return_token_ids"),
-            session=read_session(ours, headers), unenforced=unenforced,
-        )  # fmt: skip
+            sampling=read_sampling(
+                body,
+                max_tokens=("max_completion_tokens", "max_tokens"),
+                seed=read_integer(ours, "seed", least=-(2**63), most=2**63 - 1),
+            ),
+            stop=read_stops(body, "stop"),
+            n=read_integer(body, "n", least=1, most=self.options.max_n) or 1,
+            stream=read_flag(body, "stream"),
+            include_usage=read_flag(stream_options, "include_usage"),
+            include_logprobs=read_flag(body, "logprobs"),
+            include_token_ids=read_flag(body, "return_token_ids"),
+            session=read_session(ours, headers),
+            unenforced=unenforced,
+        )
 
     def answer(self, request: ChatRequest, replies: Sequence[ChatReply], stamp: Stamp) -> dict[str, Any]:
         """The whole answer."""
         answer: dict[str, Any] = {
-            "id": f"chatcmpl-{stamp.id}", "object": "chat.completion", "created": stamp.created, "model": stamp.model,
+            "id": f"chatcmpl-{stamp.id}",
+            "object": "chat.completion",
+            "created": stamp.created,
+            "model": stamp.model,
             "choices": [choice_body(request, reply, index) for index, reply in enumerate(replies)],
             "usage": usage_of(replies),
-        }  # fmt: skip
+        }
         if request.include_token_ids and replies[0].prompt_ids is not None:
             answer["prompt_token_ids"] = replies[0].prompt_ids.tolist()
         if len(replies) == 1 and OURS in answer["choices"][0]:
@@ -161,8 +232,9 @@ def _read_message(value: object, where: str) -> Message:
         if calls:
             message["tool_calls"] = [_read_call(call, f"{where}.tool_calls") for call in calls]
     elif said := next((name for name in _OF_THE_ASSISTANT if value.get(name)), None):
-        raise BadField(f"messages.{said}", f"{where}.{said}: only a message of the assistant may have it; the role is "
-                       f"{role}")  # fmt: skip
+        raise BadField(
+            f"messages.{said}", f"{where}.{said}: only a message of the assistant may have it; the role is {role}"
+        )
     if role == "tool" and value.get("tool_call_id") is not None:
         message["tool_call_id"] = text_of(value["tool_call_id"], f"{where}.tool_call_id")
     return cast(Message, message)
@@ -189,5 +261,7 @@ def _read_tool_choice(value: object, tools: Sequence[Mapping[str, Any]]) -> tupl
     if value.get("type") == "function":
         function = object_of(value.get("function"), "tool_choice.function")
         return "named", text_of(function.get("name"), "tool_choice.function.name")
-    raise BadField("tool_choice", f"tool_choice = {brief(value)} cannot be honoured here; expected auto, none, or a "
-                   "function by its name")  # fmt: skip
+    raise BadField(
+        "tool_choice",
+        f"tool_choice = {brief(value)} cannot be honoured here; expected auto, none, or a function by its name",
+    )

@@ -23,8 +23,12 @@ class OpenAIChatStream:
 
     def __init__(self, request: ChatRequest, stamp: Stamp) -> None:
         self._request = request
-        self._head = {"id": f"chatcmpl-{stamp.id}", "object": "chat.completion.chunk", "created": stamp.created,
-                      "model": stamp.model}  # fmt: skip
+        self._head = {
+            "id": f"chatcmpl-{stamp.id}",
+            "object": "chat.completion.chunk",
+            "created": stamp.created,
+            "model": stamp.model,
+        }
         self._said = [Said() for _ in range(request.n)]
 
     def begin(self, num_prompt_tokens: int) -> bytes:
@@ -40,9 +44,10 @@ class OpenAIChatStream:
         """The rest of every choice, its end, the counts where they are wanted, and the mark of the end."""
         rests = [said.rest(reply, index) for index, (said, reply) in enumerate(zip(self._said, replies, strict=True))]
         events = [
-            piece for index, (rest, reply) in enumerate(zip(rests, replies, strict=True))
+            piece
+            for index, (rest, reply) in enumerate(zip(rests, replies, strict=True))
             for piece in self._ending(index, rest, reply)
-        ]  # fmt: skip
+        ]
         if self._request.include_usage:
             events.append(event({**self._head, "choices": [], "usage": usage_of(replies)}))
         return b"".join([*events, DONE])

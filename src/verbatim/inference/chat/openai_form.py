@@ -46,23 +46,30 @@ def message_body(reply: ChatReply) -> dict[str, Any]:
 
 def call_body(call: ToolCall) -> dict[str, Any]:
     """A call of a function."""
-    return {"id": call.id, "type": "function",
-            "function": {"name": call.name or "", "arguments": arguments_text(call)}}  # fmt: skip
+    return {"id": call.id, "type": "function", "function": {"name": call.name or "", "arguments": arguments_text(call)}}
 
 
 def logprobs_body(tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
     """Sampled tokens with their logprobs. `bytes` are of the token's text by itself."""
     return [
-        {"token": token.text, "logprob": token.logprob, "bytes": list(token.text.encode(errors="replace")),
-         "top_logprobs": []} for token in tokens
-    ]  # fmt: skip
+        {
+            "token": token.text,
+            "logprob": token.logprob,
+            "bytes": list(token.text.encode(errors="replace")),
+            "top_logprobs": [],
+        }
+        for token in tokens
+    ]
 
 
 def usage_of(replies: Sequence[ChatReply]) -> dict[str, Any]:
     """Counts of tokens: the prompt once, the completions of all replies."""
     prompt, completion = replies[0].num_prompt_tokens, sum(len(reply.ids) for reply in replies)
-    usage: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": completion,
-                             "total_tokens": prompt + completion}  # fmt: skip
+    usage: dict[str, Any] = {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
     if replies[0].num_cached_tokens is not None:
         usage["prompt_tokens_details"] = {"cached_tokens": replies[0].num_cached_tokens}
     return usage

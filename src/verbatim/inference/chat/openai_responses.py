@@ -29,36 +29,84 @@ from verbatim.inference.http.protocol import OURS, brief
 
 FIELDS = Fields(
     honoured={
-        "model", "input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "temperature", "top_p",
-        "max_output_tokens", "stream", "stream_options", "text", "reasoning", "include", "metadata", OURS,
+        "model",
+        "input",
+        "instructions",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "temperature",
+        "top_p",
+        "max_output_tokens",
+        "stream",
+        "stream_options",
+        "text",
+        "reasoning",
+        "include",
+        "metadata",
+        OURS,
     },
     without_effect={
-        "store", "user", "safety_identifier", "service_tier", "prompt_cache_key", "prompt_cache_retention",
-        "prompt_cache_options", "client_metadata",
+        "store",
+        "user",
+        "safety_identifier",
+        "service_tier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prompt_cache_options",
+        "client_metadata",
     },
     neutral={
-        "previous_response_id": (), "conversation": (), "background": (False,), "prompt": (), "max_tool_calls": (),
-        "top_logprobs": (0,), "truncation": ("disabled",), "moderation": (), "context_management": (),
+        "previous_response_id": (),
+        "conversation": (),
+        "background": (False,),
+        "prompt": (),
+        "max_tool_calls": (),
+        "top_logprobs": (0,),
+        "truncation": ("disabled",),
+        "moderation": (),
+        "context_management": (),
     },
-)  # fmt: skip
+)
 """What this server does with each field of a request."""
-_TEXT = Fields(honoured=(), neutral={"format": ({"type": "text"},), "verbosity": ("medium",)},
-               aliases={"format": "response_format"})  # fmt: skip
+_TEXT = Fields(
+    honoured=(),
+    neutral={"format": ({"type": "text"},), "verbosity": ("medium",)},
+    aliases={"format": "response_format"},
+)
 _REASONING = Fields(
-    honoured=(), without_effect={"summary", "generate_summary"},
-    neutral={"effort": (), "context": ("auto",), "mode": ("standard",)}, aliases={"effort": "reasoning_effort"},
-)  # fmt: skip
+    honoured=(),
+    without_effect={"summary", "generate_summary"},
+    neutral={"effort": (), "context": ("auto",), "mode": ("standard",)},
+    aliases={"effort": "reasoning_effort"},
+)
 _STREAM_OPTIONS = Fields(honoured=(), without_effect={"include_obfuscation"})
 _OURS = Fields(honoured={"session", "seed"})
 _INCLUDED = {
-    "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
-    "web_search_call.action.sources", "message.input_image.image_url", "computer_call_output.output.image_url",
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
-}  # fmt: skip
+}
 """What a request may ask to be included: thinking is there as it is, and the rest never occurs here."""
 _NO_OPTIONS = Options()
-_ECHOED = ("instructions", "tools", "tool_choice", "metadata", "temperature", "top_p", "max_output_tokens", "text",
-           "reasoning", "user", "safety_identifier", "prompt_cache_key")  # fmt: skip
+_ECHOED = (
+    "instructions",
+    "tools",
+    "tool_choice",
+    "metadata",
+    "temperature",
+    "top_p",
+    "max_output_tokens",
+    "text",
+    "reasoning",
+    "user",
+    "safety_identifier",
+    "prompt_cache_key",
+)
 
 
 @dataclass(frozen=True)
@@ -77,14 +125,18 @@ class OpenAIResponses:
         try:
             return self._read(body, headers)
         except BadField as bad:
-            raise ProtocolRefusal(400, self.error(400, str(bad), bad.field), str(bad),
-                                  "other" if bad.unknown else bad.field) from None  # fmt: skip
+            raise ProtocolRefusal(
+                400, self.error(400, str(bad), bad.field), str(bad), "other" if bad.unknown else bad.field
+            ) from None
 
     def _read(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> ChatRequest:
         check_values(body)
         if body.get("previous_response_id") is not None:
-            raise BadField("previous_response_id", "previous_response_id cannot be honoured: responses are not stored "
-                           "here; send the whole conversation as input")  # fmt: skip
+            raise BadField(
+                "previous_response_id",
+                "previous_response_id cannot be honoured: responses are not stored "
+                "here; send the whole conversation as input",
+            )
         unenforced = FIELDS.check(body, self.options)
         unenforced += _TEXT.check(read_object(body, "text"), self.options, "text")
         unenforced += _REASONING.check(read_object(body, "reasoning"), self.options, "reasoning")
@@ -100,15 +152,23 @@ class OpenAIResponses:
         if choice in ("required", "named"):
             unenforced += ("tool_choice",)
         return ChatRequest(
-            protocol=self.name, model=read_text(body, "model"), messages=read_input(body),
-            tools=tuple(read.tools), tool_forms=read.forms, tool_choice=choice, tool_name=name,
+            protocol=self.name,
+            model=read_text(body, "model"),
+            messages=read_input(body),
+            tools=tuple(read.tools),
+            tool_forms=read.forms,
+            tool_choice=choice,
+            tool_name=name,
             parallel_tool_calls=read_flag(body, "parallel_tool_calls", default=True),
-            sampling=read_sampling(body, max_tokens=("max_output_tokens",),
-                                   seed=read_integer(ours, "seed", least=-(2**63), most=2**63 - 1)),
-            stream=read_flag(body, "stream"), include_usage=True, session=read_session(ours, headers),
+            sampling=read_sampling(
+                body, max_tokens=("max_output_tokens",), seed=read_integer(ours, "seed", least=-(2**63), most=2**63 - 1)
+            ),
+            stream=read_flag(body, "stream"),
+            include_usage=True,
+            session=read_session(ours, headers),
             unenforced=(*unenforced, *read.unenforced),
             echo={name: body[name] for name in _ECHOED if body.get(name) is not None},
-        )  # fmt: skip
+        )
 
     def answer(self, request: ChatRequest, replies: Sequence[ChatReply], stamp: Stamp) -> dict[str, Any]:
         """The whole answer."""

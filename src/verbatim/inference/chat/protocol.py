@@ -223,11 +223,22 @@ class Stamp:
     """The model's name in answers."""
 
 
-UNENFORCEABLE = frozenset({
-    "tool_choice", "response_format", "reasoning_effort", "verbosity", "frequency_penalty", "presence_penalty",
-    "logit_bias", "thinking", "context_management", "truncation", "other_tools",
-    "tool_grammar",
-})  # fmt: skip
+UNENFORCEABLE = frozenset(
+    {
+        "tool_choice",
+        "response_format",
+        "reasoning_effort",
+        "verbosity",
+        "frequency_penalty",
+        "presence_penalty",
+        "logit_bias",
+        "thinking",
+        "context_management",
+        "truncation",
+        "other_tools",
+        "tool_grammar",
+    }
+)
 """Fields that `Options.unenforced` may name: by their names in OpenAI's chat completions, or else in the protocol that
 has them."""
 
@@ -245,8 +256,9 @@ class Options:
     def __post_init__(self) -> None:
         unknown = self.unenforced - UNENFORCEABLE
         if unknown:
-            raise ValueError(f"unenforced: {', '.join(sorted(unknown))}; expected some of "
-                             f"{', '.join(sorted(UNENFORCEABLE))}")  # fmt: skip
+            raise ValueError(
+                f"unenforced: {', '.join(sorted(unknown))}; expected some of {', '.join(sorted(UNENFORCEABLE))}"
+            )
 
 
 class ChatStream(Protocol):

@@ -15,9 +15,14 @@ from verbatim.types import Int32, StopReason, ToolCall
 
 
 def read_reply(
-    completion: Completion, request: ChatRequest, renderer: Renderer, prompt_ids: Int32, *, seed: int | None = None,
+    completion: Completion,
+    request: ChatRequest,
+    renderer: Renderer,
+    prompt_ids: Int32,
+    *,
+    seed: int | None = None,
     call_id: Callable[[int], str],
-) -> ChatReply:  # fmt: skip
+) -> ChatReply:
     """The reply that a completion is.
 
     A stop string cuts the ids behind the token that completes it, and the texts before it. Without
@@ -41,19 +46,31 @@ def read_reply(
         ids, parsed = _first_call(ids, parsed, request, renderer, prompt_ids)
         stop = None
     num_cut = len(completion.ids) - len(ids)
-    calls = tuple(call if call.id else dataclasses.replace(call, id=call_id(k))
-                  for k, call in enumerate(parsed.tool_calls))  # fmt: skip
-    texts = tuple(renderer.decode(np.array([token], dtype=np.int32)) for token in ids.tolist()) if (
-        request.include_logprobs) else ()  # fmt: skip
+    calls = tuple(
+        call if call.id else dataclasses.replace(call, id=call_id(k)) for k, call in enumerate(parsed.tool_calls)
+    )
+    texts = (
+        tuple(renderer.decode(np.array([token], dtype=np.int32)) for token in ids.tolist())
+        if (request.include_logprobs)
+        else ()
+    )
     logprobs, versions = completion.logprobs, completion.policy_versions
     return ChatReply(
-        content=parsed.content, reasoning_content=parsed.reasoning_content, tool_calls=calls,
-        stop_reason=StopReason.STOP if stop is not None or num_cut else completion.stop_reason, stop_string=stop,
-        ids=ids, logprobs=None if logprobs is None else logprobs[: len(ids)],
-        policy_versions=None if versions is None else versions[: len(ids)], token_texts=texts,
-        prompt_ids=prompt_ids if request.include_token_ids else None, num_prompt_tokens=len(prompt_ids),
-        num_cached_tokens=completion.num_cached_tokens, num_cut_tokens=num_cut, seed=seed,
-    )  # fmt: skip
+        content=parsed.content,
+        reasoning_content=parsed.reasoning_content,
+        tool_calls=calls,
+        stop_reason=StopReason.STOP if stop is not None or num_cut else completion.stop_reason,
+        stop_string=stop,
+        ids=ids,
+        logprobs=None if logprobs is None else logprobs[: len(ids)],
+        policy_versions=None if versions is None else versions[: len(ids)],
+        token_texts=texts,
+        prompt_ids=prompt_ids if request.include_token_ids else None,
+        num_prompt_tokens=len(prompt_ids),
+        num_cached_tokens=completion.num_cached_tokens,
+        num_cut_tokens=num_cut,
+        seed=seed,
+    )
 
 
 def parse(ids: Int32, stop: str | None, request: ChatRequest, renderer: Renderer, prompt_ids: Int32) -> ParsedResponse:

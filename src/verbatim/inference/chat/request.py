@@ -11,9 +11,15 @@ from verbatim.inference.chat.answer import read_arguments
 from verbatim.types import Message
 
 _UNCHANGED: Mapping[str, tuple[Any, ...]] = {
-    "temperature": (1,), "top_p": (1,), "top_k": (-1, 0), "min_p": (0,), "repetition_penalty": (1,),
-    "presence_penalty": (0, None), "frequency_penalty": (0, None), "logit_bias": ({}, None),
-}  # fmt: skip
+    "temperature": (1,),
+    "top_p": (1,),
+    "top_k": (-1, 0),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+    "presence_penalty": (0, None),
+    "frequency_penalty": (0, None),
+    "logit_bias": ({}, None),
+}
 """The values that leave the model's own distribution as it is. None = not sent; of the others a server may have a
 default of its own."""
 

@@ -13,21 +13,45 @@ def response_body(request: ChatRequest, stamp: Stamp, reply: ChatReply | None) -
     """A response; one that is under way where there is no reply yet."""
     echo = request.echo
     body: dict[str, Any] = {
-        "id": f"resp_{stamp.id}", "object": "response", "created_at": stamp.created, "status": "in_progress",
-        "background": False, "error": None, "incomplete_details": None, "instructions": None,
-        "max_output_tokens": None, "max_tool_calls": None, "metadata": {}, "model": stamp.model, "output": [],
-        "parallel_tool_calls": request.parallel_tool_calls, "previous_response_id": None,
-        "reasoning": {"effort": None, "summary": None}, "service_tier": "default", "store": False,
-        "temperature": None, "text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": [], "top_p": None,
-        "top_logprobs": 0, "truncation": "disabled", "usage": None, "user": None, **echo,
-    }  # fmt: skip
+        "id": f"resp_{stamp.id}",
+        "object": "response",
+        "created_at": stamp.created,
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": None,
+        "max_output_tokens": None,
+        "max_tool_calls": None,
+        "metadata": {},
+        "model": stamp.model,
+        "output": [],
+        "parallel_tool_calls": request.parallel_tool_calls,
+        "previous_response_id": None,
+        "reasoning": {"effort": None, "summary": None},
+        "service_tier": "default",
+        "store": False,
+        "temperature": None,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": "auto",
+        "tools": [],
+        "top_p": None,
+        "top_logprobs": 0,
+        "truncation": "disabled",
+        "usage": None,
+        "user": None,
+        **echo,
+    }
     if reply is None:
         return body
     is_whole = reply.finish != "length"
     return {
-        **body, "status": "completed" if is_whole else "incomplete", "output": output_items(request, stamp, reply),
-        "incomplete_details": None if is_whole else {"reason": "max_output_tokens"}, "usage": usage_of(reply),
-    }  # fmt: skip
+        **body,
+        "status": "completed" if is_whole else "incomplete",
+        "output": output_items(request, stamp, reply),
+        "incomplete_details": None if is_whole else {"reason": "max_output_tokens"},
+        "usage": usage_of(reply),
+    }
 
 
 def output_items(request: ChatRequest, stamp: Stamp, reply: ChatReply) -> list[dict[str, Any]]:
@@ -54,8 +78,13 @@ def reasoning_item(stamp: Stamp, text: str | None) -> dict[str, Any]:
 
 def message_item(stamp: Stamp, text: str | None, status: str) -> dict[str, Any]:
     """Text; None = not yet begun."""
-    return {"id": f"msg_{stamp.id}", "type": "message", "role": "assistant", "status": status,
-            "content": [] if text is None else [text_part(text)]}  # fmt: skip
+    return {
+        "id": f"msg_{stamp.id}",
+        "type": "message",
+        "role": "assistant",
+        "status": status,
+        "content": [] if text is None else [text_part(text)],
+    }
 
 
 def text_part(text: str) -> dict[str, Any]:
@@ -71,10 +100,23 @@ def call_item(request: ChatRequest, stamp: Stamp, number: int, call: ToolCall) -
     form = request.tool_forms.get(call.name or "", ToolForm(name=call.name or ""))
     within = {"namespace": form.namespace} if form.namespace else {}
     if form.is_custom and set(call.arguments or ()) == {INPUT} and isinstance((call.arguments or {})[INPUT], str):
-        return {"id": f"ctc_{stamp.id}_{number}", "type": "custom_tool_call", "call_id": call.id, "name": form.name,
-                "input": (call.arguments or {})[INPUT], **within}  # fmt: skip
-    return {"id": f"fc_{stamp.id}_{number}", "type": "function_call", "call_id": call.id, "name": form.name,
-            "arguments": arguments_text(call), "status": "completed", **within}  # fmt: skip
+        return {
+            "id": f"ctc_{stamp.id}_{number}",
+            "type": "custom_tool_call",
+            "call_id": call.id,
+            "name": form.name,
+            "input": (call.arguments or {})[INPUT],
+            **within,
+        }
+    return {
+        "id": f"fc_{stamp.id}_{number}",
+        "type": "function_call",
+        "call_id": call.id,
+        "name": form.name,
+        "arguments": arguments_text(call),
+        "status": "completed",
+        **within,
+    }
 
 
 def usage_of(reply: ChatReply) -> dict[str, Any]:
@@ -83,6 +125,7 @@ def usage_of(reply: ChatReply) -> dict[str, Any]:
     return {
         "input_tokens": reply.num_prompt_tokens,
         "input_tokens_details": {"cached_tokens": reply.num_cached_tokens or 0, "cache_write_tokens": 0},
-        "output_tokens": len(reply.ids), "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens": len(reply.ids),
+        "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": reply.num_prompt_tokens + len(reply.ids),
-    }  # fmt: skip
+    }

@@ -19,13 +19,15 @@ _CALLER: Mapping[str, tuple[Any, ...]] = {"caller": ({"type": "direct"},), "asyn
 _ITEMS = {
     "message": Fields(honoured={"type", "role", "content"}, without_effect=_QUIET),
     "reasoning": Fields(honoured={"type", "summary", "content"}, without_effect={*_QUIET, "encrypted_content"}),
-    "function_call": Fields(honoured={"type", "call_id", "name", "arguments", "namespace"}, without_effect=_QUIET,
-                            neutral=_CALLER),
-    "custom_tool_call": Fields(honoured={"type", "call_id", "name", "input", "namespace"}, without_effect=_QUIET,
-                               neutral=_CALLER),
+    "function_call": Fields(
+        honoured={"type", "call_id", "name", "arguments", "namespace"}, without_effect=_QUIET, neutral=_CALLER
+    ),
+    "custom_tool_call": Fields(
+        honoured={"type", "call_id", "name", "input", "namespace"}, without_effect=_QUIET, neutral=_CALLER
+    ),
     "function_call_output": Fields(honoured={"type", "call_id", "output"}, without_effect=_QUIET, neutral=_CALLER),
     "custom_tool_call_output": Fields(honoured={"type", "call_id", "output"}, without_effect=_QUIET, neutral=_CALLER),
-}  # fmt: skip
+}
 """The fields of each type of item."""
 _NO_OPTIONS = Options()
 
@@ -44,8 +46,9 @@ def read_input(body: Mapping[str, Any]) -> tuple[Message, ...]:
     if instructions:
         found.append({"role": "system", "content": instructions})
     given = body.get("input")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else read_list(
-        body, "input", most=MOST_MESSAGES)  # fmt: skip
+    items = (
+        [{"role": "user", "content": given}] if isinstance(given, str) else read_list(body, "input", most=MOST_MESSAGES)
+    )
     if not items:
         raise BadField("input", f"input: expected a text or a list of at least one item, found {brief(given)}")
     for k, item in enumerate(items):
@@ -57,13 +60,15 @@ def _add(found: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
     """Add an item: to the assistant's last message where it belongs to the same turn, else as a message."""
     kind = item.get("type") or "message"
     if not isinstance(kind, str) or kind not in _ITEMS:
-        raise BadField("input", f"{where}: items of type {brief(kind)} are not accepted; expected one of "
-                       f"{', '.join(_ITEMS)}")  # fmt: skip
+        raise BadField(
+            "input", f"{where}: items of type {brief(kind)} are not accepted; expected one of {', '.join(_ITEMS)}"
+        )
     _ITEMS[kind].check(item, _NO_OPTIONS, where)
     if kind in ("function_call_output", "custom_tool_call_output"):
         content = joined_text(item.get("output"), f"{where}.output", _TEXTS)
-        found.append({"role": "tool", "content": content, "tool_call_id": text_of(item.get("call_id"),
-                                                                                  f"{where}.call_id")})  # fmt: skip
+        found.append(
+            {"role": "tool", "content": content, "tool_call_id": text_of(item.get("call_id"), f"{where}.call_id")}
+        )
     elif kind in ("function_call", "custom_tool_call"):
         is_custom = kind == "custom_tool_call"
         given = {INPUT: text_of(item.get("input"), f"{where}.input")} if is_custom else item.get("arguments")

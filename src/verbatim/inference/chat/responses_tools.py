@@ -30,10 +30,15 @@ from verbatim.inference.http.protocol import brief
 INPUT = "input"
 """The argument of a custom tool."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "defer_loading": (False,), "allowed_callers": (["direct"],), "async": (False,),
-}  # fmt: skip
-_FUNCTION = Fields(honoured={"type", "name", "description", "parameters"}, neutral=_NEUTRAL,
-                   without_effect={"strict", "cache_control", "output_schema"})  # fmt: skip
+    "defer_loading": (False,),
+    "allowed_callers": (["direct"],),
+    "async": (False,),
+}
+_FUNCTION = Fields(
+    honoured={"type", "name", "description", "parameters"},
+    neutral=_NEUTRAL,
+    without_effect={"strict", "cache_control", "output_schema"},
+)
 _CUSTOM = Fields(honoured={"type", "name", "description", "format"}, neutral=_NEUTRAL)
 _NAMESPACE = Fields(honoured={"type", "name", "description", "tools"})
 _FORMAT = Fields(honoured={"type", "syntax", "definition"})
@@ -79,8 +84,11 @@ class ReadTools:
             self.unenforced["other_tools"] = None
             return
         else:
-            raise BadField("tools", f"{where}: a tool of type {brief(kind)} is not available here; only functions and "
-                           "custom tools, which the client runs, are accepted, and namespaces of them")  # fmt: skip
+            raise BadField(
+                "tools",
+                f"{where}: a tool of type {brief(kind)} is not available here; only functions and "
+                "custom tools, which the client runs, are accepted, and namespaces of them",
+            )
         own = text_of(shown.get("name"), f"{where}.name")
         within = "" if namespace is None else str(namespace["name"])
         if namespace is not None or kind == "custom":
@@ -98,8 +106,11 @@ class ReadTools:
         _FORMAT.check(form, _NO_OPTIONS, f"{where}.format")
         if form.get("type", "text") != "text":
             if "tool_grammar" not in self._options.unenforced:
-                raise BadField("tools.format", f"{where}.format = {brief(form)} cannot be honoured here: tokens are "
-                               "sampled from the model's own distribution, without a grammar")  # fmt: skip
+                raise BadField(
+                    "tools.format",
+                    f"{where}.format = {brief(form)} cannot be honoured here: tokens are "
+                    "sampled from the model's own distribution, without a grammar",
+                )
             self.unenforced["tool_grammar"] = None
             grammar = f"{text_of(form.get('syntax'), f'{where}.format.syntax')} grammar"
             definition = text_of(form.get("definition"), f"{where}.format.definition")
@@ -138,5 +149,7 @@ def read_tool_choice(value: object) -> tuple[ToolChoice, str]:
         return as_tool_choice(value, _CHOICES), ""
     if value.get("type") in ("function", "custom"):
         return "named", joined_name(read_text(value, "namespace"), text_of(value.get("name"), "tool_choice.name"))
-    raise BadField("tool_choice", f"tool_choice = {brief(value)} cannot be honoured here; expected auto, none, or a "
-                   "function by its name")  # fmt: skip
+    raise BadField(
+        "tool_choice",
+        f"tool_choice = {brief(value)} cannot be honoured here; expected auto, none, or a function by its name",
+    )

@@ -51,9 +51,12 @@ class Said:
         reasoning = reply.reasoning_content or ""
         if not (reasoning.startswith(self.reasoning) and reply.content.startswith(self.content)):
             raise StreamDiverged("the reply does not begin with what was streamed of it")
-        return ChatDelta(index=index, reasoning=reasoning[len(self.reasoning) :],
-                         content=reply.content[len(self.content) :],
-                         tokens=token_logprobs(reply)[self.num_tokens :])  # fmt: skip
+        return ChatDelta(
+            index=index,
+            reasoning=reasoning[len(self.reasoning) :],
+            content=reply.content[len(self.content) :],
+            tokens=token_logprobs(reply)[self.num_tokens :],
+        )
 
 
 def token_logprobs(reply: ChatReply) -> tuple[TokenLogprob, ...]:

@@ -55,13 +55,21 @@ def found_servers(inputs: BackendInputs, settings: TorchSettings) -> FoundServer
 
     def connect(url: str, name: str, version: int) -> HttpReplica:
         return HttpReplica(
-            url, name=name, context_length=inputs.context_length, vocab_size=vocab_size, policy_version=version,
-            how=how, api_key=settings.api_key,
+            url,
+            name=name,
+            context_length=inputs.context_length,
+            vocab_size=vocab_size,
+            policy_version=version,
+            how=how,
+            api_key=settings.api_key,
             weight_transfer="http" if settings.weight_transfer == "http" else "files",
             update_timeout=settings.update_timeout,
-        )  # fmt: skip
+        )
 
     return FoundServers(
-        settings.urls, connect, weights=(Path(inputs.model), inputs.policy_version), patience=settings.start_timeout,
+        settings.urls,
+        connect,
+        weights=(Path(inputs.model), inputs.policy_version),
+        patience=settings.start_timeout,
         setting="inference.torch.start_timeout",
-    )  # fmt: skip
+    )

@@ -56,9 +56,16 @@ class Decoder:
     """
 
     def __init__(
-        self, model: CausalLM, settings: TorchSettings, *, context_length: int, version: int, keep_cache: bool = False,
-        record_experts: bool = False, warns: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        model: CausalLM,
+        settings: TorchSettings,
+        *,
+        context_length: int,
+        version: int,
+        keep_cache: bool = False,
+        record_experts: bool = False,
+        warns: bool = True,
+    ) -> None:
         self.model = model
         self.version = version
         self._num_loads = 0
@@ -66,8 +73,14 @@ class Decoder:
         self._keep_cache = keep_cache
         self.counts = Counts()
         with torch.inference_mode():
-            self.forward = open_forward(model, settings, context_length=context_length, keep_cache=keep_cache,
-                                        record_experts=record_experts, warns=warns)  # fmt: skip
+            self.forward = open_forward(
+                model,
+                settings,
+                context_length=context_length,
+                keep_cache=keep_cache,
+                record_experts=record_experts,
+                warns=warns,
+            )
         num_slots, bytes_per_token = settings.max_batch_size, self.forward.bytes_per_token
         num_parked = min(4 * num_slots, _PARKING_BUDGET // (bytes_per_token * context_length))
         self.cache = self.forward.cache

@@ -80,25 +80,33 @@ class TorchSampler:
             replace_weights(model.model, self._base.merged(adapter))
         longest = getattr(model.config, "max_position_embeddings", None)
         if longest is not None and context_length > longest:
-            raise ModelError(f"context_length = {context_length}, but the positions of {str(model_path)!r} end at "
-                             f"{longest}; use at most that (orchestrator.seq_len)")  # fmt: skip
+            raise ModelError(
+                f"context_length = {context_length}, but the positions of {str(model_path)!r} end at "
+                f"{longest}; use at most that (orchestrator.seq_len)"
+            )
         self.context_length = context_length
         """Most tokens of prompt and completion together."""
         self.vocab_size = min(model.vocab_size, int(model.backbone.get_input_embeddings().weight.shape[0]))
         """Ids are below this."""
         self.how: Mapping[str, str] = {
-            "dtype": config.precision, "on_weight_update": on_weight_update,
+            "dtype": config.precision,
+            "on_weight_update": on_weight_update,
             **({"return_routed_experts": "true"} if return_routed_experts else {}),
-        }  # fmt: skip
+        }
         """How it was started."""
         self._num_threads = num_threads
         self._model = model
         refuse_moving_positions(model, context_length)
         refuse_other_decoding(model, config)
         with torch_threads(num_threads):
-            self._decoder = Decoder(model, config, context_length=context_length, version=policy_version,
-                                    keep_cache=on_weight_update == "keep",
-                                    record_experts=return_routed_experts)  # fmt: skip
+            self._decoder = Decoder(
+                model,
+                config,
+                context_length=context_length,
+                version=policy_version,
+                keep_cache=on_weight_update == "keep",
+                record_experts=return_routed_experts,
+            )
         self._reading_weights = threading.Lock()
         self._engine = EngineThread(self._decoder, num_threads, cores)
 
@@ -136,8 +144,12 @@ class TorchSampler:
 
     async def _generate(self, request: SampleRequest, watch: Watch | None) -> Completion:
         check_prompt(request, vocab_size=self.vocab_size, context_length=self.context_length)
-        job = Job(future=asyncio.get_running_loop().create_future(), request=request, submitted=time.perf_counter(),
-                  watch=watch)  # fmt: skip
+        job = Job(
+            future=asyncio.get_running_loop().create_future(),
+            request=request,
+            submitted=time.perf_counter(),
+            watch=watch,
+        )
         self._engine.send(job)
         try:
             await self._answered(job)
@@ -214,10 +226,13 @@ class TorchSampler:
         """How busy the engine is. May be called from any thread."""
         counts = self.stats()
         return ReplicaLoad(
-            running=counts.num_running, waiting=counts.num_waiting, kv_usage=self._decoder.table.usage,
-            cache_queries=counts.prefix_hit_tokens + counts.prefill_tokens, cache_hits=counts.prefix_hit_tokens,
+            running=counts.num_running,
+            waiting=counts.num_waiting,
+            kv_usage=self._decoder.table.usage,
+            cache_queries=counts.prefix_hit_tokens + counts.prefill_tokens,
+            cache_hits=counts.prefix_hit_tokens,
             generated_tokens=counts.sampled_tokens,
-        )  # fmt: skip
+        )
 
     async def _run_between_steps(self, run: Callable[[], Any], *, vital: bool) -> Any:
         command = Command(future=asyncio.get_running_loop().create_future(), run=run, vital=vital)

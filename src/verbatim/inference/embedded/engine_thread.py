@@ -26,7 +26,7 @@ from verbatim.inference.embedded.messages import (
     engine_failed,
     failure_text,
     request_failed,
-)  # fmt: skip
+)
 from verbatim.machine_faults import is_out_of_memory
 from verbatim.types import StopReason
 
@@ -272,8 +272,11 @@ class EngineThread:
         assert slot is not None, "a pass without sequences takes no memory"
         table = self._decoder.table
         length, others = int(table.length[slot]), len(self._running) - 1
-        fault = SamplerFault(f"memory was not enough for a sequence of {length} tokens beside {others} others ({why}); "
-                             "it was the longest, so it was given up", num_tokens=table.num_new(slot))  # fmt: skip
+        fault = SamplerFault(
+            f"memory was not enough for a sequence of {length} tokens beside {others} others ({why}); "
+            "it was the longest, so it was given up",
+            num_tokens=table.num_new(slot),
+        )
         logger.warning("%s", fault)
         self._outbox.put(self._running.pop(slot), fault)
         self._decoder.drop(slot)
@@ -298,10 +301,14 @@ class EngineThread:
 
     def _fail(self, slot: int) -> None:
         job = self._running.pop(slot)
-        self._outbox.put(job, SamplerFault(
-            f"the logits for position {int(self._decoder.table.length[slot])} are not finite numbers under policy "
-            f"version {self._decoder.version}: the weights have diverged", num_tokens=self._decoder.table.num_new(slot)
-        ))  # fmt: skip
+        self._outbox.put(
+            job,
+            SamplerFault(
+                f"the logits for position {int(self._decoder.table.length[slot])} are not finite numbers under policy "
+                f"version {self._decoder.version}: the weights have diverged",
+                num_tokens=self._decoder.table.num_new(slot),
+            ),
+        )
         self._decoder.discard(slot)
 
     def _completion(self, job: Job, slot: int, reason: StopReason | None) -> Completion:

@@ -67,10 +67,15 @@ class FastBackbone:
         self._embedding = backbone.embed_tokens
         self._norm = backbone.norm
         self.layers = [
-            _Layer(before_attention=layer.input_layernorm, attention=layer.self_attn,
-                   before_mlp=layer.post_attention_layernorm, mlp=layer.mlp, call=call)
+            _Layer(
+                before_attention=layer.input_layernorm,
+                attention=layer.self_attn,
+                before_mlp=layer.post_attention_layernorm,
+                mlp=layer.mlp,
+                call=call,
+            )
             for layer, call in zip(backbone.layers, calls, strict=True)
-        ]  # fmt: skip
+        ]
         self.head_size = int(backbone.layers[0].self_attn.head_dim)
         positions = torch.arange(context_length, device=model.device)[None]
         cos, sin = backbone.rotary_emb(model.output.weight[:1].float(), positions)
@@ -157,10 +162,12 @@ def _is_known(model: CausalLM) -> bool:
     if model.config.hidden_act != "silu":
         return False
     return not any(
-        module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or "forward" in vars(module)
         or (isinstance(module, nn.Linear) and type(module) is not nn.Linear)
         for module in backbone.modules()
-    )  # fmt: skip
+    )
 
 
 def _normed(norm: Any, x: Tensor) -> Tensor:
@@ -199,8 +206,10 @@ def probe(model: CausalLM) -> tuple[KeyValueShape, list[AttentionCall]]:
         one = torch.zeros(1, dtype=torch.int64, device=model.device)
         model.hidden(one, one, _Probe())
     if len(set(shapes.values())) != 1 or sorted(shapes) != list(range(len(shapes))):
-        raise ModelError(f"{type(model.model).__name__} has layers with different key/value shapes {shapes}; the "
-                         "embedded sampler's cache needs the same (heads, key size, value size) in all")  # fmt: skip
+        raise ModelError(
+            f"{type(model.model).__name__} has layers with different key/value shapes {shapes}; the "
+            "embedded sampler's cache needs the same (heads, key size, value size) in all"
+        )
     kv_heads, key_size, value_size = shapes[0]
     shape = KeyValueShape(num_layers=len(shapes), num_kv_heads=kv_heads, key_size=key_size, value_size=value_size)
     return shape, [calls[layer] for layer in range(len(calls))]

@@ -29,8 +29,9 @@ logger = logging.getLogger(__name__)
 _QUIETLY = 'inference.torch.kernel = "torch" takes PyTorch without this warning'
 _DISAGREES = "it gives other hidden states than the model"
 _REPORT = f"Please report that, with what `verbatim doctor --machine` prints; {_QUIETLY}"
-_INSTALL = (f"Install a C compiler (Debian and Ubuntu: apt install gcc), which `verbatim doctor --machine` tries; "
-            f"{_QUIETLY}")  # fmt: skip
+_INSTALL = (
+    f"Install a C compiler (Debian and Ubuntu: apt install gcc), which `verbatim doctor --machine` tries; {_QUIETLY}"
+)
 
 
 class Cache(Protocol):
@@ -105,9 +106,14 @@ class Forward(Protocol):
 
 
 def open_forward(
-    model: CausalLM, settings: TorchSettings, *, context_length: int, keep_cache: bool, record_experts: bool,
+    model: CausalLM,
+    settings: TorchSettings,
+    *,
+    context_length: int,
+    keep_cache: bool,
+    record_experts: bool,
     warns: bool = True,
-) -> Forward:  # fmt: skip
+) -> Forward:
     """What computes the passes of a model.
 
     Where the kernel knows the model and still cannot be used, a warning says why, once in a process (`warns`).
@@ -124,17 +130,27 @@ def open_forward(
             assert known is not None, "why_not refuses models without one"
             kernel = load_kernel()
             if kernel is not None:
-                compiled = CompiledForward(model, known, calls, shape, num_slots=settings.max_batch_size,
-                                           context_length=context_length, kernel=kernel)  # fmt: skip
+                compiled = CompiledForward(
+                    model,
+                    known,
+                    calls,
+                    shape,
+                    num_slots=settings.max_batch_size,
+                    context_length=context_length,
+                    kernel=kernel,
+                )
                 if compiled.agrees(model, context_length):
                     return compiled
             reason, advice = (_DISAGREES, _REPORT) if kernel is not None else _why_missing()
         if settings.kernel == "compiled":
-            raise ModelError(f'inference.torch.kernel = "compiled", but the compiled kernel cannot be used: {reason}; '
-                             'use "auto"')  # fmt: skip
+            raise ModelError(
+                f'inference.torch.kernel = "compiled", but the compiled kernel cannot be used: {reason}; use "auto"'
+            )
         if advice and warns:
-            _warn_once(f"the embedded sampler computes with PyTorch, several times slower than with its compiled "
-                       f"kernel: {reason}. {advice}")  # fmt: skip
+            _warn_once(
+                f"the embedded sampler computes with PyTorch, several times slower than with its compiled "
+                f"kernel: {reason}. {advice}"
+            )
         else:
             logger.info("the embedded sampler computes with PyTorch, without its compiled kernel: %s", reason)
     reads_prefixes_once = not keep_cache and not record_experts

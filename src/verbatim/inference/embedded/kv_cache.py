@@ -204,9 +204,7 @@ class CachePlan:
             self._biases[index, sliding_window] = bias
         return bias
 
-    def _attend_group(
-        self, layer: int, group: Group, query_RHD: Tensor, bias: Tensor, call: AttentionCall
-    ) -> Tensor:
+    def _attend_group(self, layer: int, group: Group, query_RHD: Tensor, bias: Tensor, call: AttentionCall) -> Tensor:
         batch, queries = group.positions_BQ.shape
         if group.cells is not None:
             padded = query_RHD.new_zeros(batch * queries, *query_RHD.shape[1:])
@@ -234,9 +232,13 @@ class CachePlan:
 
 
 def attend_at_once(
-    query_BQHD: Tensor, keys_BKDC: Tensor, values_BKCD: Tensor, bias: Tensor, call: AttentionCall,
+    query_BQHD: Tensor,
+    keys_BKDC: Tensor,
+    values_BKCD: Tensor,
+    bias: Tensor,
+    call: AttentionCall,
     prefix: Prefix | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Softmax attention, with queries already scaled: [B, Q, H, D].
 
     Args:

@@ -37,14 +37,20 @@ def refuse_other_decoding(model: CausalLM, settings: TorchSettings) -> None:
 def _decoding_fault(pair: TinyPair, asked: TorchSettings) -> str | None:
     """The fault of cached decoding as a sentence for a message, or None. Decodes prompts of two lengths in parts, then
     tokens one by one past the tiny copy's windows, then a second turn on the cache."""
-    settings = TorchSettings(max_batch_size=2, prefill_chunk=WINDOW - 3, deterministic=asked.deterministic,
-                             kernel="torch" if asked.kernel == "torch" else "auto")  # fmt: skip
+    settings = TorchSettings(
+        max_batch_size=2,
+        prefill_chunk=WINDOW - 3,
+        deterministic=asked.deterministic,
+        kernel="torch" if asked.kernel == "torch" else "auto",
+    )
     try:
         decoder = Decoder(pair.ours, settings, context_length=2 * LENGTH, version=0, warns=False)
         ids = probe_ids(pair, LENGTH).numpy().astype(np.int32)
         params = SamplingParams(max_tokens=LENGTH // 2)
-        first = [SampleRequest(prompt_ids=prompt, params=params, seed=seed, session=str(seed))
-                 for seed, prompt in enumerate([ids[: LENGTH // 2], ids[LENGTH // 2 :][:5]])]  # fmt: skip
+        first = [
+            SampleRequest(prompt_ids=prompt, params=params, seed=seed, session=str(seed))
+            for seed, prompt in enumerate([ids[: LENGTH // 2], ids[LENGTH // 2 :][:5]])
+        ]
         (longer, _), worst = _sample(decoder, pair, first)
         params = dataclasses.replace(params, max_tokens=2)
         again = SampleRequest(prompt_ids=np.concatenate([longer, ids[:4]]), params=params, seed=2, session="0")

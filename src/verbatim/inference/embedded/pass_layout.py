@@ -62,9 +62,15 @@ def fixed_groups(layout: PassLayout, num_single: int, device: torch.device) -> l
 
 
 def ragged_groups(
-    layout: PassLayout, slots: Slots, counts: Rows, computed: Rows, *, bytes_per_key: int, device: torch.device,
+    layout: PassLayout,
+    slots: Slots,
+    counts: Rows,
+    computed: Rows,
+    *,
+    bytes_per_key: int,
+    device: torch.device,
     ids: Int32 | None = None,
-) -> list[Group]:  # fmt: skip
+) -> list[Group]:
     """Any other pass: ranges of slots with one new token each, then sequences with several, by similar numbers.
 
     Args:
@@ -150,8 +156,12 @@ class SlotRange:
 
     def joined(self, other: SlotRange) -> SlotRange:
         """This range joined with the next one."""
-        return SlotRange(first=self.first, last=other.last, slots=slice(self.slots.start, other.slots.stop),
-                   longest=max(self.longest, other.longest))  # fmt: skip
+        return SlotRange(
+            first=self.first,
+            last=other.last,
+            slots=slice(self.slots.start, other.slots.stop),
+            longest=max(self.longest, other.longest),
+        )
 
 
 def slot_ranges(slots: Slots, lengths: Rows, bytes_per_key: int) -> list[SlotRange]:
@@ -168,8 +178,12 @@ def slot_ranges(slots: Slots, lengths: Rows, bytes_per_key: int) -> list[SlotRan
     done: list[SlotRange] = []
     for first in range(0, len(slots), _SHORTEST):
         last = min(first + _SHORTEST, len(slots))
-        current = SlotRange(first=first, last=last, slots=slice(int(slots[first]), int(slots[last - 1]) + 1),
-                  longest=int(lengths[first:last].max()))  # fmt: skip
+        current = SlotRange(
+            first=first,
+            last=last,
+            slots=slice(int(slots[first]), int(slots[last - 1]) + 1),
+            longest=int(lengths[first:last].max()),
+        )
         while done:
             joined = done[-1].joined(current)
             if (joined.keys - done[-1].keys - current.keys) * bytes_per_key > _RANGE_BYTES:

@@ -74,7 +74,7 @@ class Rebuild:
             slot: (int(table.arrival[slot]), leader)
             for slot, leader in leaders(table, active.tolist()).items()
             if not table.computed[slot] and table.loaded[slot] == table.loaded[leader.slot]
-        }  # fmt: skip
+        }
 
     def go_on(self) -> None:
         """Let sequences begin with what their leaders have computed by now. Where a leader ended before it had computed

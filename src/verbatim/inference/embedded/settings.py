@@ -40,8 +40,10 @@ class TorchSettings(ServerSettings):
     def precision(self) -> Literal["float32", "bfloat16"]:
         """What it computes in."""
         if self.dtype == "auto":
-            raise UsageError('dtype = "auto" is chosen by a run, verbatim eval, rollout, serve or inference; here '
-                             'give "float32" or "bfloat16"')  # fmt: skip
+            raise UsageError(
+                'dtype = "auto" is chosen by a run, verbatim eval, rollout, serve or inference; here '
+                'give "float32" or "bfloat16"'
+            )
         return self.dtype
 
     def check(self) -> None:

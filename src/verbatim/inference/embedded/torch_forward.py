@@ -43,9 +43,14 @@ class TorchForward:
     """
 
     def __init__(
-        self, model: CausalLM, backbone: FastBackbone | CausalLM, shape: KeyValueShape, settings: TorchSettings, *,
+        self,
+        model: CausalLM,
+        backbone: FastBackbone | CausalLM,
+        shape: KeyValueShape,
+        settings: TorchSettings,
+        *,
         reads_prefixes_once: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if model.device.type == "cpu":
             keep_freed_memory()
         self._model = model
@@ -89,13 +94,22 @@ class TorchForward:
             groups = fixed_groups(layout, int((counts == 1).sum()), device)
         else:
             groups = ragged_groups(
-                layout, slots, counts, table.computed[slots], bytes_per_key=self._bytes_per_key, device=device,
+                layout,
+                slots,
+                counts,
+                table.computed[slots],
+                bytes_per_key=self._bytes_per_key,
+                device=device,
                 ids=table.ids if self._reads_prefixes_once else None,
-            )  # fmt: skip
+            )
         plan = CachePlan(
-            cache=self.cache, write_rows=write_rows, write_slots=as_tensor(layout.slots, device),
-            write_positions=as_tensor(layout.positions, device), groups=groups, in_blocks=bool(self.num_rows),
-        )  # fmt: skip
+            cache=self.cache,
+            write_rows=write_rows,
+            write_slots=as_tensor(layout.slots, device),
+            write_positions=as_tensor(layout.positions, device),
+            groups=groups,
+            in_blocks=bool(self.num_rows),
+        )
         ids_T, positions_T = as_tensor(ids, device), as_tensor(positions, device)
         last = None
         if not self.num_rows and len(slots) < len(ids):
@@ -150,9 +164,13 @@ class TorchForward:
         few = slots[1:4]
         copied = group(few, None, few, positions[few], BLOCK, device)
         plan = CachePlan(
-            cache=self.cache, write_rows=None, write_slots=as_tensor(slots, device),
-            write_positions=as_tensor(positions, device), groups=(in_place, copied), in_blocks=True,
-        )  # fmt: skip
+            cache=self.cache,
+            write_rows=None,
+            write_slots=as_tensor(slots, device),
+            write_positions=as_tensor(positions, device),
+            groups=(in_place, copied),
+            in_blocks=True,
+        )
         zeros = as_tensor(positions, device)
         logits = self._model.logits(self._backbone.hidden(zeros + 1, zeros, plan))
         if not bool((logits == logits[0]).all()):

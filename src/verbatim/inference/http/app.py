@@ -59,10 +59,20 @@ class SamplerApp:
     """An ASGI application over a sampler. See `server.serve_sampler` for its arguments."""
 
     def __init__(
-        self, sampler: Sampler, *, desk: ChatDesk | None, renderer: Renderer | None, model: str, api_key: str | None,
-        seed: int | None, limits: ServerLimits, weights_folder: Path | None, uploads: Path | None,
-        hosts: Collection[str], options: Options,
-    ) -> None:  # fmt: skip
+        self,
+        sampler: Sampler,
+        *,
+        desk: ChatDesk | None,
+        renderer: Renderer | None,
+        model: str,
+        api_key: str | None,
+        seed: int | None,
+        limits: ServerLimits,
+        weights_folder: Path | None,
+        uploads: Path | None,
+        hosts: Collection[str],
+        options: Options,
+    ) -> None:
         self._sampler = sampler
         self._end_ids = () if renderer is None else renderer.stop_token_ids
         self._model = model
@@ -77,23 +87,35 @@ class SamplerApp:
         self._started = int(time.time())
         self._id = uuid.uuid4().hex
         self._chat = ChatRoutes(
-            sampler, desk, None if renderer is None else renderer.decode, model=model, limits=limits, options=options,
-            draw_seed=lambda: self._random.getrandbits(63), stopped=self._stopped,
-        )  # fmt: skip
-        self._app = Starlette(exception_handlers={HTTPException: self._no_route}, routes=[
-            Route("/health", self._health),
-            Route("/v1/models", self._guarded(self._models)),
-            Route("/v1/models/{name:path}", self._guarded(self._one_model)),
-            *(Route(path, self._guarded(self._chat.answer), methods=["POST"]) for path in self._chat.protocols),
-            Route(protocol.REFUSED, self._guarded(self._refused)),
-            Route(protocol.SAMPLER, self._guarded(self._describe)),
-            Route(protocol.LOAD, self._guarded(self._load)),
-            Route(protocol.GENERATE, self._guarded(self._generate), methods=["POST"]),
-            Route(protocol.PROMPT_LOGPROBS, self._guarded(self._prompt_logprobs), methods=["POST"]),
-            Route(protocol.WEIGHTS, self._guarded(self._update_weights), methods=["POST"]),
-            Route(verbatim_uploads.PREFIX + "{names:path}", self._guarded(self._take_upload),
-                  methods=["GET", "PUT", "POST"]),
-        ])  # fmt: skip
+            sampler,
+            desk,
+            None if renderer is None else renderer.decode,
+            model=model,
+            limits=limits,
+            options=options,
+            draw_seed=lambda: self._random.getrandbits(63),
+            stopped=self._stopped,
+        )
+        self._app = Starlette(
+            exception_handlers={HTTPException: self._no_route},
+            routes=[
+                Route("/health", self._health),
+                Route("/v1/models", self._guarded(self._models)),
+                Route("/v1/models/{name:path}", self._guarded(self._one_model)),
+                *(Route(path, self._guarded(self._chat.answer), methods=["POST"]) for path in self._chat.protocols),
+                Route(protocol.REFUSED, self._guarded(self._refused)),
+                Route(protocol.SAMPLER, self._guarded(self._describe)),
+                Route(protocol.LOAD, self._guarded(self._load)),
+                Route(protocol.GENERATE, self._guarded(self._generate), methods=["POST"]),
+                Route(protocol.PROMPT_LOGPROBS, self._guarded(self._prompt_logprobs), methods=["POST"]),
+                Route(protocol.WEIGHTS, self._guarded(self._update_weights), methods=["POST"]),
+                Route(
+                    verbatim_uploads.PREFIX + "{names:path}",
+                    self._guarded(self._take_upload),
+                    methods=["GET", "PUT", "POST"],
+                ),
+            ],
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
@@ -110,34 +132,56 @@ class SamplerApp:
 
     async def _health(self, request: Request) -> Response:
         failure = failure_of(self._sampler)
-        return (JSONResponse({"status": "ok", "server": self._id}) if failure is None
-                else self._refusal(request, 503, failure))  # fmt: skip
+        return (
+            JSONResponse({"status": "ok", "server": self._id})
+            if failure is None
+            else self._refusal(request, 503, failure)
+        )
 
     async def _models(self, request: Request) -> dict[str, Any]:
         """In OpenAI's format and in Anthropic's at once: each client reads its own fields."""
-        return {"object": "list", "data": [self._card()], "first_id": self._model, "last_id": self._model,
-                "has_more": False}  # fmt: skip
+        return {
+            "object": "list",
+            "data": [self._card()],
+            "first_id": self._model,
+            "last_id": self._model,
+            "has_more": False,
+        }
 
     async def _one_model(self, request: Request) -> dict[str, Any]:
         if request.path_params["name"] != self._model:
-            raise Refused(404, f"there is no model {brief(request.path_params['name'])} here; this server has "
-                          f"{self._model!r}")  # fmt: skip
+            raise Refused(
+                404, f"there is no model {brief(request.path_params['name'])} here; this server has {self._model!r}"
+            )
         return self._card()
 
     def _card(self) -> dict[str, Any]:
         at = datetime.fromtimestamp(self._started, UTC).isoformat().replace("+00:00", "Z")
-        return {"id": self._model, "object": "model", "created": self._started, "owned_by": "verbatim",
-                "type": "model", "display_name": self._model, "created_at": at,
-                "max_model_len": self._sampler.context_length}  # fmt: skip
+        return {
+            "id": self._model,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "verbatim",
+            "type": "model",
+            "display_name": self._model,
+            "created_at": at,
+            "max_model_len": self._sampler.context_length,
+        }
 
     async def _refused(self, request: Request) -> dict[str, Any]:
         return dict(self._chat.refused)
 
     async def _describe(self, request: Request) -> dict[str, Any]:
-        return {"model": self._model, "context_length": self._sampler.context_length,
-                "vocab_size": self._sampler.vocab_size, "policy_version": self._sampler.policy_version,
-                "server": self._id, "takes_weights": self._takes_weights, "takes_uploads": self._uploads is not None,
-                "how": dict(self._sampler.how) if isinstance(self._sampler, SaysHow) else {}}  # fmt: skip
+        return {
+            "model": self._model,
+            "context_length": self._sampler.context_length,
+            "vocab_size": self._sampler.vocab_size,
+            "policy_version": self._sampler.policy_version,
+            "server": self._id,
+            "takes_weights": self._takes_weights,
+            "takes_uploads": self._uploads is not None,
+            "how": dict(self._sampler.how) if isinstance(self._sampler, SaysHow) else {},
+        }
 
     async def _load(self, request: Request) -> dict[str, Any]:
         if not isinstance(self._sampler, SaysLoad):
@@ -151,15 +195,23 @@ class SamplerApp:
         body = await self._ids_body(request, room)
         request_id = read_name(body, "request_id")
         sample, logprobs = read_request(
-            body, seed=self._random.getrandbits(63), room=room, session=request.headers.get(SESSION_HEADER, ""),
+            body,
+            seed=self._random.getrandbits(63),
+            room=room,
+            session=request.headers.get(SESSION_HEADER, ""),
             end_ids=[token for token in self._end_ids if token < vocab_size],
-        )  # fmt: skip
+        )
         completion = await while_there(request.receive, self._stopped, self._sampler.generate(sample))
         return protocol.completion_body(
-            completion, request_id=request_id or str(uuid.uuid4()), model=self._model, seed=sample.seed,
-            num_prompt_tokens=len(sample.prompt_ids), policy_version=self._sampler.policy_version, logprobs=logprobs,
+            completion,
+            request_id=request_id or str(uuid.uuid4()),
+            model=self._model,
+            seed=sample.seed,
+            num_prompt_tokens=len(sample.prompt_ids),
+            policy_version=self._sampler.policy_version,
+            logprobs=logprobs,
             server=self._id,
-        )  # fmt: skip
+        )
 
     async def _prompt_logprobs(self, request: Request) -> dict[str, Any]:
         room = self._sampler.context_length
@@ -173,20 +225,28 @@ class SamplerApp:
         check_temperature(temperature)
         scoring = self._sampler.prompt_logprobs(ids, float(temperature))
         scored = await while_there(request.receive, self._stopped, scoring)
-        return {"logprobs": [None, *scored.tolist()[1:]], "policy_version": self._sampler.policy_version,
-                "server": self._id}  # fmt: skip
+        return {
+            "logprobs": [None, *scored.tolist()[1:]],
+            "policy_version": self._sampler.policy_version,
+            "server": self._id,
+        }
 
     async def _update_weights(self, request: Request) -> dict[str, Any]:
         """Requires a key or a configured folder; the client's address proves nothing behind a proxy."""
         if not self._takes_weights:
-            raise Refused(403, "weights are accepted with an api key, or from the folder given when the server was "
-                          "started (--weights-folder); this server has neither")  # fmt: skip
+            raise Refused(
+                403,
+                "weights are accepted with an api key, or from the folder given when the server was "
+                "started (--weights-folder); this server has neither",
+            )
         body = read_json(await read_body(request, self._limits.small_body(), self._limits))
         refuse_others(body, {"path", "version"}, {}, where="request")
         path, version = body.get("path"), body.get("version")
         if not isinstance(path, str) or type(version) is not int:
-            raise UsageError(f'expected {{"path": folder, "version": integer}}, found path = {brief(path)}, '
-                             f"version = {brief(version)}")  # fmt: skip
+            raise UsageError(
+                f'expected {{"path": folder, "version": integer}}, found path = {brief(path)}, '
+                f"version = {brief(version)}"
+            )
         check_version(version)
         await self._sampler.update_weights(await asyncio.to_thread(self._weights_at, path), version)
         return {"policy_version": self._sampler.policy_version, "server": self._id}
@@ -267,8 +327,10 @@ class SamplerApp:
     async def _no_route(self, request: Request, error: Exception) -> Response:
         """Refuse a path or a method that no endpoint has, in the form of the protocol that the path belongs to."""
         assert isinstance(error, HTTPException)
-        said = {404: f"there is nothing at {brief(request.url.path)}",
-                405: f"{brief(request.url.path)} does not take {request.method}"}  # fmt: skip
+        said = {
+            404: f"there is nothing at {brief(request.url.path)}",
+            405: f"{brief(request.url.path)} does not take {request.method}",
+        }
         answer = self._refusal(request, error.status_code, said.get(error.status_code, error.detail))
         answer.headers.update(error.headers or {})
         return answer
@@ -294,8 +356,10 @@ class SamplerApp:
         try:
             ipaddress.ip_address(name)
         except ValueError:
-            raise Refused(403, f"Host: {brief(given)} is not a name of this server; start it with --allow-host, or "
-                          "with an api key") from None  # fmt: skip
+            raise Refused(
+                403,
+                f"Host: {brief(given)} is not a name of this server; start it with --allow-host, or with an api key",
+            ) from None
 
     def _check_key(self, request: Request) -> None:
         if self._api_key is None:

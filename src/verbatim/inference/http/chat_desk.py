@@ -110,8 +110,10 @@ class ProcessDesk(ChatDesk):
         try:
             self._spec = pickle.dumps(renderer_spec(renderer))
         except Exception as error:  # parts of custom renderers raise anything
-            raise UsageError(f"renderer {renderer.name!r} cannot be made again in another process ({error}); serve "
-                             "with chat_processes = 0") from error  # fmt: skip
+            raise UsageError(
+                f"renderer {renderer.name!r} cannot be made again in another process ({error}); serve "
+                "with chat_processes = 0"
+            ) from error
         self._seconds = limits.render_seconds
         self._tasks: list[tuple[int, int, bytes, asyncio.Future[Any]]] = []
         """The request's bytes (the smallest runs first), a number, the pickled call, and its outcome."""
@@ -120,10 +122,12 @@ class ProcessDesk(ChatDesk):
         self._changed = asyncio.Condition()
         self._ready = [asyncio.get_running_loop().create_future() for _ in range(processes)]
         self._workers = [
-            asyncio.create_task(self._work(most=SMALL if k == 0 and processes > 1 else None, ready=self._ready[k]),
-                                name=f"chat-process-{k}")
+            asyncio.create_task(
+                self._work(most=SMALL if k == 0 and processes > 1 else None, ready=self._ready[k]),
+                name=f"chat-process-{k}",
+            )
             for k in range(processes)
-        ]  # fmt: skip
+        ]
 
     async def start(self) -> None:
         """Wait until all processes have loaded the renderer."""
@@ -207,9 +211,13 @@ class ProcessDesk(ChatDesk):
 
 async def _start(spec: bytes) -> asyncio.subprocess.Process:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "verbatim.inference.http.chat_desk", stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE, env=child_environment(),
-    )  # fmt: skip
+        sys.executable,
+        "-m",
+        "verbatim.inference.http.chat_desk",
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env=child_environment(),
+    )
     try:
         async with asyncio.timeout(START_SECONDS):
             await _send(process, spec)

@@ -60,16 +60,26 @@ class ChatRoutes:
     """
 
     def __init__(
-        self, sampler: Sampler, desk: ChatDesk | None, decode: Decode | None, *, model: str, limits: ServerLimits,
-        options: Options, draw_seed: Callable[[], int], stopped: asyncio.Event,
-    ) -> None:  # fmt: skip
+        self,
+        sampler: Sampler,
+        desk: ChatDesk | None,
+        decode: Decode | None,
+        *,
+        model: str,
+        limits: ServerLimits,
+        options: Options,
+        draw_seed: Callable[[], int],
+        stopped: asyncio.Event,
+    ) -> None:
         self._sampler, self._desk, self._decode = sampler, desk, decode
         self._model, self._limits = model, limits
         self._draw_seed, self._stopped = draw_seed, stopped
         self.protocols: dict[str, ChatProtocol] = {
-            "/v1/chat/completions": OpenAIChat(options), "/v1/responses": OpenAIResponses(options),
-            "/v1/messages": AnthropicMessages(options), "/v1/messages/count_tokens": AnthropicMessages(options),
-        }  # fmt: skip
+            "/v1/chat/completions": OpenAIChat(options),
+            "/v1/responses": OpenAIResponses(options),
+            "/v1/messages": AnthropicMessages(options),
+            "/v1/messages/count_tokens": AnthropicMessages(options),
+        }
         """By path."""
         self.refused: Counter[str] = Counter()
         """Requests by protocol and the field that they were refused for, and fields that were let pass."""
@@ -90,15 +100,27 @@ class ChatRoutes:
 
     async def _answer(self, request: Request, protocol: ChatProtocol) -> Response:
         if self._desk is None:
-            raise Refused(404, "this server was started without a renderer, so it takes token ids only: "
-                          f"POST {GENERATE}")  # fmt: skip
+            raise Refused(
+                404, f"this server was started without a renderer, so it takes token ids only: POST {GENERATE}"
+            )
         room = self._sampler.context_length
         data = bytes(await read_body(request, self._limits.chat_body(room), self._limits))
         is_count = request.url.path.endswith("/count_tokens")
-        asked = await while_there(request.receive, self._stopped, self._desk.run(
-            len(data), read_chat, data, dict(request.headers), protocol, model=self._model, room=room,
-            vocab_size=self._sampler.vocab_size, is_count=is_count,
-        ))  # fmt: skip
+        asked = await while_there(
+            request.receive,
+            self._stopped,
+            self._desk.run(
+                len(data),
+                read_chat,
+                data,
+                dict(request.headers),
+                protocol,
+                model=self._model,
+                room=room,
+                vocab_size=self._sampler.vocab_size,
+                is_count=is_count,
+            ),
+        )
         self.refused.update(f"{protocol.name}/unenforced/{field}" for field in asked.request.unenforced)
         if is_count:
             assert isinstance(protocol, AnthropicMessages)
@@ -122,8 +144,9 @@ class ChatRoutes:
 
     async def _sample(self, asked: Asked, seed: int, show: Callable[[Sequence[int]], None] | None) -> Completion:
         """Sample one completion, which ends with the token that completes a stop string where the sampler can."""
-        request = SampleRequest(prompt_ids=asked.prompt_ids, params=asked.params, seed=seed,
-                                session=asked.request.session)  # fmt: skip
+        request = SampleRequest(
+            prompt_ids=asked.prompt_ids, params=asked.params, seed=seed, session=asked.request.session
+        )
         if show is None and not asked.request.stop:
             completion = await self._sampler.generate(request)
         else:
@@ -204,9 +227,10 @@ class ChatRoutes:
 
 
 def _take(
-    growing: Sequence[Growing], found: tuple[int, Sequence[int]] | None,
+    growing: Sequence[Growing],
+    found: tuple[int, Sequence[int]] | None,
     drawn: asyncio.Queue[tuple[int, Sequence[int]] | None],
-) -> None:  # fmt: skip
+) -> None:
     """Add what was drawn: `found`, and all that waits behind it."""
     while True:
         if found is not None:

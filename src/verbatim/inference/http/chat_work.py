@@ -32,9 +32,16 @@ class Asked:
 
 
 def read_chat(
-    data: bytes, headers: Mapping[str, str], protocol: ChatProtocol, *, renderer: Renderer, model: str, room: int,
-    vocab_size: int, is_count: bool = False,
-) -> Asked:  # fmt: skip
+    data: bytes,
+    headers: Mapping[str, str],
+    protocol: ChatProtocol,
+    *,
+    renderer: Renderer,
+    model: str,
+    room: int,
+    vocab_size: int,
+    is_count: bool = False,
+) -> Asked:
     """Read and render the body of a request; refuses as much as possible before it renders.
 
     Args:
@@ -65,12 +72,15 @@ def read_chat(
     for name, part in (("messages", request.messages), ("tools", request.tools)):
         size = text_of_all(part)
         if size > most_text(room):
-            raise UsageError(f"{name}: {size} characters; a context of {room} tokens holds at most {most_text(room)}, "
-                             f"{BYTES_OF_A_TOKEN} in a token")  # fmt: skip
+            raise UsageError(
+                f"{name}: {size} characters; a context of {room} tokens holds at most {most_text(room)}, "
+                f"{BYTES_OF_A_TOKEN} in a token"
+            )
     ids = _render(renderer, request)
     if len(ids) >= room and not is_count:
-        raise RecordError(f"messages: {len(ids)} ids leave no room in a context of {room} tokens; at most {room - 1} "
-                          "fit")  # fmt: skip
+        raise RecordError(
+            f"messages: {len(ids)} ids leave no room in a context of {room} tokens; at most {room - 1} fit"
+        )
     ends = [token for token in renderer.stop_token_ids if token < vocab_size]
     params = request.sampling.params(SamplingParams(), room=max(1, room - len(ids)), end_ids=ends)
     return Asked(request=replace(request, messages=()), prompt_ids=ids, params=params)
@@ -100,5 +110,6 @@ def read_completion(
         SamplerFault: the engine's logprobs or versions do not match the ids.
     """
     check_completion(completion)
-    return read_reply(completion, asked.request, renderer, asked.prompt_ids, seed=seed,
-                      call_id=lambda k: f"{call_prefix}_{k}")  # fmt: skip
+    return read_reply(
+        completion, asked.request, renderer, asked.prompt_ids, seed=seed, call_id=lambda k: f"{call_prefix}_{k}"
+    )

@@ -119,9 +119,15 @@ class HttpClient:
     """
 
     def __init__(
-        self, url: str, *, api_key: str | None = None, request_timeout: float, max_retries: int,
-        remote_api: bool = False, headers: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        request_timeout: float,
+        max_retries: int,
+        remote_api: bool = False,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         self._loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopState] = weakref.WeakKeyDictionary()
         check_address(url, "url")
         check_limits(request_timeout, max_retries)
@@ -133,8 +139,11 @@ class HttpClient:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._remote_api = remote_api
         self._proxy = proxy_of_environment(self.url) if remote_api else None
-        self._secrets = [secret for secret in (api_key, self._proxy and urlsplit(self._proxy).password)
-                         if secret and len(secret) >= _SHORTEST_SECRET]  # fmt: skip
+        self._secrets = [
+            secret
+            for secret in (api_key, self._proxy and urlsplit(self._proxy).password)
+            if secret and len(secret) >= _SHORTEST_SECRET
+        ]
         self._request_timeout = request_timeout
         self._max_retries = max_retries
         self._closed = False
@@ -151,9 +160,13 @@ class HttpClient:
         self._drop_ended_loops()
 
     async def ask(
-        self, method: str, path: str, body: bytes | None, read: Callable[[Answer], T],
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        read: Callable[[Answer], T],
         failures: Counter[str] | None = None,
-    ) -> T:  # fmt: skip
+    ) -> T:
         """Send a request until it is answered. Cancelling the call closes its connection.
 
         Args:
@@ -210,8 +223,13 @@ class HttpClient:
                 seconds = pause(attempt - 1, failure.retry_after, self._random)
                 is_news = self._remote_api and failure.kind == "connection" and not self._warned
             self._warned = self._warned or is_news
-            logger.log(logging.WARNING if is_news else logging.DEBUG, "%s; again in %.1f s, at most %d times in all",
-                       said, seconds, self._max_retries)  # fmt: skip
+            logger.log(
+                logging.WARNING if is_news else logging.DEBUG,
+                "%s; again in %.1f s, at most %d times in all",
+                said,
+                seconds,
+                self._max_retries,
+            )
             await asyncio.sleep(seconds)
         raise AssertionError("the last attempt returns or raises")
 

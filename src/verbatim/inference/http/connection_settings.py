@@ -30,23 +30,29 @@ def check_address(url: object, name: str) -> None:
     if not is_address or any(c.isspace() or not c.isprintable() for c in url):
         raise UsageError(f"{name} {url.rpartition('@')[2]!r}; {example}")
     if "@" in parts.netloc or parts.query or parts.fragment:
-        raise UsageError(f"{name} of {parts.hostname} holds a password or a query, which would be written down; give "
-                         "the key as api_key, or in an environment variable")  # fmt: skip
+        raise UsageError(
+            f"{name} of {parts.hostname} holds a password or a query, which would be written down; give "
+            "the key as api_key, or in an environment variable"
+        )
 
 
 def check_limits(request_timeout: object, max_retries: object) -> None:
     """Raises `UsageError` for limits with which no request could be made."""
     is_count = isinstance(max_retries, int) and max_retries >= 0
     if not is_count or not isinstance(request_timeout, int | float) or not request_timeout > 0:
-        raise UsageError(f"max_retries = {max_retries!r}, request_timeout = {request_timeout!r}; expected at least 0 "
-                         "retries and a time above 0, in seconds")  # fmt: skip
+        raise UsageError(
+            f"max_retries = {max_retries!r}, request_timeout = {request_timeout!r}; expected at least 0 "
+            "retries and a time above 0, in seconds"
+        )
 
 
 def check_key(key: object) -> None:
     """Refuse a key that no header can hold, without quoting it."""
     if key is not None and not (isinstance(key, str) and key.isascii() and key.isprintable() and " " not in key):
-        raise UsageError("the API key holds a line break, a space or a letter that a header cannot hold, or is no "
-                         "text; a key that was read from a file needs .strip()")  # fmt: skip
+        raise UsageError(
+            "the API key holds a line break, a space or a letter that a header cannot hold, or is no "
+            "text; a key that was read from a file needs .strip()"
+        )
 
 
 def key_variable(url: str, named: str | None) -> str | None:
@@ -79,8 +85,10 @@ def named_key(url: str, named: str | None) -> str | None:
     variable = key_variable(url, named)
     key = (os.environ.get(variable) or None) if variable is not None else None
     if named is not None and key is None:
-        raise UsageError(f"api_key_env: the environment variable {named} is empty; put the key of {url} into it, or "
-                         "leave api_key_env out for a server that needs none")  # fmt: skip
+        raise UsageError(
+            f"api_key_env: the environment variable {named} is empty; put the key of {url} into it, or "
+            "leave api_key_env out for a server that needs none"
+        )
     return key
 
 
@@ -102,8 +110,10 @@ def proxy_of_environment(url: str) -> str | None:
         return None
     proxy = proxy if "://" in proxy else f"http://{proxy}"
     if urlsplit(proxy).scheme not in ("http", "https"):
-        raise UsageError(f"the environment names a {urlsplit(proxy).scheme} proxy for {parts.hostname}; expected an "
-                         f"http proxy, or the host in NO_PROXY: NO_PROXY={parts.hostname}")  # fmt: skip
+        raise UsageError(
+            f"the environment names a {urlsplit(proxy).scheme} proxy for {parts.hostname}; expected an "
+            f"http proxy, or the host in NO_PROXY: NO_PROXY={parts.hostname}"
+        )
     return proxy
 
 

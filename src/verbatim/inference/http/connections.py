@@ -41,8 +41,10 @@ _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
 _LOG_INTERVAL = 60.0
 """Seconds between two log lines about the same problem."""
-_FULL = (b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nconnection: close\r\n"
-         b"retry-after: 1\r\ncontent-length: %d\r\n\r\n%s")  # fmt: skip
+_FULL = (
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    b"retry-after: 1\r\ncontent-length: %d\r\n\r\n%s"
+)
 _FULL_BODY = b'{"error": {"message": "too many connections; try again", "type": "unavailable", "code": 503}}'
 
 
@@ -195,9 +197,12 @@ class Acceptor:
     """
 
     def __init__(
-        self, listening: socket.socket, make: Callable[[], asyncio.Protocol], table: ConnectionTable,
+        self,
+        listening: socket.socket,
+        make: Callable[[], asyncio.Protocol],
+        table: ConnectionTable,
         tls: ssl.SSLContext | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._listening = listening
         self._make = make
         self._table = table
@@ -285,9 +290,11 @@ class Acceptor:
     async def _connect(self, connection: socket.socket) -> None:
         try:
             await self._loop.connect_accepted_socket(
-                self._make, connection, ssl=self._tls,
+                self._make,
+                connection,
+                ssl=self._tls,
                 ssl_handshake_timeout=None if self._tls is None else self._table.limits.head_seconds,
-            )  # fmt: skip
+            )
         except OSError:  # the client closed it meanwhile
             connection.close()
 
@@ -327,10 +334,20 @@ class Server(uvicorn.Server):
     def __init__(
         self, app: ASGIApp, listening: socket.socket, table: ConnectionTable, tls: ssl.SSLContext | None = None
     ) -> None:
-        super().__init__(uvicorn.Config(
-            app, log_config=None, log_level="error", access_log=False, lifespan="off", ws="none", http="h11",
-            proxy_headers=False, timeout_keep_alive=_KEEP_ALIVE, timeout_graceful_shutdown=_GRACE,
-        ))  # fmt: skip
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                log_level="error",
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                http="h11",
+                proxy_headers=False,
+                timeout_keep_alive=_KEEP_ALIVE,
+                timeout_graceful_shutdown=_GRACE,
+            )
+        )
         make = functools.partial(
             Connection, config=self.config, server_state=self.server_state, app_state={}, table=table
         )

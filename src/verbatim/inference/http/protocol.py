@@ -89,13 +89,20 @@ def request_body(
     body: dict[str, Any] = {
         "token_ids": request.prompt_ids,
         "sampling_params": {
-            "temperature": params.temperature, "max_tokens": params.max_tokens, "top_p": params.top_p,
-            "top_k": params.top_k, "min_p": params.min_p, "stop_token_ids": list(params.stop_token_ids),
-            "logprobs": 0, "ignore_eos": True, "skip_special_tokens": False, **seed,
+            "temperature": params.temperature,
+            "max_tokens": params.max_tokens,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "min_p": params.min_p,
+            "stop_token_ids": list(params.stop_token_ids),
+            "logprobs": 0,
+            "ignore_eos": True,
+            "skip_special_tokens": False,
+            **seed,
             **({"routed_experts_prompt_start": start} if start else {}),
         },
         OURS: {"session": request.session, PACKED: True, "seed": request.seed},
-    }  # fmt: skip
+    }
     if cache_salt is not None:
         body["cache_salt"] = cache_salt
     return body if model is None else {**body, "model": model}
@@ -137,9 +144,16 @@ def read_ids(value: object, what: str, room: int | None = None) -> Int32:
 
 
 def completion_body(
-    completion: Completion, *, request_id: str, model: str, seed: int, num_prompt_tokens: int, policy_version: int,
-    logprobs: LogprobStyle, server: str | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    completion: Completion,
+    *,
+    request_id: str,
+    model: str,
+    seed: int,
+    num_prompt_tokens: int,
+    policy_version: int,
+    logprobs: LogprobStyle,
+    server: str | None = None,
+) -> dict[str, Any]:
     """A completion as vLLM answers it, and beside it the versions and seconds.
 
     Raises:
@@ -149,32 +163,49 @@ def completion_body(
     values, versions, count = completion.logprobs, completion.policy_versions, len(completion.ids)
     is_packed = logprobs == "packed"
     ids = None if is_packed else completion.ids.tolist()
-    choice: dict[str, Any] = {"index": 0, "token_ids": ids, "logprobs": None,
-                              "finish_reason": _FINISH[completion.stop_reason],
-                              "weight_versions": None if versions is None else _spans(versions)}  # fmt: skip
+    choice: dict[str, Any] = {
+        "index": 0,
+        "token_ids": ids,
+        "logprobs": None,
+        "finish_reason": _FINISH[completion.stop_reason],
+        "weight_versions": None if versions is None else _spans(versions),
+    }
     if completion.routed_experts is not None:
         choice["routed_experts"] = experts_to_text(completion.routed_experts)
     if values is not None and logprobs == "objects":
         content = [
             {"token": f"token_id:{token}", "token_id": token, "logprob": logprob, "bytes": None, "top_logprobs": []}
             for token, logprob in zip(completion.ids.tolist(), values.tolist(), strict=True)
-        ]  # fmt: skip
+        ]
         choice["logprobs"] = {"content": content}
-    cached = {} if completion.num_cached_tokens is None else {
-        "prompt_tokens_details": {"cached_tokens": completion.num_cached_tokens}}  # fmt: skip
+    cached = (
+        {}
+        if completion.num_cached_tokens is None
+        else {"prompt_tokens_details": {"cached_tokens": completion.num_cached_tokens}}
+    )
     return {
-        "id": request_id, "request_id": request_id, "model": model, "choices": [choice],
-        "usage": {"prompt_tokens": num_prompt_tokens, "completion_tokens": count,
-                  "total_tokens": num_prompt_tokens + count, **cached},
-        "prompt_logprobs": None, "kv_transfer_params": None,
+        "id": request_id,
+        "request_id": request_id,
+        "model": model,
+        "choices": [choice],
+        "usage": {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": count,
+            "total_tokens": num_prompt_tokens + count,
+            **cached,
+        },
+        "prompt_logprobs": None,
+        "kv_transfer_params": None,
         **({PACKED: pack(completion.ids, values)} if is_packed else {}),
         OURS: {
             "policy_versions": None if versions is None or is_packed else versions.tolist(),
             "policy_version": policy_version,
-            "seed": seed, "server": server, "queued_seconds": completion.queued_seconds,
+            "seed": seed,
+            "server": server,
+            "queued_seconds": completion.queued_seconds,
             "generated_seconds": completion.generated_seconds,
         },
-    }  # fmt: skip
+    }
 
 
 def _spans(versions: Int32) -> list[dict[str, Any]]:
@@ -240,10 +271,15 @@ def read_completion(body: object, told_version: int | None = None) -> tuple[Comp
     else:
         versions = None if spans is None else _read_spans(spans, len(ids), None)
     completion = Completion(
-        ids=ids, logprobs=logprobs, policy_versions=versions, stop_reason=_STOP_REASONS[finish], queued_seconds=queued,
-        generated_seconds=generated, num_cached_tokens=read_cached_tokens(body),
+        ids=ids,
+        logprobs=logprobs,
+        policy_versions=versions,
+        stop_reason=_STOP_REASONS[finish],
+        queued_seconds=queued,
+        generated_seconds=generated,
+        num_cached_tokens=read_cached_tokens(body),
         routed_experts=_read_experts(choice.get("routed_experts")),
-    )  # fmt: skip
+    )
     return completion, ours if isinstance(ours, dict) else None
 
 

@@ -23,8 +23,10 @@ from verbatim.inference.validation import check_ids, check_prompt, check_version
 from verbatim.types import Float32, Int32
 
 _START = "start it with `verbatim inference FILE` and this run's file"
-_FROM_A_FOLDER = ("; its host must have the folder at the same path, or be sent it: start it with --uploads FOLDER, "
-                  'and set inference.torch.weight_transfer = "http"')  # fmt: skip
+_FROM_A_FOLDER = (
+    "; its host must have the folder at the same path, or be sent it: start it with --uploads FOLDER, "
+    'and set inference.torch.weight_transfer = "http"'
+)
 
 
 class HttpReplica:
@@ -67,10 +69,18 @@ class HttpReplica:
         max_retries: int = 2,
     ) -> None:
         check_version(policy_version)
-        self._http = HttpSampler(url, api_key=api_key, context_length=context_length, vocab_size=vocab_size, ours=True,
-                                 request_timeout=request_timeout, max_retries=max_retries)  # fmt: skip
-        self._control = HttpClient(self._http.url, api_key=api_key, request_timeout=update_timeout + CONNECT,
-                                   max_retries=0)  # fmt: skip
+        self._http = HttpSampler(
+            url,
+            api_key=api_key,
+            context_length=context_length,
+            vocab_size=vocab_size,
+            ours=True,
+            request_timeout=request_timeout,
+            max_retries=max_retries,
+        )
+        self._control = HttpClient(
+            self._http.url, api_key=api_key, request_timeout=update_timeout + CONNECT, max_retries=0
+        )
         self.name: Final = name
         """For messages."""
         self.url: Final = self._http.url
@@ -128,8 +138,10 @@ class HttpReplica:
         answer = await self._ask("load weights", "POST", protocol.WEIGHTS, {"path": there, "version": version})
         self._refuse_another_server(answer)
         if answer.get("policy_version") != version:
-            raise SamplerFault(f"{self.name}: load weights: its weights are of version "
-                               f"{brief(answer.get('policy_version'))}, expected {version}")  # fmt: skip
+            raise SamplerFault(
+                f"{self.name}: load weights: its weights are of version "
+                f"{brief(answer.get('policy_version'))}, expected {version}"
+            )
         self.policy_version = version
 
     async def prompt_logprobs(self, token_ids: Int32, temperature: float = 1.0) -> Float32:
@@ -170,24 +182,36 @@ class HttpReplica:
 
     def _wrong(self, said: Mapping[str, Any]) -> list[str]:
         if not isinstance(said.get("server"), str) or not isinstance(said.get("policy_version"), int):
-            return [f"it is a server of another version of Verbatim ({brief(said)}); install the same version on both "
-                    "sides"]  # fmt: skip
+            return [
+                f"it is a server of another version of Verbatim ({brief(said)}); install the same version on both sides"
+            ]
         how = said.get("how") if isinstance(said.get("how"), dict) else {}
-        found = [f"its {key} is {brief(how.get(key))}, expected {wanted!r}: {_START}"  # type: ignore[union-attr]
-                 for key, wanted in self._how.items() if how.get(key) != wanted]  # type: ignore[union-attr]
+        found = [
+            f"its {key} is {brief(how.get(key))}, expected {wanted!r}: {_START}"  # type: ignore[union-attr]
+            for key, wanted in self._how.items()
+            if how.get(key) != wanted
+        ]  # type: ignore[union-attr]
         checks = (
-            (said.get("vocab_size") == self.vocab_size,
-             f"it serves {brief(said.get('model'))} with {brief(said.get('vocab_size'))} ids, expected the model of "
-             f"this run with {self.vocab_size}: {_START}"),
-            (isinstance(length := said.get("context_length"), int) and length >= self.context_length,
-             f"its context is {brief(length)} tokens, expected at least {self.context_length} "
-             f"(orchestrator.seq_len): {_START}, or `verbatim serve` with --context-length {self.context_length}"),
-            (said.get("takes_weights") is True,
-             "it takes no weights: start it with --api-key-env VARIABLE, and name the variable in "
-             "inference.torch.api_key_env; or with --weights-folder and the folder of this run"),
-            (self._weight_transfer != "http" or said.get("takes_uploads") is True,
-             "it takes no uploads: start it with --uploads FOLDER"),
-        )  # fmt: skip
+            (
+                said.get("vocab_size") == self.vocab_size,
+                f"it serves {brief(said.get('model'))} with {brief(said.get('vocab_size'))} ids, expected the model of "
+                f"this run with {self.vocab_size}: {_START}",
+            ),
+            (
+                isinstance(length := said.get("context_length"), int) and length >= self.context_length,
+                f"its context is {brief(length)} tokens, expected at least {self.context_length} "
+                f"(orchestrator.seq_len): {_START}, or `verbatim serve` with --context-length {self.context_length}",
+            ),
+            (
+                said.get("takes_weights") is True,
+                "it takes no weights: start it with --api-key-env VARIABLE, and name the variable in "
+                "inference.torch.api_key_env; or with --weights-folder and the folder of this run",
+            ),
+            (
+                self._weight_transfer != "http" or said.get("takes_uploads") is True,
+                "it takes no uploads: start it with --uploads FOLDER",
+            ),
+        )
         return [*(text for ok, text in checks if not ok), *found]
 
     async def prove_path(self, folder: Path) -> None:
@@ -201,8 +225,10 @@ class HttpReplica:
             await self.update_weights(folder, self._first_version)
         except (ModelError, UsageError) as error:
             hint = _FROM_A_FOLDER if self._weight_transfer == "files" else ""
-            raise UsageError(f"{self.name} does not take the weights of this run: {error}. It has to serve the model "
-                             f"of this run{hint}") from error  # fmt: skip
+            raise UsageError(
+                f"{self.name} does not take the weights of this run: {error}. It has to serve the model "
+                f"of this run{hint}"
+            ) from error
 
     async def health(self) -> None:
         """Return if the server answers and its engine lives.
@@ -230,9 +256,13 @@ class HttpReplica:
             raise SamplerFault(f"{self.name}: {STARTED_AGAIN}")
 
     async def _ask(
-        self, doing: str, method: str, path: str, body: Mapping[str, Any] | None = None,
+        self,
+        doing: str,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
         read: Callable[[Answer], Any] | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         async with phase(self.name, doing, self._update_timeout):
             return await self._control.ask(method, path, None if body is None else encode(body), read or _read_object)
 
@@ -247,9 +277,12 @@ def _read_object(answer: Answer) -> dict[str, Any]:
 def _read_unless_refused(answer: Answer) -> dict[str, Any] | str:
     """What the server is, or why it does not say: for people."""
     if answer.status == 401:
-        return ("it needs a key, or another one; give it in the environment variable that "
-                "inference.torch.api_key_env names")  # fmt: skip
+        return (
+            "it needs a key, or another one; give it in the environment variable that inference.torch.api_key_env names"
+        )
     if answer.status == 404:
-        return ('it is no server of `verbatim inference` or `verbatim serve`; servers of vLLM belong in '
-                '[inference.vllm], with inference.backend = "vllm"')  # fmt: skip
+        return (
+            "it is no server of `verbatim inference` or `verbatim serve`; servers of vLLM belong in "
+            '[inference.vllm], with inference.backend = "vllm"'
+        )
     return _read_object(answer)

@@ -18,9 +18,17 @@ from verbatim.inference.http.protocol import OURS, LogprobStyle, brief, read_ids
 _ABOUT_TEXT = {"skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "detokenize"}
 """Settings of features that this server lacks; no value of theirs changes a token."""
 NEUTRAL: Mapping[str, Collection[Any]] = {
-    "n": (1,), "best_of": (1,), "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,),
-    "min_tokens": (0,), "stop": ([], ""), "bad_words": ([],), "logit_bias": ({},), "prompt_logprobs": (),
-}  # fmt: skip
+    "n": (1,),
+    "best_of": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_tokens": (0,),
+    "stop": ([], ""),
+    "bad_words": ([],),
+    "logit_bias": ({},),
+    "prompt_logprobs": (),
+}
 """Values at which an unsupported setting is off."""
 _KINDS: Mapping[str, type] = {"temperature": float, "top_p": float, "min_p": float, "max_tokens": int, "top_k": int}
 _IN_REQUEST = {"token_ids", "sampling_params", "model", "request_id", "cache_salt", OURS}
@@ -84,8 +92,10 @@ def read_request(
         raise UsageError(f"sampling_params.logprobs = {brief(logprobs)}; those of sampled tokens are returned: 1")
     ignores_ends = read_flag(given, "ignore_eos")
     if not end_ids and given.get("ignore_eos") is False:
-        raise UsageError("sampling_params.ignore_eos = false, but this server knows no end-of-text id; give the ids "
-                         "as stop_token_ids")  # fmt: skip
+        raise UsageError(
+            "sampling_params.ignore_eos = false, but this server knows no end-of-text id; give the ids "
+            "as stop_token_ids"
+        )
     ours = _read_object(OURS, {} if body.get(OURS) is None else body[OURS])
     refuse_others(ours, _IN_OURS, {}, where=OURS)
     request = SampleRequest(

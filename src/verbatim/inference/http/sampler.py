@@ -87,8 +87,12 @@ class HttpSampler:
         check_address(url, "url")
         root = url.rstrip("/").removesuffix("/v1")
         self._client = HttpClient(root, api_key=api_key, request_timeout=request_timeout, max_retries=max_retries)
-        self._told: dict[str, Any] = {"model": model, "context_length": context_length, "vocab_size": vocab_size,
-                                      "policy_version": policy_version}  # fmt: skip
+        self._told: dict[str, Any] = {
+            "model": model,
+            "context_length": context_length,
+            "vocab_size": vocab_size,
+            "policy_version": policy_version,
+        }
         self._processed_logprobs = processed_logprobs
         self._send_seeds = send_seeds
         self._ours = ours
@@ -275,8 +279,10 @@ class HttpSampler:
             try:
                 return pool.submit(asyncio.run, ask()).result()
             except TimeoutError:
-                raise SamplerFault(f"{self.url} did not say what it is within {CONNECT:g} s; if it runs in this event "
-                                   "loop, use await HttpSampler.connect(url)") from None  # fmt: skip
+                raise SamplerFault(
+                    f"{self.url} did not say what it is within {CONNECT:g} s; if it runs in this event "
+                    "loop, use await HttpSampler.connect(url)"
+                ) from None
 
     async def _ask_what_it_is(self) -> _Facts:
         """What was told, and where nothing was, what the server says."""
@@ -291,8 +297,12 @@ class HttpSampler:
         for name in ("context_length", "vocab_size"):
             if not isinstance(facts.get(name), int):
                 raise UsageError(f"{self.url} does not say its {name}; give it: HttpSampler(url, {name}=...)")
-        return _Facts(context_length=facts["context_length"], vocab_size=facts["vocab_size"],
-                      policy_version=facts.get("policy_version"), model=facts.get("model"))  # fmt: skip
+        return _Facts(
+            context_length=facts["context_length"],
+            vocab_size=facts["vocab_size"],
+            policy_version=facts.get("policy_version"),
+            model=facts.get("model"),
+        )
 
     def _heard(self, answer: Mapping[str, Any], *, num_tokens: int = 0) -> None:
         """Note the version. Raises a SamplerFault, with the tokens that were drawn in vain, for another server."""

@@ -10,9 +10,14 @@ from verbatim.inference.http.protocol import UNKNOWN_LOGPROB, brief, number_of
 from verbatim.types import Float32, Int32
 
 _NEUTRAL: dict[str, Any] = {
-    "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_tokens": 1, "ignore_eos": True,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "max_tokens": 1,
+    "ignore_eos": True,
     "skip_special_tokens": False,
-}  # fmt: skip
+}
 
 
 def scoring_body(token_ids: Int32, model: str | None) -> dict[str, Any]:

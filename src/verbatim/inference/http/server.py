@@ -41,11 +41,21 @@ class SamplerServer:
 
 @contextlib.asynccontextmanager
 async def serve_sampler(
-    sampler: Sampler, *, host: str = "127.0.0.1", port: int = 0, renderer: Renderer | None = None,
-    model: str = "policy", api_key: str | None = None, seed: int | None = None, limits: ServerLimits | None = None,
-    weights_folder: Path | None = None, uploads: Path | None = None, allow_hosts: Collection[str] = (),
-    chat_processes: int = 0, options: Options | None = None,
-) -> AsyncIterator[SamplerServer]:  # fmt: skip
+    sampler: Sampler,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    renderer: Renderer | None = None,
+    model: str = "policy",
+    api_key: str | None = None,
+    seed: int | None = None,
+    limits: ServerLimits | None = None,
+    weights_folder: Path | None = None,
+    uploads: Path | None = None,
+    allow_hosts: Collection[str] = (),
+    chat_processes: int = 0,
+    options: Options | None = None,
+) -> AsyncIterator[SamplerServer]:
     """Serve a sampler while the block lasts; then requests in flight are cancelled and answered with 503. Raises this
     process's limit of open files as far as the system allows it.
 
@@ -88,10 +98,18 @@ async def serve_sampler(
             stack.push_async_callback(desk.close)
             await desk.start()
         app = SamplerApp(
-            sampler, desk=desk, renderer=renderer, model=model, api_key=api_key, seed=seed, limits=limits,
-            weights_folder=weights_folder, uploads=uploads, hosts={"localhost", host, *allow_hosts},
+            sampler,
+            desk=desk,
+            renderer=renderer,
+            model=model,
+            api_key=api_key,
+            seed=seed,
+            limits=limits,
+            weights_folder=weights_folder,
+            uploads=uploads,
+            hosts={"localhost", host, *allow_hosts},
             options=options or Options(),
-        )  # fmt: skip
+        )
         server = Server(app, listening, table)
         running = asyncio.create_task(server.serve(sockets=[listening]), name="sampler-server")
         try:
@@ -119,8 +137,11 @@ def listen(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listening = socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
-        mend = ("give an address of this machine as the host" if error.errno == errno.EADDRNOTAVAIL
-                else "give another port, or 0 for any that is free")  # fmt: skip
+        mend = (
+            "give an address of this machine as the host"
+            if error.errno == errno.EADDRNOTAVAIL
+            else "give another port, or 0 for any that is free"
+        )
         raise UsageError(f"cannot listen on {host}, port {port}: {error.strerror or error}; {mend}") from None
     # Head and body of an answer are two packets; the second would wait 40 ms for the first to be acknowledged.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -105,8 +105,9 @@ class Life:
             held = str(version) if version == self.version else f"{version} to {self.version}"
             raise WrongVersions(
                 f"{self.replica.name} says that policy versions {versions.min()} to {versions.max()} sampled a "
-                f"completion, while it held {held}", num_tokens=len(completion.ids),
-            )  # fmt: skip
+                f"completion, while it held {held}",
+                num_tokens=len(completion.ids),
+            )
         return completion
 
     async def ask(self, call: Coroutine[Any, Any, T]) -> T:

@@ -187,8 +187,9 @@ class ReplicaPool:
             wrong = await self._roster.check_first(check)
         if wrong:
             said = "; ".join(f"{name}: {why}" for name, why in wrong.items())
-            raise RunStopped(f"replicas do not hold policy version {self.policy_version}, with which the run begins. "
-                             f"{said}")  # fmt: skip
+            raise RunStopped(
+                f"replicas do not hold policy version {self.policy_version}, with which the run begins. {said}"
+            )
         self._refuse_if_dead()
 
     def metrics(self) -> Mapping[str, float]:

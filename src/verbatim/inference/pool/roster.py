@@ -66,9 +66,14 @@ class Roster:
     """
 
     def __init__(
-        self, members: Sequence[Member], places: Places, restart: Restart | None, limits: Limits, target: Target,
+        self,
+        members: Sequence[Member],
+        places: Places,
+        restart: Restart | None,
+        limits: Limits,
+        target: Target,
         rendezvous: Rendezvous | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.members = members
         self.target = target
         """What every member is to hold; members that come back load it."""
@@ -189,14 +194,23 @@ class Roster:
                 life.prove(target.version)
                 return None
             if target is not self.target:
-                logger.info("%s loads policy version %d, for version %d is outdated: %s", member.name,
-                            self.target.version, target.version, printable(why))  # fmt: skip
+                logger.info(
+                    "%s loads policy version %d, for version %d is outdated: %s",
+                    member.name,
+                    self.target.version,
+                    target.version,
+                    printable(why),
+                )
                 return None
             self.counts.failed_checks += 1
             if is_last or target.path is None:
                 return why
-            logger.warning("%s does not hold policy version %d: %s. What it samples is discarded, and it loads "
-                           "everything again", member.name, target.version, printable(why))  # fmt: skip
+            logger.warning(
+                "%s does not hold policy version %d: %s. What it samples is discarded, and it loads everything again",
+                member.name,
+                target.version,
+                printable(why),
+            )
             self._set_aside(member, why)
         raise AssertionError("unreachable")
 
@@ -278,8 +292,12 @@ class Roster:
         if self._restart is None or member.num_lost_in_a_row > MOST_LOST_IN_A_ROW:
             self._retire(member, why)
             return
-        logger.warning("%s is lost, and is started again; its %d requests are sent again: %s", member.name, num_running,
-                       printable(why))  # fmt: skip
+        logger.warning(
+            "%s is lost, and is started again; its %d requests are sent again: %s",
+            member.name,
+            num_running,
+            printable(why),
+        )
         self._set_aside(member, why)
         member.state = "starting"
         self._in_background(self._start_again(member, self._restart), f"restart-{member.index}")
@@ -326,8 +344,13 @@ class Roster:
         member.state = "out"
         self._in_background(_closed(member.replica), f"close-{member.index}")
         left = [other.name for other in self.members if other.state != "out"]
-        logger.error("%s is out for the rest of the run, %d of %d replicas are left: %s", member.name, len(left),
-                     len(self.members), printable(why))  # fmt: skip
+        logger.error(
+            "%s is out for the rest of the run, %d of %d replicas are left: %s",
+            member.name,
+            len(left),
+            len(self.members),
+            printable(why),
+        )
         if not left:
             said = "; ".join(_named(other) for other in self.members)
             self.failure = f"no replica is left. {said}"
@@ -360,8 +383,9 @@ class Roster:
 
     async def _load_of(self, replica: Replica) -> ReplicaLoad | None:
         with contextlib.suppress(SamplerFault):  # its health is known; figures can be missing
-            return await within(self._limits.health, replica, "the answer to a question for its load",
-                                replica.load_metrics())  # fmt: skip
+            return await within(
+                self._limits.health, replica, "the answer to a question for its load", replica.load_metrics()
+            )
         return None
 
     # ---- tasks

@@ -82,9 +82,15 @@ class FoundServers:
     """
 
     def __init__(
-        self, urls: Sequence[str], connect: Callable[[str, str, int], ServerReplica], *, weights: tuple[Path, int],
-        patience: float, setting: str, rendezvous: Rendezvous | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        urls: Sequence[str],
+        connect: Callable[[str, str, int], ServerReplica],
+        *,
+        weights: tuple[Path, int],
+        patience: float,
+        setting: str,
+        rendezvous: Rendezvous | None = None,
+    ) -> None:
         self._urls, self._connect = urls, connect
         self._patience, self._setting = patience, setting
         self.weights, self.rendezvous = weights, rendezvous
@@ -108,8 +114,9 @@ class FoundServers:
         except BaseException as error:
             await replica.close()
             if isinstance(error, TimeoutError):
-                raise SamplerFault(f"{replica.name} did not come back within {self._patience:g} s "
-                                   f"({self._setting})") from None  # fmt: skip
+                raise SamplerFault(
+                    f"{replica.name} did not come back within {self._patience:g} s ({self._setting})"
+                ) from None
             raise
         return replica
 
@@ -174,9 +181,11 @@ def limits_of(settings: ServerSettings) -> Limits:
     name what took too long."""
     least = Limits()
     return Limits(
-        silence=settings.health_timeout, stall=settings.stall_timeout,
-        update=max(least.update, 3 * settings.update_timeout), start=max(least.start, 2 * settings.start_timeout),
-    )  # fmt: skip
+        silence=settings.health_timeout,
+        stall=settings.stall_timeout,
+        update=max(least.update, 3 * settings.update_timeout),
+        start=max(least.start, 2 * settings.start_timeout),
+    )
 
 
 async def _open(servers: Servers, index: int, opened: dict[int, ServerReplica]) -> None:
@@ -188,8 +197,10 @@ async def _prove(replica: ServerReplica, path: Path, version: int, *, is_folder:
     if is_folder:  # a hub id has no folder to send; the canary checks what the server loaded of it
         await replica.prove_path(path)
     if replica.policy_version != version:
-        raise UsageError(f"{replica.name} holds policy version {replica.policy_version}, and the run begins with "
-                         f"version {version} of {path}; start the server again")  # fmt: skip
+        raise UsageError(
+            f"{replica.name} holds policy version {replica.policy_version}, and the run begins with "
+            f"version {version} of {path}; start the server again"
+        )
 
 
 class ServerPool(ReplicaPool):
@@ -198,9 +209,13 @@ class ServerPool(ReplicaPool):
     def __init__(self, servers: Servers, replicas: Sequence[ServerReplica], limits: Limits | None = None) -> None:
         path, _ = servers.weights
         super().__init__(
-            replicas, restart=servers.start_again, on_close=servers.close, limits=limits,
-            weights=path if path.is_dir() else None, rendezvous=servers.rendezvous,
-        )  # fmt: skip
+            replicas,
+            restart=servers.start_again,
+            on_close=servers.close,
+            limits=limits,
+            weights=path if path.is_dir() else None,
+            rendezvous=servers.rendezvous,
+        )
         self._servers = servers
 
     async def update_replicas(self, path: Path, version: int, check: WeightCheck | None) -> None:

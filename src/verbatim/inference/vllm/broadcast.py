@@ -107,7 +107,7 @@ class Broadcast:
         if why is not None and now.is_first:
             raise UsageError(
                 f'inference.vllm.weight_transfer = "{self.kind}": the tensors of the trainer do not reach the servers: '
-                f'{why}. Can they connect to {self.sender.store.host}, port {self.sender.store.port}, and it to them? '
+                f"{why}. Can they connect to {self.sender.store.host}, port {self.sender.store.port}, and it to them? "
                 'inference.vllm.transfer_address names another address of the trainer\'s host; or use "files" or '
                 '"http"'
             )
@@ -125,16 +125,20 @@ class Broadcast:
             self._num_groups += 1
             self._members = members
         order = SendOrder(
-            version=now.version, group=f"{self._run}-{self._num_groups}", size=1 + sum(self._sizes[c] for c in members),
-            kind=self.kind, seconds=self._seconds,
-        )  # fmt: skip
+            version=now.version,
+            group=f"{self._run}-{self._num_groups}",
+            size=1 + sum(self._sizes[c] for c in members),
+            kind=self.kind,
+            seconds=self._seconds,
+        )
         sending = asyncio.create_task(self.sender.send(order))
         self._receive(order, now, dict(zip(names, members, strict=True)))
         why = await self._watch(order, sending, now.loading)
         if why is not None:
             self._members = ()
-            logger.warning("policy version %d was not broadcast, and is loaded from its folder: %s", now.version,
-                           printable(why))  # fmt: skip
+            logger.warning(
+                "policy version %d was not broadcast, and is loaded from its folder: %s", now.version, printable(why)
+            )
         await sending
         return {name: _fault_of(name, task) or why for name, task in now.loading.items()}
 
@@ -142,8 +146,15 @@ class Broadcast:
         """Have every server receive."""
         store, first = self.sender.store, 1
         for name, control in members.items():
-            about = {"host": store.host, "port": store.port, "name": order.group, "size": order.size,
-                     "kind": order.kind, "seconds": order.seconds, "first_rank": first}  # fmt: skip
+            about = {
+                "host": store.host,
+                "port": store.port,
+                "name": order.group,
+                "size": order.size,
+                "kind": order.kind,
+                "seconds": order.seconds,
+                "first_rank": first,
+            }
             now.loading[name] = asyncio.create_task(control.load({"group": about}))
             first += self._sizes[control]
 
@@ -201,5 +212,6 @@ class BroadcastTransport:
 
     def there(self, path: object) -> str:
         """Adapters are not sent so."""
-        raise UsageError("inference.vllm.weight_transfer broadcasts whole weights, and no adapters; use \"files\" or "
-                         "\"http\"")  # fmt: skip
+        raise UsageError(
+            'inference.vllm.weight_transfer broadcasts whole weights, and no adapters; use "files" or "http"'
+        )

@@ -15,9 +15,12 @@ from verbatim.models.sizes import linear_layers_of
 PLUGIN = Path(__file__).with_name("plugin")
 """A folder for PYTHONPATH: vLLM finds our weight-transfer engine there; nothing is installed into its environment."""
 TRANSFER_ENGINES: Mapping[str, str] = {
-    "auto": "verbatim_files", "files": "verbatim_files", "http": "verbatim_files",
-    "nccl": "verbatim_broadcast", "gloo": "verbatim_broadcast",
-}  # fmt: skip
+    "auto": "verbatim_files",
+    "files": "verbatim_files",
+    "http": "verbatim_files",
+    "nccl": "verbatim_broadcast",
+    "gloo": "verbatim_broadcast",
+}
 """`weight_transfer` to the name of the engine in vLLM."""
 WORKER_EXTENSION = "verbatim_vllm.WeightReport"
 MIDDLEWARE = "verbatim_vllm_http.Guard"
@@ -37,19 +40,27 @@ _OF_OUR_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
 EXACT_OPTIONS: Sequence[str] = (
     "--enable-scale-out",  # the endpoint for token ids
-    "--logprobs-mode", "processed_logprobs",  # of the distribution that was sampled from
-    "--generation-config", "vllm",  # the model's own sampling defaults stay off
+    "--logprobs-mode",
+    "processed_logprobs",  # of the distribution that was sampled from
+    "--generation-config",
+    "vllm",  # the model's own sampling defaults stay off
     "--enable-prefix-caching",
     "--enable-chunked-prefill",
     "--enable-prompt-tokens-details",  # how many tokens came from the prefix cache
-)  # fmt: skip
+)
 """What exactness needs; `control` checks the same of servers that exist."""
 
 
 def server_command(
-    settings: VllmSettings, *, model: str | Path, port: int, context_length: int, host: str = "127.0.0.1",
-    adapter_rank: int | None = None, return_routed_experts: bool = False,
-) -> list[str]:  # fmt: skip
+    settings: VllmSettings,
+    *,
+    model: str | Path,
+    port: int,
+    context_length: int,
+    host: str = "127.0.0.1",
+    adapter_rank: int | None = None,
+    return_routed_experts: bool = False,
+) -> list[str]:
     """The command of one server.
 
     Args:
@@ -63,12 +74,29 @@ def server_command(
     """
     transfer = json.dumps({"backend": TRANSFER_ENGINES[settings.weight_transfer]})
     options = [
-        "--model", str(model), "--served-model-name", MODEL_NAME, "--host", host, "--port", str(port),
-        "--dtype", settings.dtype, "--max-model-len", str(settings.max_model_len or context_length),
-        "--tensor-parallel-size", str(settings.tensor_parallel_size), *EXACT_OPTIONS,
-        "--weight-transfer-config", transfer, "--worker-extension-cls", WORKER_EXTENSION,
-        "--middleware", MIDDLEWARE, "--disable-uvicorn-access-log",
-    ]  # fmt: skip
+        "--model",
+        str(model),
+        "--served-model-name",
+        MODEL_NAME,
+        "--host",
+        host,
+        "--port",
+        str(port),
+        "--dtype",
+        settings.dtype,
+        "--max-model-len",
+        str(settings.max_model_len or context_length),
+        "--tensor-parallel-size",
+        str(settings.tensor_parallel_size),
+        *EXACT_OPTIONS,
+        "--weight-transfer-config",
+        transfer,
+        "--worker-extension-cls",
+        WORKER_EXTENSION,
+        "--middleware",
+        MIDDLEWARE,
+        "--disable-uvicorn-access-log",
+    ]
     if settings.colocate:
         options.append("--enable-sleep-mode")
     if return_routed_experts:
@@ -96,8 +124,17 @@ def lora_options(rank: int, layers: Sequence[str]) -> list[str]:
     most = next((known for known in _RANKS if known >= rank), None)
     if most is None:
         raise UsageError(f"trainer.lora.r = {rank}, but vLLM takes ranks up to {_RANKS[-1]}")
-    return ["--enable-lora", "--max-lora-rank", str(most), "--max-loras", str(_VERSIONS_IN_A_STEP),
-            "--max-cpu-loras", str(_VERSIONS_KEPT), "--lora-target-modules", *layers]  # fmt: skip
+    return [
+        "--enable-lora",
+        "--max-lora-rank",
+        str(most),
+        "--max-loras",
+        str(_VERSIONS_IN_A_STEP),
+        "--max-cpu-loras",
+        str(_VERSIONS_KEPT),
+        "--lora-target-modules",
+        *layers,
+    ]
 
 
 def python_of(settings: VllmSettings) -> str:
@@ -106,9 +143,15 @@ def python_of(settings: VllmSettings) -> str:
 
 
 def server_environment(
-    settings: VllmSettings, replica: int, *, is_local_model: bool, num_threads: int | None = None,
-    api_key: str | None = None, uploads: Path | None = None, return_routed_experts: bool = False,
-) -> dict[str, str]:  # fmt: skip
+    settings: VllmSettings,
+    replica: int,
+    *,
+    is_local_model: bool,
+    num_threads: int | None = None,
+    api_key: str | None = None,
+    uploads: Path | None = None,
+    return_routed_experts: bool = False,
+) -> dict[str, str]:
     """The environment of one server: ours without what belongs to our Python, and what vLLM needs.
 
     Args:

@@ -205,8 +205,10 @@ class VllmControl:
                 raise ValueError(f"another format than {REPORT_FORMAT}")
             return ServerFacts(**{key: value for key, value in first.items() if key in ServerFacts.__annotations__})
         except (KeyError, TypeError, ValueError) as error:
-            raise UsageError(f"{named(self._name, self._client.url)}: its plug-in is of another version of Verbatim "
-                             f"({error}); {_USE_PLUGIN}") from error  # fmt: skip
+            raise UsageError(
+                f"{named(self._name, self._client.url)}: its plug-in is of another version of Verbatim "
+                f"({error}); {_USE_PLUGIN}"
+            ) from error
 
     async def _is_ours(self) -> bool:
         """Whether it is a server of the embedded engine."""
@@ -229,12 +231,16 @@ class VllmControl:
         if isinstance(answer, str):
             return answer
         if read_cached_tokens(answer) is None:
-            return ("it does not say what it reads from its prefix cache, so that an old one would not show: add "
-                    "--enable-prompt-tokens-details")  # fmt: skip
+            return (
+                "it does not say what it reads from its prefix cache, so that an old one would not show: add "
+                "--enable-prompt-tokens-details"
+            )
         if PACKED not in answer:
-            logger.warning("%s: its answers name every token, which takes ten times as long to read as packed ones: "
-                           "add --middleware verbatim_vllm_http.Guard, with the plugin of this version",
-                           named(self._name, self._client.url))  # fmt: skip
+            logger.warning(
+                "%s: its answers name every token, which takes ten times as long to read as packed ones: "
+                "add --middleware verbatim_vllm_http.Guard, with the plugin of this version",
+                named(self._name, self._client.url),
+            )
         return None
 
     async def load_metrics(self) -> ReplicaLoad:
@@ -259,8 +265,10 @@ class VllmControl:
         return phase(self._name, doing, self._phase_timeout if seconds is None else seconds)
 
 
-_USE_PLUGIN = ("start it with `verbatim inference FILE`, or with --worker-extension-cls verbatim_vllm.WeightReport and "
-               "the folder verbatim/inference/vllm/plugin of this package in its PYTHONPATH")  # fmt: skip
+_USE_PLUGIN = (
+    "start it with `verbatim inference FILE`, or with --worker-extension-cls verbatim_vllm.WeightReport and "
+    "the folder verbatim/inference/vllm/plugin of this package in its PYTHONPATH"
+)
 _KEY = "it needs a key, or another one; give it in the environment variable that inference.vllm.api_key_env names"
 _OURS = 'it is a server of the embedded engine: with inference.backend = "torch", put it into [inference.torch] urls'
 _HOW_TO_START: Mapping[int, str] = {

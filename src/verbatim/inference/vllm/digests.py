@@ -95,8 +95,10 @@ class PublishedFolder:
         try:
             files = [safe_open(file, framework="pt") for file in _weight_files(path)]
             self._where = {name: file for file in files for name in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118 - no mapping
-            self.shapes = {name: tuple(file.get_slice(name).get_shape())  # type: ignore[no-untyped-call]
-                           for name, file in self._where.items()}  # fmt: skip
+            self.shapes = {
+                name: tuple(file.get_slice(name).get_shape())  # type: ignore[no-untyped-call]
+                for name, file in self._where.items()
+            }
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise ModelError(f"{path}: the weights cannot be read: {error}") from error
 
@@ -106,9 +108,11 @@ class PublishedFolder:
         Raises:
             ModelError: names the tensors.
         """
-        other = [f"{name} (found {self.shapes.get(name, 'none')}, expected {expected.get(name, 'none')})"
-                 for name in sorted(self.shapes.keys() | expected.keys())
-                 if self.shapes.get(name) != expected.get(name)]  # fmt: skip
+        other = [
+            f"{name} (found {self.shapes.get(name, 'none')}, expected {expected.get(name, 'none')})"
+            for name in sorted(self.shapes.keys() | expected.keys())
+            if self.shapes.get(name) != expected.get(name)
+        ]
         if other:
             raise ModelError(f"{self.path} has other tensors than the weights before: {_named(other)}")
 
@@ -118,7 +122,7 @@ class PublishedFolder:
         return found
 
     def dtype_of(self, name: str) -> str:
-        """"float32", "bfloat16", ..."""
+        """ "float32", "bfloat16", ..."""
         return str(self.tensor(name).dtype).removeprefix("torch.")
 
     def prepare(self, pieces: Sequence[Piece]) -> None:
@@ -140,8 +144,10 @@ class PublishedFolder:
         import torch
 
         tensor = self.tensor(name)
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor.sum(dtype=torch.float32))) and not bool(
-            torch.isfinite(tensor).all()
+        if (
+            tensor.is_floating_point()
+            and not bool(torch.isfinite(tensor.sum(dtype=torch.float32)))
+            and not bool(torch.isfinite(tensor).all())
         ):
             raise ModelError(f"{self.path}: {name} holds a number that is not finite")
         self._finite.add(name)
@@ -172,18 +178,28 @@ class PublishedFolder:
         if foreign:
             return Proof(fault=f"it holds parts that these tensors do not have: {_named(sorted(foreign))}")
         self.prepare([piece for report in reports for piece, _, _ in report.digests])
-        differing = {piece.name for report in reports for piece, found, _ in report.digests
-                     if self._digests[piece] != found}  # fmt: skip
+        differing = {
+            piece.name for report in reports for piece, found, _ in report.digests if self._digests[piece] != found
+        }
         not_built = {name for report in reports for name in report.stale}
         parts: dict[str, set[tuple[int, int, int]]] = {}
         for piece in (piece for report in reports for piece, _, _ in report.digests):
             end = piece.start + piece.shape[piece.dim] if piece.shape else 0
             parts.setdefault(piece.name, set()).add((piece.start, end, piece.dim))
-        absent = {name for name in self.shapes
-                  if name not in unmapped and not self._is_covered(name, sorted(parts.get(name, ())))}  # fmt: skip
-        said = [f"{what}: {_named(sorted(names))}" for what, names in (
-            ("other values", differing), ("kernels that were not built anew", not_built), ("never loaded", absent),
-        ) if names]  # fmt: skip
+        absent = {
+            name
+            for name in self.shapes
+            if name not in unmapped and not self._is_covered(name, sorted(parts.get(name, ())))
+        }
+        said = [
+            f"{what}: {_named(sorted(names))}"
+            for what, names in (
+                ("other values", differing),
+                ("kernels that were not built anew", not_built),
+                ("never loaded", absent),
+            )
+            if names
+        ]
         return Proof(fault="; ".join(said) or None, unmapped=unmapped)
 
     def _fits(self, piece: Piece) -> bool:
@@ -276,13 +292,15 @@ def read_reports(answers: object) -> list[WorkerReport]:
 
 def _read_report(report: Mapping[str, Any]) -> WorkerReport:
     return WorkerReport(
-        path=report["path"], error=report["error"],
+        path=report["path"],
+        error=report["error"],
         digests=tuple(
             (Piece(name=name, dim=dim, start=start, shape=tuple(shape), dtype=dtype), found, source)
             for name, dim, start, shape, dtype, found, source in report["tensors"]
         ),
-        stale=tuple(report["stale"]), unmapped=tuple(report["unmapped"]),
-    )  # fmt: skip
+        stale=tuple(report["stale"]),
+        unmapped=tuple(report["unmapped"]),
+    )
 
 
 def _list(value: object) -> Iterator[Any]:

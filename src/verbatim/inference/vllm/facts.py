@@ -46,9 +46,16 @@ class ServerFacts:
 
 
 def refuse_inexact(
-    facts: ServerFacts, *, name: str, transfer: str, vocab_size: int, context_length: int,
-    adapter_rank: int | None = None, return_routed_experts: bool = False, nccl: str | None = None,
-) -> None:  # fmt: skip
+    facts: ServerFacts,
+    *,
+    name: str,
+    transfer: str,
+    vocab_size: int,
+    context_length: int,
+    adapter_rank: int | None = None,
+    return_routed_experts: bool = False,
+    nccl: str | None = None,
+) -> None:
     """Refuse a server that does not sample exactly what is asked for, or that cannot load weights.
 
     Args:
@@ -64,42 +71,70 @@ def refuse_inexact(
     Raises:
         UsageError: names everything that is wrong, and the flags to add.
     """
-    wrong = [said for ok, said in (
-        (facts.vocab_size == vocab_size,
-         f"it serves {facts.model} with {facts.vocab_size} ids, expected the model of this run with {vocab_size}: "
-         "start it with --model and the folder in model.name"),
-        (facts.max_model_len >= context_length,
-         f"its context is {facts.max_model_len} tokens, expected at least {context_length}: add --max-model-len "
-         f"{context_length}"),
-        (facts.unsupported_heads is None,
-         f"its attention heads have a size of {facts.unsupported_heads}: sample this model with a GPU, or with "
-         'inference.backend = "torch"'),
-        (facts.logprobs_mode == "processed_logprobs",
-         f"its logprobs are {facts.logprobs_mode}, not those of the distribution that is sampled from: add "
-         "--logprobs-mode processed_logprobs"),
-        (facts.generation_config == "vllm",
-         "it takes sampling defaults from the model's generation_config.json: add --generation-config vllm"),
-        (facts.prefix_caching, "it computes every prompt anew: add --enable-prefix-caching"),
-        (facts.chunked_prefill, "long prompts hold up all other requests: add --enable-chunked-prefill"),
-        (not facts.speculative, "a draft model proposes its tokens, which weight updates do not reach: leave out "
-                                "--speculative-config"),
-        (facts.weight_transfer == transfer,
-         f"its weight-transfer engine is {facts.weight_transfer}: add --weight-transfer-config "
-         f"'{{\"backend\": \"{transfer}\"}}'"),
-        (nccl is None or facts.nccl == nccl,
-         f"its NCCL is {facts.nccl}, and that of the trainer {nccl}, which do not connect: install the same version "
-         'with both torches (nvidia-nccl-cu12 or -cu13), or use inference.vllm.weight_transfer = "files"'),
-        (adapter_rank is None or (facts.max_lora_rank or 0) >= adapter_rank,
-         f"it takes no adapters of rank {adapter_rank}: add {' '.join(lora_options(adapter_rank or 1, _LAYERS))}, and "
-         "the environment variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
-        (adapter_rank is None or not facts.adapts_head,
-         f"it adapts the output head, which ends vLLM 0.32 in a step with prompt logprobs: add --lora-target-modules "
-         f"{' '.join(_LAYERS)}"),
-        (facts.returns_routed_experts or not return_routed_experts,
-         f"it does not return the experts that computed each token (inference.return_routed_experts): add "
-         f"{RETURN_EXPERTS}, and the environment variable VLLM_USE_V2_MODEL_RUNNER=1"),
-        (adapter_rank is not None or facts.max_lora_rank is None,
-         "it was started for adapters, and this run sends it whole weights: leave out --enable-lora"),
-    ) if not ok]  # fmt: skip
+    wrong = [
+        said
+        for ok, said in (
+            (
+                facts.vocab_size == vocab_size,
+                f"it serves {facts.model} with {facts.vocab_size} ids, expected the model of this run with {vocab_size}: "
+                "start it with --model and the folder in model.name",
+            ),
+            (
+                facts.max_model_len >= context_length,
+                f"its context is {facts.max_model_len} tokens, expected at least {context_length}: add --max-model-len "
+                f"{context_length}",
+            ),
+            (
+                facts.unsupported_heads is None,
+                f"its attention heads have a size of {facts.unsupported_heads}: sample this model with a GPU, or with "
+                'inference.backend = "torch"',
+            ),
+            (
+                facts.logprobs_mode == "processed_logprobs",
+                f"its logprobs are {facts.logprobs_mode}, not those of the distribution that is sampled from: add "
+                "--logprobs-mode processed_logprobs",
+            ),
+            (
+                facts.generation_config == "vllm",
+                "it takes sampling defaults from the model's generation_config.json: add --generation-config vllm",
+            ),
+            (facts.prefix_caching, "it computes every prompt anew: add --enable-prefix-caching"),
+            (facts.chunked_prefill, "long prompts hold up all other requests: add --enable-chunked-prefill"),
+            (
+                not facts.speculative,
+                "a draft model proposes its tokens, which weight updates do not reach: leave out --speculative-config",
+            ),
+            (
+                facts.weight_transfer == transfer,
+                f"its weight-transfer engine is {facts.weight_transfer}: add --weight-transfer-config "
+                f'\'{{"backend": "{transfer}"}}\'',
+            ),
+            (
+                nccl is None or facts.nccl == nccl,
+                f"its NCCL is {facts.nccl}, and that of the trainer {nccl}, which do not connect: install the same version "
+                'with both torches (nvidia-nccl-cu12 or -cu13), or use inference.vllm.weight_transfer = "files"',
+            ),
+            (
+                adapter_rank is None or (facts.max_lora_rank or 0) >= adapter_rank,
+                f"it takes no adapters of rank {adapter_rank}: add {' '.join(lora_options(adapter_rank or 1, _LAYERS))}, and "
+                "the environment variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
+            ),
+            (
+                adapter_rank is None or not facts.adapts_head,
+                f"it adapts the output head, which ends vLLM 0.32 in a step with prompt logprobs: add --lora-target-modules "
+                f"{' '.join(_LAYERS)}",
+            ),
+            (
+                facts.returns_routed_experts or not return_routed_experts,
+                f"it does not return the experts that computed each token (inference.return_routed_experts): add "
+                f"{RETURN_EXPERTS}, and the environment variable VLLM_USE_V2_MODEL_RUNNER=1",
+            ),
+            (
+                adapter_rank is not None or facts.max_lora_rank is None,
+                "it was started for adapters, and this run sends it whole weights: leave out --enable-lora",
+            ),
+        )
+        if not ok
+    ]
     if wrong:
         raise UsageError(f"{name} cannot be used: " + "; ".join(wrong))

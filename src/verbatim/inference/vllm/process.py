@@ -70,9 +70,17 @@ class ServerProcess:
     """
 
     def __init__(
-        self, name: str, command: Sequence[str], environment: Mapping[str, str], *, port: int, log: Path,
-        host: str = "127.0.0.1", patience: float = keeper.PATIENCE, clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        port: int,
+        log: Path,
+        host: str = "127.0.0.1",
+        patience: float = keeper.PATIENCE,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.name = name
         reached = "127.0.0.1" if host == "0.0.0.0" else f"[{host}]" if ":" in host else host
         self.url = f"http://{reached}:{port}"
@@ -113,9 +121,16 @@ class ServerProcess:
         with self._log.open("ab") as log:
             self._log_begins = log.tell()
             self._keeper = await asyncio.create_subprocess_exec(
-                sys.executable, "-I", keeper.__file__, str(self._patience), *self._command,
-                stdin=asyncio.subprocess.PIPE, stdout=log, stderr=log, env=dict(self._environment),
-            )  # fmt: skip
+                sys.executable,
+                "-I",
+                keeper.__file__,
+                str(self._patience),
+                *self._command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=dict(self._environment),
+            )
         try:
             await self._until_it_answers(began, deadline)
         except BaseException:
@@ -137,8 +152,10 @@ class ServerProcess:
                         return
                 now = self._clock()
                 if now - began > deadline:
-                    raise SamplerFault(f"{self.name} does not answer at {self.url} after {deadline:g} s "
-                                       f"(inference.vllm.start_timeout). {self.end_of_log()}")  # fmt: skip
+                    raise SamplerFault(
+                        f"{self.name} does not answer at {self.url} after {deadline:g} s "
+                        f"(inference.vllm.start_timeout). {self.end_of_log()}"
+                    )
                 if now - said > _SAY_EVERY:
                     said = now
                     logger.info("waiting for %s since %.0f s; its log: %s", self.name, now - began, self._log)
@@ -180,18 +197,40 @@ class ServerProcess:
 
 
 def make_process(
-    settings: VllmSettings, replica: int, *, model: str | Path, port: int, context_length: int, logs: Path,
-    host: str = "127.0.0.1", num_threads: int | None = None, api_key: str | None = None, uploads: Path | None = None,
-    adapter_rank: int | None = None, return_routed_experts: bool = False,
-) -> ServerProcess:  # fmt: skip
+    settings: VllmSettings,
+    replica: int,
+    *,
+    model: str | Path,
+    port: int,
+    context_length: int,
+    logs: Path,
+    host: str = "127.0.0.1",
+    num_threads: int | None = None,
+    api_key: str | None = None,
+    uploads: Path | None = None,
+    adapter_rank: int | None = None,
+    return_routed_experts: bool = False,
+) -> ServerProcess:
     """The process of one replica, not yet started; the arguments are those of `server_command` and
     `server_environment`, and the folder for its log."""
-    command = server_command(settings, model=model, port=port, context_length=context_length, host=host,
-                             adapter_rank=adapter_rank, return_routed_experts=return_routed_experts)  # fmt: skip
+    command = server_command(
+        settings,
+        model=model,
+        port=port,
+        context_length=context_length,
+        host=host,
+        adapter_rank=adapter_rank,
+        return_routed_experts=return_routed_experts,
+    )
     environment = server_environment(
-        settings, replica, is_local_model=Path(model).is_dir(), num_threads=num_threads, api_key=api_key,
-        uploads=uploads, return_routed_experts=return_routed_experts,
-    )  # fmt: skip
+        settings,
+        replica,
+        is_local_model=Path(model).is_dir(),
+        num_threads=num_threads,
+        api_key=api_key,
+        uploads=uploads,
+        return_routed_experts=return_routed_experts,
+    )
     log = logs / f"replica_{replica}.log"
     return ServerProcess(f"replica {replica}", command, environment, port=port, log=log, host=host)
 

@@ -103,9 +103,16 @@ class VllmReplica:
     ) -> None:
         check_version(policy_version)
         self._connect = partial(
-            HttpSampler, url, api_key=api_key, context_length=context_length, vocab_size=vocab_size,
-            processed_logprobs=True, request_timeout=request_timeout, max_retries=max_retries, ours=False,
-        )  # fmt: skip
+            HttpSampler,
+            url,
+            api_key=api_key,
+            context_length=context_length,
+            vocab_size=vocab_size,
+            processed_logprobs=True,
+            request_timeout=request_timeout,
+            max_retries=max_retries,
+            ours=False,
+        )
         self._route = _Route(self._connect(model=model, policy_version=policy_version))
         self._former: list[_Route] = []
         self._adapter_rank, self._return_routed_experts = adapter_rank, return_routed_experts
@@ -122,9 +129,12 @@ class VllmReplica:
         """The version of the weights in use."""
         self._on_weight_update = on_weight_update
         self._control_client = HttpClient(
-            self.url, api_key=api_key, request_timeout=phase_timeout + _BEYOND_A_PHASE, max_retries=0,
+            self.url,
+            api_key=api_key,
+            request_timeout=phase_timeout + _BEYOND_A_PHASE,
+            max_retries=0,
             headers={"Connection": "close"},  # vLLM closes a connection after an error, maybe under the next request
-        )  # fmt: skip
+        )
         self._control = VllmControl(self._control_client, name=name, phase_timeout=phase_timeout)
         self._transport = make_transport(name, weight_transfer, broadcast)
         self._nccl = broadcast.sender.store.nccl if broadcast is not None and broadcast.kind == "nccl" else None
@@ -274,8 +284,11 @@ class VllmReplica:
         self._shapes = folder.shapes
         self._pieces = [piece for report in reports for piece, _, _ in report.digests]
         if proof.unmapped and proof.unmapped != self._unverified:
-            logger.warning("%s: no digest tells whether these tensors were loaded, only logprobs do: %s", self.name,
-                           joined(proof.unmapped))  # fmt: skip
+            logger.warning(
+                "%s: no digest tells whether these tensors were loaded, only logprobs do: %s",
+                self.name,
+                joined(proof.unmapped),
+            )
         self._unverified = proof.unmapped
 
     def _open(self, path: Path) -> PublishedFolder:
@@ -314,10 +327,15 @@ class VllmReplica:
         """
         facts = await self._control.facts()
         refuse_inexact(
-            facts, name=f"{named(self.name, self.url)}", transfer=self._transport.engine, vocab_size=self.vocab_size,
-            context_length=self.context_length, adapter_rank=self._adapter_rank,
-            return_routed_experts=self._return_routed_experts, nccl=self._nccl,
-        )  # fmt: skip
+            facts,
+            name=f"{named(self.name, self.url)}",
+            transfer=self._transport.engine,
+            vocab_size=self.vocab_size,
+            context_length=self.context_length,
+            adapter_rank=self._adapter_rank,
+            return_routed_experts=self._return_routed_experts,
+            nccl=self._nccl,
+        )
         await self._control.resume()  # a server that was given up in the middle of an update would never answer
         missing = await self._control.missing_flag(self._model)
         if missing is not None:
@@ -332,9 +350,11 @@ class VllmReplica:
         """
         stale = await self._take(folder, self.policy_version)
         if stale is not None:
-            raise UsageError(f"{named(self.name, self.url)}: weight updates do not reach every tensor: {stale}. If it "
-                             "serves another model than this run's, start it with --model and the folder in "
-                             "model.name; else this model cannot be trained through this server")  # fmt: skip
+            raise UsageError(
+                f"{named(self.name, self.url)}: weight updates do not reach every tensor: {stale}. If it "
+                "serves another model than this run's, start it with --model and the folder in "
+                "model.name; else this model cannot be trained through this server"
+            )
 
     async def cached_logprob(self, token_ids: Int32) -> float:
         """Logprob of the last id given those before it, at temperature 1, by a new and ordinary request: it reads the
@@ -354,12 +374,18 @@ class VllmReplica:
         found, num_cached = await self._http.cached_logprob(ids)
         if asked == 1 and not num_cached and not self._has_said_cache_is_unread:
             self._has_said_cache_is_unread = True
-            logger.warning("%s: the check for old prefixes is off: the prefix cache keeps nothing of a probe of %d "
-                           "tokens. Its blocks (--block-size) have to be shorter than that, and a probe is shorter "
-                           "than orchestrator.seq_len", self.name, len(ids))  # fmt: skip
+            logger.warning(
+                "%s: the check for old prefixes is off: the prefix cache keeps nothing of a probe of %d "
+                "tokens. Its blocks (--block-size) have to be shorter than that, and a probe is shorter "
+                "than orchestrator.seq_len",
+                self.name,
+                len(ids),
+            )
         if asked == 0 and num_cached:
-            raise SamplerFault(f"{self.name}: a new request read {num_cached} tokens from the prefix cache of the "
-                               f"weights before version {self.policy_version}")  # fmt: skip
+            raise SamplerFault(
+                f"{self.name}: a new request read {num_cached} tokens from the prefix cache of the "
+                f"weights before version {self.policy_version}"
+            )
         return found
 
     async def load_metrics(self) -> ReplicaLoad:

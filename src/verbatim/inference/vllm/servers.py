@@ -42,18 +42,21 @@ def vllm_servers(inputs: BackendInputs, settings: VllmSettings) -> Servers:
     if inputs.sender is not None and settings.broadcast is not None:
         broadcast = Broadcast(inputs.sender, kind=settings.broadcast.kind, update_timeout=settings.update_timeout)
     make = partial(
-        VllmReplica, context_length=context_length, vocab_size=vocab_size_of(base_model(inputs.model)),
-        adapter_rank=inputs.adapter_rank, on_weight_update=inputs.on_weight_update,
+        VllmReplica,
+        context_length=context_length,
+        vocab_size=vocab_size_of(base_model(inputs.model)),
+        adapter_rank=inputs.adapter_rank,
+        on_weight_update=inputs.on_weight_update,
         return_routed_experts=inputs.return_routed_experts,
-        weight_transfer=settings.weight_transfer, phase_timeout=settings.update_timeout, broadcast=broadcast,
-    )  # fmt: skip
+        weight_transfer=settings.weight_transfer,
+        phase_timeout=settings.update_timeout,
+        broadcast=broadcast,
+    )
     if not settings.urls:
         return StartedServers(inputs, settings, make, broadcast)
     return FoundServers(
         settings.urls,
-        lambda url, name, version: make(
-            url, name=name, policy_version=version, model=None, api_key=settings.api_key
-        ),
+        lambda url, name, version: make(url, name=name, policy_version=version, model=None, api_key=settings.api_key),
         weights=(Path(inputs.model), inputs.policy_version),
         patience=settings.start_timeout,
         setting="inference.vllm.start_timeout",
@@ -77,9 +80,12 @@ class StartedServers:
     """
 
     def __init__(
-        self, inputs: BackendInputs, settings: VllmSettings, make: partial[VllmReplica],
+        self,
+        inputs: BackendInputs,
+        settings: VllmSettings,
+        make: partial[VllmReplica],
         rendezvous: Rendezvous | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._inputs, self._settings, self._make, self.rendezvous = inputs, settings, make, rendezvous
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         if inputs.logs is not None:
@@ -117,11 +123,17 @@ class StartedServers:
     async def _start(self, index: int, model: Path, version: int) -> VllmReplica:
         for attempt in itertools.count(1):
             process = make_process(
-                self._settings, index, model=base_model(model), port=free_port(),
-                context_length=self._settings.max_model_len or self._inputs.context_length, logs=self._logs,
-                num_threads=self._inputs.num_threads, api_key=self._key, adapter_rank=self._inputs.adapter_rank,
+                self._settings,
+                index,
+                model=base_model(model),
+                port=free_port(),
+                context_length=self._settings.max_model_len or self._inputs.context_length,
+                logs=self._logs,
+                num_threads=self._inputs.num_threads,
+                api_key=self._key,
+                adapter_rank=self._inputs.adapter_rank,
                 return_routed_experts=self._inputs.return_routed_experts,
-            )  # fmt: skip
+            )
             self._processes[index] = process
             try:
                 await process.start(self._settings.start_timeout)

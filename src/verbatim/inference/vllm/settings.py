@@ -71,28 +71,39 @@ class VllmSettings(ServerSettings):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.colocate and self.urls:
-            raise ValueError("colocate: for servers that the run starts; it puts those in urls not to sleep. Leave out "
-                             "colocate, or urls")  # fmt: skip
+            raise ValueError(
+                "colocate: for servers that the run starts; it puts those in urls not to sleep. Leave out "
+                "colocate, or urls"
+            )
         if self.colocate and self.broadcast is not None:
-            raise ValueError("colocate: the trainer has left the device when the servers load, so weight_transfer = "
-                             f'"{self.weight_transfer}" cannot send from there; type weight_transfer = "files"')
+            raise ValueError(
+                "colocate: the trainer has left the device when the servers load, so weight_transfer = "
+                f'"{self.weight_transfer}" cannot send from there; type weight_transfer = "files"'
+            )
         if self.transfer_address is not None and self.broadcast is None:
-            raise ValueError(f'transfer_address: for weight_transfer = "nccl" or "gloo", found '
-                             f'"{self.weight_transfer}"; leave it out')  # fmt: skip
+            raise ValueError(
+                f'transfer_address: for weight_transfer = "nccl" or "gloo", found '
+                f'"{self.weight_transfer}"; leave it out'
+            )
         options = [arg.partition("=")[0] for arg in self.args]
         plain = [option.replace("_", "-") for option in options]  # vLLM reads --api_key as --api-key
         ours = [o for o, name in zip(options, plain, strict=True) if name in _SET_BY_US or name.startswith("--ssl-")]
         if ours:
-            raise ValueError(f"args: the run could not reach a server with {ours[0]} of its own; "
-                             "leave it out. A server that is started otherwise belongs in urls")  # fmt: skip
+            raise ValueError(
+                f"args: the run could not reach a server with {ours[0]} of its own; "
+                "leave it out. A server that is started otherwise belongs in urls"
+            )
         if self.gpu_memory_utilization is not None and self.gpu_memory_utilization > 1:
             raise ValueError(f"gpu_memory_utilization: found {self.gpu_memory_utilization}, expected at most 1")
         if self.devices and len(self.devices) != self.replicas:
-            raise ValueError(f"devices: found {len(self.devices)} entries, expected one for each of the "
-                             f"{self.replicas} replicas")  # fmt: skip
+            raise ValueError(
+                f"devices: found {len(self.devices)} entries, expected one for each of the {self.replicas} replicas"
+            )
         if self.devices and any(len(entry.split(",")) != self.tensor_parallel_size for entry in self.devices):
-            raise ValueError(f"devices: expected {self.tensor_parallel_size} in each entry (tensor_parallel_size), "
-                             f"found {list(self.devices)}")  # fmt: skip
+            raise ValueError(
+                f"devices: expected {self.tensor_parallel_size} in each entry (tensor_parallel_size), "
+                f"found {list(self.devices)}"
+            )
         return self
 
     @property
@@ -163,20 +174,28 @@ class VllmSettings(ServerSettings):
     def check_for(self, *, context_length: int, adapter_rank: int | None) -> None:
         """Refuse servers whose context is shorter than the run's sequences, and updates that adapters cannot have."""
         if self.max_model_len is not None and self.max_model_len < context_length:
-            raise UsageError(f"max_model_len = {self.max_model_len} is shorter than orchestrator.seq_len = "
-                             f"{context_length}; leave it out, or make it at least that")  # fmt: skip
+            raise UsageError(
+                f"max_model_len = {self.max_model_len} is shorter than orchestrator.seq_len = "
+                f"{context_length}; leave it out, or make it at least that"
+            )
         if self.weight_transfer == "http" and not self.urls:
-            raise UsageError('weight_transfer = "http" is for servers on other hosts, in urls; those that the run '
-                             "starts read its folder: leave it out")  # fmt: skip
+            raise UsageError(
+                'weight_transfer = "http" is for servers on other hosts, in urls; those that the run '
+                "starts read its folder: leave it out"
+            )
         if adapter_rank is not None and self.broadcast is not None:
-            raise UsageError(f'weight_transfer = "{self.weight_transfer}" sends whole weights, and [trainer.lora] '
-                             'trains adapters; use "files" or "http"')  # fmt: skip
+            raise UsageError(
+                f'weight_transfer = "{self.weight_transfer}" sends whole weights, and [trainer.lora] '
+                'trains adapters; use "files" or "http"'
+            )
         if adapter_rank is not None and self.colocate:
-            raise UsageError("colocate puts servers to sleep, which lose the base model, and updates of [trainer.lora] "
-                             "bring adapters alone; leave out one of the two")  # fmt: skip
+            raise UsageError(
+                "colocate puts servers to sleep, which lose the base model, and updates of [trainer.lora] "
+                "bring adapters alone; leave out one of the two"
+            )
 
     def _check_python(self) -> None:
-        make = "`verbatim inference --install DIR` makes an environment with vLLM; then python = \"DIR/bin/python\""
+        make = '`verbatim inference --install DIR` makes an environment with vLLM; then python = "DIR/bin/python"'
         if shutil.which(os.path.expanduser(self.python)) is None:
             raise UsageError(f'python: there is no program "{self.python}". {make}')
         try:
@@ -188,11 +207,15 @@ class VllmSettings(ServerSettings):
         if status not in (0, _VLLM_FOR_CPUS):
             raise UsageError(f'python: "{self.python}" is no Python: it ended with status {status}. {make}')
         if self.weight_transfer == "nccl" and status == _VLLM_FOR_CPUS:
-            raise UsageError(f'weight_transfer = "nccl": the environment of "{self.python}" has a vLLM for CPUs, and '
-                             'NCCL connects CUDA devices; use "files", or "gloo"')  # fmt: skip
+            raise UsageError(
+                f'weight_transfer = "nccl": the environment of "{self.python}" has a vLLM for CPUs, and '
+                'NCCL connects CUDA devices; use "files", or "gloo"'
+            )
         if self.colocate and status == _VLLM_FOR_CPUS:
-            raise UsageError(f'colocate: the environment of "{self.python}" has a vLLM for CPUs, which cannot release '
-                             "its memory; leave out colocate")  # fmt: skip
+            raise UsageError(
+                f'colocate: the environment of "{self.python}" has a vLLM for CPUs, which cannot release '
+                "its memory; leave out colocate"
+            )
 
 
 def _ask(python: str) -> int:

@@ -237,8 +237,6 @@ def _value(figures: StepFigures, name: str, env: str | None, missing: float | No
     return own.get(name, missing) if own else None
 
 
-def _values(
-    steps: Sequence[StepFigures], name: str, env: str | None, count: int, missing: float | None
-) -> list[float]:
+def _values(steps: Sequence[StepFigures], name: str, env: str | None, count: int, missing: float | None) -> list[float]:
     found = [value for figures in steps if (value := _value(figures, name, env, missing)) is not None]
     return found if len(steps) >= count and 2 * len(found) >= count else []

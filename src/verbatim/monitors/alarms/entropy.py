@@ -50,4 +50,4 @@ class EntropyCollapse:
             advice=f"go back to a checkpoint before the fall and lower {window.now('trainer.optim.lr')}; keep "
             f"{window.now('orchestrator.sampling.temperature')} at 1.0; raise {window.now('orchestrator.group_size')}",
             evidence={"entropy": now, "success": success, "entropy of the first steps": before},
-        )  # fmt: skip
+        )

@@ -25,10 +25,12 @@ _ADVICE = {
 }
 """By the first word of the error."""
 _KEYS = {
-    "renderer": "orchestrator.renderer.name", "concurrent": "orchestrator.max_concurrent",
-    "timeout": "orchestrator.episode_timeout", "tool_timeout": "orchestrator.tool_timeout",
+    "renderer": "orchestrator.renderer.name",
+    "concurrent": "orchestrator.max_concurrent",
+    "timeout": "orchestrator.episode_timeout",
+    "tool_timeout": "orchestrator.tool_timeout",
     "advantage": "orchestrator.advantage.type",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,14 +61,18 @@ class RepeatedError:
             others = f"; {len(kinds) - 1} other kinds" if len(kinds) > 1 else ""
             advice = _ADVICE.get(kind.partition(":")[0], "look at the log: it has the first traceback of each kind")
             yield Finding(
-                env=env, level=min(count / total / max(self.share, 1e-9), count / self.rollouts),
+                env=env,
+                level=min(count / total / max(self.share, 1e-9), count / self.rollouts),
                 message=f"{count} of {total:.0f} rollouts of {env} in {len(steps)} steps failed with: {kind}{others}",
                 cause=f"episodes of {env} fail at the same place",
                 advice=advice.format(**{name: window.now(key) for name, key in _KEYS.items()}),
-                evidence={"rollouts": total, "failed": float(sum(kinds.values())), f"errors/{kind.partition(':')[0]}":
-                          float(count)},
+                evidence={
+                    "rollouts": total,
+                    "failed": float(sum(kinds.values())),
+                    f"errors/{kind.partition(':')[0]}": float(count),
+                },
                 trajectory_ids=_failed(window.fates, env, kind),
-            )  # fmt: skip
+            )
 
 
 def _failed(fates: Sequence[Fate], env: str, kind: str) -> tuple[str, ...]:

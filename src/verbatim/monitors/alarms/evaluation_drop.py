@@ -74,12 +74,14 @@ def _finding(window: Window, env: str, last: _Evaluation, drop: _Drop) -> Findin
     intervals = [_shown(evaluation, drop.name, _scale(best, last[1])) for evaluation in (best, last[1])]
     names = ("success", "reward/mean", "failed", "truncated", TRAINING)
     return Finding(
-        env=env, level=drop.level,
+        env=env,
+        level=drop.level,
         message=f"the {what} of the evaluation of {env} fell from {was:.3g} at step {began}, its best, to {now:.3g} "
         f"(95% intervals {intervals[0]} and {intervals[1]})",
-        cause=cause, advice=advice,
+        cause=cause,
+        advice=advice,
         evidence={**{name: last[1][name] for name in names if name in last[1]}, f"best {drop.name}": was},
-    )  # fmt: skip
+    )
 
 
 def _why(window: Window, step: int, best: Figures, last: Figures) -> tuple[str, str]:

@@ -156,9 +156,12 @@ def _fate_figures(fates: Sequence[Fate]) -> dict[str, float]:
     reasons = Counter(main_reason(fate) for fate in fates)
     failed = sum(fate.trajectory.error is not None for fate in fates)
     return {
-        "rollouts": len(fates), "failed": failed, "completed": len(fates) - failed, "trained": reasons.pop(None, 0),
+        "rollouts": len(fates),
+        "failed": failed,
+        "completed": len(fates) - failed,
+        "trained": reasons.pop(None, 0),
         **{f"untrained/{reason}": count for reason, count in reasons.items()},
-    }  # fmt: skip
+    }
 
 
 def _reward_figures(fates: Sequence[Fate]) -> dict[str, float]:

@@ -36,15 +36,21 @@ _CAUSES = {
     ),
     "over_length": ("rollouts are longer than a training sample may be", "raise {seq_len}"),
     "missing_logprobs": (
-        "the server returns no logprobs", "serve the model with one that does (`verbatim serve`, or {backend})"),
-}  # fmt: skip
+        "the server returns no logprobs",
+        "serve the model with one that does (`verbatim serve`, or {backend})",
+    ),
+}
 """By the reason of most of them: cause and advice."""
 _KEYS = {
-    "group_size": "orchestrator.group_size", "online": "orchestrator.buffer.online_difficulty_filtering",
-    "easy": "orchestrator.buffer.easy_threshold", "hard": "orchestrator.buffer.hard_threshold",
-    "lr": "trainer.optim.lr", "max_tokens": "orchestrator.sampling.max_tokens", "seq_len": "orchestrator.seq_len",
+    "group_size": "orchestrator.group_size",
+    "online": "orchestrator.buffer.online_difficulty_filtering",
+    "easy": "orchestrator.buffer.easy_threshold",
+    "hard": "orchestrator.buffer.hard_threshold",
+    "lr": "trainer.optim.lr",
+    "max_tokens": "orchestrator.sampling.max_tokens",
+    "seq_len": "orchestrator.seq_len",
     "backend": "inference.backend",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,14 +89,16 @@ class EverythingFiltered:
             ((reason, _),) = counts.most_common(1)
             cause, advice = _CAUSES.get(reason, (f"the reason {reason}", f"look at ledger/dropped/{reason}"))
             yield Finding(
-                env=env, level=share / max(self.share, 1e-9),
+                env=env,
+                level=share / max(self.share, 1e-9),
                 message=f"{share:.0%} of the last {completed:.0f} rollouts of {env}, in {len(steps)} steps, were "
                 f"dropped, most as {reason}; success is {steps[-1].get('success', 0.0):.2f}",
-                cause=cause, advice=advice.format(**{name: window.now(key) for name, key in _KEYS.items()}),
+                cause=cause,
+                advice=advice.format(**{name: window.now(key) for name, key in _KEYS.items()}),
                 evidence={f"{_UNTRAINED}{name}": float(count) for name, count in counts.items()}
                 | {name: steps[-1][name] for name in ("rollouts", "reward", "reward_std") if name in steps[-1]},
                 trajectory_ids=_untrained(window.fates, env, reason),
-            )  # fmt: skip
+            )
 
     def _steps(self, window: Window, env: str) -> list[Mapping[str, float]]:
         """The environment's figures of the fewest latest steps that are enough; empty where there are not so many."""
@@ -122,7 +130,8 @@ class PoolsDry:
             easy, hard = (metrics.get(f"pool/{env}/{pool}", 0.0) for pool in ("easy", "hard"))
             pool = "hard" if hard > easy else "easy"
             yield Finding(
-                env=env, level=(1 - normal) / max(1 - self.left, 1e-9),
+                env=env,
+                level=(1 - normal) / max(1 - self.left, 1e-9),
                 message=f"{normal:.1%} of the examples of {env} are still sampled; {easy:.1%} are in the easy pool and "
                 f"{hard:.1%} in the hard one",
                 cause="the examples are solved" if pool == "easy" else "the examples are too hard for the policy",
@@ -130,7 +139,7 @@ class PoolsDry:
                 f"{window.now(f'orchestrator.buffer.{pool}_threshold')}, and let examples come back with "
                 f"{window.now(f'orchestrator.buffer.{pool}_fraction')}",
                 evidence={f"pool/{env}/{p}": metrics.get(f"pool/{env}/{p}", 0.0) for p in ("normal", "easy", "hard")},
-            )  # fmt: skip
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,14 +169,19 @@ class EnvironmentStarves:
             usable = _total(steps, env, "completed") - _total(steps, env, "untrained/stale")
             cause, advice = _why_starved(window, steps, env)
             yield Finding(
-                env=env, level=self.share * expected / max(usable, 1e-9 * expected),
+                env=env,
+                level=self.share * expected / max(usable, 1e-9 * expected),
                 message=f"{usable:.0f} rollouts of {env} in {len(steps)} steps could be trained, where its ratio asks "
                 f"for {expected:.0f}",
-                cause=cause, advice=advice,
-                evidence={"rollouts": _total(steps, env, "rollouts"), "failed": _total(steps, env, "failed"),
-                          "expected": expected},
+                cause=cause,
+                advice=advice,
+                evidence={
+                    "rollouts": _total(steps, env, "rollouts"),
+                    "failed": _total(steps, env, "failed"),
+                    "expected": expected,
+                },
                 trajectory_ids=_untrained(window.fates, env, None) if usable <= self.share * expected else (),
-            )  # fmt: skip
+            )
 
     def _steps_that_expect_enough(self, window: Window, share: float) -> Sequence[StepFigures]:
         """The fewest latest steps in which this share of the groups is at least 20; empty where there are not so many,
@@ -210,16 +224,18 @@ def _why_starved(window: Window, steps: Sequence[StepFigures], env: str) -> tupl
 def _filtered(own: Mapping[str, float]) -> dict[str, float]:
     """Completed rollouts without a trained token by reason, without those that are too old."""
     return {
-        name.removeprefix(_UNTRAINED): count for name, count in own.items()
+        name.removeprefix(_UNTRAINED): count
+        for name, count in own.items()
         if name.startswith(_UNTRAINED) and name.removeprefix(_UNTRAINED) not in _OF_ERRORS
-    }  # fmt: skip
+    }
 
 
 def _untrained(fates: Sequence[Fate], env: str, reason: str | None) -> tuple[str, ...]:
     found = [
-        fate.trajectory.trajectory_id for fate in fates
+        fate.trajectory.trajectory_id
+        for fate in fates
         if fate.trajectory.env == env and (why := main_reason(fate)) is not None and reason in (None, why)
-    ]  # fmt: skip
+    ]
     return tuple(found[:_SHOWN])
 
 

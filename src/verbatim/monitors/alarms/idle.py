@@ -33,16 +33,20 @@ class SamplerIdle:
         idle, share = _idle(window, "time/sampler_idle", self.steps, busy_if_all_were_trained=False)
         other, other_share = _idle(window, "time/trainer_idle", self.steps, busy_if_all_were_trained=True)
         both = other is not None and _level(other, other_share, self.seconds, self.share) >= HOLD
-        return None if idle is None else Finding(
-            level=0.0 if both else _level(idle, share, self.seconds, self.share),
-            message=f"the sampler waits {share:.0%} of a step, {idle:.1f} s of {_step(window, self.steps):.1f} s "
-            f"(medians of {self.steps} steps)",
-            cause="the trainer is the slower side",
-            advice=f"give the trainer more processes ({window.now('trainer.parallel.processes')}) or "
-            f"{window.now('trainer.dtype')}; or let the sampler run ahead: "
-            f"{window.now('orchestrator.max_async_level')}",
-            evidence=_evidence(window),
-        )  # fmt: skip
+        return (
+            None
+            if idle is None
+            else Finding(
+                level=0.0 if both else _level(idle, share, self.seconds, self.share),
+                message=f"the sampler waits {share:.0%} of a step, {idle:.1f} s of {_step(window, self.steps):.1f} s "
+                f"(medians of {self.steps} steps)",
+                cause="the trainer is the slower side",
+                advice=f"give the trainer more processes ({window.now('trainer.parallel.processes')}) or "
+                f"{window.now('trainer.dtype')}; or let the sampler run ahead: "
+                f"{window.now('orchestrator.max_async_level')}",
+                evidence=_evidence(window),
+            )
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,12 +71,18 @@ class TrainerIdle:
         other, other_share = _idle(window, "time/sampler_idle", self.steps, busy_if_all_were_trained=False)
         both = other is not None and _level(other, other_share, self.seconds, self.share) >= HOLD
         cause, advice = _why_trainer_waits(window, sampler_waits=both)
-        return None if idle is None else Finding(
-            level=_level(idle, share, self.seconds, self.share),
-            message=f"the trainer waits {share:.0%} of a step, {idle:.1f} s of {_step(window, self.steps):.1f} s "
-            f"(medians of {self.steps} steps)",
-            cause=cause, advice=advice, evidence=_evidence(window),
-        )  # fmt: skip
+        return (
+            None
+            if idle is None
+            else Finding(
+                level=_level(idle, share, self.seconds, self.share),
+                message=f"the trainer waits {share:.0%} of a step, {idle:.1f} s of {_step(window, self.steps):.1f} s "
+                f"(medians of {self.steps} steps)",
+                cause=cause,
+                advice=advice,
+                evidence=_evidence(window),
+            )
+        )
 
 
 def _why_trainer_waits(window: Window, *, sampler_waits: bool) -> tuple[str, str]:
@@ -80,18 +90,22 @@ def _why_trainer_waits(window: Window, *, sampler_waits: bool) -> tuple[str, str
     single = "or single episodes take much longer than the rest"
     more = f"raise {window.now('orchestrator.max_concurrent')}, or lower {window.now('orchestrator.episode_timeout')}"
     if window.setting("orchestrator.training_mode") == "sft":
-        return (f"the teacher's server is the slower side, {single}",
-                f"give the teacher's server more replicas or devices, {more}")  # fmt: skip
+        return (
+            f"the teacher's server is the slower side, {single}",
+            f"give the teacher's server more replicas or devices, {more}",
+        )
     if sampler_waits:
-        return ("the sampler waits as much: episodes wait for their tools, their judge or their environment",
-                f"make these answer sooner, {more}")  # fmt: skip
-    return (f"the sampler is the slower side, {single}", "give the sampler more replicas or devices "
-            f"([inference.{window.setting('inference.backend')}]), {more}")  # fmt: skip
+        return (
+            "the sampler waits as much: episodes wait for their tools, their judge or their environment",
+            f"make these answer sooner, {more}",
+        )
+    return (
+        f"the sampler is the slower side, {single}",
+        f"give the sampler more replicas or devices ([inference.{window.setting('inference.backend')}]), {more}",
+    )
 
 
-def _idle(
-    window: Window, name: str, count: int, *, busy_if_all_were_trained: bool
-) -> tuple[float | None, float]:
+def _idle(window: Window, name: str, count: int, *, busy_if_all_were_trained: bool) -> tuple[float | None, float]:
     """Seconds of waiting in a step and its share, as medians; None where the sides take turns or nothing is measured.
 
     The time of the step is what the side waited and worked, at least the time between two steps: an evaluation and a

@@ -38,10 +38,11 @@ class MismatchKl:
         return Finding(
             level=value / self.bound,
             message=f"mismatch_kl is {value:.3g}, the median of {self.steps} steps; the bound is {self.bound:g}",
-            cause=cause, advice=advice, evidence=_evidence(window, "mismatch_kl", "importance_ratio_max",
-                                                          "staleness/mean", "weights/canary"),
+            cause=cause,
+            advice=advice,
+            evidence=_evidence(window, "mismatch_kl", "importance_ratio_max", "staleness/mean", "weights/canary"),
             trajectory_ids=_furthest(window.fates) if value >= self.bound else (),
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +65,11 @@ class MaskedTokens:
             level=value / max(self.share, 1e-9),
             message=f"the loss masks {value:.1%} of the trained tokens, the median of {self.steps} steps; the bound is "
             f"{self.share:.1%}",
-            cause=cause, advice=advice, evidence=_evidence(window, "masked_by_loss", "trained_tokens", "mismatch_kl",
-                                                          "staleness/mean"),
+            cause=cause,
+            advice=advice,
+            evidence=_evidence(window, "masked_by_loss", "trained_tokens", "mismatch_kl", "staleness/mean"),
             trajectory_ids=_furthest(window.fates) if value >= self.share else (),
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,11 +102,13 @@ class Staleness:
             level=found,
             message=f"rollouts are {mean:.2f} steps old when they are trained, where {level:g} are asked for, and "
             f"{share:.1%} are dropped as too old (medians of {self.steps} steps)",
-            cause=cause, advice=advice,
-            evidence=_evidence(window, "staleness/mean", "staleness/max", "staleness/dropped", "policy_version",
-                               "time/weight_sync"),
+            cause=cause,
+            advice=advice,
+            evidence=_evidence(
+                window, "staleness/mean", "staleness/max", "staleness/dropped", "policy_version", "time/weight_sync"
+            ),
             trajectory_ids=_oldest(window.fates) if found >= 1 else (),
-        )  # fmt: skip
+        )
 
 
 def _why_old(window: Window) -> tuple[str, str]:

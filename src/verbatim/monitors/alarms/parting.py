@@ -46,16 +46,21 @@ class RewardSuccessGap:
                     continue
                 gained = (is_r - was_r) / spread if spread > 0 else math.inf
                 yield Finding(
-                    env=env, level=min(gained / max(self.rise, 1e-9), (was_s - is_s) / max(self.fall, 1e-9)),
+                    env=env,
+                    level=min(gained / max(self.rise, 1e-9), (was_s - is_s) / max(self.fall, 1e-9)),
                     message=f"the reward of {env} rose from {was_r:.3g} to {is_r:.3g} while its success fell from "
                     f"{was_s:.2f} to {is_s:.2f} (medians of {self.steps} steps)",
                     cause="the reward can be earned without solving the task",
                     advice=f"read these episodes, and change what `score` pays for; {_parts(window, env)}the run can "
                     "go on from a checkpoint before the two parted",
-                    evidence={f"reward/{env}/mean": is_r, f"success/{env}": is_s, "reward before": was_r,
-                              "success before": was_s},
+                    evidence={
+                        f"reward/{env}/mean": is_r,
+                        f"success/{env}": is_s,
+                        "reward before": was_r,
+                        "success before": was_s,
+                    },
                     trajectory_ids=_paid_without_success(window.fates, env),
-                )  # fmt: skip
+                )
                 break
 
 
@@ -92,17 +97,22 @@ class EvaluationFlat:
             risen = (has - had) / (3 * math.hypot(earlier[TRAINING_ERROR], last[TRAINING_ERROR]))
             ahead = (has - now) / (3 * math.hypot(_error(last), last[TRAINING_ERROR]))
             yield Finding(
-                env=env, level=min((has - had) / max(self.rise, 1e-9), risen, ahead) if is_flat else 0.0,
+                env=env,
+                level=min((has - had) / max(self.rise, 1e-9), risen, ahead) if is_flat else 0.0,
                 message=f"from step {began} to {step} the success of training rose from {had:.2f} to {has:.2f}, and "
                 f"that of the evaluation of {env} went from {was:.2f} to {now:.2f}",
                 cause="the policy learns the training examples, or a way to be rewarded that the evaluation does not "
-                      "pay",
+                "pay",
                 advice="take more or other training examples, and go on from an earlier checkpoint "
                 f"({window.now('checkpoint.keep_every')}); {window.now('orchestrator.eval.interval')} says how often "
                 "is looked",
-                evidence={"success of training": has, "success of training before": had, "success of evaluation": now,
-                          "success of evaluation before": was},
-            )  # fmt: skip
+                evidence={
+                    "success of training": has,
+                    "success of training before": had,
+                    "success of evaluation": now,
+                    "success of evaluation before": was,
+                },
+            )
 
 
 def _error(evaluation: Figures) -> float:

@@ -77,15 +77,20 @@ class RewardHacking:
             reward = window.median("reward", self.steps, env)
             was = min(statistics.median(values) for values in window.earlier("reward", self.steps, env))
             yield Finding(
-                env=env, level=min(found.level, gained),
+                env=env,
+                level=min(found.level, gained),
                 message=f"the reward of {env} rose from {was:.3g} to {reward:.3g}, and {found.said} (medians of "
                 f"{self.steps} steps); within groups it correlates with the reward by {found.credit:.2f}",
                 cause="the reward can be earned by more of this instead of by solving the task",
                 advice=_advice(window, found),
-                evidence={f"reward/{env}/mean": reward or math.nan, found.figure: found.now,
-                          f"{found.figure} before": found.before, "correlation with the reward": found.credit},
+                evidence={
+                    f"reward/{env}/mean": reward or math.nan,
+                    found.figure: found.now,
+                    f"{found.figure} before": found.before,
+                    "correlation with the reward": found.credit,
+                },
                 trajectory_ids=_most_of(window.fates, env, found.figure),
-            )  # fmt: skip
+            )
 
     def _gained(self, window: Window, env: str) -> float:
         """By how much the reward rose, 1 at the bound; 0 where it is not sure."""
@@ -109,8 +114,9 @@ class RewardHacking:
                 continue
             was, level = max(statistics.median(values) for values in earlier), statistics.median(now)
             grown = self._grown(name, was, level)
-            yield _Growth(figure=name, before=was, now=level, credit=credit,
-                          level=min(grown, credit / max(self.credit, 1e-9)))  # fmt: skip
+            yield _Growth(
+                figure=name, before=was, now=level, credit=credit, level=min(grown, credit / max(self.credit, 1e-9))
+            )
 
     def _grown(self, name: str, was: float, now: float) -> float:
         if name == "repetition":
@@ -138,14 +144,20 @@ def _is_acquitted(window: Window, env: str, count: int) -> bool:
 
 def _advice(window: Window, found: _Growth) -> str:
     if found.figure.startswith(_TOOL):
-        return ("read these rollouts; pay for the result instead of for calls, or pay less for each of them with "
-                f"{window.now('orchestrator.length_penalty.type')} = \"turns\"; bound them by max_turns")  # fmt: skip
+        return (
+            "read these rollouts; pay for the result instead of for calls, or pay less for each of them with "
+            f'{window.now("orchestrator.length_penalty.type")} = "turns"; bound them by max_turns'
+        )
     if found.figure == "repetition":
-        return ("read these rollouts; keep the filter `repetition`, lower "
-                f"{window.now('orchestrator.sampling.max_tokens')}, and take what is repeated out of the "
-                "reward")  # fmt: skip
-    return (f"read these rollouts; set {window.now('orchestrator.length_penalty.type')} to \"tokens\" with a target, "
-            f"lower {window.now('orchestrator.sampling.max_tokens')}, and take length out of the reward")  # fmt: skip
+        return (
+            "read these rollouts; keep the filter `repetition`, lower "
+            f"{window.now('orchestrator.sampling.max_tokens')}, and take what is repeated out of the "
+            "reward"
+        )
+    return (
+        f'read these rollouts; set {window.now("orchestrator.length_penalty.type")} to "tokens" with a target, '
+        f"lower {window.now('orchestrator.sampling.max_tokens')}, and take length out of the reward"
+    )
 
 
 def _most_of(fates: Sequence[Fate], env: str, figure: str) -> tuple[str, ...]:

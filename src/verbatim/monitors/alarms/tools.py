@@ -56,10 +56,14 @@ class ToolFormat:
         message, cause, advice = _words(window, env, which, numbers)
         names = ("valid_format", "tool_calls", "malformed", "truncated")
         yield Finding(
-            level=found[which], message=message, cause=cause, advice=advice, env=env,
+            level=found[which],
+            message=message,
+            cause=cause,
+            advice=advice,
+            env=env,
             evidence={name: value for name in names if (value := window.metric(name)) is not None},
             trajectory_ids=_without_a_call(window.fates, env) if found[which] >= 1 else (),
-        )  # fmt: skip
+        )
 
 
 def _words(window: Window, env: str, which: str, numbers: Mapping[str, float]) -> tuple[str, str, str]:
@@ -103,10 +107,13 @@ def _has_gained(window: Window, env: str) -> bool:
 
 def _without_a_call(fates: Sequence[Fate], env: str) -> tuple[str, ...]:
     found = [
-        fate.trajectory for fate in fates
-        if fate.trajectory.env == env and fate.trajectory.error is None and fate.trajectory.info.get(TOOLS_OFFERED)
+        fate.trajectory
+        for fate in fates
+        if fate.trajectory.env == env
+        and fate.trajectory.error is None
+        and fate.trajectory.info.get(TOOLS_OFFERED)
         and not any(call.status == "ok" for turn in fate.trajectory.turns for call in turn.tool_calls)
-    ]  # fmt: skip
+    ]
     found.sort(key=lambda trajectory: not looks_like_a_call(trajectory))
     return tuple(trajectory.trajectory_id for trajectory in found[:_SHOWN])
 
@@ -141,18 +148,22 @@ class PromptBreaks:
             began = median(_first(window, env, "broken")[: self.steps]) or 0.0
             share = max(min(rewritten), min(*broken, began))
             yield Finding(
-                env=env, level=share / max(self.share, 1e-9),
+                env=env,
+                level=share / max(self.share, 1e-9),
                 message=f"{broken[-1]:.0%} of the later turns of {env} do not extend the turn before them, so each of "
                 "them is a sample of its own that repeats the history",
                 cause="the chat template rewrites history (it strips the thinking of earlier turns, or formats calls "
                 "anew), or the environment changes messages that were sampled",
                 advice="`verbatim doctor RUN` shows the tokens and the reason. Where thoughts are dropped at a user's "
-                f"message, {window.now('orchestrator.renderer.thinking_retention')} keeps them (\"all\"). Where the "
+                f'message, {window.now("orchestrator.renderer.thinking_retention")} keeps them ("all"). Where the '
                 "environment rewrites history on purpose, set monitor.alarms.prompt_breaks = false",
-                evidence={name: value for name in ("breaks", "samples", "rollouts")
-                          if (value := window.metric(name)) is not None},
+                evidence={
+                    name: value
+                    for name in ("breaks", "samples", "rollouts")
+                    if (value := window.metric(name)) is not None
+                },
                 trajectory_ids=_broken(window.fates, env) if share >= self.share else (),
-            )  # fmt: skip
+            )
 
 
 def _broken(fates: Sequence[Fate], env: str) -> tuple[str, ...]:

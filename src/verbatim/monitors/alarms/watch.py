@@ -66,9 +66,11 @@ class AlarmWatch:
     def on_step(self, step: int, metrics: Mapping[str, float], fates: Sequence[Fate]) -> list[Alarm]:
         """What this step raises and clears."""
         figures = StepFigures(
-            step=step, metrics=_finite(metrics), errors=error_counts(fates),
+            step=step,
+            metrics=_finite(metrics),
+            errors=error_counts(fates),
             envs={env: _finite(own) for env, own in rollout_figures(metrics, fates).items()},
-        )  # fmt: skip
+        )
         return self.observe(figures, fates)
 
     def observe(self, figures: StepFigures, fates: Sequence[Fate] = ()) -> list[Alarm]:
@@ -93,9 +95,12 @@ class AlarmWatch:
     ) -> list[Alarm]:
         """The alarms of the rules that are asked now; after an evaluation only those about its environment."""
         window = Window(
-            steps=tuple(self._steps), first=tuple(self._first), fates=fates, config=self._config,
+            steps=tuple(self._steps),
+            first=tuple(self._first),
+            fates=fates,
+            config=self._config,
             evaluations={name: tuple(kept) for name, kept in self._evaluations.items()},
-        )  # fmt: skip
+        )
         alarms: list[Alarm] = []
         for name, rule in self._rules.items():
             if is_asked(rule):
@@ -200,11 +205,13 @@ def _rows(columns: Mapping[str, Any]) -> list[StepFigures]:
     envs = columns["envs"]
     return [
         StepFigures(
-            step=step, metrics=_row(columns["metrics"], index), errors=columns["errors"][index],
+            step=step,
+            metrics=_row(columns["metrics"], index),
+            errors=columns["errors"][index],
             envs={env: own for env in envs if (own := _row(envs[env], index))},
         )
         for index, step in enumerate(columns["step"])
-    ]  # fmt: skip
+    ]
 
 
 def _row(columns: Mapping[str, Sequence[float | None]], index: int) -> dict[str, float]:
@@ -226,13 +233,25 @@ def _alarm(name: str, step: int, found: Finding) -> Alarm:
     """Its texts may quote errors of environments, and go to services: they are without secrets."""
     message, cause, advice = (without_secrets(str(text)) for text in (found.message, found.cause, found.advice))
     return Alarm(
-        name=name, step=step, state="raised", message=message, cause=cause, advice=advice,
-        evidence=dict(found.evidence), env=found.env, trajectory_ids=found.trajectory_ids,
-    )  # fmt: skip
+        name=name,
+        step=step,
+        state="raised",
+        message=message,
+        cause=cause,
+        advice=advice,
+        evidence=dict(found.evidence),
+        env=found.env,
+        trajectory_ids=found.trajectory_ids,
+    )
 
 
 def _cleared(name: str, step: int, env: str | None, raised: _Raised) -> Alarm:
     return Alarm(
-        name=name, step=step, state="cleared", cause=raised.cause, advice=raised.advice, env=env,
+        name=name,
+        step=step,
+        state="cleared",
+        cause=raised.cause,
+        advice=raised.advice,
+        env=env,
         message=f"what was raised at step {raised.step} is no longer seen",
-    )  # fmt: skip
+    )

@@ -114,9 +114,11 @@ def metered_environment() -> MeteredEnvironment:
     """The one environment of all templates."""
     like: Any = _compile_jinja_template("").environment
     environment = MeteredEnvironment(
-        trim_blocks=like.trim_blocks, lstrip_blocks=like.lstrip_blocks, finalize=_written,
+        trim_blocks=like.trim_blocks,
+        lstrip_blocks=like.lstrip_blocks,
+        finalize=_written,
         extensions=[type(extension) for extension in like.extensions.values()],
-    )  # fmt: skip
+    )
     environment.filters = {name: metered_filter(name, call) for name, call in like.filters.items()}
     environment.filters |= {LOOKED_AT: _looked_at, WRITTEN: _written, ROUNDS: _rounds, SPEND: _spend}
     environment.tests = {name: metered_test(name, call) for name, call in like.tests.items()}

@@ -58,8 +58,9 @@ class TextArena:
     def __post_init__(self) -> None:
         spec = find_game(self.game)
         if self.num_train < 1 or self.num_eval < 1:
-            raise UsageError(f"textarena: num_train = {self.num_train}, num_eval = {self.num_eval}; expected at least "
-                             "1 of each")  # fmt: skip
+            raise UsageError(
+                f"textarena: num_train = {self.num_train}, num_eval = {self.num_eval}; expected at least 1 of each"
+            )
         count = self.num_players if self.num_players is not None else fewest_players(spec, self.options)
         Game(spec, self.options, count, self.seed)
         if self.seat != "alternate" and not 0 <= self.seat < count:
@@ -96,8 +97,10 @@ class TextArena:
             NoDemonstrations: moves of this game cannot be drawn at random.
         """
         if self._spec.kind not in MOVES:
-            raise NoDemonstrations(f"textarena: moves of {self._spec.id} cannot be drawn at random: there is nothing "
-                                   "to demonstrate; for a warm start give warm_start.data")  # fmt: skip
+            raise NoDemonstrations(
+                f"textarena: moves of {self._spec.id} cannot be drawn at random: there is nothing "
+                "to demonstrate; for a warm start give warm_start.data"
+            )
         rng = random.Random(seed)
         return [self._demonstration(rng) for _ in range(count)]
 

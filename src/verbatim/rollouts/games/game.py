@@ -37,8 +37,9 @@ class Game:
             try:
                 self._env.reset(num_players=num_players, seed=seed)
             except Exception as error:  # games check their arguments in ways of their own
-                raise ComponentError(f"textarena: {spec.id} does not begin with {num_players} players: "
-                                     f"{error_text(error)}") from error  # fmt: skip
+                raise ComponentError(
+                    f"textarena: {spec.id} does not begin with {num_players} players: {error_text(error)}"
+                ) from error
         if spec.kind in SWAPPED:
             _swap_back(self.state)
 
@@ -60,9 +61,10 @@ class Game:
         with self._random.lent():
             player, shown = self._env.get_observation()
         lines = [
-            f"[{self._name(sender)}] {text}" for sender, text, kind in shown
+            f"[{self._name(sender)}] {text}"
+            for sender, text, kind in shown
             if not (sender == player and kind is textarena.ObservationType.PLAYER_ACTION)
-        ]  # fmt: skip
+        ]
         return player, "\n".join(lines) or YOUR_TURN
 
     def act(self, text: str) -> None:
@@ -73,8 +75,9 @@ class Game:
             try:
                 self.done, _ = self._env.step(action=text)
             except Exception as error:  # a game reads in its own way what a model wrote
-                raise EnvironmentFault(f"textarena: {self.spec.id} raised {error_text(error)} on the action "
-                                       f"{text[:200]!r}") from error  # fmt: skip
+                raise EnvironmentFault(
+                    f"textarena: {self.spec.id} raised {error_text(error)} on the action {text[:200]!r}"
+                ) from error
 
     def rewards(self) -> dict[int, float] | None:
         """What each player earned, as the package says; None where the game did not end. An EnvironmentFault if it says
@@ -86,8 +89,9 @@ class Game:
         try:
             return {int(player): float(reward) for player, reward in sorted(rewards.items())}
         except (TypeError, ValueError, AttributeError) as error:
-            raise EnvironmentFault(f"textarena: {self.spec.id} gave the rewards {rewards!r:.200}; expected a number "
-                                   "for each player") from error  # fmt: skip
+            raise EnvironmentFault(
+                f"textarena: {self.spec.id} gave the rewards {rewards!r:.200}; expected a number for each player"
+            ) from error
 
     def why(self) -> str:
         """Why it ended, in the package's words."""

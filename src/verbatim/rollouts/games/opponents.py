@@ -26,8 +26,10 @@ from verbatim.types import Message
 
 MOST_MOVES = 100_000
 """Moves of one opponent in one game; the game itself ends long before."""
-FORMS = ('"self", "policy", "random", { frozen = "path/to/weights" } or { model = "name", base_url = '
-         '"http://localhost:8000/v1" }')  # fmt: skip
+FORMS = (
+    '"self", "policy", "random", { frozen = "path/to/weights" } or { model = "name", base_url = '
+    '"http://localhost:8000/v1" }'
+)
 """What `opponent` may be."""
 
 
@@ -80,11 +82,13 @@ class FrozenPlays:
         """A player on the engine that all games of this process share."""
         sampler, renderer = _engine(self.frozen, self.seq_len, self.device, self.dtype)
         loop = AgentLoop(
-            sampler=sampler, renderer=renderer, recorder=Recorder(sampler.vocab_size),
+            sampler=sampler,
+            renderer=renderer,
+            recorder=Recorder(sampler.vocab_size),
             params=SamplingParams(temperature=self.temperature, max_tokens=self.max_tokens),
             limits=EpisodeLimits(max_turns=MOST_MOVES, max_context=self.seq_len),
             seed=derive_seed(seed, "opponent", player),
-        )  # fmt: skip
+        )
         return _Speaker(loop, contextlib.AsyncExitStack(), f"the frozen checkpoint {self.frozen}")
 
 
@@ -109,8 +113,13 @@ class ApiPlays:
 
     def api(self) -> OpenAI:
         """The connection's settings; a UsageError if there can be none."""
-        return OpenAI(model=self.model, base_url=self.base_url, api_key_env=self.api_key_env,
-                      max_retries=self.max_retries, request_timeout=self.request_timeout)  # fmt: skip
+        return OpenAI(
+            model=self.model,
+            base_url=self.base_url,
+            api_key_env=self.api_key_env,
+            max_retries=self.max_retries,
+            request_timeout=self.request_timeout,
+        )
 
     def make(self, seed: int, player: int) -> Opponent:
         """A player with a connection of its own, opened with its first action."""
@@ -145,8 +154,10 @@ def read_opponent(given: str | Mapping[str, Any], spec: GameSpec) -> Plays:
     if given != "random":
         raise UsageError(f"textarena: opponent = {given!r}; expected {FORMS}")
     if spec.kind not in MOVES:
-        raise UsageError(f"textarena: moves of {spec.id} cannot be drawn at random, only those of "
-                         f"{', '.join(MOVES)}; expected another opponent: {FORMS}")  # fmt: skip
+        raise UsageError(
+            f"textarena: moves of {spec.id} cannot be drawn at random, only those of "
+            f"{', '.join(MOVES)}; expected another opponent: {FORMS}"
+        )
     return RandomPlays()
 
 
@@ -179,8 +190,10 @@ class _Speaker:
             message = await self._loop.sample(talk)
         except EpisodeOver as over:
             if over.message is None:
-                raise EnvironmentFault(f"{self._name} cannot go on: {over.stop_reason}; give its table a larger "
-                                       "seq_len, or the game fewer turns") from over  # fmt: skip
+                raise EnvironmentFault(
+                    f"{self._name} cannot go on: {over.stop_reason}; give its table a larger "
+                    "seq_len, or the game fewer turns"
+                ) from over
             self._loop.stop_reason = None  # one action was cut off, which is the opponent's own matter
             message = over.message
         except RolloutError as fault:
@@ -203,10 +216,12 @@ class _ApiPlayer(_Speaker):
             plays = self._plays
             connection = await self._open.enter_async_context(plays.api().connect())
             self._loop = ChatLoop(
-                connection=connection, recorder=Recorder(2**31 - 1),
+                connection=connection,
+                recorder=Recorder(2**31 - 1),
                 params=SamplingParams(temperature=plays.temperature, max_tokens=plays.max_tokens),
-                limits=EpisodeLimits(max_turns=MOST_MOVES), seed_of=lambda number: None,
-            )  # fmt: skip
+                limits=EpisodeLimits(max_turns=MOST_MOVES),
+                seed_of=lambda number: None,
+            )
         return await super().say(talk, game)
 
 

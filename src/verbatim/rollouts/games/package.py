@@ -115,8 +115,9 @@ def make_game(spec: GameSpec, options: Mapping[str, Any]) -> tuple[Any, list[Cal
         with _nothing_fetched():
             env = textarena.make(spec.id, **options)
     except (TypeError, ValueError, AssertionError, ImportError, SyntaxError, OSError, LookupError) as error:
-        raise ComponentError(f"textarena: the package cannot make {spec.id} with {dict(options)}: "
-                             f"{error_text(error)}") from error  # fmt: skip
+        raise ComponentError(
+            f"textarena: the package cannot make {spec.id} with {dict(options)}: {error_text(error)}"
+        ) from error
     changes: list[Callable[[str], str]] = []
     while isinstance(env, textarena.Wrapper):
         if isinstance(env, textarena.ActionWrapper):

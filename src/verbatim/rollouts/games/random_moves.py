@@ -40,15 +40,20 @@ def _in_liars_dice(game: Game) -> list[str]:
     quantity, face = state["current_bid"]["quantity"], state["current_bid"]["face_value"]
     if quantity == 0:
         return [f"[Bid: 1, {number}]" for number in range(1, 7)]
-    higher = [f"[Bid: {quantity + more}, {number}]" for more in (0, 1) for number in range(face, 7)
-              if more or number > face]  # fmt: skip
+    higher = [
+        f"[Bid: {quantity + more}, {number}]" for more in (0, 1) for number in range(face, 7) if more or number > face
+    ]
     return ["[Call]", *(higher if quantity < sum(state["remaining_dice"].values()) else [])]
 
 
 def _disks(game: Game) -> list[str]:
     towers = game.state.game_state["towers"]
-    return [f"[{a} {b}]" for a in towers for b in towers
-            if towers[a] and a != b and (not towers[b] or towers[a][-1] < towers[b][-1])]  # fmt: skip
+    return [
+        f"[{a} {b}]"
+        for a in towers
+        for b in towers
+        if towers[a] and a != b and (not towers[b] or towers[a][-1] < towers[b][-1])
+    ]
 
 
 def _in_prisoners_dilemma(game: Game) -> list[str]:

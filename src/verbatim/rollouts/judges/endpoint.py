@@ -36,14 +36,19 @@ class Endpoint:
     """
 
     def __init__(
-        self, hang_up: Callable[[], Awaitable[None]], cache: str | Path | None, price: Mapping[str, float] | None,
+        self,
+        hang_up: Callable[[], Awaitable[None]],
+        cache: str | Path | None,
+        price: Mapping[str, float] | None,
         max_concurrent: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if cache is not None and not isinstance(cache, str | Path):
             raise UsageError(f'cache: found {shown(cache, 80)}, expected "memory", a folder, or none')
         if price is not None and (not isinstance(price, Mapping) or set(price) - {*_PRICES}):
-            raise UsageError(f"price: found {shown(price, 80)}, expected the price of a million tokens, "
-                             "{ prompt = 0.25, completion = 2.0 }")  # fmt: skip
+            raise UsageError(
+                f"price: found {shown(price, 80)}, expected the price of a million tokens, "
+                "{ prompt = 0.25, completion = 2.0 }"
+            )
         if isinstance(max_concurrent, bool) or not isinstance(max_concurrent, int) or max_concurrent < 1:
             raise UsageError(f"max_concurrent: found {shown(max_concurrent, 80)}, expected at least 1")
         self._folder = None if cache in (None, "memory") else Path(str(cache))
@@ -138,8 +143,9 @@ class Endpoint:
                 json.dump({"said": said}, file)
             os.replace(file.name, place)
         except OSError as error:
-            raise JudgeFailed(f"its answer cannot be kept in {self._folder}: {error.strerror}; free the disk, or "
-                              'set cache = "memory"') from error  # fmt: skip
+            raise JudgeFailed(
+                f'its answer cannot be kept in {self._folder}: {error.strerror}; free the disk, or set cache = "memory"'
+            ) from error
 
     @staticmethod
     def _place(folder: Path, key: str) -> Path:

@@ -88,10 +88,17 @@ class Judge:
             raise UsageError(f"judge: prompt: found {shown(self.prompt, 80)}, expected a text with {{criteria}} in it")
         variable = key_variable(self.base_url, self.api_key_env)
         if self.base_url == _OPENAI and not os.environ.get(str(variable)):
-            raise UsageError(f"judge: the environment variable {variable} is empty, and {_OPENAI} needs a key; "
-                             'export it, or name your own server: base_url = "http://localhost:8000/v1"')  # fmt: skip
-        api = OpenAI(model=self.model, base_url=self.base_url, api_key_env=self.api_key_env,
-                     request_timeout=self.request_timeout, max_retries=self.max_retries)  # fmt: skip
+            raise UsageError(
+                f"judge: the environment variable {variable} is empty, and {_OPENAI} needs a key; "
+                'export it, or name your own server: base_url = "http://localhost:8000/v1"'
+            )
+        api = OpenAI(
+            model=self.model,
+            base_url=self.base_url,
+            api_key_env=self.api_key_env,
+            request_timeout=self.request_timeout,
+            max_retries=self.max_retries,
+        )
         connection = api.open()
         endpoint = Endpoint(connection.hang_up, self.cache, self.price, self.max_concurrent)
         object.__setattr__(self, "_connection", connection)
@@ -119,8 +126,11 @@ class Judge:
                 return {name: grade / self.scale * self._weight(name) for name, grade in grades.items()}
             usage["unreadable"] += 1
             why = grades
-            asked = [*asked, {"role": "assistant", "content": text},
-                     {"role": "user", "content": _AGAIN.format(why=why, example=self._example())}]  # fmt: skip
+            asked = [
+                *asked,
+                {"role": "assistant", "content": text},
+                {"role": "user", "content": _AGAIN.format(why=why, example=self._example())},
+            ]
         raise JudgeFailed(f"{self.model} gave no grades in {1 + _UNREADABLE} answers: {why}")
 
     async def _ask(self, asked: Sequence[Message], usage: Counter[str]) -> str:
@@ -142,8 +152,10 @@ class Judge:
             system = system.replace(f"{{{name}}}", value)
         shown_fields = {name: fields[name] for name in self.show}
         given = {"conversation": [dict(message) for message in messages], **shown_fields}
-        return [{"role": "system", "content": system},
-                {"role": "user", "content": json.dumps(given, ensure_ascii=False, default=str)}]  # fmt: skip
+        return [
+            {"role": "system", "content": system},
+            {"role": "user", "content": json.dumps(given, ensure_ascii=False, default=str)},
+        ]
 
     def _example(self) -> str:
         return json.dumps(dict.fromkeys(self.criteria, self.scale))
@@ -153,18 +165,27 @@ class Judge:
 
 
 def _check_criteria(criteria: Any, weights: Any) -> None:
-    fits = isinstance(criteria, Mapping) and criteria and all(
-        isinstance(name, str) and _NAME.fullmatch(name) and isinstance(about, str) for name, about in criteria.items()
-    )  # fmt: skip
+    fits = (
+        isinstance(criteria, Mapping)
+        and criteria
+        and all(
+            isinstance(name, str) and _NAME.fullmatch(name) and isinstance(about, str)
+            for name, about in criteria.items()
+        )
+    )
     if not fits:
-        raise UsageError(f"judge: criteria: found {shown(criteria, 80)}, expected names and what earns the full grade: "
-                         'criteria = { correct = "The answer is right." }')  # fmt: skip
+        raise UsageError(
+            f"judge: criteria: found {shown(criteria, 80)}, expected names and what earns the full grade: "
+            'criteria = { correct = "The answer is right." }'
+        )
     if weights is not None and not (
-        isinstance(weights, Mapping) and set(weights) == set(criteria)
+        isinstance(weights, Mapping)
+        and set(weights) == set(criteria)
         and all(isinstance(w, int | float) and math.isfinite(w) for w in weights.values())
-    ):  # fmt: skip
-        raise UsageError(f"judge: weights: found {shown(weights, 80)}, expected a number for each of "
-                         f"{', '.join(criteria)}")  # fmt: skip
+    ):
+        raise UsageError(
+            f"judge: weights: found {shown(weights, 80)}, expected a number for each of {', '.join(criteria)}"
+        )
 
 
 def _read(text: str, names: Sequence[str], scale: int) -> dict[str, float] | str:

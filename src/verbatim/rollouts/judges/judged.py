@@ -49,11 +49,15 @@ class Judged:
         if isinstance(environment, str):
             self._inner = create_environment(environment, args)
         elif isinstance(environment, type) or not isinstance(environment, Environment):
-            raise UsageError(f"judged: environment: found {shown(environment, 80)}, expected an environment, MyEnv(), "
-                             'or its id or import path, "my_env.MyEnv"')  # fmt: skip
+            raise UsageError(
+                f"judged: environment: found {shown(environment, 80)}, expected an environment, MyEnv(), "
+                'or its id or import path, "my_env.MyEnv"'
+            )
         elif args:
-            raise UsageError(f"judged: args: found {shown(args, 80)} beside an environment that is made already; give "
-                             "them to its class")  # fmt: skip
+            raise UsageError(
+                f"judged: args: found {shown(args, 80)} beside an environment that is made already; give "
+                "them to its class"
+            )
         else:
             self._inner = environment
         self._judge = _read_judge(judge)
@@ -118,6 +122,8 @@ def _read_judge(given: Any) -> Grades:
             raise UsageError("judge: " + "; ".join(f"{key}: {why}" for key, why in wrong.items()))
         return made(**settings)  # type: ignore[no-any-return]
     if isinstance(given, type) or not isinstance(given, Grades):
-        raise UsageError(f"judge: found {shown(given, 80)} ({type(given).__name__}), expected Judge(model=...), "
-                         'RewardModel(url=...), or their settings, { model = "gpt-5-mini" }')  # fmt: skip
+        raise UsageError(
+            f"judge: found {shown(given, 80)} ({type(given).__name__}), expected Judge(model=...), "
+            'RewardModel(url=...), or their settings, { model = "gpt-5-mini" }'
+        )
     return given

@@ -61,22 +61,29 @@ class RewardModel:
             raise UsageError(f'reward model: path: found {shown(self.path, 80)}, expected "reward" or "data.0.score"')
         key = os.environ.get(self.api_key_env) if self.api_key_env is not None else None
         if self.api_key_env is not None and not key:
-            raise UsageError(f"reward model: the environment variable {self.api_key_env} is empty; expected the key of "
-                             f"{self.url}: export it, or leave api_key_env out")  # fmt: skip
+            raise UsageError(
+                f"reward model: the environment variable {self.api_key_env} is empty; expected the key of "
+                f"{self.url}: export it, or leave api_key_env out"
+            )
         client = HttpClient(
-            self.url, api_key=key, request_timeout=self.request_timeout,
-            max_retries=self.max_retries, remote_api=True,
-        )  # fmt: skip
+            self.url,
+            api_key=key,
+            request_timeout=self.request_timeout,
+            max_retries=self.max_retries,
+            remote_api=True,
+        )
         object.__setattr__(self, "_client", client)
-        object.__setattr__(self, "_endpoint", Endpoint(client.hang_up, self.cache, self.price,
-                                                         self.max_concurrent))  # fmt: skip
+        object.__setattr__(self, "_endpoint", Endpoint(client.hang_up, self.cache, self.price, self.max_concurrent))
 
     async def grade(
         self, messages: Sequence[Message], usage: Counter[str], fields: Mapping[str, Any] | None = None
     ) -> dict[str, float]:
         """The reward, under `name`; as `Judge.grade`, which see."""
-        body = {**({} if self.model is None else {"model": self.model}),
-                "messages": [dict(message) for message in messages], **self.extra_body}  # fmt: skip
+        body = {
+            **({} if self.model is None else {"model": self.model}),
+            "messages": [dict(message) for message in messages],
+            **self.extra_body,
+        }
 
         async def send(failures: Counter[str]) -> Answer:
             data = json.dumps(body, ensure_ascii=False, default=str).encode("utf-8", "replace")
@@ -96,8 +103,9 @@ class RewardModel:
             if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
                 raise TypeError
         except (ValueError, KeyError, IndexError, TypeError, RecursionError):
-            raise AttemptFailed("bad_answer", f"expected a number at {self.path!r}, found {answer.text[:200]!r}",
-                                final=True) from None  # fmt: skip
+            raise AttemptFailed(
+                "bad_answer", f"expected a number at {self.path!r}, found {answer.text[:200]!r}", final=True
+            ) from None
         counts = said.get("usage") if isinstance(said, dict) else None
         tokens = {key: n for key, n in (counts or {}).items() if isinstance(n, int)} if isinstance(counts, dict) else {}
         return float(found), tokens

@@ -35,7 +35,8 @@ class ProcessSettings(BackendSettings):
 
 @contextlib.asynccontextmanager
 async def process_runner(
-    inputs: RunnerInputs, settings: ProcessSettings = ProcessSettings()  # noqa: B008  frozen
+    inputs: RunnerInputs,
+    settings: ProcessSettings = ProcessSettings(),  # noqa: B008  frozen
 ) -> AsyncIterator[ProcessRunner]:
     """Context manager for an `EpisodeRunner` on worker processes, `inputs.workers` of each environment. The sampler,
     and the episodes of other environments, stay in this process. What environments print is in `{label}.log`. A
@@ -49,9 +50,7 @@ async def process_runner(
         plan = packed_plan(by_label[label], inputs.renderer, pickle.dumps)
 
         def make(alone: bool) -> ProcessWorker:  # one for a single episode does not differ
-            return ProcessWorker(
-                label, plan, counted, context=context, log=log, memory_mb=settings.worker_memory_mb
-            )
+            return ProcessWorker(label, plan, counted, context=context, log=log, memory_mb=settings.worker_memory_mb)
 
         what = f"worker process of environment {label!r}"
         return WorkerPool(make, counted, workers=inputs.workers, what=what)

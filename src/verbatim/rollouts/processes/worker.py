@@ -56,18 +56,26 @@ class ProcessWorker:
     """
 
     def __init__(
-        self, label: str, plan: bytes, sampler: CountingSampler, *, context: WorkerContext, log: Path,
+        self,
+        label: str,
+        plan: bytes,
+        sampler: CountingSampler,
+        *,
+        context: WorkerContext,
+        log: Path,
         memory_mb: int | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._label, self._plan, self._sampler, self._context = label, plan, sampler, context
         self._log, self._memory_mb = log, memory_mb
         self._process: asyncio.subprocess.Process | None = None
         self._overseeing: asyncio.Task[None] | None = None
-        self._peer = Peer({
-            "generate": functools.partial(self._asked, sampler.generate),
-            "prompt_logprobs": functools.partial(self._asked, sampler.prompt_logprobs),
-            "broke": self._broke,
-        })  # fmt: skip
+        self._peer = Peer(
+            {
+                "generate": functools.partial(self._asked, sampler.generate),
+                "prompt_logprobs": functools.partial(self._asked, sampler.prompt_logprobs),
+                "broke": self._broke,
+            }
+        )
         self._why: str | None = None
 
     # ---- the Worker protocol
@@ -76,8 +84,11 @@ class ProcessWorker:
         """Start the process and create the environment in it; the process id."""
         what = f"a worker process of environment {self._label!r}"
         sampler = self._sampler
-        facts = {"context_length": sampler.context_length, "vocab_size": sampler.vocab_size,
-                 "policy_version": sampler.policy_version}  # fmt: skip
+        facts = {
+            "context_length": sampler.context_length,
+            "vocab_size": sampler.vocab_size,
+            "policy_version": sampler.policy_version,
+        }
         try:
             await self._spawn()
             async with asyncio.timeout(worker.START_TIMEOUT):
@@ -129,9 +140,14 @@ class ProcessWorker:
         try:
             with theirs, self._log.open("ab") as log:
                 self._process = await asyncio.create_subprocess_exec(
-                    *command, pass_fds=(theirs.fileno(),), stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
-                    start_new_session=True, env={**_ONE_THREAD, **os.environ},
-                )  # fmt: skip
+                    *command,
+                    pass_fds=(theirs.fileno(),),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                    env={**_ONE_THREAD, **os.environ},
+                )
             self._overseeing = asyncio.create_task(self._oversee(self._process), name=f"worker-{self._process.pid}")
             await asyncio.get_running_loop().create_unix_connection(lambda: self._peer, sock=ours)
         except BaseException:

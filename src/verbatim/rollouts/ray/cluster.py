@@ -54,8 +54,12 @@ def connect(ray: Any, address: str | None = None, *, num_cpus: int | None = None
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address is None:
-        quiet |= {"num_cpus": num_cpus, "num_gpus": 0, "include_dashboard": False,
-                  "object_store_memory": OBJECT_STORE_BYTES}  # fmt: skip
+        quiet |= {
+            "num_cpus": num_cpus,
+            "num_gpus": 0,
+            "include_dashboard": False,
+            "object_store_memory": OBJECT_STORE_BYTES,
+        }
     try:
         if address not in (None, "auto"):
             _knock(str(address))

@@ -45,13 +45,15 @@ class RaySettings(BackendSettings):
     def check(self) -> None:
         """Refuse a machine without Ray."""
         if not is_installed("ray"):
-            raise UsageError('orchestrator.rollout.backend = "ray" needs the package ray: pip install '
-                             "'verbatim-rl[ray]'")  # fmt: skip
+            raise UsageError(
+                "orchestrator.rollout.backend = \"ray\" needs the package ray: pip install 'verbatim-rl[ray]'"
+            )
 
 
 @contextlib.asynccontextmanager
 async def ray_runner(
-    inputs: RunnerInputs, settings: RaySettings = RaySettings()  # noqa: B008  frozen
+    inputs: RunnerInputs,
+    settings: RaySettings = RaySettings(),  # noqa: B008  frozen
 ) -> AsyncIterator[WorkerPool]:
     """Context manager for an `EpisodeRunner` on Ray actors. The sampler stays here and is served to them over HTTP. A
     UsageError says why Ray or the actors cannot be started."""
@@ -107,8 +109,11 @@ class RayWorker:
         errors = ray.exceptions
         # A task that Ray cancelled was in a process that is ending.
         self._signs_of_loss = (
-            errors.RayActorError, errors.ObjectLostError, errors.WorkerCrashedError, errors.TaskCancelledError
-        )  # fmt: skip
+            errors.RayActorError,
+            errors.ObjectLostError,
+            errors.WorkerCrashedError,
+            errors.TaskCancelledError,
+        )
 
     async def start(self) -> int:
         """Place it on a host and create its environments; its process id there."""
@@ -159,8 +164,10 @@ class RayWorker:
                 "orchestrator.rollout.workers or orchestrator.rollout.ray.cpus_per_worker, or add hosts"
             )
         if isinstance(cause, SamplerFault):
-            return UsageError(f"a Ray actor cannot reach the sampler ({cause}); set orchestrator.rollout.ray.host to "
-                              "this machine's address as the actors' hosts know it")  # fmt: skip
+            return UsageError(
+                f"a Ray actor cannot reach the sampler ({cause}); set orchestrator.rollout.ray.host to "
+                "this machine's address as the actors' hosts know it"
+            )
         if isinstance(cause, UsageError):
             return UsageError(f"on a Ray actor: {cause}")
         if isinstance(error, self._ray.exceptions.RayError):

@@ -104,9 +104,15 @@ async def open_episodes(packed: bytes, sampler: Sampler) -> AsyncIterator[RunEpi
                 environments[what] = create_environment(plan.name, plan.args)
             teacher = None if plan.teacher is None else await stack.enter_async_context(plan.teacher.connect())
             setups[key] = RolloutSetup(
-                env=plan.env, environment=environments[what], sampler=sampler, renderer=renderer, params=plan.params,
-                limits=plan.limits, slots=asyncio.Semaphore(), teacher=teacher,
-            )  # fmt: skip
+                env=plan.env,
+                environment=environments[what],
+                sampler=sampler,
+                renderer=renderer,
+                params=plan.params,
+                limits=plan.limits,
+                slots=asyncio.Semaphore(),
+                teacher=teacher,
+            )
 
         async def run(label: str, task: EpisodeTask) -> bytes:
             setup = setups[task.purpose, label]

@@ -78,9 +78,10 @@ class WorkerPool:
     def metrics(self) -> Mapping[str, float]:
         """Number of workers; since the start, lost workers and restarted episodes."""
         return {
-            "rollout/workers": len(self._workers), "rollout/workers_lost": self.num_lost,
+            "rollout/workers": len(self._workers),
+            "rollout/workers_lost": self.num_lost,
             "rollout/episodes_rerun": self.num_rerun,
-        }  # fmt: skip
+        }
 
     async def start(self) -> None:
         """Start every worker; a UsageError if one cannot be started."""
@@ -198,8 +199,9 @@ class WorkerPool:
         self.num_lost += 1
         self._num_lost_in_a_row += 1
         self._why = why
-        logger.warning("a %s was lost; its %d episodes are run again: %s", self._what, started.num_running,
-                       printable(why))  # fmt: skip
+        logger.warning(
+            "a %s was lost; its %d episodes are run again: %s", self._what, started.num_running, printable(why)
+        )
         if started not in self._workers:
             return
         self._workers.remove(started)
@@ -215,8 +217,9 @@ class WorkerPool:
             await self._add()
         except UsageError as error:
             self._why = str(error)
-            logger.warning("no other %s could be started, %d are left: %s", self._what, len(self._workers),
-                           printable(str(error)))  # fmt: skip
+            logger.warning(
+                "no other %s could be started, %d are left: %s", self._what, len(self._workers), printable(str(error))
+            )
 
     def _ended(self, starting: asyncio.Task[None]) -> None:
         self._starting.discard(starting)
@@ -263,6 +266,9 @@ def _failed_record(task: EpisodeTask, recorder: Recorder, error: str) -> Traject
     """The record of a failed episode: no turns, only the number of its tokens."""
     recorder.close()
     return Trajectory.of(
-        task.identity, stop_reason=StopReason.API_ERROR, truncated=True, error=cut(error),
+        task.identity,
+        stop_reason=StopReason.API_ERROR,
+        truncated=True,
+        error=cut(error),
         num_unrecorded_tokens=recorder.num_sampled_tokens,
-    )  # fmt: skip
+    )

@@ -46,10 +46,15 @@ class FlexPlan:
         query, key, value = (x.to(value_BKTD.dtype).contiguous() for x in (query_BHTD, key_BKTD, value_BKTD))
         attention = _compiled() if value.is_cuda and value.dtype != torch.float64 else flex_attention
         out, aux = attention(
-            query, key, value, score_mod=None if call.softcap is None else _cap(call.softcap),
-            block_mask=self._masks[window], scale=call.scale, enable_gqa=query.shape[1] != key.shape[1],
+            query,
+            key,
+            value,
+            score_mod=None if call.softcap is None else _cap(call.softcap),
+            block_mask=self._masks[window],
+            scale=call.scale,
+            enable_gqa=query.shape[1] != key.shape[1],
             return_aux=AuxRequest(lse=call.sinks_H is not None),
-        )  # fmt: skip
+        )
         if call.sinks_H is not None:
             share_BHU = torch.sigmoid(aux.lse - call.sinks_H[:, None].to(aux.lse.dtype))
             out = out * share_BHU[..., None].to(out.dtype)
@@ -59,9 +64,12 @@ class FlexPlan:
     def _mask(self, window: int | None) -> BlockMask:
         partial, full = visible_blocks(self._depths, self._ends, window)
         return BlockMask.from_kv_blocks(
-            *self._blocks(partial), *self._blocks(full), BLOCK_SIZE=BLOCK, mask_mod=self._mask_mod(window),
+            *self._blocks(partial),
+            *self._blocks(full),
+            BLOCK_SIZE=BLOCK,
+            mask_mod=self._mask_mod(window),
             seq_lengths=(len(self._ends), len(self._ends)),
-        )  # fmt: skip
+        )
 
     def _blocks(self, which_RR: NDArray[np.bool_]) -> tuple[Tensor, Tensor]:
         """How many blocks each row of blocks has, and their numbers first: int32 [1, 1, R] and [1, 1, R, R]."""

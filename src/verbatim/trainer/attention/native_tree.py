@@ -88,9 +88,16 @@ class NativeForest:
         groups = query_QHD.shape[1] // key_UKD.shape[1]
         assert groups == self._groups, f"{groups} query heads for each key/value head, the plan has {self._groups}"
         return _Shape(
-            *sizes, query_QHD.shape[1], *key_UKD.shape[1:], value_UKE.shape[2], *query_QHD.stride()[:2],
-            *key_UKD.stride()[:2], *value_UKE.stride()[:2], scale, self._window,
-        )  # fmt: skip
+            *sizes,
+            query_QHD.shape[1],
+            *key_UKD.shape[1:],
+            value_UKE.shape[2],
+            *query_QHD.stride()[:2],
+            *key_UKD.stride()[:2],
+            *value_UKE.stride()[:2],
+            scale,
+            self._window,
+        )
 
 
 def _keys_of_blocks(depths: Int32, queries: Int32, queries_per_block: int, window: int | None) -> list[Int32]:
@@ -133,9 +140,7 @@ class _Attend(torch.autograd.Function):
         tokens, heads = key_UKD.shape[:2]
         parts = -(-max(PARTS, torch.get_num_threads()) // heads)
         grad_query_QHD = torch.empty_like(query_QHD, memory_format=torch.contiguous_format)
-        grad_key, grad_value = (
-            x.new_zeros(parts, tokens, heads, x.shape[2]) for x in (key_UKD, value_UKE)
-        )  # fmt: skip
+        grad_key, grad_value = (x.new_zeros(parts, tokens, heads, x.shape[2]) for x in (key_UKD, value_UKE))
         given = (query_QHD, key_UKD, value_UKE)
         results = (out_QHE, lse_QH, grads[0].contiguous(), grad_query_QHD, grad_key, grad_value)
         _call("backward", ctx.forest, given, ctx.scale, (parts,), results)
@@ -147,9 +152,13 @@ def _last_dense(x: Tensor) -> Tensor:
 
 
 def _call(
-    name: str, forest: NativeForest, given: tuple[Tensor, Tensor, Tensor], scale: float, numbers: Sequence[int],
+    name: str,
+    forest: NativeForest,
+    given: tuple[Tensor, Tensor, Tensor],
+    scale: float,
+    numbers: Sequence[int],
     tensors: Sequence[Tensor],
-) -> None:  # fmt: skip
+) -> None:
     """Call a compiled function.
 
     Raises:
@@ -171,12 +180,26 @@ class _Shape(ctypes.Structure):
     """`Shape` in tree.c."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in (
-            "queries", "tokens", "heads", "kv_heads", "key_size", "value_size", "query_place", "query_head",
-            "key_token", "key_head", "value_token", "value_head")),
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                "queries",
+                "tokens",
+                "heads",
+                "kv_heads",
+                "key_size",
+                "value_size",
+                "query_place",
+                "query_head",
+                "key_token",
+                "key_head",
+                "value_token",
+                "value_head",
+            )
+        ),
         ("scale", ctypes.c_float),
         ("window", ctypes.c_int32),
-    )  # fmt: skip
+    )
 
 
 class _Tree(ctypes.Structure):

@@ -104,8 +104,12 @@ def _causal(query_BHLD: Tensor, key_BKLD: Tensor, value_BKLD: Tensor, scale: flo
         seen = (key <= query) & (key > query - window)
         outs.append(
             scaled_dot_product_attention(
-                query_BHLD[:, :, start:end], key_BKLD[:, :, first:end], value_BKLD[:, :, first:end],
-                attn_mask=seen, scale=scale, enable_gqa=True,
+                query_BHLD[:, :, start:end],
+                key_BKLD[:, :, first:end],
+                value_BKLD[:, :, first:end],
+                attn_mask=seen,
+                scale=scale,
+                enable_gqa=True,
             )
-        )  # fmt: skip
+        )
     return torch.cat(outs, dim=2)

@@ -84,9 +84,13 @@ class TreePlan:
         return self._attend_natively(query_BHQD, key_BKTD, value_BKTD, call, tokens)
 
     def _attend_natively(
-        self, query_BHQD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, call: AttentionCall,
+        self,
+        query_BHQD: Tensor,
+        key_BKTD: Tensor,
+        value_BKTD: Tensor,
+        call: AttentionCall,
         queries: Int32 | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         window, groups = call.sliding_window, query_BHQD.shape[1] // key_BKTD.shape[1]
         kind = (window, groups, queries is None)
         if kind not in self._native:  # layers may differ in these
@@ -125,9 +129,14 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query_KUGD: Tensor, key_KUD: Tensor, value_KUE: Tensor, sinks_KG: Tensor | None,
-        softcap: float | None, blocks: Sequence[_Block],
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        query_KUGD: Tensor,
+        key_KUD: Tensor,
+        value_KUE: Tensor,
+        sinks_KG: Tensor | None,
+        softcap: float | None,
+        blocks: Sequence[_Block],
+    ) -> Tensor:
         ctx.save_for_backward(query_KUGD, key_KUD, value_KUE, sinks_KG)
         ctx.softcap, ctx.blocks = softcap, blocks
         outs = []

@@ -32,9 +32,12 @@ _FIRST = "failure"
 
 Kind = Literal["run", "usage", "component", "sampler", "interrupted"]
 KINDS: Mapping[str, type[VerbatimError]] = {
-    "run": RunStopped, "usage": UsageError, "component": ComponentError, "sampler": SamplerFault,
+    "run": RunStopped,
+    "usage": UsageError,
+    "component": ComponentError,
+    "sampler": SamplerFault,
     "interrupted": RunStopped,
-}  # fmt: skip
+}
 """The errors that a rank can tell the others of: anything but a mistake of the user stops the run."""
 
 
@@ -64,9 +67,14 @@ class Failures:
     """
 
     def __init__(
-        self, store: Any, rank: int, size: int, *, deadline: float = 600.0,
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        *,
+        deadline: float = 600.0,
         ended: Callable[[], Mapping[int, str]] = dict,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._store, self._rank, self._size = store, rank, size
         self._deadline, self._ended = deadline, ended
 
@@ -84,8 +92,10 @@ class Failures:
             if ended := self._ended():
                 raise RunStopped(self.named(ended))
             if time.monotonic() > until:
-                raise RunStopped(f"{', '.join(map(self.name, missing))} did not start within {self._deadline:g} s "
-                                 "(trainer.parallel.deadline)")  # fmt: skip
+                raise RunStopped(
+                    f"{', '.join(map(self.name, missing))} did not start within {self._deadline:g} s "
+                    "(trainer.parallel.deadline)"
+                )
             time.sleep(_POLL)
 
     def name(self, rank: int) -> str:
@@ -133,8 +143,10 @@ class Failures:
         if killed:
             return RunStopped(self.named(killed))
         if silent:
-            return RunStopped(f"{', '.join(map(self.name, silent))} kept the other processes waiting for "
-                              f"{self._deadline:g} s (trainer.parallel.deadline), or is gone")  # fmt: skip
+            return RunStopped(
+                f"{', '.join(map(self.name, silent))} kept the other processes waiting for "
+                f"{self._deadline:g} s (trainer.parallel.deadline), or is gone"
+            )
         return RunStopped(f"the trainer's processes lost each other: {one_line(error)}")
 
     def wait_for_first(self) -> Failure | None:

@@ -12,9 +12,15 @@ from verbatim.types import MicroBatch, RoutedExperts, Targets
 
 _TOKENS = ("input_ids", "position_ids", "starts", "ends", "trajectory_lengths")
 _TARGETS = (
-    "source_positions", "target_ids", "temperatures", "inference_logprobs", "advantages", "chunk_ids", "trajectories",
+    "source_positions",
+    "target_ids",
+    "temperatures",
+    "inference_logprobs",
+    "advantages",
+    "chunk_ids",
+    "trajectories",
     "offsets",
-)  # fmt: skip
+)
 
 
 def hand_out(ranks: Ranks, dealt: Sequence[Sequence[MicroBatch]]) -> list[MicroBatch]:
@@ -22,8 +28,11 @@ def hand_out(ranks: Ranks, dealt: Sequence[Sequence[MicroBatch]]) -> list[MicroB
     size = ranks.size // len(dealt)
     for rank in range(1, ranks.size):
         mine = dealt[rank // size]
-        ranks.send([_head(micro_batch) for micro_batch in mine],
-                   [array for micro_batch in mine for array in _arrays(micro_batch)], rank)  # fmt: skip
+        ranks.send(
+            [_head(micro_batch) for micro_batch in mine],
+            [array for micro_batch in mine for array in _arrays(micro_batch)],
+            rank,
+        )
     return list(dealt[0])
 
 
@@ -40,18 +49,22 @@ def take_in(ranks: Ranks) -> list[MicroBatch]:
 
 def _head(micro_batch: MicroBatch) -> dict[str, Any]:
     return {
-        "trajectory_ids": list(micro_batch.trajectory_ids), "is_rows": micro_batch.is_rows,
-        "num_repeated_tokens": micro_batch.num_repeated_tokens, "streams": list(micro_batch.targets.logprob_streams),
+        "trajectory_ids": list(micro_batch.trajectory_ids),
+        "is_rows": micro_batch.is_rows,
+        "num_repeated_tokens": micro_batch.num_repeated_tokens,
+        "streams": list(micro_batch.targets.logprob_streams),
         "experts": None if micro_batch.routed_experts is None else micro_batch.routed_experts.experts.dtype.name,
-    }  # fmt: skip
+    }
 
 
 def _arrays(micro_batch: MicroBatch) -> list[np.ndarray]:
     targets = micro_batch.targets
     return [
-        *(getattr(micro_batch, name) for name in _TOKENS), *(getattr(targets, name) for name in _TARGETS),
-        *targets.logprob_streams.values(), *_bytes(micro_batch.routed_experts),
-    ]  # fmt: skip
+        *(getattr(micro_batch, name) for name in _TOKENS),
+        *(getattr(targets, name) for name in _TARGETS),
+        *targets.logprob_streams.values(),
+        *_bytes(micro_batch.routed_experts),
+    ]
 
 
 def _bytes(routed: RoutedExperts | None) -> list[np.ndarray]:
@@ -73,8 +86,12 @@ def _made(head: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> MicroBatch:
     streams, rest = rest[: len(head["streams"])], rest[len(head["streams"]) :]
     return MicroBatch(
         **dict(zip(_TOKENS, tokens, strict=True)),
-        targets=Targets(**dict(zip(_TARGETS, targets, strict=True)),
-                        logprob_streams=dict(zip(head["streams"], streams, strict=True))),
-        trajectory_ids=tuple(head["trajectory_ids"]), is_rows=head["is_rows"],
-        routed_experts=_experts(head["experts"], rest), num_repeated_tokens=head["num_repeated_tokens"],
-    )  # fmt: skip
+        targets=Targets(
+            **dict(zip(_TARGETS, targets, strict=True)),
+            logprob_streams=dict(zip(head["streams"], streams, strict=True)),
+        ),
+        trajectory_ids=tuple(head["trajectory_ids"]),
+        is_rows=head["is_rows"],
+        routed_experts=_experts(head["experts"], rest),
+        num_repeated_tokens=head["num_repeated_tokens"],
+    )

@@ -40,9 +40,16 @@ class Ranks:
     """
 
     def __init__(
-        self, store: Any, *, rank: int, size: int, local_rank: int = 0, use_cuda: bool = False,
-        deadline: float = 600.0, ended: Callable[[], Mapping[int, str]] = dict,
-    ) -> None:  # fmt: skip
+        self,
+        store: Any,
+        *,
+        rank: int,
+        size: int,
+        local_rank: int = 0,
+        use_cuda: bool = False,
+        deadline: float = 600.0,
+        ended: Callable[[], Mapping[int, str]] = dict,
+    ) -> None:
         self.rank, self.size, self.local_rank = rank, size, local_rank
         self._store, self._ended, self.deadline = store, ended, deadline
         self._orders = 0
@@ -53,9 +60,12 @@ class Ranks:
             torch.cuda.set_device(local_rank)
         self.failures.introduce()
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if use_cuda else "gloo", store=store, rank=rank,
-            world_size=size, timeout=timedelta(seconds=deadline),
-        )  # fmt: skip
+            "cpu:gloo,cuda:nccl" if use_cuda else "gloo",
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=deadline),
+        )
         self.device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
         self.mesh: DeviceMesh = init_device_mesh("cuda" if use_cuda else "cpu", (size,))
 
@@ -148,8 +158,7 @@ class Ranks:
         all_of_them = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
         dist.all_gather(all_of_them, padded)
         return [
-            json.loads(bytes(found[: int(length)].numpy()))
-            for found, length in zip(all_of_them, lengths, strict=True)
+            json.loads(bytes(found[: int(length)].numpy())) for found, length in zip(all_of_them, lengths, strict=True)
         ]
 
     def agree(self, do: Callable[[], Any]) -> list[Any]:

@@ -160,8 +160,10 @@ def refuse_uneven_ranks(num_ranks: int, size: int) -> None:
     """
     if num_ranks % size:
         processes = f"{num_ranks} processes" if num_ranks > 1 else "1 process"
-        raise UsageError(f"trainer.parallel.sequence = {size} does not divide the {processes} of the trainer "
-                         "(trainer.parallel.processes, or what a launcher starts)")  # fmt: skip
+        raise UsageError(
+            f"trainer.parallel.sequence = {size} does not divide the {processes} of the trainer "
+            "(trainer.parallel.processes, or what a launcher starts)"
+        )
 
 
 def refuse_slices(lm: CausalLM, size: int) -> None:
@@ -181,5 +183,7 @@ def refuse_slices(lm: CausalLM, size: int) -> None:
 def _refuse_uneven_heads(num_heads: int, size: int) -> None:
     if num_heads % size:
         fit = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
-        raise ModelError(f"trainer.parallel.sequence = {size} does not divide the {num_heads} attention heads of the "
-                         f"model; take one of {', '.join(map(str, fit))}")  # fmt: skip
+        raise ModelError(
+            f"trainer.parallel.sequence = {size} does not divide the {num_heads} attention heads of the "
+            f"model; take one of {', '.join(map(str, fit))}"
+        )

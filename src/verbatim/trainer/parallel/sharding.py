@@ -58,9 +58,7 @@ class Sharding:
         added: What it gets before it is sharded. It is hidden when `apply` returns.
     """
 
-    def __init__(
-        self, ranks: Ranks, dtype: str, *, trained: bool = True, added: AddedModules | None = None
-    ) -> None:
+    def __init__(self, ranks: Ranks, dtype: str, *, trained: bool = True, added: AddedModules | None = None) -> None:
         self._ranks = ranks
         self._dtype = dtype
         self._trained = trained
@@ -107,8 +105,10 @@ class Sharding:
     def _refuse_too_many_ranks(self, layers: list[nn.Module]) -> None:
         rows = max((p.shape[0] for layer in layers for p in layer.parameters() if p.ndim), default=0)
         if self._ranks.size > rows:
-            raise ModelError(f"{self._ranks.size} processes (trainer.parallel.processes), but the largest parameter of "
-                             f"a layer has {rows} rows to share out; use at most {rows}")  # fmt: skip
+            raise ModelError(
+                f"{self._ranks.size} processes (trainer.parallel.processes), but the largest parameter of "
+                f"a layer has {rows} rows to share out; use at most {rows}"
+            )
 
     def _make_room(self) -> None:
         """Give this rank's rows memory on its device. What is tied stays tied."""
@@ -120,9 +120,13 @@ class Sharding:
                     assert isinstance(sharded, DTensor)
                     rows = torch.empty_like(sharded.to_local(), device=self._ranks.device)
                     whole = DTensor.from_local(
-                        rows, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape,
+                        rows,
+                        sharded.device_mesh,
+                        sharded.placements,
+                        run_check=False,
+                        shape=sharded.shape,
                         stride=sharded.stride(),
-                    )  # fmt: skip
+                    )
                     made[parameter] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
                 if parameter is not None:
                     module._parameters[name] = made[parameter]
@@ -182,5 +186,7 @@ def refuse_rows_alone(lm: CausalLM, ranks: Ranks | None) -> None:
         ModelError: such a model, and several processes.
     """
     if ranks is not None and lm.rows_alone:
-        raise ModelError(f"{type(lm.model).__name__} is computed row by row, because more than attention mixes its "
-                         "tokens, which only one process does; set trainer.parallel.processes = 1")  # fmt: skip
+        raise ModelError(
+            f"{type(lm.model).__name__} is computed row by row, because more than attention mixes its "
+            "tokens, which only one process does; set trainer.parallel.processes = 1"
+        )

@@ -116,9 +116,11 @@ class MirrorApp:
             ("PUT", f"{in_session}/ready", self._ready),
             ("PUT", f"{in_session}/answers/{{number:int}}", self._answer),
         ]
-        self._app = Starlette(routes=[
-            Route(path, functools.partial(_answered, handle), methods=[method]) for method, path, handle in routes
-        ])  # fmt: skip
+        self._app = Starlette(
+            routes=[
+                Route(path, functools.partial(_answered, handle), methods=[method]) for method, path, handle in routes
+            ]
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request, if it brings the key."""
@@ -137,16 +139,25 @@ class MirrorApp:
     async def _describe(self, request: Request) -> dict[str, Any]:
         found = (await _json(request)).get("protocol")
         if found != PROTOCOL:
-            raise Refused(400, f"the trainer's host speaks version {shown(found)} of this protocol, expected "
-                          f"{PROTOCOL}; install the same version of Verbatim on both hosts")  # fmt: skip
+            raise Refused(
+                400,
+                f"the trainer's host speaks version {shown(found)} of this protocol, expected "
+                f"{PROTOCOL}; install the same version of Verbatim on both hosts",
+            )
         return {"protocol": PROTOCOL, "config": self._config, "offers": self._offers}
 
     async def _offered(self, request: Request) -> Response:
         name = request.query_params.get("file", "")
-        if not any(name.removeprefix(f"{folder}/") in files for folder, files in self._offers.items()
-                   if name.startswith(f"{folder}/")):  # fmt: skip
-            raise Refused(404, f"{shown(name)} is not offered; if the orchestrator was started again meanwhile, start "
-                          "this trainer again")  # fmt: skip
+        if not any(
+            name.removeprefix(f"{folder}/") in files
+            for folder, files in self._offers.items()
+            if name.startswith(f"{folder}/")
+        ):
+            raise Refused(
+                404,
+                f"{shown(name)} is not offered; if the orchestrator was started again meanwhile, start "
+                "this trainer again",
+            )
         return _File(self._run / name)
 
     async def _begin(self, request: Request) -> dict[str, Any]:
@@ -155,8 +166,11 @@ class MirrorApp:
             raise Refused(400, f"session {shown(session)}: expected 16 hexadecimal digits")
         newest = next((name for name in self._offers if name.startswith("checkpoints/")), None)
         if body.get("checkpoint") != newest:
-            raise Refused(409, f"the trainer begins from {shown(body.get('checkpoint'))}, expected {newest}: the run "
-                          "has gone on meanwhile; start `verbatim trainer` again")  # fmt: skip
+            raise Refused(
+                409,
+                f"the trainer begins from {shown(body.get('checkpoint'))}, expected {newest}: the run "
+                "has gone on meanwhile; start `verbatim trainer` again",
+            )
         async with self._beginning:  # opening an exchange removes the one before
             await self._open_session(session, cut(printable(str(body.get("who"))), 200))
         return {}
@@ -167,8 +181,12 @@ class MirrorApp:
             return
         if old is not None and (old.exchange.is_attached or (old.ended is None and now - old.heard < _QUIET)):
             quiet = now - old.heard
-            raise Refused(409, f"the orchestrator has a trainer, {old.who}, heard of {quiet:.0f} s ago; end it first",
-                          busy=True, alive=old.ended is None and quiet < _QUIET)  # fmt: skip
+            raise Refused(
+                409,
+                f"the orchestrator has a trainer, {old.who}, heard of {quiet:.0f} s ago; end it first",
+                busy=True,
+                alive=old.ended is None and quiet < _QUIET,
+            )
         exchange = await asyncio.to_thread(Exchange.open, self._run / "exchange", session)
         publish_bytes(exchange.config, self._config.encode())
         incoming = Incoming(
@@ -233,8 +251,11 @@ class MirrorApp:
         except (TypeError, ValueError):
             raise Refused(400, 'expected {"file": [size, sha256], ...}') from None
         if not files or not all(map(is_file_name, files)):
-            raise Refused(400, "expected names of files below the folder, of letters, digits, dots, dashes and "
-                          f"underscores; found {shown(list(files), 500)}")  # fmt: skip
+            raise Refused(
+                400,
+                "expected names of files below the folder, of letters, digits, dots, dashes and "
+                f"underscores; found {shown(list(files), 500)}",
+            )
         missing, wrong = await session.incoming.announce(folder, files)
         return {"missing": missing, "wrong": wrong}
 
@@ -304,4 +325,3 @@ def _folder_name(request: Request) -> str:
     if not is_uploaded(folder) or of_another:
         raise Refused(400, f"{shown(folder)} is no folder that a trainer writes")
     return folder
-

@@ -140,8 +140,11 @@ class Incoming:
                     wrong.append(name)
                     found.path.unlink(missing_ok=True)  # another folder may hold the same file
                     mine[name] = IncomingFile(found.path)
-            missing = {name: mine[name].size for name, (size, sha256) in files.items()
-                       if (mine[name].size, mine[name].sha256) != (size, sha256)}  # fmt: skip
+            missing = {
+                name: mine[name].size
+                for name, (size, sha256) in files.items()
+                if (mine[name].size, mine[name].sha256) != (size, sha256)
+            }
             if not missing:
                 await asyncio.to_thread(self._publish, folder, files)
                 del self._files[folder]

@@ -256,21 +256,31 @@ class Link:
     def _refuse_silence(self) -> None:
         silent = 0.0 if self._silent_since is None else time.monotonic() - self._silent_since
         if silent > self._patience:
-            raise RunStopped(f"nothing has come from {self.url} for {silent:.0f} s ({self.trouble}); once the "
-                             "orchestrator runs, start this trainer again")  # fmt: skip
+            raise RunStopped(
+                f"nothing has come from {self.url} for {silent:.0f} s ({self.trouble}); once the "
+                "orchestrator runs, start this trainer again"
+            )
 
     @contextlib.asynccontextmanager
     async def _open(
-        self, method: str, path: str, data: bytes | None, query: Mapping[str, object],
+        self,
+        method: str,
+        path: str,
+        data: bytes | None,
+        query: Mapping[str, object],
         headers: Mapping[str, str] | None = None,
-    ) -> AsyncIterator[aiohttp.ClientResponse]:  # fmt: skip
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         import aiohttp
 
         assert self._session is not None
         request = self._session.request(
-            method, self.url + path, data=data, params={key: str(value) for key, value in query.items()},
-            headers=headers, allow_redirects=False,
-        )  # fmt: skip
+            method,
+            self.url + path,
+            data=data,
+            params={key: str(value) for key, value in query.items()},
+            headers=headers,
+            allow_redirects=False,
+        )
         try:
             async with asyncio.timeout(ATTEMPT_SECONDS), request as response:
                 if response.status not in (200, 206):
@@ -290,8 +300,9 @@ class Link:
         found = found if isinstance(found, dict) else {}
         said = printable(cut(str(found.get("error") or body.decode("utf-8", "replace")), 500))
         if response.status == 401:
-            raise UsageError(f"{self.url} refuses the key; put the same one into the variable that --api-key-env names "
-                             "on both hosts")  # fmt: skip
+            raise UsageError(
+                f"{self.url} refuses the key; put the same one into the variable that --api-key-env names on both hosts"
+            )
         if response.status == 410:
             raise SessionGone(said)
         if response.status == 507:

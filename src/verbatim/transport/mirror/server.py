@@ -49,8 +49,10 @@ class Listen:
         try:
             context.load_cert_chain(self.certificate, self.private_key)
         except (OSError, ssl.SSLError) as error:
-            raise UsageError(f"--tls-cert {self.certificate}: {error}; expected PEM files of a certificate and its "
-                             "private key (--tls-key)") from None  # fmt: skip
+            raise UsageError(
+                f"--tls-cert {self.certificate}: {error}; expected PEM files of a certificate and its "
+                "private key (--tls-key)"
+            ) from None
         return context
 
 

@@ -95,8 +95,10 @@ class Mirror:
             try:
                 while not await self._carry_session():
                     if self._exchange.is_attached:
-                        raise RunStopped(f"the orchestrator that this trainer served has ended; another one listens at "
-                                         f"{self._link.url}: start the trainer again")  # fmt: skip
+                        raise RunStopped(
+                            f"the orchestrator that this trainer served has ended; another one listens at "
+                            f"{self._link.url}: start the trainer again"
+                        )
                     logger.info("%s has been started again", self._link.url)
             except Exception as error:
                 self._why = self._why or describe(error)

@@ -43,9 +43,15 @@ class VerbatimChat(Harness[VerbatimChatConfig]):  # type: ignore[misc]
     NEEDS_CONTAINER = False
 
     async def launch(
-        self, ctx: ModelContext, trace: Trace, runtime: Runtime, endpoint: str, secret: str,
-        mcp_urls: dict[str, str], data: TaskData,
-    ) -> ProgramResult:  # fmt: skip
+        self,
+        ctx: ModelContext,
+        trace: Trace,
+        runtime: Runtime,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: TaskData,
+    ) -> ProgramResult:
         """Play to the end; what a program would say on standard error when it fails is what the model's server said."""
         system, prompt = self.resolve_prompt(data)
         messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
@@ -56,9 +62,11 @@ class VerbatimChat(Harness[VerbatimChatConfig]):  # type: ignore[misc]
         servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
         async with contextlib.AsyncExitStack() as stack:
             # Its requests go to this machine: no proxy, and no deadline but the rollout's own.
-            client = await stack.enter_async_context(httpx.AsyncClient(
-                base_url=endpoint, headers={"Authorization": f"Bearer {secret}"}, timeout=None, trust_env=False
-            ))  # fmt: skip
+            client = await stack.enter_async_context(
+                httpx.AsyncClient(
+                    base_url=endpoint, headers={"Authorization": f"Bearer {secret}"}, timeout=None, trust_env=False
+                )
+            )
             tools, dispatch, connections = await connect_mcp({"mcpServers": servers}, stack)
             while True:
                 body = {"model": ctx.model, "messages": messages, **({"tools": tools} if tools else {})}
@@ -83,8 +91,12 @@ async def _run(call: dict[str, Any], dispatch: dict[str, Any], connections: dict
         content = f"error: there is no tool {name!r}; there are {', '.join(dispatch) or 'none'}"
     else:
         content = await call_mcp(connections, dispatch, name, arguments or {})
-    return {"role": "tool", "tool_call_id": call["id"], "name": name,
-            "content": content if isinstance(content, str) else json.dumps(content)}  # fmt: skip
+    return {
+        "role": "tool",
+        "tool_call_id": call["id"],
+        "name": name,
+        "content": content if isinstance(content, str) else json.dumps(content),
+    }
 
 
 def _refused(trace: Trace, answer: httpx.Response) -> ProgramResult:

@@ -56,9 +56,16 @@ class CompiledForward:
     """Rows of every pass; 0 = as many as there are tokens."""
 
     def __init__(
-        self, model: CausalLM, fast: FastBackbone, calls: Sequence[AttentionCall], shape: KeyValueShape, *,
-        num_slots: int, context_length: int, kernel: ctypes.CDLL,
-    ) -> None:  # fmt: skip
+        self,
+        model: CausalLM,
+        fast: FastBackbone,
+        calls: Sequence[AttentionCall],
+        shape: KeyValueShape,
+        *,
+        num_slots: int,
+        context_length: int,
+        kernel: ctypes.CDLL,
+    ) -> None:
         self._kernel = kernel
         self.bytes_per_token = shape.bytes_per_token(torch.float32)
         """Bytes of one token's keys and values in all layers."""
@@ -91,9 +98,15 @@ class CompiledForward:
         kept = [np.ascontiguousarray(rows, dtype=np.int64) for rows in (ids, positions, slots, outs)]
         at_ids, at_positions, at_slots, at_outs = (rows.ctypes.data for rows in kept)
         given = PassFields(
-            rows=len(ids), ids=at_ids, positions=at_positions, slots=at_slots, outs=len(outs), out_rows=at_outs,
-            out=out.data_ptr(), threads=_threads(len(ids) * self._model.num_weights),
-        )  # fmt: skip
+            rows=len(ids),
+            ids=at_ids,
+            positions=at_positions,
+            slots=at_slots,
+            outs=len(outs),
+            out_rows=at_outs,
+            out=out.data_ptr(),
+            threads=_threads(len(ids) * self._model.num_weights),
+        )
         self.cache.fill(given)
         floats = self._kernel.verbatim_workspace(self._model.address, len(ids), given.threads)
         if len(self._memory) < floats:
@@ -126,9 +139,13 @@ class CompiledForward:
         if self._logits.numel() < num * stride:
             self._logits = torch.empty(num * stride)
         given = DrawFields(
-            model=self._model.address, rows=num, hidden=hidden.data_ptr(), stride=stride,
-            logits=self._logits.data_ptr(), threads=_threads(num * stride * self._model.fields.width),
-        )  # fmt: skip
+            model=self._model.address,
+            rows=num,
+            hidden=hidden.data_ptr(),
+            stride=stride,
+            logits=self._logits.data_ptr(),
+            threads=_threads(num * stride * self._model.fields.width),
+        )
         self._kernel.verbatim_logits(ctypes.addressof(given))
         return given
 
@@ -138,8 +155,11 @@ class CompiledForward:
         """The draw of one row whose distribution is truncated: by itself, so that no bit depends on the others."""
         one = slots[row : row + 1]
         logits = self._logits[row * stride : row * stride + self._model.fields.vocab][None]
-        truncation = Truncation(top_k_N=torch.from_numpy(table.top_k[one]), top_p_N=torch.from_numpy(table.top_p[one]),
-                                min_p_N=torch.from_numpy(table.min_p[one]))  # fmt: skip
+        truncation = Truncation(
+            top_k_N=torch.from_numpy(table.top_k[one]),
+            top_p_N=torch.from_numpy(table.top_p[one]),
+            min_p_N=torch.from_numpy(table.min_p[one]),
+        )
         uniform = torch.from_numpy(randomness[row : row + 1])
         token, logprob = draw(logits, torch.from_numpy(table.temperature[one]), uniform, truncation)
         return int(token), float(logprob)
@@ -208,9 +228,12 @@ def widened(module: nn.Module) -> Iterator[None]:
         for parameter, data in zip(inner.parameters(recurse=False), kept.pop(id(inner)), strict=True):
             parameter.data = data
 
-    hooks = [hook for inner in module.modules() if list(inner.parameters(recurse=False))
-             for hook in (inner.register_forward_pre_hook(widen),
-                          inner.register_forward_hook(restore, always_call=True))]  # fmt: skip
+    hooks = [
+        hook
+        for inner in module.modules()
+        if list(inner.parameters(recurse=False))
+        for hook in (inner.register_forward_pre_hook(widen), inner.register_forward_hook(restore, always_call=True))
+    ]
     try:
         yield
     finally:

@@ -17,12 +17,16 @@ def load_kernel() -> ctypes.CDLL | None:
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     for name, result, arguments in (
-        ("forward", None, (pointer, pointer, pointer)), ("workspace", number, (pointer, number, number)),
-        ("packed", number, (number, number)), ("pack", None, (pointer, number, number, pointer)),
+        ("forward", None, (pointer, pointer, pointer)),
+        ("workspace", number, (pointer, number, number)),
+        ("packed", number, (number, number)),
+        ("pack", None, (pointer, number, number, pointer)),
         ("pack_halves", None, (pointer, number, number, pointer)),
-        ("logits", None, (pointer,)), ("draw", None, (pointer,)), ("rounds", number, ()),
+        ("logits", None, (pointer,)),
+        ("draw", None, (pointer,)),
+        ("rounds", number, ()),
         ("product_of_halves", None, (*(pointer,) * 3, *(number,) * 3, *(pointer,) * 2)),
-    ):  # fmt: skip
+    ):
         function = getattr(kernel, f"verbatim_{name}")
         function.restype, function.argtypes = result, arguments
     return kernel

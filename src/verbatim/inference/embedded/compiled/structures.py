@@ -23,13 +23,32 @@ class LayerFields(ctypes.Structure):
     """One decoder layer: addresses of its weights, and its constants."""
 
     _fields_ = (
-        *((name, _POINTER) for name in (
-            "q", "k", "v", "o", "gate", "up", "down", "input_norm", "mlp_norm", "q_norm", "k_norm",
-            "q_bias", "k_bias", "v_bias", "o_bias", "gate_bias", "up_bias", "down_bias",
-        )),
+        *(
+            (name, _POINTER)
+            for name in (
+                "q",
+                "k",
+                "v",
+                "o",
+                "gate",
+                "up",
+                "down",
+                "input_norm",
+                "mlp_norm",
+                "q_norm",
+                "k_norm",
+                "q_bias",
+                "k_bias",
+                "v_bias",
+                "o_bias",
+                "gate_bias",
+                "up_bias",
+                "down_bias",
+            )
+        ),
         ("window", _INT),
         *((name, _FLOAT) for name in ("input_eps", "mlp_eps", "q_eps", "k_eps", "scale", "unused")),
-    )  # fmt: skip
+    )
 
 
 class ModelFields(ctypes.Structure):
@@ -38,27 +57,45 @@ class ModelFields(ctypes.Structure):
     _fields_ = (
         *((name, _INT) for name in ("layers", "width", "heads", "kv_heads", "head_size", "inner", "vocab", "halves")),
         *((name, _POINTER) for name in ("embedding", "head", "norm", "cos", "sin", "layer")),
-        ("eps", _FLOAT), ("unused", _FLOAT),
-    )  # fmt: skip
+        ("eps", _FLOAT),
+        ("unused", _FLOAT),
+    )
 
 
 class PassFields(ctypes.Structure):
     """The rows of a pass, and the pages of their slots."""
 
     _fields_ = (
-        ("rows", _INT), ("ids", _POINTER), ("positions", _POINTER), ("slots", _POINTER), ("tables", _POINTER),
-        ("table_width", _INT), ("chunks", _POINTER), ("chunk_bits", _INT), ("outs", _INT), ("out_rows", _POINTER),
-        ("out", _POINTER), ("threads", _INT),
-    )  # fmt: skip
+        ("rows", _INT),
+        ("ids", _POINTER),
+        ("positions", _POINTER),
+        ("slots", _POINTER),
+        ("tables", _POINTER),
+        ("table_width", _INT),
+        ("chunks", _POINTER),
+        ("chunk_bits", _INT),
+        ("outs", _INT),
+        ("out_rows", _POINTER),
+        ("out", _POINTER),
+        ("threads", _INT),
+    )
 
 
 class DrawFields(ctypes.Structure):
     """Rows of hidden states whose next tokens are drawn."""
 
     _fields_ = (
-        ("model", _POINTER), ("rows", _INT), ("hidden", _POINTER), ("temperatures", _POINTER), ("uniforms", _POINTER),
-        ("stride", _INT), ("logits", _POINTER), ("tokens", _POINTER), ("logprobs", _POINTER), ("threads", _INT),
-    )  # fmt: skip
+        ("model", _POINTER),
+        ("rows", _INT),
+        ("hidden", _POINTER),
+        ("temperatures", _POINTER),
+        ("uniforms", _POINTER),
+        ("stride", _INT),
+        ("logits", _POINTER),
+        ("tokens", _POINTER),
+        ("logprobs", _POINTER),
+        ("threads", _INT),
+    )
 
 
 def why_not(model: CausalLM, fast: FastBackbone | None, calls: Sequence[AttentionCall]) -> str | None:
@@ -77,8 +114,11 @@ def why_not(model: CausalLM, fast: FastBackbone | None, calls: Sequence[Attentio
     if len(model.backbone.embed_tokens.weight) < model.vocab_size:
         return "ids of the output head have no embedding"
     layer = fast.layers[0]
-    sizes = {"the width": layer.mlp.gate_proj.weight.shape[1], "the inner width": layer.mlp.gate_proj.weight.shape[0],
-             "the head size": fast.head_size}  # fmt: skip
+    sizes = {
+        "the width": layer.mlp.gate_proj.weight.shape[1],
+        "the inner width": layer.mlp.gate_proj.weight.shape[0],
+        "the head size": fast.head_size,
+    }
     for name, size in sizes.items():
         if size % UNIT:
             return f"{name} is {size}, and no multiple of {UNIT}"
@@ -103,7 +143,7 @@ class KernelModel:
 
     def __init__(
         self, kernel: ctypes.CDLL, model: CausalLM, fast: FastBackbone, calls: Sequence[AttentionCall]
-    ) -> None:  # fmt: skip
+    ) -> None:
         half = fast.head_size // 2
         self.is_rounded = model.output.weight.dtype == torch.bfloat16
         """Whether the matrices are in bfloat16."""
@@ -117,15 +157,22 @@ class KernelModel:
         for fields, layer, call in zip(self.layers, fast.layers, calls, strict=True):
             self._fill_layer(fields, layer, call)
         self.fields = ModelFields(
-            layers=len(fast.layers), width=int(model.output.weight.shape[1]),
+            layers=len(fast.layers),
+            width=int(model.output.weight.shape[1]),
             heads=attention.q_proj.weight.shape[0] // fast.head_size,
-            kv_heads=attention.k_proj.weight.shape[0] // fast.head_size, head_size=fast.head_size,
-            inner=int(mlp.gate_proj.weight.shape[0]), vocab=int(model.output.weight.shape[0]),
-            halves=int(self.is_rounded), embedding=model.backbone.embed_tokens.weight.data_ptr(),
-            head=self._pack(model.output.weight), norm=self._floats(model.backbone.norm.weight),
-            cos=self._kept[0].data_ptr(), sin=self._kept[1].data_ptr(), layer=ctypes.addressof(self.layers),
+            kv_heads=attention.k_proj.weight.shape[0] // fast.head_size,
+            head_size=fast.head_size,
+            inner=int(mlp.gate_proj.weight.shape[0]),
+            vocab=int(model.output.weight.shape[0]),
+            halves=int(self.is_rounded),
+            embedding=model.backbone.embed_tokens.weight.data_ptr(),
+            head=self._pack(model.output.weight),
+            norm=self._floats(model.backbone.norm.weight),
+            cos=self._kept[0].data_ptr(),
+            sin=self._kept[1].data_ptr(),
+            layer=ctypes.addressof(self.layers),
             eps=model.backbone.norm.variance_epsilon,
-        )  # fmt: skip
+        )
         self.address = ctypes.addressof(self.fields)
         """For the kernel."""
         self.num_weights = sum(p.numel() for p in model.backbone.layers.parameters())
@@ -157,9 +204,15 @@ class KernelModel:
         attention, mlp, floats = layer.attention, layer.mlp, self._floats
         fields.input_norm, fields.mlp_norm = floats(layer.before_attention.weight), floats(layer.before_mlp.weight)
         fields.input_eps, fields.mlp_eps = layer.before_attention.variance_epsilon, layer.before_mlp.variance_epsilon
-        for name, module in (("q", attention.q_proj), ("k", attention.k_proj), ("v", attention.v_proj),
-                             ("o", attention.o_proj), ("gate", mlp.gate_proj), ("up", mlp.up_proj),
-                             ("down", mlp.down_proj)):  # fmt: skip
+        for name, module in (
+            ("q", attention.q_proj),
+            ("k", attention.k_proj),
+            ("v", attention.v_proj),
+            ("o", attention.o_proj),
+            ("gate", mlp.gate_proj),
+            ("up", mlp.up_proj),
+            ("down", mlp.down_proj),
+        ):
             setattr(fields, name, self._pack(module.weight))
             setattr(fields, f"{name}_bias", floats(module.bias))
         if hasattr(attention, "q_norm"):

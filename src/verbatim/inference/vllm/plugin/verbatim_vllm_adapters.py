@@ -30,8 +30,15 @@ def report(manager: Any) -> dict[str, Any]:
     Args:
         manager: The worker's manager of adapters.
     """
-    found: dict[str, Any] = {"path": None, "error": None, "loaded": True, "tensors": [], "stale": [], "unmapped": [],
-                             "seconds": 0.0}  # fmt: skip
+    found: dict[str, Any] = {
+        "path": None,
+        "error": None,
+        "loaded": True,
+        "tensors": [],
+        "stale": [],
+        "unmapped": [],
+        "seconds": 0.0,
+    }
     adapter = newest(manager)
     if adapter is None or adapter not in manager.lora_index_to_id:
         return {**found, "error": "no adapter is in use", "loaded": False}
@@ -45,10 +52,17 @@ def report(manager: Any) -> dict[str, Any]:
             if all(not bool(tensor.any()) for _, _, tensor in tensors):
                 continue  # this layer is not adapted
             for end, (dim, start, tensor) in zip(ENDS, tensors, strict=True):
-                found["tensors"].append([
-                    PREFIX + member + end, dim, start, list(tensor.shape), str(tensor.dtype).removeprefix("torch."),
-                    digest(tensor.contiguous()), "live",
-                ])  # fmt: skip
+                found["tensors"].append(
+                    [
+                        PREFIX + member + end,
+                        dim,
+                        start,
+                        list(tensor.shape),
+                        str(tensor.dtype).removeprefix("torch."),
+                        digest(tensor.contiguous()),
+                        "live",
+                    ]
+                )
     return found
 
 

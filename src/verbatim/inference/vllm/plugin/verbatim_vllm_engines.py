@@ -132,9 +132,14 @@ class BroadcastEngine(FilesEngine):
         limit = timedelta(seconds=about["seconds"])
         store = dist.TCPStore(about["host"], about["port"], is_master=False, wait_for_workers=False, timeout=limit)
         self._group = WeightGroup(
-            store, about["name"], rank=about["first_rank"] + worker, size=about["size"], kind=about["kind"],
-            device=self.device, seconds=about["seconds"],
-        )  # fmt: skip
+            store,
+            about["name"],
+            rank=about["first_rank"] + worker,
+            size=about["size"],
+            kind=about["kind"],
+            device=self.device,
+            seconds=about["seconds"],
+        )
         return self._group
 
     def _leave(self, why: str | None) -> None:
@@ -189,11 +194,15 @@ class Folder:
             where, files = None, ["model.safetensors"]
         self._files = [safe_open(path / name, framework="pt") for name in files]
         self.shapes = {
-            key: tuple(file.get_slice(key).get_shape()) for file in self._files for key in file.keys()  # noqa: SIM118
+            key: tuple(file.get_slice(key).get_shape())
+            for file in self._files
+            for key in file.keys()  # noqa: SIM118
         }
         if where is not None and set(where) != set(self.shapes):
-            raise ValueError(f"the index of {path} does not name the tensors of its files: "
-                             f"{sorted(set(where) ^ set(self.shapes))[:3]}")  # fmt: skip
+            raise ValueError(
+                f"the index of {path} does not name the tensors of its files: "
+                f"{sorted(set(where) ^ set(self.shapes))[:3]}"
+            )
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Each tensor, mapped from its file and read when it is copied."""
@@ -208,7 +217,10 @@ def refuse_other_shapes(found: dict[str, tuple[int, ...]], expected: dict[str, t
     Raises:
         ValueError: names the first three.
     """
-    other = [f"{name}: found {found.get(name)}, expected {expected.get(name)}"
-             for name in sorted(found.keys() | expected.keys()) if found.get(name) != expected.get(name)]  # fmt: skip
+    other = [
+        f"{name}: found {found.get(name)}, expected {expected.get(name)}"
+        for name in sorted(found.keys() | expected.keys())
+        if found.get(name) != expected.get(name)
+    ]
     if other:
         raise ValueError("; ".join(other[:3]))

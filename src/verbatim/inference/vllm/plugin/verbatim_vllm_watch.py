@@ -40,8 +40,12 @@ class Watch:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._names = {module: name for name, module in model.named_modules()}
-        self._expert_places = dict(place for module, name in self._names.items() if experts.are_known(module)
-                                   for place in experts.places(module, name))  # fmt: skip
+        self._expert_places = dict(
+            place
+            for module, name in self._names.items()
+            if experts.are_known(module)
+            for place in experts.places(module, name)
+        )
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._built: dict[str, dict[str | int | None, list[Any]]] = {}
         self._wrapped: list[QuantizeMethodBase] = []
@@ -64,12 +68,17 @@ class Watch:
         if not complete or self.unmapped:
             return
         filled = set(places.values())
-        missing = [(module, f"{param} ({shard})" if shard is not None else param)
-                   for module, param, shard in self._wanted() if (param, shard) not in filled]  # fmt: skip
+        missing = [
+            (module, f"{param} ({shard})" if shard is not None else param)
+            for module, param, shard in self._wanted()
+            if (param, shard) not in filled
+        ]
         known = [name for module, name in missing if is_of_a_checkpoint(module)]
         if known:
-            raise ValueError(f"the folder has nothing for {', '.join(known[:3])}"
-                             + (f" and {len(known) - 3} more" if len(known) > 3 else ""))  # fmt: skip
+            raise ValueError(
+                f"the folder has nothing for {', '.join(known[:3])}"
+                + (f" and {len(known) - 3} more" if len(known) > 3 else "")
+            )
         self.unmapped = sorted(f"{name} (of the server)" for _, name in missing)
 
     def _places(self) -> dict[str, tuple[str, str | int | None] | None]:
@@ -132,9 +141,10 @@ class Watch:
         def build_and_see(layer: nn.Module) -> None:
             self._built[self._names[layer]] = {
                 f"{key}|{shard}": self._entry(dim, start, values, "kernel")
-                for key, parameter in layer._parameters.items() if parameter is not None
+                for key, parameter in layer._parameters.items()
+                if parameter is not None
                 for shard, dim, start, values in pieces(layer, key, parameter.data)
-            }  # fmt: skip
+            }
             if experts.are_known(layer):
                 experts.build(layer, build)
             else:
@@ -171,8 +181,15 @@ class Watch:
                     tensors.extend([found, *entry] for entry in entries)
                     if not entries:
                         stale.append(found + (f" (as {name})" if tied else ""))
-        return {"path": path, "error": error, "loaded": loaded, "tensors": tensors, "stale": sorted(stale),
-                "unmapped": self.unmapped, "seconds": time.perf_counter() - self._began}  # fmt: skip
+        return {
+            "path": path,
+            "error": error,
+            "loaded": loaded,
+            "tensors": tensors,
+            "stale": sorted(stale),
+            "unmapped": self.unmapped,
+            "seconds": time.perf_counter() - self._began,
+        }
 
     def _of_module(
         self, module: nn.Module, name: str, by_place: dict[Any, str], live: dict[tuple[int, int], list[list[Any]]]
@@ -201,8 +218,11 @@ class Watch:
 
 def is_of_a_checkpoint(module: nn.Module) -> bool:
     """Whether a checkpoint must bring the module's parameters. Others (scales of a cache) may have none there."""
-    return (isinstance(module, LinearBase | VocabParallelEmbedding) or "Norm" in type(module).__name__
-            or experts.are_known(module))  # fmt: skip
+    return (
+        isinstance(module, LinearBase | VocabParallelEmbedding)
+        or "Norm" in type(module).__name__
+        or experts.are_known(module)
+    )
 
 
 def shards(module: nn.Module, key: str) -> list[str | int | None]:
@@ -228,9 +248,10 @@ def pieces(module: nn.Module, key: str, values: Tensor) -> Iterator[Piece]:
         group = rank // module.num_kv_head_replicas
         at = 0
         for shard, size, start in (
-            ("q", heads, rank * heads), ("k", groups, group * groups),
+            ("q", heads, rank * heads),
+            ("k", groups, group * groups),
             ("v", module.num_kv_heads * module.v_head_size, group * module.num_kv_heads * module.v_head_size),
-        ):  # fmt: skip
+        ):
             yield shard, 0, start, values if empty else values.narrow(0, at, size)
             at += size
     elif isinstance(module, MergedColumnParallelLinear):

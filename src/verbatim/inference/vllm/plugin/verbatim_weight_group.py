@@ -65,9 +65,17 @@ class WeightGroup:
     """
 
     def __init__(
-        self, store: Any, name: str, *, rank: int, size: int, kind: str, device: torch.device, seconds: float,
+        self,
+        store: Any,
+        name: str,
+        *,
+        rank: int,
+        size: int,
+        kind: str,
+        device: torch.device,
+        seconds: float,
         layout: Layout | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.name = name
         self._store = dist.PrefixStore(name, store)
         self._rank, self._size, self._kind, self._seconds = rank, size, kind, seconds
