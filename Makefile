@@ -28,7 +28,7 @@ help:
 	@echo "make demo      train an agent to play guess-the-number, on a CPU"
 	@echo "make docs      the documentation site in build/docs (warnings are errors); docs-links asks for every link outside"
 	@echo "make reference the generated pages and figures of docs/, anew"
-	@echo "make viewer    the page of verbatim view, built from viewer/ into src/verbatim/viewer/assets (needs Node 20 or newer; nothing else does)"
+	@echo "make viewer    the page of verbatim view, built from viewer/ into src/verbatim/inspection/viewer/assets (needs Node 20 or newer; nothing else does)"
 	@echo "make test      lint, types, and the tests that take seconds and need no extras"
 	@echo "make test-all  the extras (MCP, datasets, Ray, verifiers, reasoning-gym, textarena, W&B) installed, and all tests but those of vLLM"
 	@echo "make campaigns every campaign as a whole (kills, damaged files, hostile templates, random trees, planted faults, ...): hours"
@@ -143,15 +143,15 @@ WITHOUT_NODE := $(filter no,$(NODE))
 
 test-clients: $(if $(WITHOUT_NODE),,$(CLIENTS)/.codex) install $(CLIENTS)/.agents $(CLIENTS)/.litellm
 	VERBATIM_CLIENTS=$(abspath $(CLIENTS)) $(BIN)/pytest -m clients \
-	  $(if $(WITHOUT_NODE),--deselect tests/gateway/test_clients.py::test_codex)
+	  $(if $(WITHOUT_NODE),--deselect tests/rollouts/gateway/test_clients.py::test_codex)
 	@$(if $(WITHOUT_NODE),echo "codex was NOT tested: NODE=no",:)
 
-$(CLIENTS)/.agents $(CLIENTS)/.litellm: $(CLIENTS)/.%: tests/gateway/clients/%.txt | install
+$(CLIENTS)/.agents $(CLIENTS)/.litellm: $(CLIENTS)/.%: tests/rollouts/gateway/clients/%.txt | install
 	$(PYTHON) -m venv --without-pip $(CLIENTS)/$*
 	$(BIN)/python -m pip --python $(CLIENTS)/$*/bin/python install --quiet -r $<
 	@touch $@
 
-$(CLIENTS)/.codex: tests/gateway/clients/package.json
+$(CLIENTS)/.codex: tests/rollouts/gateway/clients/package.json
 	@command -v npm >/dev/null || { \
 	  echo "there is no npm, so codex cannot be tested; install Node 20 or newer, or leave it out: make test-clients NODE=no" >&2; \
 	  exit 1; }
@@ -164,6 +164,7 @@ campaigns-vllm: install $(VLLM_INSTALLED)
 
 lint: install
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 
 types: install
 	$(BIN)/mypy

@@ -31,6 +31,7 @@ import numpy as np
 
 from http_client import Answering
 from verbatim.config.schema import BuildConfig
+from verbatim.core.types import StopReason
 from verbatim.inference import Completion, SampleRequest, SamplingParams
 from verbatim.inference.http import protocol
 from verbatim.inference.http.client import HttpClient, encode, read_json
@@ -40,7 +41,6 @@ from verbatim.inference.vllm.process import free_port, make_process
 from verbatim.inference.vllm.settings import VllmSettings
 from verbatim.models.build import build_tokenizer, random_model
 from verbatim.models.loading import save_model
-from verbatim.types import StopReason
 
 TOKENS, PROMPT, VOCAB = 1_533, 2_048, 151_936
 AT_ONCE = 16

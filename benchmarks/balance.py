@@ -1,9 +1,9 @@
 """Simulates dealing an optimizer step to ranks: for how much of the step they wait for each other.
 
 Batches of 512 multi-turn trajectories with a long tail (log-normal between 1,000 and 64,000 tokens, median 8,000), one
-row each, are dealt as `verbatim.packing.ranks` deals them. The cost of a micro-batch is predicted from the shape of a
-model; ranks go through each pass together. Batches with a trajectory that costs more than a rank's share of the batch
-cannot be even: their trajectory alone is what the step waits for. They are counted, and left out of the mean.
+row each, are dealt as `verbatim.trainer.packing.ranks` deals them. The cost of a micro-batch is predicted from the
+shape of a model; ranks go through each pass together. Batches with a trajectory that costs more than a rank's share of
+the batch cannot be even: their trajectory alone is what the step waits for. They are counted, and left out of the mean.
 Prints one JSON line.
 
     python benchmarks/balance.py [--batches 20]
@@ -20,8 +20,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from verbatim.packing.cost import CostModel, model_cost
-from verbatim.packing.deal import Piece, deal, idle_share
+from verbatim.trainer.packing.cost import CostModel, model_cost
+from verbatim.trainer.packing.deal import Piece, deal, idle_share
 
 TRAJECTORIES, SHORTEST, LONGEST, MEDIAN, SIGMA = 512, 1_000, 64_000, 8_000, 1.0
 TRAINED = 0.3

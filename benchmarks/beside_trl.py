@@ -6,7 +6,11 @@ with 0.9M parameters (4 layers, width 128, untied), a plain byte-level tokenizer
 ships it, warm-started on games. The learning rate is so small that every step has the same work. Makes an environment
 with TRL in `--venv`, where it is not there yet. The runs take turns; each figure is the median of the rounds.
 
-Prints one JSON line. Run: python benchmarks/beside_trl.py [--venv .venv-trl] [--rounds 3]
+With `--empty-thoughts` the model has been taught to begin each turn with an empty thinking block, as Qwen3 does in its
+non-thinking mode. Its template leaves such a block out of history. Ours then runs once more with
+`history = "template"`, where each prompt is rendered and so no turn extends the one before.
+
+Prints one JSON line. Run: python benchmarks/beside_trl.py [--empty-thoughts] [--venv .venv-trl] [--rounds 3]
 """
 
 from __future__ import annotations
@@ -35,9 +39,13 @@ from demo_runs import CoresBusy, finish, train_metrics, verbatim
 
 TRL = "1.16.0"
 HERE = Path(__file__).parent
-TEMPLATE = HERE.parent / "tests" / "renderers" / "data" / "trl_templates" / "qwen3.jinja"
+TEMPLATES = HERE.parent / "tests" / "models" / "renderers" / "data" / "trl_templates"
+PUBLISHED = "qwen3.jinja"
+WITH_BLOCKS = "qwen3_training.jinja"
+"""Writes an empty thinking block at the head of each turn that has no thought, whatever follows the turn."""
 LEVELS = {"synchronous": 0, "asynchronous": 1, "two_batches_ahead": 2}
 """Our runs, with their `max_async_level`."""
+ANEW = "rendered_anew"
 SKIPPED = 3
 """First steps of a run, which compile, warm up and fill queues."""
 ENDS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -53,6 +61,7 @@ group_size = 16
 seq_len = 1024
 max_async_level = {level}
 sampling = {{ temperature = 1.0, max_tokens = 48 }}
+renderer = {{ history = "{history}" }}
 [[orchestrator.train.env]]
 import_path = "beside_trl_env.Game"
 max_turns = 5
@@ -84,10 +93,10 @@ def environment_with_trl(folder: Path) -> Path:
     return python
 
 
-def make_model(folder: Path) -> Path:
-    """The warm-started model, as a Hugging Face folder."""
+def make_model(folder: Path, taught_with: str) -> Path:
+    """The model, warm-started on what this template writes, as a Hugging Face folder with the published template."""
     shown = conversations(2000, seed=0)
-    template = TEMPLATE.read_text(encoding="utf-8")
+    template = (TEMPLATES / taught_with).read_text(encoding="utf-8")
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=byte_pairs(json.dumps(shown[:200])),
         chat_template=template,
@@ -120,7 +129,7 @@ def make_model(folder: Path) -> Path:
     data.write_text("".join(json.dumps(each) + "\n" for each in shown))
     run = folder / "warm_start.toml"
     run.write_text(
-        RUN.format(steps=1, model=folder / "random", level=0)
+        RUN.format(steps=1, model=folder / "random", level=0, history="verbatim")
         + f"""
 [warm_start]
 steps = 400
@@ -130,7 +139,10 @@ optim = {{ lr = 3e-3, schedule = "cosine", warmup_steps = 20 }}
 """
     )
     finish(verbatim("sft", str(run), "--run-dir", str(folder / "sft"), cwd=folder, PYTHONPATH=search_path(folder)))
-    return folder / "sft" / "warm_start"
+    taught = folder / "sft" / "warm_start"
+    tokenizer.chat_template = (TEMPLATES / PUBLISHED).read_text(encoding="utf-8")
+    tokenizer.save_pretrained(taught)
+    return taught
 
 
 def byte_pairs(text: str) -> Tokenizer:
@@ -153,10 +165,10 @@ def search_path(folder: Path) -> str:
     return os.pathsep.join([str(folder), str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 
 
-def ours(folder: Path, model: Path, steps: int, level: int) -> dict[str, Any]:
+def ours(folder: Path, model: Path, steps: int, level: int, history: str = "verbatim") -> dict[str, Any]:
     """Episodes per second of a run, and what it sampled."""
     file = Path(tempfile.mkdtemp(dir=folder)) / "run.toml"
-    file.write_text(RUN.format(steps=steps, model=model, level=level))
+    file.write_text(RUN.format(steps=steps, model=model, level=level, history=history))
     run = file.parent / "run"
     process = verbatim("rl", str(file), "--run-dir", str(run), cwd=folder, PYTHONPATH=search_path(folder))
     busy = CoresBusy(process, run, SKIPPED, steps)
@@ -168,7 +180,7 @@ def ours(folder: Path, model: Path, steps: int, level: int) -> dict[str, Any]:
         "cores_busy": busy.share(),
         **{
             name: statistics.mean(each[name] for each in found)
-            for name in ("turns", "completion_tokens", "reward/mean")
+            for name in ("turns", "completion_tokens", "reward/mean", "samples")
         },
     }
 
@@ -187,6 +199,11 @@ def theirs(folder: Path, python: Path, model: Path, steps: int) -> dict[str, Any
     }
 
 
+def rendered_anew(folder: Path, model: Path, steps: int) -> dict[str, Any]:
+    """Our runs where the template writes every prompt."""
+    return {f"{side}_{ANEW}": ours(folder, model, steps, level, "template") for side, level in LEVELS.items()}
+
+
 def medians(found: Sequence[dict[str, Any]]) -> dict[str, float]:
     return {name: round(statistics.median(each[name] for each in found), 3) for name in found[0]}
 
@@ -194,6 +211,7 @@ def medians(found: Sequence[dict[str, Any]]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--venv", type=Path, default=Path(".venv-trl"), help="environment with TRL, made if missing")
+    parser.add_argument("--empty-thoughts", action="store_true", help="a model whose turns begin with an empty block")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12, help="of each run; the first three are left out")
     args = parser.parse_args()
@@ -201,22 +219,30 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "beside_trl_env.py").write_text(ENVIRONMENT)
-        model = make_model(folder)
+        model = make_model(folder, WITH_BLOCKS if args.empty_thoughts else PUBLISHED)
         rounds = [
             {
                 "trl": theirs(folder, python, model, args.steps),
                 **{side: ours(folder, model, args.steps, level) for side, level in LEVELS.items()},
+                **(rendered_anew(folder, model, args.steps) if args.empty_thoughts else {}),
             }
             for _ in range(args.rounds)
         ]
     sides = {side: medians([each[side] for each in rounds]) for side in rounds[0]}
     best = max(sides[side]["rate"] for side in LEVELS)
     ratio = [max(each[side]["rate"] for side in LEVELS) / each["trl"]["rate"] for each in rounds]
+    gains = {
+        side: [round(each[side]["rate"] / each[f"{side}_{ANEW}"]["rate"], 2) for each in rounds]
+        for side in LEVELS
+        if args.empty_thoughts
+    }
     print(
         json.dumps(
             {
                 "benchmark": "beside_trl",
                 "trl": TRL,
+                "empty_thoughts": args.empty_thoughts,
+                "over_rendered_anew": gains,
                 "episodes_per_second": {side: sides[side]["rate"] for side in sides},
                 "times_as_fast": round(best / sides["trl"]["rate"], 2),
                 "of_each_round": [round(each, 2) for each in ratio],

@@ -21,17 +21,17 @@ from typing import Any
 
 import numpy as np
 
-from verbatim.fates.files import FateFolder
+from verbatim.core.trajectories import Fate
+from verbatim.core.types import Trajectory
+from verbatim.environments.tools import FunctionTool, ToolManager
 from verbatim.inference import SampleRequest, SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
+from verbatim.logs.fates.files import FateFolder
+from verbatim.logs.monitors.jsonl import JsonlWriter
+from verbatim.logs.monitors.metrics_log import MetricsLog
 from verbatim.models.build import END_OF_TURN, build_tokenizer
-from verbatim.monitors.jsonl import JsonlWriter
-from verbatim.monitors.metrics_log import MetricsLog
-from verbatim.renderers import create_renderer
+from verbatim.models.renderers import create_renderer
 from verbatim.rollouts import MultiTurnRollout
-from verbatim.tools import FunctionTool, ToolManager
-from verbatim.trajectories import Fate
-from verbatim.types import Trajectory
 
 PER_STEP, GROUP = 128, 16
 ENVIRONMENTS = ("library", "archive", "atlas")

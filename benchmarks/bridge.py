@@ -36,12 +36,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-TESTS = Path(__file__).parents[1] / "tests" / "renderers"
+TESTS = Path(__file__).parents[1] / "tests" / "models" / "renderers"
 sys.path.insert(0, str(TESTS))
 
 from random_dialogues import SPECIAL  # noqa: E402
 
-from verbatim.renderers import create_renderer  # noqa: E402
+from verbatim.models.renderers import create_renderer  # noqa: E402
 
 TEMPLATES = ("qwen2_5", "qwen3_instruct_2507", "llama3_1", "qwen3_training")
 TEXT = "the report of a search in old files found that nine ships left for Bonn with salt and iron on a cold day"

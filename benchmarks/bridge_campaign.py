@@ -20,13 +20,13 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-TESTS = Path(__file__).parents[1] / "tests" / "renderers"
+TESTS = Path(__file__).parents[1] / "tests" / "models" / "renderers"
 sys.path.insert(0, str(TESTS))
 
 from random_dialogues import Tally, byte_tokenizer, check  # noqa: E402
 
-from verbatim.errors import ModelError  # noqa: E402
-from verbatim.renderers import create_renderer  # noqa: E402
+from verbatim.core.errors import ModelError  # noqa: E402
+from verbatim.models.renderers import create_renderer  # noqa: E402
 
 COUNTS = ("turns", "bridged", "broken")
 

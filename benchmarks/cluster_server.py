@@ -14,11 +14,11 @@ import numpy as np
 
 from cluster_workload import CALLS, CONTEXT, ENDS, FILL, SCALE, VOCAB, stand_in
 from cluster_world import World
-from verbatim.errors import SamplerFault
+from verbatim.core.errors import SamplerFault
+from verbatim.core.types import Float32, Int32, StopReason
 from verbatim.inference.base import Completion, SampleRequest
 from verbatim.inference.cut_off import cut_off
 from verbatim.inference.pool.base import ReplicaLoad
-from verbatim.types import Float32, Int32, StopReason
 
 
 class _Running:

@@ -18,17 +18,17 @@ from cluster_server import Server
 from cluster_trainer import SimulatedTrainer
 from cluster_workload import CONTEXT, Workload
 from cluster_world import Curve, Faults, World
-from verbatim.credit.default import default_advantage
-from verbatim.curriculum import ExampleSchedule
+from verbatim.algorithms.credit.default import default_advantage
+from verbatim.algorithms.curriculum import ExampleSchedule
+from verbatim.core.trajectories import Ledger
 from verbatim.inference import SamplingParams
 from verbatim.inference.pool.pool import ReplicaPool
-from verbatim.orchestrator.assemble import GroupRules
-from verbatim.orchestrator.base import RunSchedule
-from verbatim.orchestrator.collector import seldom_collected
-from verbatim.orchestrator.dispatcher import Dispatcher
-from verbatim.orchestrator.loop import Orchestrator
 from verbatim.rollouts import EpisodeLimits, RolloutSetup
-from verbatim.trajectories import Ledger
+from verbatim.run.orchestrator.assemble import GroupRules
+from verbatim.run.orchestrator.base import RunSchedule
+from verbatim.run.orchestrator.collector import seldom_collected
+from verbatim.run.orchestrator.dispatcher import Dispatcher
+from verbatim.run.orchestrator.loop import Orchestrator
 
 WIRE = {"generate": 160e-6, "health": 200e-6, "load_metrics": 300e-6, "prompt_logprobs": 300e-6}
 """Processor seconds that the HTTP client takes for a message: of a turn, to write a request with 2,048 ids and to read

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from cluster_clock import running
 from cluster_world import World
-from verbatim.transport import StepReport
-from verbatim.types import TrainingSample
+from verbatim.core.types import TrainingSample
+from verbatim.trainer.transport import StepReport
 
 
 class SimulatedTrainer:

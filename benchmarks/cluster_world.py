@@ -9,8 +9,8 @@ import numpy as np
 
 from cluster_clock import VirtualLoop
 from cluster_workload import CONTEXT, VOCAB, Script, Tables, Workload
-from verbatim.transport.canary import Probes, probe_sequences
-from verbatim.types import Float32, Int32
+from verbatim.core.types import Float32, Int32
+from verbatim.trainer.transport.canary import Probes, probe_sequences
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,10 +23,10 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from train_step import OPTIM, as_sampled, demo_case, random_sample
+from verbatim.algorithms.losses import LOSSES
 from verbatim.config.schema import TrainerConfig
-from verbatim.losses import LOSSES
+from verbatim.core.types import TrainingSample
 from verbatim.trainer.trainer import Trainer
-from verbatim.types import TrainingSample
 
 PACKINGS = ("rows", "auto")
 VOCAB = 4096

@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from verbatim.monitors.learning_curve import Curve, read_curve
+from verbatim.logs.monitors.learning_curve import Curve, read_curve
 
 SMOOTHED = 15
 """Batches that one point of the curve is the mean of."""

@@ -21,10 +21,10 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from verbatim.fates.files import FateFolder, files_in, read_fates
-from verbatim.monitors.jsonl import read_jsonl
-from verbatim.monitors.trajectory_log import TRAJECTORIES, TrajectoryLog
-from verbatim.trajectories import Fate
+from verbatim.core.trajectories import Fate
+from verbatim.logs.fates.files import FateFolder, files_in, read_fates
+from verbatim.logs.monitors.jsonl import read_jsonl
+from verbatim.logs.monitors.trajectory_log import TRAJECTORIES, TrajectoryLog
 
 
 def seconds_of(write: Callable[[], object]) -> float:

@@ -25,11 +25,11 @@ from typing import Any
 
 import numpy as np
 
-from verbatim.envcheck.byte_chat import VOCAB_SIZE, ByteChat, written
-from verbatim.gateway import Gateway
-from verbatim.gateway.threads import Threads
 from verbatim.inference import SampleRequest, SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
+from verbatim.inspection.envcheck.byte_chat import VOCAB_SIZE, ByteChat, written
+from verbatim.rollouts.gateway import Gateway
+from verbatim.rollouts.gateway.threads import Threads
 
 SESSIONS, TURNS, TOKENS = 64, 8, 4000
 SAID = "This is an answer of about fifty characters, no more."
@@ -105,7 +105,7 @@ def small_model(folder: Path) -> tuple[Any, int]:
     from verbatim.environments.resolve import corpus
     from verbatim.models.build import build_model
     from verbatim.models.loading import load_tokenizer
-    from verbatim.renderers import create_renderer
+    from verbatim.models.renderers import create_renderer
 
     sizes = BuildConfig(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=64, vocab_size=512)
     build_model(folder, sizes, corpus(GuessNumber().demonstrations(200, 0)), seed=0)

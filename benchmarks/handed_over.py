@@ -33,16 +33,16 @@ from typing import Any, TypeVar
 import numpy as np
 
 from verbatim import Trajectory, TurnTiming
-from verbatim.credit import ADVANTAGES, assign_advantages
-from verbatim.fates.files import FateFolder
-from verbatim.filters import FILTERS, apply_filters
-from verbatim.orchestrator.assemble import AssembledGroup, GroupRules, assemble_group, rollout_metrics
-from verbatim.orchestrator.step_metrics import _with_tokens
-from verbatim.records.trained_tokens import TrainedTokens
+from verbatim.algorithms.credit import ADVANTAGES, assign_advantages
+from verbatim.algorithms.filters import FILTERS, apply_filters
+from verbatim.core.records.trained_tokens import TrainedTokens
+from verbatim.core.types import Group
+from verbatim.logs.fates.files import FateFolder
 from verbatim.rollouts import Recorder
-from verbatim.transport.exchange import Exchange
-from verbatim.transport.trainer_messages import TrainerMessage
-from verbatim.types import Group
+from verbatim.run.orchestrator.assemble import AssembledGroup, GroupRules, assemble_group, rollout_metrics
+from verbatim.run.orchestrator.step_metrics import _with_tokens
+from verbatim.trainer.transport.exchange import Exchange
+from verbatim.trainer.transport.trainer_messages import TrainerMessage
 
 T = TypeVar("T")
 GROUP, TURN, SAMPLED, VOCAB = 16, 512, 256, 151_936

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from curves import draw, smoothed, success
 from demo_runs import finish, run_options, train_metrics, verbatim, warm_started_model
-from verbatim.monitors.learning_curve import Curve, read_curve
+from verbatim.logs.monitors.learning_curve import Curve, read_curve
 
 DOCS = Path(__file__).parents[1] / "docs"
 BEGIN, END = "<!-- benchmarks/learning.py: begin -->", "<!-- benchmarks/learning.py: end -->"

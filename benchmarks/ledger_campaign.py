@@ -4,7 +4,7 @@ Tasks that outlive their episode, cancelled siblings, tools that raise or hang, 
 that fail, stops and resumes, in runs of a few batches, with the scripted sampler and (every fifth run) the embedded
 engine; the clock of the former jumps from event to event. The engine's own count of the tokens that it drew is held
 against the ledger, at every checkpoint and at the end. One JSON line. `pytest --whole` runs as many
-(tests/orchestrator/test_ledger_campaign.py).
+(tests/run/orchestrator/test_ledger_campaign.py).
 
     python benchmarks/ledger_campaign.py [--runs 500] [--first-seed 0]
 """

@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from verbatim.models.attention import ATTENTION
 from verbatim.models.head import CausalLM
-from verbatim.packing import pack_rows
 from verbatim.trainer.logprobs import TargetLogprobs, whole_sample
 from verbatim.trainer.offload import ActivationOffload
+from verbatim.trainer.packing import pack_rows
 from verbatim.trainer.parallel.sequence import SequenceGroup
 from verbatim.trainer.recompute import checkpoint_layers
 

@@ -23,9 +23,9 @@ from pathlib import Path
 import rich.console
 
 from verbatim import Trajectory, Turn
-from verbatim.monitors import Alarm, AlarmLog, Console, MetricsLog, Monitor, Monitors, RunInfo
-from verbatim.monitors.metric_table import METRICS
-from verbatim.trajectories import Fate
+from verbatim.core.trajectories import Fate
+from verbatim.logs.monitors import Alarm, AlarmLog, Console, MetricsLog, Monitor, Monitors, RunInfo
+from verbatim.logs.monitors.metric_table import METRICS
 
 ROLLOUTS, NAMES = 128, [metric.name for metric in METRICS if "{" not in metric.name][:90]
 
@@ -52,9 +52,9 @@ def fates_of(step: int) -> list[Fate]:
 
 def monitors(folder: Path) -> Mapping[str, Callable[[], Monitor]]:
     """Each by its name; made when it is called."""
-    from verbatim.monitors.mlflow import Mlflow
-    from verbatim.monitors.tensorboard import Tensorboard
-    from verbatim.monitors.wandb import Wandb
+    from verbatim.logs.monitors.mlflow import Mlflow
+    from verbatim.logs.monitors.tensorboard import Tensorboard
+    from verbatim.logs.monitors.wandb import Wandb
 
     run = RunInfo(name="bench", folder=folder, config={"max_steps": 100, "model": {"name": "m"}})
     terminal = rich.console.Console(file=io.StringIO(), width=120, force_terminal=True)

@@ -33,16 +33,16 @@ from typing import Any
 
 import numpy as np
 
-from verbatim.curriculum import ExampleSchedule
+from verbatim.algorithms.curriculum import ExampleSchedule
+from verbatim.core.trajectories import Ledger
+from verbatim.core.types import Example, Ids, Int32, Message, StopReason, ToolCall, Trajectory
 from verbatim.environments.base import Episode
 from verbatim.environments.guess_number import GuessNumber
+from verbatim.environments.tools import FunctionTool, ToolManager, ToolResult
 from verbatim.inference import Completion, SampleRequest, SamplingParams
-from verbatim.orchestrator.dispatcher import Dispatcher
-from verbatim.renderers.base import ParsedResponse
+from verbatim.models.renderers.base import ParsedResponse
 from verbatim.rollouts import EpisodeLimits, RolloutSetup
-from verbatim.tools import FunctionTool, ToolManager, ToolResult
-from verbatim.trajectories import Ledger
-from verbatim.types import Example, Ids, Int32, Message, StopReason, ToolCall, Trajectory
+from verbatim.run.orchestrator.dispatcher import Dispatcher
 
 GROUP, VOCAB, TURNS = 16, 32_000, 8
 END = 7
@@ -184,7 +184,7 @@ class GuessScript:
 def guess_setup(load: Load) -> tuple[Any, Any, ReadySampler]:
     """The environment, the renderer, the sampler."""
     from verbatim.models.build import END_OF_TURN, build_tokenizer, chat_text
-    from verbatim.renderers import create_renderer
+    from verbatim.models.renderers import create_renderer
 
     environment = GuessNumber()
     texts = [chat_text(shown.messages, shown.tools) for shown in environment.demonstrations(200, 0)]
@@ -248,7 +248,7 @@ async def play(name: str, load: Load) -> Mapping[str, Any]:
     lags.clear()
     stack = contextlib.ExitStack()
     with contextlib.suppress(ImportError):  # an older version has none
-        from verbatim.orchestrator.collector import seldom_collected
+        from verbatim.run.orchestrator.collector import seldom_collected
 
         stack.enter_context(seldom_collected())
     before, began, wall = resident(), time.process_time(), time.perf_counter()

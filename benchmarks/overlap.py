@@ -23,11 +23,11 @@ import time
 from pathlib import Path
 
 from demo_runs import NO_LEARNING, finish, run_options, seconds_per_step, train_metrics, verbatim, warm_started_model
-from verbatim.transport import StepReport, TrainerReady
-from verbatim.transport.exchange import Exchange
-from verbatim.transport.files import publish_bytes
-from verbatim.transport.heartbeat import Heartbeat
-from verbatim.transport.trainer_messages import TrainerMessage, message_to_bytes, to_json
+from verbatim.trainer.transport import StepReport, TrainerReady
+from verbatim.trainer.transport.exchange import Exchange
+from verbatim.trainer.transport.files import publish_bytes
+from verbatim.trainer.transport.heartbeat import Heartbeat
+from verbatim.trainer.transport.trainer_messages import TrainerMessage, message_to_bytes, to_json
 
 SKIP = 4
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}

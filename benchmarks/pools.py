@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from demo_runs import finish, run_options, train_metrics, verbatim, warm_started_model
-from verbatim.monitors.trajectory_log import read_trajectories
+from verbatim.logs.monitors.trajectory_log import read_trajectories
 
 UNEVEN = '''
 from verbatim.environments.guess_number import Game, GuessNumber

@@ -33,7 +33,7 @@ from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.models.build import build_model
 from verbatim.models.loading import load_tokenizer
-from verbatim.renderers import create_renderer
+from verbatim.models.renderers import create_renderer
 from verbatim.rollouts import (
     EpisodeLimits,
     EpisodeRunner,

@@ -33,13 +33,13 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from verbatim.core.types import Ids, Int32, Message, StopReason, ToolCall
+from verbatim.environments.tools import FunctionTool, ToolManager
 from verbatim.inference import Completion, Sampler, SampleRequest, SamplingParams
 from verbatim.inference.embedded.engine import TorchSampler
 from verbatim.inference.embedded.settings import TorchSettings
-from verbatim.renderers.base import ParsedResponse
+from verbatim.models.renderers.base import ParsedResponse
 from verbatim.rollouts import AgentLoop, EpisodeLimits, MultiTurnRollout, Recorder, derive_seed
-from verbatim.tools import FunctionTool, ToolManager
-from verbatim.types import Ids, Int32, Message, StopReason, ToolCall
 
 STEP = 0.004
 MEDIAN, P99 = 0.020, 0.500

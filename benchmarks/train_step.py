@@ -29,20 +29,20 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from verbatim.algorithms.losses import LOSSES
 from verbatim.config import load_config
 from verbatim.config.schema import OptimConfig, TrainerConfig
+from verbatim.core.trajectories import build
+from verbatim.core.types import TrainingSample
 from verbatim.environments.guess_number import GuessNumber
-from verbatim.losses import LOSSES
 from verbatim.models.build import build_model, chat_text
 from verbatim.models.loading import load_tokenizer
-from verbatim.renderers import create_renderer
+from verbatim.models.renderers import create_renderer
 from verbatim.rollouts import trajectory_from_messages
 from verbatim.trainer.linear import use_onednn
 from verbatim.trainer.logprobs import TargetLogprobs
 from verbatim.trainer.optim import build_optimizer
 from verbatim.trainer.trainer import Trainer
-from verbatim.trajectories import build
-from verbatim.types import TrainingSample
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "guess_number.toml"
 OPTIM = OptimConfig(lr=1e-4, max_grad_norm=1.0)

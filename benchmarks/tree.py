@@ -31,12 +31,12 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from train_step import OPTIM, resident_bytes
+from verbatim.algorithms.losses import LOSSES
 from verbatim.config.schema import TrainerConfig
-from verbatim.losses import LOSSES
-from verbatim.packing import pack_tree, unique_tokens
+from verbatim.core.types import TrainingSample
 from verbatim.trainer.device_batch import DeviceBatch
+from verbatim.trainer.packing import pack_tree, unique_tokens
 from verbatim.trainer.trainer import Trainer
-from verbatim.types import TrainingSample
 
 TURNS, SYSTEM, USER, ANSWER = 16, 256, 128, 32
 """Of an episode, and tokens of its parts."""

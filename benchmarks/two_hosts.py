@@ -20,17 +20,17 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from verbatim.errors import RunStopped
-from verbatim.transport import StepReport
-from verbatim.transport.exchange import Exchange
-from verbatim.transport.heartbeat import Heartbeat
-from verbatim.transport.mirror.app import MirrorApp
-from verbatim.transport.mirror.link import Link
-from verbatim.transport.mirror.protocol import RUN, SESSIONS, files_of
-from verbatim.transport.mirror.server import Listen, serve_mirror
-from verbatim.transport.mirror.trainer_side import Mirror
-from verbatim.transport.remote_trainer import RemoteTrainer
-from verbatim.transport.trainer_messages import to_json
+from verbatim.core.errors import RunStopped
+from verbatim.trainer.transport import StepReport
+from verbatim.trainer.transport.exchange import Exchange
+from verbatim.trainer.transport.heartbeat import Heartbeat
+from verbatim.trainer.transport.mirror.app import MirrorApp
+from verbatim.trainer.transport.mirror.link import Link
+from verbatim.trainer.transport.mirror.protocol import RUN, SESSIONS, files_of
+from verbatim.trainer.transport.mirror.server import Listen, serve_mirror
+from verbatim.trainer.transport.mirror.trainer_side import Mirror
+from verbatim.trainer.transport.remote_trainer import RemoteTrainer
+from verbatim.trainer.transport.trainer_messages import to_json
 
 KEY, SESSION = "a-key-of-16-bytes", "00112233445566ff"
 

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "viewer"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "inspection" / "viewer"))
 
 from chromium import Chromium, Page, find_chromium
 

@@ -1,7 +1,7 @@
 """`verbatim.run`: a bundled recipe with other settings, watched by a monitor, without a network."""
 
 import verbatim
-from verbatim.monitors import Monitor
+from verbatim.logs.monitors import Monitor
 
 
 class Best(Monitor):

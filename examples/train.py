@@ -4,8 +4,7 @@ import random
 
 import verbatim
 from verbatim import Example
-from verbatim.environments import Demonstration, Episode, tool_exchange
-from verbatim.tools import FunctionTool, ToolResult
+from verbatim.environments import Demonstration, Episode, FunctionTool, ToolResult, tool_exchange
 
 RIGHT = {"lost": "refund", "late": "wait", "damaged": "replace", "delivered": "close"}
 

@@ -22,6 +22,7 @@ from campaigns import Campaign, CampaignTable, set_whole
 from durations import DurationsTable
 from realtime import RealtimeCheck
 from token_identity import watched
+from verbatim.core import imports
 
 settings.register_profile("searching", deadline=None)
 settings.register_profile("repeatable", derandomize=True, deadline=None)
@@ -68,6 +69,15 @@ def campaign(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Campaig
     rows: dict[str, Campaign] = {}
     yield lambda name: rows.setdefault(name, Campaign(name))
     request.node.user_properties += [("campaign", vars(row)) for row in rows.values()]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def modules_beside_a_file_are_forgotten() -> Iterator[None]:
+    """A run stores the folders in which modules were found beside configurations of earlier tests, too."""
+    beside, files = list(imports._BESIDE), set(imports._FILES_IN)
+    yield
+    imports._BESIDE[:] = beside
+    imports._FILES_IN.intersection_update(files)
 
 
 @pytest.fixture(autouse=True)

@@ -124,7 +124,7 @@ def copy_of(
 def light_runs() -> Iterator[None]:
     """Runs in this process draw no picture, and do not look for garbage among all that the tests before them left in
     memory: that takes more than half of a tiny run's time."""
-    from verbatim.monitors import learning_curve
+    from verbatim.logs.monitors import learning_curve
 
     draw, learning_curve.draw_curve = learning_curve.draw_curve, lambda *_args, **_options: None
     gc.disable()

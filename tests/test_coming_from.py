@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,19 @@ def test_there_is_an_example_for_each_trainer():
     assert headings == ["TRL", "prime-rl and verifiers", "verl", "Tinker", "ART"]
 
 
+def test_the_imports_of_their_documents_have_one_of_ours():
+    rows = re.findall(r"^\| `(?:prime_rl|twinkle).* \| `([\w.]+)` \| (.*) \|$", PAGE.read_text("utf-8"), re.MULTILINE)
+    assert len(rows) == 7
+    for module, names in rows:
+        for name in re.findall(r"`(\w+)`", names):
+            assert name in importlib.import_module(module).__all__, (module, name)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LISTINGS)
 def test_our_example_runs(name: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """One step of eight rollouts, with a tiny model. It earns nothing where it has to be right: that is said."""
-    monkeypatch.setattr("verbatim.monitors.learning_curve._has_matplotlib", lambda: False)
+    monkeypatch.setattr("verbatim.logs.monitors.learning_curve._has_matplotlib", lambda: False)
     train = verbatim.train
 
     def small(**given: Any) -> Any:
@@ -55,7 +64,7 @@ def test_our_example_runs(name: str, model: Path, tmp_path: Path, monkeypatch: p
     with workplace(tmp_path, {}) as folder:
         try:
             exec(compile(LISTINGS[name], f"{name}.py", "exec"), {"__name__": name})
-        except verbatim.errors.NothingTrained as nothing:
+        except verbatim.core.errors.NothingTrained as nothing:
             assert "the rewards of each group were equal" in str(nothing)
         (line,) = train_lines(folder / "run")
     assert line["metrics"]["rollouts"] == 8

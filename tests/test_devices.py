@@ -15,32 +15,11 @@ import verbatim
 
 ROOT = Path(verbatim.__file__).parent
 
-FACTORIES = frozenset(
-    {
-        "arange",
-        "as_tensor",
-        "asarray",
-        "complex",
-        "empty",
-        "empty_strided",
-        "eye",
-        "full",
-        "linspace",
-        "logspace",
-        "normal",
-        "ones",
-        "rand",
-        "randint",
-        "randn",
-        "randperm",
-        "range",
-        "scalar_tensor",
-        "tensor",
-        "tril_indices",
-        "triu_indices",
-        "zeros",
-    }
-)
+FACTORIES = frozenset({
+    "arange", "as_tensor", "asarray", "complex", "empty", "empty_strided", "eye", "full", "linspace", "logspace",
+    "normal", "ones", "rand", "randint", "randn", "randperm", "range", "scalar_tensor", "tensor", "tril_indices",
+    "triu_indices", "zeros",
+})  # fmt: skip
 """Functions of torch that make a tensor on the device that they are told, by default on the CPU."""
 HOST_FACTORIES = frozenset({"from_numpy", "frombuffer"})
 """These know no other device: what they return is moved in the same expression."""
@@ -53,7 +32,7 @@ HOST_SIDE = {
     "inference/embedded/compiled/structures.py": "computes on the CPU alone",
     "inference/embedded/model_check.py": "a small copy on the CPU",
     "inference/embedded/pass_layout.py:as_tensor": "moved, unless the device is the CPU",
-    "losses/results.py": "a loss tried before a run; metrics that a loss reports as numbers",
+    "algorithms/losses/results.py": "a loss tried before a run; metrics that a loss reports as numbers",
     "models/mixing.py": "a small copy on the CPU",
     "models/own_attention.py": "a small copy on the CPU",
     "models/positions.py": "a small copy on the CPU",

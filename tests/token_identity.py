@@ -60,6 +60,7 @@ def watched() -> Iterator[Watch]:
     watch = Watch()
     streams: dict[Recorder, list[Told]] = {}
     read, record, make_prompt, close = AgentLoop._read, AgentLoop._record, AgentLoop._conversation, Recorder.close
+    amend = Recorder.amend
     replied = AgentLoop._replied
     completions: dict[Answer, Completion] = {}
     cut: set[Answer] = set()
@@ -82,6 +83,9 @@ def watched() -> Iterator[Watch]:
     def read_and_keep(loop: AgentLoop, completion: Completion, *how: Any) -> Answer:
         answer = read(loop, completion, *how)
         completions[answer] = completion
+        text = loop.renderer.decode(completion.ids)
+        if any(stop in text for stop in how[2].stop):
+            cut.add(answer)  # its message ends before the stop string
         return answer
 
     def reply_and_keep(loop: AgentLoop, reply: Any, completion: Completion, *how: Any) -> Answer:
@@ -125,6 +129,11 @@ def watched() -> Iterator[Watch]:
         )
         return index
 
+    def amend_and_keep(recorder: Recorder, index: int, **changes: Any) -> None:
+        amend(recorder, index, **changes)
+        if "trained" in changes and recorder in streams:
+            streams[recorder][index].trained = changes["trained"]
+
     def check_and_close(recorder: Recorder) -> None:
         close(recorder)
         if recorder in streams:
@@ -136,6 +145,7 @@ def watched() -> Iterator[Watch]:
         mock.patch.object(AgentLoop, "_replied", reply_and_keep),
         mock.patch.object(AgentLoop, "_record", record_again),
         mock.patch.object(AgentLoop, "_conversation", prompt_again),
+        mock.patch.object(Recorder, "amend", amend_and_keep),
         mock.patch.object(Recorder, "close", check_and_close),
     ):
         yield watch

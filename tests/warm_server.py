@@ -47,7 +47,7 @@ _MODULES = (
     "transformers.models.llama.modeling_llama",
 )
 """Imported by the server, beside all of Verbatim but what `_LEFT_OUT` says."""
-_LEFT_OUT = ("__main__", "verbatim.gateway.verifiers")
+_LEFT_OUT = ("__main__", "verbatim.rollouts.gateway.verifiers")
 """The second costs three seconds, for which most workers have no use."""
 
 

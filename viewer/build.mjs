@@ -1,4 +1,4 @@
-// Builds the page into src/verbatim/viewer/assets: one script, one style sheet, one HTML file, and the licences of what
+// Builds the page into src/verbatim/inspection/viewer/assets: one script, one style sheet, one HTML file, and the licences of what
 // is bundled. The hash of the sources stands in the script's and the style sheet's first line, so that a test sees
 // assets that were not built again.
 import { createHash } from "node:crypto";
@@ -8,9 +8,9 @@ import { fileURLToPath } from "node:url";
 import { build } from "esbuild";
 
 const here = dirname(fileURLToPath(import.meta.url));
-const assets = join(here, "..", "src", "verbatim", "viewer", "assets");
+const assets = join(here, "..", "src", "verbatim", "inspection", "viewer", "assets");
 
-/** sha256 over path and content of every source, in the order of their paths; tests/viewer/test_assets.py does the same. */
+/** sha256 over path and content of every source, in the order of their paths; tests/inspection/viewer/test_assets.py does the same. */
 function hashOfSources() {
   const files = ["build.mjs", "package-lock.json", "package.json", "tsconfig.json"];
   for (const entry of readdirSync(join(here, "src"), { recursive: true, withFileTypes: true })) {

@@ -65,8 +65,8 @@ class Drawing:
         )
         return "\n".join(
             [
-                f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' height='{height}' "
-                "role='img'>",
+                f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' "
+                f"height='{height}' role='img'>",
                 f"<title>{escape(self._title)}</title>",
                 f"<defs>{head}</defs>",
                 f"<rect width='{width}' height='{height}' rx='8' fill='#ffffff'/>",

@@ -17,7 +17,7 @@ from docs_site.markdown import cell, code, table
 from verbatim.config.backends import schema_with_backends
 from verbatim.config.knobs import is_made_of_knobs
 from verbatim.config.schema import ComponentConfig
-from verbatim.imports import import_object
+from verbatim.core.imports import import_object
 from verbatim.run.tables import component_tables
 
 HEAD = """# Configuration reference

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from docs_site.markdown import cell, code, table
-from verbatim.monitors.metric_table import METRICS, Metric
+from verbatim.logs.monitors.metric_table import METRICS, Metric
 
 _TABLE = re.compile(r"(<!-- metrics: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 

@@ -22,26 +22,12 @@ from docstring_parser.attrdoc import add_attribute_docstrings
 from docs_site.markdown import cell, code, table
 
 PACKAGES = (
-    "verbatim",
-    "verbatim.types",
-    "verbatim.environments",
-    "verbatim.tools",
-    "verbatim.inference",
-    "verbatim.inference.openai",
-    "verbatim.rollouts",
-    "verbatim.renderers",
-    "verbatim.trajectories",
-    "verbatim.credit",
-    "verbatim.filters",
-    "verbatim.losses",
-    "verbatim.packing",
-    "verbatim.curriculum",
-    "verbatim.monitors",
-    "verbatim.envcheck",
-    "verbatim.doctor",
-    "verbatim.config",
-    "verbatim.errors",
-)
+    "verbatim", "verbatim.environments", "verbatim.algorithms", "verbatim.core.types", "verbatim.core.errors",
+    "verbatim.core.trajectories", "verbatim.config", "verbatim.models.renderers", "verbatim.environments.tools",
+    "verbatim.inference", "verbatim.inference.openai", "verbatim.rollouts", "verbatim.algorithms.credit",
+    "verbatim.algorithms.filters", "verbatim.algorithms.curriculum", "verbatim.algorithms.losses",
+    "verbatim.trainer.packing", "verbatim.logs.monitors", "verbatim.inspection.envcheck", "verbatim.inspection.doctor",
+)  # fmt: skip
 
 HEAD = """# Python reference
 

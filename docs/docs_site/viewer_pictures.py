@@ -19,7 +19,7 @@ OUT = ROOT / "docs" / "figures"
 _SETTLE = 2000
 """Milliseconds for what is drawn after the first things: the siblings of a group."""
 sys.path.insert(0, str(ROOT / "tests"))
-sys.path.insert(0, str(ROOT / "tests" / "viewer"))
+sys.path.insert(0, str(ROOT / "tests" / "inspection" / "viewer"))
 
 from chromium import Chromium  # noqa: E402  it stands with the tests that use it most
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from verbatim.trajectories import build_samples
-from verbatim.types import (
+from verbatim.core.trajectories import build_samples
+from verbatim.core.types import (
     Example,
     Group,
     Message,

@@ -12,7 +12,7 @@ import pytest
 
 from verbatim import __version__
 from verbatim.cli.main import COMMANDS, main, split_overrides
-from verbatim.errors import CheckpointNotWritten, RunStopped, UsageError
+from verbatim.core.errors import CheckpointNotWritten, RunStopped, UsageError
 
 
 @pytest.fixture

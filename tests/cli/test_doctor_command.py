@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 import warm
-from doctor.corpus import ASK, END, NEXT, Case, assistant, cases, render, tokenizer, turn
-from verbatim import Trajectory, native
+from inspection.doctor.corpus import ASK, END, NEXT, Case, assistant, cases, render, tokenizer, turn
+from verbatim import Trajectory
 from verbatim.cli.main import main
 from verbatim.inference.embedded.compiled.forward import CompiledForward
-from verbatim.monitors.trajectory_log import TrajectoryLog
+from verbatim.logs.monitors.trajectory_log import TrajectoryLog
+from verbatim.models import native
 
 
 @pytest.fixture(scope="module")
@@ -380,7 +381,7 @@ def test_neither_torch_nor_transformers_is_imported_without_a_tokenizer(tmp_path
     assert (done.returncode, done.stderr) == (1, "[]\n")
 
 
-TEMPLATES = Path(__file__).parents[1] / "renderers" / "data" / "trl_templates"
+TEMPLATES = Path(__file__).parents[1] / "models" / "renderers" / "data" / "trl_templates"
 
 
 def probes(out: str) -> dict[tuple[str, str], dict[str, Any]]:

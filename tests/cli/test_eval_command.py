@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -14,10 +15,11 @@ from typing import Any
 import pytest
 
 from rollouts.chat_server import ChatServer, Raw, call, chat_server
-from verbatim.checkpoints import CheckpointStore
+from verbatim.cli import eval_command
 from verbatim.cli.main import main
-from verbatim.evaluation.intervals import mean_interval, paired_share, share_interval
-from verbatim.monitors.trajectory_log import read_trajectories
+from verbatim.logs.checkpoints import CheckpointStore
+from verbatim.logs.monitors.trajectory_log import read_trajectories
+from verbatim.run.evaluation.intervals import mean_interval, paired_share, share_interval
 from waiting import HANGS
 
 pytestmark = pytest.mark.realtime
@@ -264,6 +266,7 @@ def test_a_line_that_a_killed_command_left_torn_is_played_again(place: Path, cap
         (["--seed", "8"], "seed: 7 there, 8 now"),
         (["--orchestrator.sampling.temperature", "0.7"], "sampling.temperature: 0.5 there, 0.7 now"),
         (["--orchestrator.train.env.0.args", "{ size = 5 }"], "args: {} there, {'size': 5} now"),
+        (["--orchestrator.renderer.history", "template"], "renderer.history: verbatim there, template now"),
         (["--extra-body", '{"top_k": 3}'], "extra_body: not set there, {'top_k': 3} now"),
     ],
 )
@@ -433,6 +436,12 @@ def test_a_model_that_is_not_there_is_told(place: Path, capsys, models: list[str
     assert said in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize(("typed", "history"), [("template", "template"), ("verbatim", "verbatim"), (None, "verbatim")])
+def test_history_is_a_key_of_the_renderer(place: Path, typed: str | None, history: str):
+    config, _ = eval_command._config(argparse.Namespace(file=place / "run.toml", overrides=[], history=typed))
+    assert config.orchestrator.renderer.history == history
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -442,6 +451,7 @@ def test_a_model_that_is_not_there_is_told(place: Path, capsys, models: list[str
         (["--price", "good=1,-2"], "expected two prices of a million tokens"),
         (["--extra-body", "[]"], "is no JSON object"),
         (["--report", "."], "is a folder; name a file"),
+        (["--history", "template"], "--history is for weights that are sampled here"),
         (["--orchestrator.train.env.0.isolated", "true"], "sums' plays in other processes"),
     ],
 )

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from verbatim.cli.main import main
-from verbatim.fates.files import FateFolder
-from verbatim.monitors.trajectory_log import read_trajectories
-from verbatim.trajectories import Fate
-from verbatim.types import Trajectory, Turn
+from verbatim.core.trajectories import Fate
+from verbatim.core.types import Trajectory, Turn
+from verbatim.logs.fates.files import FateFolder
+from verbatim.logs.monitors.trajectory_log import read_trajectories
 
 
 @pytest.fixture

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import doctest
+import inspect
 import json
+import re
 import shlex
 from pathlib import Path
 
 import pytest
 
 from verbatim.cli import gateway_command
-from verbatim.cli.main import main
+from verbatim.cli.main import main, make_parser
+from verbatim.rollouts.gateway.program.environment import Program
 
-PROGRAM = Path(__file__).parents[1] / "gateway" / "programs" / "asks.py"
+PROGRAM = Path(__file__).parents[1] / "rollouts" / "gateway" / "programs" / "asks.py"
 COMMAND = shlex.join(["/usr/bin/python3", str(PROGRAM)])
 
 
@@ -94,3 +97,49 @@ def test_options_that_cannot_be_meant_are_refused(typed: list[str], answer: str,
 def test_an_empty_command_is_refused_with_one_to_type(capsys):
     assert main(["gateway", "check", " "]) == 2
     assert 'verbatim gateway check "python agent.py"' in capsys.readouterr().err
+
+
+def test_every_argument_of_the_environment_can_be_typed(capsys):
+    """All but those that say what is trained, and how often."""
+    with pytest.raises(SystemExit):
+        make_parser("gateway").parse_args(["gateway", "--help"])
+    given = {name.replace("-", "_") for name in re.findall(r"--([a-z-]+)", capsys.readouterr().out)}
+    elsewhere = {
+        "data",
+        "eval_data",
+        "eval_share",
+        "failed_reward",
+        "max_processes",
+        "episodes_per_process",
+        "demonstrations",
+        "command",
+        "train_undelivered",
+    }
+    otherwise = {"example": "example_in", "reuse": "lines"}
+    parameters = set(inspect.signature(Program).parameters) - elsewhere
+    assert {otherwise.get(name, name) for name in parameters} <= given
+
+
+def test_arguments_reach_the_program(capsys, monkeypatch, tmp_path: Path):
+    (tmp_path / "agent.py").write_text("""import os, resource, sys
+print(os.environ["A"], os.environ["B_KEY"], os.getcwd(), resource.getrlimit(resource.RLIMIT_DATA)[1] >> 20)
+sys.exit(3)
+""")
+    monkeypatch.setenv("B_KEY", "b")
+    typed = ["--env", "A=a=1", "--env-from", "B_KEY", "--memory-mb", "512", "--cwd", str(tmp_path)]
+    assert main(["gateway", "check", "/usr/bin/python3 agent.py", *typed]) == 1
+    assert f"a=1 b {tmp_path} 512" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ["--env", "A"],
+        ["--env", "A=1", "--env", "A=2"],
+        ["--env", "=1"],
+        ["--env-from", "NOT_THERE"],
+        ["--memory-mb", "0"],
+    ],
+)
+def test_arguments_that_cannot_be_meant_are_refused(typed: list[str], capsys):
+    assert main(["gateway", "check", COMMAND, *typed]) == 2

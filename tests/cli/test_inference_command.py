@@ -23,13 +23,13 @@ from e2e.tiny_runs import build_tiny_model
 from verbatim.cli import inference_command
 from verbatim.cli.main import main
 from verbatim.config import load_config
-from verbatim.errors import SamplerFault
+from verbatim.core.errors import SamplerFault
+from verbatim.core.plain_console import PlainConsole
 from verbatim.inference.http import server
 from verbatim.inference.vllm import install
 from verbatim.inference.vllm.install import install_vllm
 from verbatim.inference.vllm.process import is_taken
 from verbatim.inference.vllm.settings import VllmSettings
-from verbatim.plain_console import PlainConsole
 from verbatim.run.tables import component_tables
 from waiting import HANGS
 

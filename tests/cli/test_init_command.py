@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,9 @@ def test_a_kind_that_does_not_exist_is_refused(tmp_path: Path, capsys):
     assert not (tmp_path / "x").exists()
 
 
+POLICYS_OWN = ("control_token", "other_end", "open_thought", "thought_dropped")
+
+
 @pytest.mark.slow
 @pytest.mark.realtime
 @pytest.mark.parametrize("kind", KINDS)
@@ -100,3 +104,15 @@ def test_a_project_is_clean_passes_its_own_test_and_trains(kind: str, tmp_path: 
     typed("verbatim.cli", "rl", "project/run.toml", *few, folder=tmp_path)  # from elsewhere: the file's folder counts
     summary = json.loads((tmp_path / "runs" / "run" / "latest" / "summary.json").read_text())
     assert summary["steps"] == 2
+    if kind in ("tools", "chat"):
+        lines = (tmp_path / "runs" / "run" / "latest" / "metrics.jsonl").read_text().splitlines()
+        broken = Counter()
+        for line in map(json.loads, lines):
+            broken.update(
+                {name: count for name, count in line["metrics"].items() if name.startswith("breaks")}
+                if line["kind"] == "train"
+                else {}
+            )
+        # What the policy sampled may break a prompt; the form of a turn, a template or the environment does not.
+        sampled = sum(broken[f"breaks/{reason}"] for reason in POLICYS_OWN)
+        assert broken["breaks"] == sampled, broken

@@ -18,7 +18,7 @@ import pytest
 from rollouts.chat_server import ChatServer, Raw, chat_server
 from verbatim.cli import rollout_engines, rollout_work
 from verbatim.cli.main import main, parse
-from verbatim.monitors import read_trajectories
+from verbatim.logs.monitors import read_trajectories
 from waiting import HANGS, wait_until
 
 pytestmark = pytest.mark.realtime
@@ -241,7 +241,7 @@ def test_a_dead_server_stops_it(place: Path, capsys):
 
 
 def test_two_at_a_time_are_refused(place: Path, capsys):
-    from verbatim.checkpoints.lock import FolderLock
+    from verbatim.logs.checkpoints.lock import FolderLock
 
     write_tasks("5")
     lock = FolderLock(place, ".out.jsonl.lock")

@@ -10,7 +10,7 @@ import pytest
 
 from verbatim.config import BackendSettings, ComponentTables, dump_config, find_backend, load_config, settings_for
 from verbatim.config.sections import PositiveInt
-from verbatim.errors import ComponentError, ConfigError
+from verbatim.core.errors import ComponentError, ConfigError
 from verbatim.run.tables import component_tables
 
 

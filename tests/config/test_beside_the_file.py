@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from verbatim.errors import UsageError
-from verbatim.imports import search_beside
+from e2e.tiny_runs import forget_modules_of_recipes
+from verbatim.core.errors import UsageError
+from verbatim.core.imports import search_beside
 
 ENVIRONMENT = """\
 from verbatim import Example
@@ -79,9 +80,9 @@ def test_a_runs_folder_remembers_where_its_modules_lie(tmp_path: Path, monkeypat
     """Its stored configuration names them, and is typed to resume."""
     from datetime import datetime
 
-    from verbatim import imports
-    from verbatim.checkpoints import CONFIG, RunFolder
     from verbatim.config import load_config
+    from verbatim.core import imports
+    from verbatim.logs.checkpoints import CONFIG, RunFolder
 
     monkeypatch.setattr(imports, "_BESIDE", [])
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -99,3 +100,19 @@ def test_a_runs_folder_remembers_where_its_modules_lie(tmp_path: Path, monkeypat
     imports._BESIDE.clear()
     load_config(stored)
     assert str(project) in sys.path
+
+
+def test_a_recipe_that_was_imported_as_a_part_of_the_package_lies_beside_nothing(monkeypatch):
+    from verbatim.cli.recipes import parcel_desk
+    from verbatim.config.recipe_files import recipes
+    from verbatim.core import imports
+
+    monkeypatch.setattr(imports, "_BESIDE", [])
+    monkeypatch.setattr(imports, "_FILES_IN", set())
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    forget_modules_of_recipes()
+    search_beside(recipes()["guess_number"])
+    assert os.path.dirname(parcel_desk.__file__) in imports._BESIDE
+    assert imports.folders_beside() == ()
+    monkeypatch.setitem(sys.modules, "parcel_desk", parcel_desk)
+    assert imports.folders_beside() == (os.path.dirname(parcel_desk.__file__),)

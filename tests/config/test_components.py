@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
+from verbatim.algorithms.losses import Loss
 from verbatim.config import BackendSettings, ComponentTables, dump_config, import_object, load_config, resolve
 from verbatim.config.schema import ComponentConfig
-from verbatim.errors import ComponentError, ConfigError
-from verbatim.losses import Loss
+from verbatim.core.errors import ComponentError, ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor  # as in a loss: the annotation exists for the type checker only

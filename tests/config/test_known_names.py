@@ -9,7 +9,7 @@ import pytest
 from verbatim.config import resolve
 from verbatim.config.known_names import _ANSWERS, known_elsewhere
 from verbatim.config.schema import ComponentConfig
-from verbatim.errors import ComponentError
+from verbatim.core.errors import ComponentError
 from verbatim.run.tables import component_tables
 
 

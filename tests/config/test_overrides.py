@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from verbatim.config.overrides import apply_override, parse_overrides, parse_value
-from verbatim.errors import ConfigError
+from verbatim.core.errors import ConfigError
 
 
 def applied(document: dict[str, Any], *arguments: str) -> dict[str, Any]:

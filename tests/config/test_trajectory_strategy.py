@@ -5,7 +5,7 @@ import re
 import pytest
 
 from verbatim.config import dump_config, load_config
-from verbatim.errors import ConfigError
+from verbatim.core.errors import ConfigError
 from verbatim.run.tables import component_tables
 
 TOML = """\

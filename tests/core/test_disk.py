@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from verbatim import disk
+from verbatim.core import disk
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from e2e.tiny_runs import build_tiny_model
-from verbatim.errors import UsageError
-from verbatim.machine_faults import describe, is_machine_fault, is_out_of_memory, naming, rust_errors_as_oserror
+from verbatim.core.errors import UsageError
+from verbatim.core.machine_faults import describe, is_machine_fault, is_out_of_memory, naming, rust_errors_as_oserror
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model, load_tokenizer, save_model
 from verbatim.trainer import model_check

@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 import warm
-from verbatim.plain_console import PlainConsole
+from verbatim.core.plain_console import PlainConsole
+from verbatim.core.texts import cut, error_text, printable, shown
 from verbatim.run.logs import log_to_console, log_to_file
-from verbatim.texts import cut, error_text, printable, shown
 
 HOSTILE = "[/red] [bold]x[/] :smile: \x1b[2J\x1b]8;;http://x\x07 \r\x9b31m \u202e \udc80"
 SHOWN = "[/red] [bold]x[/] :smile: \\x1b[2J\\x1b]8;;http://x\\x07 \\r\\x9b31m \\u202e \\udc80"
@@ -91,7 +91,7 @@ def test_a_text_that_is_cut_says_how_much():
 def test_a_reader_that_goes_away_ends_the_output_and_not_the_command():
     """It leaves a pipe of 64 KiB; 20,000 lines are three times as much."""
     script = (
-        "import sys; from verbatim.plain_console import PlainConsole; console = PlainConsole();"
+        "import sys; from verbatim.core.plain_console import PlainConsole; console = PlainConsole();"
         "[console.print('line', i) for i in range(20_000)]; print('went on', file=sys.stderr)"
     )
     process = warm.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)

@@ -1,8 +1,9 @@
-"""The end of a long file is read without the rest of it."""
+"""Long files and texts of exceptions are read without the rest of them."""
 
 import pytest
 
-from verbatim.texts import end_of_file
+from verbatim.core import texts
+from verbatim.core.texts import end_of_file, error_text
 
 
 @pytest.mark.parametrize(
@@ -35,3 +36,14 @@ def test_no_more_is_read_than_is_asked_for(tmp_path):
 def test_a_file_that_is_not_there_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         end_of_file(tmp_path / "log")
+
+
+def test_of_a_long_text_of_an_exception_only_the_beginning_is_looked_through_for_keys(monkeypatch):
+    looked_at = []
+    without = texts.without_secrets
+    monkeypatch.setattr(texts, "without_secrets", lambda text: looked_at.append(len(text)) or without(text))
+    said = error_text(ValueError("Bearer abcdef123 " + "x" * 5_000_000), limit=200)
+    assert looked_at == [65_536]
+    assert said.startswith("ValueError: Bearer [redacted] xxx")
+    assert said.endswith("x [cut: 4,999,829 of 5,000,029 characters]")
+    assert len(said.partition(" [cut")[0]) == 200

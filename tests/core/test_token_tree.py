@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import verbatim.token_tree
+import verbatim.core.token_tree
 from drawn import drawn, is_found
-from verbatim.errors import RecordError
-from verbatim.token_tree import PathReader, TokenTree, as_ids, common_prefix_length
+from verbatim.core.errors import RecordError
+from verbatim.core.token_tree import PathReader, TokenTree, as_ids, common_prefix_length
 
 
 def ids(*values):
@@ -33,7 +33,7 @@ def segments_of(paths):
 
 
 def test_the_worked_example_in_the_docstring_holds():
-    assert doctest.testmod(verbatim.token_tree).failed == 0
+    assert doctest.testmod(verbatim.core.token_tree).failed == 0
     tree = TokenTree()
     paths = [tree.add(*map(np.int32, turn))[0] for turn in (([1, 2], [3]), ([1, 2, 3, 4], [5]), ([1, 2, 9], [6]))]
     assert sorted(s.ids.tolist() for s in segments_of(paths)) == [[1, 2, 3], [4, 5], [9, 6]]

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from verbatim import Group, RolloutIdentity, StopReason, Trajectory, Turn
-from verbatim.errors import NoFlatList, RecordError
-from verbatim.trajectories import trajectory as module
-from verbatim.types import MicroBatch, Targets
+from verbatim.core.errors import NoFlatList, RecordError
+from verbatim.core.trajectories import trajectory as module
+from verbatim.core.types import MicroBatch, Targets
 
 
 def test_the_worked_examples_in_the_docstrings_hold():

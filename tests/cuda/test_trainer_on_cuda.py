@@ -8,8 +8,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 
 from trainer.trainer_helpers import make_batch, routed_samples, shared_prefixes
+from verbatim.algorithms.losses import LOSSES
 from verbatim.config.schema import LoraConfig, TrainerConfig
-from verbatim.losses import LOSSES
 from verbatim.trainer import device_batch
 from verbatim.trainer.trainer import Trainer
 

@@ -28,7 +28,7 @@ sampling = {{ max_tokens = 8 }}
 ENVIRONMENT = """
 from verbatim import Example
 from verbatim.environments import Episode
-from verbatim.tools import FunctionTool
+from verbatim.environments.tools import FunctionTool
 
 
 class Ask(Episode):
@@ -171,19 +171,13 @@ MISTAKES = (
     Mistake("A Python file in place of the TOML file", "rl my_env.py", files=my_env()),
     Mistake("No environment", "rl run.toml", run='[model]\nname = "model"\n'),
     Mistake("The model's folder is not there", "rl run.toml --model.name models/qwen", files=my_env()),
-    Mistake(
-        "The model's folder holds no model", "rl run.toml --model.name ./empty", files=my_env(), prepare=empty_model
-    ),
-    Mistake(
-        "The chat template knows no tools",
-        "rl run.toml --model.name ./plain",
-        env='id = "guess_number"',
-        prepare=template_without_tools,
-    ),
+    Mistake("The model's folder holds no model", "rl run.toml --model.name ./empty", files=my_env(),
+            prepare=empty_model),
+    Mistake("The chat template knows no tools", "rl run.toml --model.name ./plain", env='id = "guess_number"',
+            prepare=template_without_tools),
     Mistake("A bundled environment is misspelt", "rl run.toml", env='id = "guess_numbr"'),
-    Mistake(
-        "The environment's module is not found", "rl run.toml", env='import_path = "my_envs.MyEnv"', files=my_env()
-    ),
+    Mistake("The environment's module is not found", "rl run.toml", env='import_path = "my_envs.MyEnv"',
+            files=my_env()),
     Mistake("The class is misspelt", "rl run.toml", env='import_path = "my_env.MyEnvironment"', files=my_env()),
     Mistake("The module has a syntax error", "rl run.toml", files={"my_env.py": "class MyEnv\n"}),
     Mistake("The module imports what is not installed", "rl run.toml", files={"my_env.py": "import no_such_package\n"}),
@@ -191,98 +185,45 @@ MISTAKES = (
     Mistake("No examples", "rl run.toml", files=my_env(examples="[]")),
     Mistake("Two examples with one id", "rl run.toml", files=my_env(examples='[Example(id="a"), Example(id="a")]')),
     Mistake("start is not async", "rl run.toml", files=my_env(start="def")),
-    Mistake(
-        "A tool's argument has no type", CHECK, status=1, files=my_env(attributes=f"def look(self, at): ...{TOOLS}")
-    ),
-    Mistake(
-        "A tool has no description", CHECK, status=1, files=my_env(attributes=f"def look(self, at: str): ...{TOOLS}")
-    ),
+    Mistake("A tool's argument has no type", CHECK, status=1,
+            files=my_env(attributes=f"def look(self, at): ...{TOOLS}")),
+    Mistake("A tool has no description", CHECK, status=1,
+            files=my_env(attributes=f"def look(self, at: str): ...{TOOLS}")),
     Mistake("The score is a text", CHECK, files=my_env(score='return "good"'), status=1),
     Mistake("The score is NaN", CHECK, files=my_env(score='return float("nan")'), status=1),
-    Mistake(
-        "score is not async",
-        CHECK,
-        status=1,
-        files={"my_env.py": environment().replace("async def score", "def score")},
-    ),
+    Mistake("score is not async", CHECK, status=1,
+            files={"my_env.py": environment().replace("async def score", "def score")}),
     Mistake("The score raises", CHECK, files=my_env(score='raise KeyError("answer")'), status=1),
     Mistake("Every reward is the same", CHECK, files=my_env(), status=1),
-    Mistake(
-        "The reward function names no field of the data",
-        "rl run.toml",
-        files={**DATA, "my_rewards.py": REWARD.replace("answer", "target")},
-        env='import_path = "my_rewards.exact"\nargs = { data = "tasks.jsonl", prompt = "question" }',
-    ),
-    Mistake(
-        "The data's prompt has another name",
-        "rl run.toml",
-        files=DATA,
-        env='import_path = "my_rewards.exact"\nargs = { data = "tasks.jsonl" }',
-    ),
-    Mistake(
-        "The data file is not there",
-        "rl run.toml",
-        files=DATA,
-        env='import_path = "my_rewards.exact"\nargs = { data = "train.jsonl" }',
-    ),
-    Mistake(
-        "A class of another trainer without a reward",
-        "rl run.toml",
-        env='import_path = "my_env.Vault"',
-        files={
-            "my_env.py": "class Vault:\n    def reset(self, **kwargs): ...\n    def enter(self, code: int): 'Enter.'\n"
-        },
-    ),
-    Mistake(
-        "No demonstrations for a model made of nothing",
-        "rl run.toml",
-        files=my_env(),
-        run=f"[model.build]\nhidden_size = 32\n[[orchestrator.train.env]]\n{MINE}\n",
-    ),
-    Mistake(
-        "An extra is not installed",
-        "rl run.toml",
-        files=my_env(),
-        prepare=without("peft"),
-        tables="[trainer.lora]\nr = 4\n",
-    ),
+    Mistake("The reward function names no field of the data", "rl run.toml", files={
+        **DATA, "my_rewards.py": REWARD.replace("answer", "target")},
+        env='import_path = "my_rewards.exact"\nargs = { data = "tasks.jsonl", prompt = "question" }'),
+    Mistake("The data's prompt has another name", "rl run.toml", files=DATA,
+            env='import_path = "my_rewards.exact"\nargs = { data = "tasks.jsonl" }'),
+    Mistake("The data file is not there", "rl run.toml", files=DATA,
+            env='import_path = "my_rewards.exact"\nargs = { data = "train.jsonl" }'),
+    Mistake("A class of another trainer without a reward", "rl run.toml", env='import_path = "my_env.Vault"', files={
+        "my_env.py": "class Vault:\n    def reset(self, **kwargs): ...\n    def enter(self, code: int): 'Enter.'\n"}),
+    Mistake("No demonstrations for a model made of nothing", "rl run.toml", files=my_env(),
+            run=f"[model.build]\nhidden_size = 32\n[[orchestrator.train.env]]\n{MINE}\n"),
+    Mistake("An extra is not installed", "rl run.toml", files=my_env(), prepare=without("peft"),
+            tables="[trainer.lora]\nr = 4\n"),
     Mistake("vLLM is not installed", "rl run.toml --inference.backend vllm", files=my_env(), prepare=without("vllm")),
-    Mistake(
-        "No key for the judge",
-        "rl run.toml",
-        files=my_env(),
-        prepare=no_key,
-        env='id = "judged"\nargs = { environment = "my_env.MyEnv", judge = { model = "gpt-5-mini" } }',
-    ),
-    Mistake(
-        "The run folder holds another run",
-        "rl run.toml --run-dir run",
-        files={"my_env.py": environment(score="return len(trajectory.messages[-1]['content']) / 100")},
-        prepare=an_old_run,
-    ),
+    Mistake("No key for the judge", "rl run.toml", files=my_env(), prepare=no_key,
+            env='id = "judged"\nargs = { environment = "my_env.MyEnv", judge = { model = "gpt-5-mini" } }'),
+    Mistake("The run folder holds another run", "rl run.toml --run-dir run", files={
+        "my_env.py": environment(score="return len(trajectory.messages[-1]['content']) / 100")}, prepare=an_old_run),
     Mistake("Nothing to resume", "rl run.toml --resume", files=my_env()),
     Mistake("The run folder has other files in it", "rl run.toml --run-dir .", files=my_env()),
     Mistake("The disk is full", "rl run.toml", files=my_env(), prepare=no_space, status=1),
     Mistake("The port is taken", "serve model --port PORT", prepare=taken_port),
     Mistake("No GPU", "rl run.toml --trainer.device cuda", files=my_env()),
-    Mistake(
-        "No GPU for nccl",
-        "rl run.toml --inference.vllm.weight-transfer nccl",
-        files=my_env(),
-        tables='[inference]\nbackend = "vllm"\n[inference.vllm]\nurls = ["http://127.0.0.1:9"]\n',
-    ),
+    Mistake("No GPU for nccl", "rl run.toml --inference.vllm.weight-transfer nccl", files=my_env(),
+            tables='[inference]\nbackend = "vllm"\n[inference.vllm]\nurls = ["http://127.0.0.1:9"]\n'),
     Mistake("The prompt does not fit into seq_len", f"{CHECK} --seq-len 2", files=my_env(), status=1),
-    Mistake(
-        "The server of a rollout is not there",
-        "rollout tasks.jsonl --base-url http://127.0.0.1:9/v1 --model m --out out.jsonl",
-        files={"tasks.jsonl": '{"messages": [{"role": "user", "content": "Hi"}]}\n'},
-        status=1,
-    ),
-    Mistake(
-        "The command is typed in another folder",
-        "config project/run.toml",
-        files=my_env(),
-        prepare=other_folder,
-        status=0,
-    ),
-)
+    Mistake("The server of a rollout is not there",
+            "rollout tasks.jsonl --base-url http://127.0.0.1:9/v1 --model m --out out.jsonl",
+            files={"tasks.jsonl": '{"messages": [{"role": "user", "content": "Hi"}]}\n'}, status=1),
+    Mistake("The command is typed in another folder", "config project/run.toml", files=my_env(), prepare=other_folder,
+            status=0),
+)  # fmt: skip

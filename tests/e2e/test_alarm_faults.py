@@ -10,7 +10,7 @@ import pytest
 
 from e2e.tiny_runs import LOTS, TOML, build_tiny_model, train_lines, workplace
 from verbatim.cli.main import main
-from verbatim.monitors import Alarm, read_alarms
+from verbatim.logs.monitors import Alarm, read_alarms
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from lots import Lot, Lots
 from verbatim.inference.embedded.engine import TorchSampler
 from verbatim.inference.embedded.settings import TorchSettings
-from verbatim.losses import LOSSES
+from verbatim.algorithms.losses import LOSSES
 
 
 class Wrong(TorchSampler):

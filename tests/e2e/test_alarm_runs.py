@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from e2e.tiny_runs import LOTS, TOML, build_tiny_model, lines, train_lines, workplace
-from verbatim.checkpoints import read_loop_state
 from verbatim.cli.main import main
-from verbatim.monitors import read_alarms
+from verbatim.logs.checkpoints import read_loop_state
+from verbatim.logs.monitors import read_alarms
 
 BROKEN = '''
 from lots import Lots
@@ -39,7 +39,7 @@ class Listener:
 
 def short_rollouts(window, limit: float = 0.0):
     """An alarm of one's own: a mean length below the limit."""
-    from verbatim.monitors.alarms import Finding
+    from verbatim.logs.monitors.alarms import Finding
 
     length = window.metric("completion_tokens")
     if length is None or length >= limit:

@@ -65,7 +65,7 @@ class Faulty:
 # Its tool raises at every other call; every call is counted. Rewards follow the seed, so that every group trains.
 BROKEN_TOOL = """
 from verbatim.environments.guess_number import Game, GuessNumber
-from verbatim.tools import FunctionTool
+from verbatim.environments.tools import FunctionTool
 
 calls = raised = 0
 

@@ -11,8 +11,8 @@ import pytest
 import verbatim
 from e2e.tiny_runs import lines, train_lines
 from stored_runs import MEASURED_STEPS, METRIC, measured_place
-from verbatim.checkpoints import find_checkpoint, read_json
 from verbatim.cli.main import main
+from verbatim.logs.checkpoints import find_checkpoint, read_json
 
 pytestmark = pytest.mark.slow
 

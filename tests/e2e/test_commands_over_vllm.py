@@ -16,8 +16,8 @@ from e2e.tiny_runs import LOTS, build_tiny_model, workplace
 from inference.vllm.double_server import fake_python
 from inference.vllm.vllm_double import VllmDouble, serving_on_a_thread
 from verbatim.cli.main import main
+from verbatim.core.trajectory_json import trajectory_from_json
 from verbatim.inference.vllm.process import free_port
-from verbatim.trajectory_json import trajectory_from_json
 
 pytestmark = pytest.mark.realtime
 KEY = "sk-of-the-double"

@@ -18,7 +18,7 @@ from verbatim.cli.main import main
 SUMS = '''
 from verbatim import Example
 from verbatim.environments import Episode
-from verbatim.tools import FunctionTool
+from verbatim.environments.tools import FunctionTool
 
 
 def add(a: int, b: int) -> int:
@@ -60,7 +60,7 @@ class Sums:
 '''
 
 DISTIL = """
-from verbatim.losses import LossInputs, LossOutputs
+from verbatim.algorithms.losses import LossInputs, LossOutputs
 
 
 def distil(inputs: LossInputs, scale: float = 2.0) -> LossOutputs:

@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def place(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with a model in it."""
-    monkeypatch.setattr("verbatim.imports._BESIDE", [])
+    monkeypatch.setattr("verbatim.core.imports._BESIDE", [])
     monkeypatch.setattr("verbatim.inference.http.client.FIRST_PAUSE", 0.002)
     with workplace(tmp_path / "place", {"my_env": "", "my_rewards": ""}) as folder:
         for name in ("my_env.py", "my_rewards.py"):

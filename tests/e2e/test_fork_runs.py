@@ -20,12 +20,12 @@ from e2e.tiny_runs import (
 )
 from faults.tiny_places import deterministic, is_leftover
 from stored_runs import FORKABLE_STEPS, forkable_place, light_runs
-from verbatim.checkpoints import find_checkpoint, find_damage, read_json, read_origin
 from verbatim.cli.exit_status import INTERRUPTED
 from verbatim.cli.main import main
-from verbatim.errors import UsageError
-from verbatim.fates.files import files_in
-from verbatim.monitors.trajectory_log import read_evaluated
+from verbatim.core.errors import UsageError
+from verbatim.logs.checkpoints import find_checkpoint, find_damage, read_json, read_origin
+from verbatim.logs.fates.files import files_in
+from verbatim.logs.monitors.trajectory_log import read_evaluated
 from verbatim.run import fork as forking
 from verbatim.run.training_run import TrainingRun
 from waiting import HANGS
@@ -287,7 +287,7 @@ def test_what_cannot_begin_after_all_is_taken_back(place: Path, whole: Path):
     shutil.copytree(whole, broken, symlinks=True)
     state = broken / f"checkpoints/step_{AT:06d}"
     (state / "trainer/optimizer.safetensors").write_bytes(b"no state")
-    from verbatim.checkpoints import seal
+    from verbatim.logs.checkpoints import seal
 
     manifest = read_json(state / "manifest.json")
     seal(state, {"step": AT, "logs": manifest["logs"]})
@@ -352,7 +352,7 @@ def test_groups_in_flight_of_examples_that_are_gone_are_named(place: Path, whole
         {"index": 98, "env": "spoken.Spoken", "example_id": "lot-77"},
     ]
     (folder / "orchestrator.json").write_text(json.dumps(state))
-    from verbatim.checkpoints import seal
+    from verbatim.logs.checkpoints import seal
 
     seal(folder, {"step": AT, "logs": read_json(folder / "manifest.json")["logs"]})
     assert main(["rl", "--fork", f"held@{AT}", "--run-dir", "refused"]) == 2
@@ -404,3 +404,11 @@ def test_a_fork_may_be_held_near_another_model(place: Path, whole: Path, capsys)
     assert main(["rl", "--fork", "near", "--run-dir", "nearer", "--max-steps", str(AT + 2), *other]) == 0
     last = train_lines(place / "nearer")[-1]["metrics"]
     assert last["ref_kl"] > 0
+
+
+def test_configurations_and_logs_of_a_run_and_its_fork_are_for_their_owners_eyes(place: Path, whole: Path):
+    fork = begun(place, f"{whole}@{AT}", "fork-private")
+    for run in (whole, fork):
+        found = [*run.rglob("config.toml"), *(run / "logs").rglob("*.log")]
+        assert {path.relative_to(run).parts[0] for path in found} >= {"config.toml", "checkpoints", "logs"}
+        assert {oct(path.stat().st_mode & 0o777) for path in found} == {"0o600"}

@@ -11,11 +11,11 @@ import pytest
 from e2e.tiny_runs import SIZES, TOML, assert_ledger_adds_up, train_lines, trajectory_lines, workplace
 from verbatim.cli.main import main
 from verbatim.environments.guess_number import GuessNumber
+from verbatim.logs.monitors.trajectory_log import read_trajectories
 from verbatim.models.build import build_model
 from verbatim.models.loading import load_tokenizer
-from verbatim.monitors.trajectory_log import read_trajectories
-from verbatim.renderers import create_renderer
-from verbatim.renderers.hermes import HermesFormat
+from verbatim.models.renderers import create_renderer
+from verbatim.models.renderers.hermes import HermesFormat
 from verbatim.rollouts import trajectory_from_messages
 
 TEMPLATE = (
@@ -81,7 +81,8 @@ def test_the_first_episode_is_refused_where_nothing_is_known_of_the_tools_before
     model: Path, place: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     (place / "run.toml").write_text(TOML.format(model=model) + 'import_path = "shy:Shy"\n')
-    assert main(["config", "run.toml"]) == 0
+    assert main(["config", "run.toml"]) == 2  # it begins an episode of each example
+    assert "the conversation has guess; set tools" in " ".join(capsys.readouterr().err.split())
     assert "if environment 'shy:Shy' has tools, its first episode is refused" in caplog.text
     assert main(["rl", "run.toml"]) == 2
     assert "the conversation has guess; set tools" in " ".join(capsys.readouterr().err.split())

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from e2e.tiny_runs import assert_ledger_adds_up, train_lines, trajectory_lines, warm_started_workplace
 from verbatim.cli.main import main
-from verbatim.monitors.trajectory_log import read_trajectories
+from verbatim.logs.monitors.trajectory_log import read_trajectories
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
 

@@ -16,7 +16,7 @@ import warm
 from e2e.tiny_runs import LOTS, TOML, assert_ledger_adds_up, build_tiny_model, train_lines, workplace
 from verbatim.cli.main import main
 from verbatim.config import load_config
-from verbatim.errors import ConfigError
+from verbatim.core.errors import ConfigError
 
 pytestmark = [pytest.mark.slow, pytest.mark.realtime]
 

@@ -30,9 +30,9 @@ from e2e.tiny_runs import (
     trajectory_lines,
     workplace,
 )
-from verbatim.checkpoints import read_json
 from verbatim.cli.main import main
-from verbatim.errors import RunStopped
+from verbatim.core.errors import RunStopped
+from verbatim.logs.checkpoints import read_json
 from verbatim.run import trainer_process
 from verbatim.run.logs import last_lines, log_to_file
 from waiting import HANGS, wait_until
@@ -48,7 +48,7 @@ import os
 from pathlib import Path
 
 from lots import Lots
-from verbatim.losses import LOSSES
+from verbatim.algorithms.losses import LOSSES
 
 calls = 0
 
@@ -88,7 +88,7 @@ POISON = """
 import dataclasses
 from pathlib import Path
 
-from verbatim.losses import LOSSES
+from verbatim.algorithms.losses import LOSSES
 
 seen = 0
 
@@ -432,8 +432,8 @@ TRAINER_ASKED = """
     import sys, time
     from pathlib import Path
     from verbatim.cli import trainer_command
-    from verbatim.plain_console import PlainConsole
-    from verbatim.transport.exchange import Exchange
+    from verbatim.core.plain_console import PlainConsole
+    from verbatim.trainer.transport.exchange import Exchange
 
     class Heart:
         ask_to_stop = staticmethod(lambda: print("asked", flush=True))

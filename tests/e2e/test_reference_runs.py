@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from e2e.tiny_runs import assert_ledger_adds_up, train_lines, warm_started_workplace
-from verbatim.checkpoints import TRAINER, RunFolder
 from verbatim.cli.main import main
 from verbatim.config import load_config
+from verbatim.logs.checkpoints import TRAINER, RunFolder
 from verbatim.run.hosts import _offers
 from verbatim.run.tables import component_tables
 

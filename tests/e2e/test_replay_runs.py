@@ -13,10 +13,10 @@ import pytest
 
 from e2e.tiny_runs import snapshot, train_lines
 from stored_runs import FORKABLE_STEPS, forkable_place, tiny_toml
-from verbatim.checkpoints import read_json
 from verbatim.cli.main import main
-from verbatim.errors import UsageError
-from verbatim.fates.files import FateFolder, files_in, read_fates
+from verbatim.core.errors import UsageError
+from verbatim.logs.checkpoints import read_json
+from verbatim.logs.fates.files import FateFolder, files_in, read_fates
 from verbatim.run.replay import replay
 
 pytestmark = pytest.mark.slow
@@ -133,7 +133,7 @@ def test_one_row_in_another_place_is_no_other_step_but_other_weights_are(place: 
     weights = other / "checkpoints/step_000004/weights/model.safetensors"
     from safetensors.numpy import load_file, save_file
 
-    from verbatim.checkpoints import seal
+    from verbatim.logs.checkpoints import seal
 
     tensors = load_file(weights)
     name = "model.layers.0.mlp.up_proj.weight"
@@ -227,7 +227,7 @@ def test_what_cannot_be_replayed_is_refused_with_what_to_type(run: Path, typed, 
 
 def test_a_run_that_is_at_work_can_be_replayed(place: Path, run: Path):
     """Its folder is locked by another process, or by this one."""
-    from verbatim.checkpoints.lock import FolderLock
+    from verbatim.logs.checkpoints.lock import FolderLock
 
     lock = FolderLock(run, "orchestrator.lock")
     try:

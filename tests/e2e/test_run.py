@@ -33,12 +33,12 @@ from e2e.tiny_runs import (
     trajectory_lines,
     workplace,
 )
-from verbatim.checkpoints import read_json
 from verbatim.cli.exit_status import NOTHING_TRAINED
 from verbatim.cli.main import main
 from verbatim.config import load_config
-from verbatim.fates.files import read_fates
-from verbatim.monitors.trajectory_log import read_trajectories
+from verbatim.logs.checkpoints import read_json
+from verbatim.logs.fates.files import read_fates
+from verbatim.logs.monitors.trajectory_log import read_trajectories
 from verbatim.run.tables import component_tables
 from waiting import HANGS, wait_until
 
@@ -52,25 +52,13 @@ BATCH = 2 * GROUP
 STEPS = 3
 SECRETS = 15
 SMALL = [
-    "--max-steps",
-    str(STEPS),
-    "--model.build",
-    "{hidden_size = 32, num_layers = 1, num_heads = 2, num_kv_heads = 1, intermediate_size = 64, vocab_size = 512}",
-    "--warm-start.steps",
-    "150",
-    "--warm-start.conversations",
-    "200",
-    "--warm-start.optim.lr",
-    "1e-2",
-    "--orchestrator.batch-size",
-    str(BATCH),
-    "--orchestrator.group-size",
-    str(GROUP),
-    "--orchestrator.eval.interval",
-    "2",
-    "--orchestrator.eval.episodes",
-    str(SECRETS),
-]
+    "--max-steps", str(STEPS),
+    "--model.build", "{hidden_size = 32, num_layers = 1, num_heads = 2, num_kv_heads = 1, intermediate_size = 64, "
+    "vocab_size = 512}",
+    "--warm-start.steps", "150", "--warm-start.conversations", "200", "--warm-start.optim.lr", "1e-2",
+    "--orchestrator.batch-size", str(BATCH), "--orchestrator.group-size", str(GROUP),
+    "--orchestrator.eval.interval", "2", "--orchestrator.eval.episodes", str(SECRETS),
+]  # fmt: skip
 
 
 # ---- one run, from start to end
@@ -543,8 +531,7 @@ def test_an_environment_that_exits_and_one_that_writes_to_the_terminal_fail_epis
     assert {t.error for t in failed} == {
         "environment: score raised SystemExit: 0",
         "environment: score raised ValueError: \x1b]0;owned\x07 [/red]",
-        "environment: info is not JSON: Object of type set is not JSON serializable; expected texts, numbers, "
-        "booleans, None, lists and mappings",
+        "environment: info is not JSON: ['seen'] is a set; expected texts, numbers, booleans, None, lists and mappings",
     }
     out, err = capsys.readouterr()
     written = out + err + (run / "logs" / "orchestrator.log").read_text()

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from e2e.tiny_runs import LOTS, TOML, build_tiny_model, train_lines, workplace
-from monitors.test_mlflow import Read as ReadMlflow
-from monitors.test_tensorboard import Read as ReadTensorboard
-from monitors.wandb_file import WandbRecord, read_wandb_file
+from logs.monitors.test_mlflow import Read as ReadMlflow
+from logs.monitors.test_tensorboard import Read as ReadTensorboard
+from logs.monitors.wandb_file import WandbRecord, read_wandb_file
 from verbatim.cli.main import main
 from waiting import wait_until
 
@@ -98,7 +98,7 @@ def recorded(tmp_path_factory) -> Iterator[Recorded]:
         patch.setenv("WANDB_MODE", "offline")
         for name in ("WANDB_API_KEY", "WANDB_DIR", "WANDB_RUN_ID"):
             patch.delenv(name, raising=False)
-        (here / "run.toml").write_text(TOML.format(model=model) + MONITOR.format())
+        (here / "run.toml").write_text("keys_in_config = true\n" + TOML.format(model=model) + MONITOR.format())
         with contextlib.redirect_stdout(None):
             assert main(["rl", "run.toml", "--run-dir", "run"]) == 0
             assert main(["rl", "run.toml", "--resume", "run", "--max-steps", "3"]) == 0
@@ -215,7 +215,7 @@ def test_a_monitor_that_fails_stops_nothing_and_is_reported(recorded: Recorded):
 UNREACHABLE = """
 import logging, sys, threading
 from pathlib import Path
-from verbatim.monitors import RunInfo, background, wandb
+from verbatim.logs.monitors import RunInfo, background, wandb
 logging.basicConfig(level=logging.WARNING, format="%(message)s")
 background.OPEN_SECONDS = background.FINISH_SECONDS = 1e6
 

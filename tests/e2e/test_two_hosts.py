@@ -27,8 +27,8 @@ from e2e.tiny_runs import (
     trajectory_lines,
     workplace,
 )
-from verbatim.checkpoints import find_damage
 from verbatim.cli.main import main
+from verbatim.logs.checkpoints import find_damage
 from waiting import HANGS, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.realtime]
@@ -63,8 +63,8 @@ WATCHED = '''
 import sys
 from pathlib import Path
 
-from verbatim.losses import LOSSES
-from verbatim.transport.heartbeat import PeerWatch
+from verbatim.algorithms.losses import LOSSES
+from verbatim.trainer.transport.heartbeat import PeerWatch
 
 loss = LOSSES["default"]
 judge = PeerWatch.fault

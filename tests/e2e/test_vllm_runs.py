@@ -24,7 +24,7 @@ from inference.vllm.real_servers import LONGEST_START, ONE_PROCESS, SMALL_CACHE
 from verbatim.config.schema import BuildConfig
 from verbatim.inference.vllm.process import free_port, make_process
 from verbatim.inference.vllm.settings import VllmSettings
-from verbatim.monitors.trajectory_log import read_trajectories
+from verbatim.logs.monitors.trajectory_log import read_trajectories
 
 pytestmark = [pytest.mark.vllm, pytest.mark.realtime]
 
@@ -187,10 +187,10 @@ def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.mark.xdist_group("a server of runs")
 def test_an_evaluation_samples_through_vllm_and_its_logprobs_are_the_models(place, model, url):
+    from verbatim.core.trajectory_json import trajectory_from_json
     from verbatim.inference.embedded.whole_sequence import sequence_logprobs
     from verbatim.models.head import CausalLM
     from verbatim.models.loading import load_model
-    from verbatim.trajectory_json import trajectory_from_json
 
     arguments = (
         "eval",

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from verbatim.config.recipe_files import recipes
 from verbatim.config.schema import BuildConfig
-from verbatim.monitors.trajectory_log import read_trajectories
-from verbatim.trajectory_json import plain, trajectory_to_json
+from verbatim.core.trajectory_json import plain, trajectory_to_json
+from verbatim.logs.monitors.trajectory_log import read_trajectories
 
 LOTS = '''
 import asyncio
@@ -97,13 +98,13 @@ SIZES = BuildConfig(
 )
 
 
-def build_tiny_model(folder: Path) -> Path:
+def build_tiny_model(folder: Path, context_length: int = SIZES.context_length) -> Path:
     """Random weights, and a tokenizer that knows how guess_number is written."""
     from verbatim.environments.guess_number import GuessNumber
     from verbatim.models.build import build_model, chat_text
 
     texts = [chat_text(shown.messages, shown.tools) for shown in GuessNumber().demonstrations(100, seed=0)]
-    build_model(folder, SIZES, texts, seed=0)
+    build_model(folder, SIZES.model_copy(update={"context_length": context_length}), texts, seed=0)
     return folder
 
 
@@ -121,8 +122,10 @@ def warm_started_workplace(folder: Path, tables: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def workplace(folder: Path, modules: Mapping[str, str]) -> Iterator[Path]:
-    """Work in a folder that holds these modules; what was imported from it is forgotten afterwards."""
+    """Work in a folder that holds these modules. What was imported from it is forgotten afterwards; what earlier tests
+    have imported from the recipes' folder is forgotten before."""
     folder.mkdir(parents=True, exist_ok=True)
+    forget_modules_of_recipes()
     for name, source in modules.items():
         (folder / f"{name}.py").write_text(source)
         sys.modules.pop(name, None)
@@ -134,6 +137,15 @@ def workplace(folder: Path, modules: Mapping[str, str]) -> Iterator[Path]:
         sys.path[:] = path
         for name in modules:
             sys.modules.pop(name, None)
+
+
+def forget_modules_of_recipes() -> None:
+    """A run stores the folders of such modules, so it must not find those of another test."""
+    folder = os.path.dirname(recipes()["guess_number"])
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if "." not in name and isinstance(file, str) and os.path.dirname(file) == folder:
+            del sys.modules[name]
 
 
 def snapshot(folder: Path) -> dict[str, str]:
@@ -173,11 +185,13 @@ def num_sampled(trajectory: Mapping[str, Any]) -> int:
 def assert_ledger_adds_up(run: Path) -> dict[str, Any]:
     """The ledger's last line against the trajectories in the file; returns that line's metrics.
 
-    Tokens that a stop or a killed process threw away are in no trajectory, and are booked as cancelled.
+    Tokens that a stop or a killed process threw away are in no trajectory, and are booked as cancelled; nor are those
+    that a replica had drawn when it was lost.
     """
     last: dict[str, Any] = train_lines(run)[-1]["metrics"]
     dropped = {name: n for name, n in last.items() if name.startswith("ledger/dropped/")}
     assert last["ledger/sampled"] == last["ledger/trained"] + last["ledger/pending"] + sum(dropped.values())
     in_file = sum(map(num_sampled, trajectory_lines(run)))
-    assert last["ledger/sampled"] == in_file + dropped.get("ledger/dropped/cancelled", 0) + last["ledger/pending"]
+    nowhere = sum(dropped.get(f"ledger/dropped/{reason}", 0) for reason in ("cancelled", "lost_replica"))
+    assert last["ledger/sampled"] == in_file + nowhere + last["ledger/pending"]
     return last

@@ -6,9 +6,9 @@ import pytest
 
 from byte_renderer import VOCAB_SIZE, ByteRenderer, say
 from verbatim import Example, RolloutIdentity, build_samples
+from verbatim.core.errors import UsageError
 from verbatim.environments.alphabet_sort_tags import AlphabetSortTags, similarity
 from verbatim.environments.resolve import create_environment
-from verbatim.errors import UsageError
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import AgentLoop, EpisodeLimits, Recorder, run_episode

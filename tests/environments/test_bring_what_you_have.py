@@ -14,19 +14,19 @@ import pytest
 
 import verbatim
 from e2e.tiny_runs import TOML, build_tiny_model, train_lines, workplace
-from envcheck.forked_replay import warm_replay
 from environments.brought import HotCold, Lucky, Pixels, Vault, exact, lucky, make_game
+from inspection.envcheck.forked_replay import warm_replay
 from verbatim import Message, Trajectory
 from verbatim.cli.main import main
-from verbatim.envcheck import CheckSettings, check_environment
-from verbatim.envcheck.play import Stage
-from verbatim.envcheck.players import WrittenPlayer
+from verbatim.core.errors import ComponentError, ConfigError, UsageError
+from verbatim.core.imports import search_beside
 from verbatim.environments import GymnasiumStyle, SingleTurn, ToolClass, tool_call
 from verbatim.environments.resolve import create_environment, examples_of
-from verbatim.errors import ComponentError, ConfigError, UsageError
-from verbatim.imports import search_beside
+from verbatim.environments.tools.signature import read_signature
+from verbatim.inspection.envcheck import CheckSettings, check_environment
+from verbatim.inspection.envcheck.play import Stage
+from verbatim.inspection.envcheck.players import WrittenPlayer
 from verbatim.rollouts import EpisodeLimits
-from verbatim.tools.signature import read_signature
 from waiting import HANGS
 
 __all__ = ["warm_replay"]
@@ -239,8 +239,8 @@ def test_every_tenth_row_is_held_out_where_there_are_twenty():
 
 
 def test_a_file_beside_the_toml_file_is_found_and_a_missing_one_named(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("verbatim.imports._BESIDE", [])
-    monkeypatch.setattr("verbatim.imports._FILES_IN", set())
+    monkeypatch.setattr("verbatim.core.imports._BESIDE", [])
+    monkeypatch.setattr("verbatim.core.imports._FILES_IN", set())
     folder = tmp_path / "project"
     folder.mkdir()
     (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SUMS))
@@ -303,7 +303,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.realtime
 def test_each_trains_from_one_line_of_python(model: Path, tmp_path: Path, monkeypatch):
     """All in one mixture: a turn that is cut off is not stepped, so the tiny model learns from the others."""
-    monkeypatch.setattr("verbatim.monitors.learning_curve._has_matplotlib", lambda: False)
+    monkeypatch.setattr("verbatim.logs.monitors.learning_curve._has_matplotlib", lambda: False)
     monkeypatch.chdir(tmp_path)
     given = [
         {"id": Vault, "args": {"data": CODES, "reward": "environments.brought.lucky"}, "name": "class"},
@@ -346,7 +346,7 @@ args = { data = "sums.jsonl", reward = "environments.brought.lucky" }
 @pytest.mark.slow
 @pytest.mark.realtime
 def test_each_trains_from_one_line_of_toml(model: Path, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("verbatim.monitors.learning_curve._has_matplotlib", lambda: False)
+    monkeypatch.setattr("verbatim.logs.monitors.learning_curve._has_matplotlib", lambda: False)
     with workplace(tmp_path, {}) as folder:
         (folder / "codes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in CODES))
         (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SUMS))

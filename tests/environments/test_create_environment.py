@@ -7,11 +7,11 @@ import pytest
 
 from verbatim import Example
 from verbatim.config.schema import EnvConfig
+from verbatim.core.errors import ComponentError, UsageError
 from verbatim.environments import Demonstration, Episode, tool_exchange
 from verbatim.environments.guess_number import GuessNumber
 from verbatim.environments.resolve import corpus, create_environment, demonstrations_of, examples_of
-from verbatim.errors import ComponentError, UsageError
-from verbatim.tools import FunctionTool
+from verbatim.environments.tools import FunctionTool
 
 
 def len_of(word: str) -> int:

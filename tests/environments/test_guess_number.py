@@ -2,11 +2,11 @@
 
 import pytest
 
+from verbatim.core.errors import UsageError
+from verbatim.core.types import ToolCall, Trajectory
 from verbatim.environments import Demonstrates, Environment, Episode
 from verbatim.environments.guess_number import GuessNumber
-from verbatim.errors import UsageError
-from verbatim.tools import ToolManager
-from verbatim.types import ToolCall, Trajectory
+from verbatim.environments.tools import ToolManager
 
 EMPTY = Trajectory(example_id="x")
 

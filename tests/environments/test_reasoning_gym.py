@@ -13,9 +13,9 @@ from byte_renderer import VOCAB_SIZE, ByteRenderer, say
 from campaigns import sized
 from verbatim import RolloutIdentity, build_samples
 from verbatim.cli.main import main
+from verbatim.core.errors import ComponentError, UsageError
 from verbatim.environments.reasoning_gym import HASHED, ReasoningGym
 from verbatim.environments.resolve import create_environment
-from verbatim.errors import ComponentError, UsageError
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import AgentLoop, EpisodeLimits, Recorder, run_episode
@@ -159,7 +159,7 @@ def test_env_check_finds_nothing_wrong(task: str, capsys, campaign):
 
 
 def test_env_check_finds_a_task_with_a_wrong_score(monkeypatch, capsys):
-    monkeypatch.setattr("verbatim.envcheck.check.play_elsewhere", lambda *given: "not here")
+    monkeypatch.setattr("verbatim.inspection.envcheck.check.play_elsewhere", lambda *given: "not here")
     monkeypatch.setattr(ReasoningGym, "score", lambda self, answer, entry: float("nan"))
     assert check("chain_sum") == 1
     assert "score returned nan" in capsys.readouterr().out

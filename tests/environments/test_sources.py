@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
+from verbatim.core.errors import UsageError
+from verbatim.core.types import Example
 from verbatim.environments.sources import HuggingFaceExamples, JsonlExamples
-from verbatim.errors import UsageError
-from verbatim.types import Example
 
 USER = {"role": "user", "content": "2 + 2?"}
 LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}

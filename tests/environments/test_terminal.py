@@ -10,18 +10,18 @@ import pytest
 from byte_renderer import VOCAB_SIZE, ByteRenderer, call, say
 from rollouts.clocks import set_forward
 from verbatim.config import load_config
+from verbatim.core.errors import UsageError
+from verbatim.core.types import Example, StopReason, ToolCall, Trajectory
 from verbatim.environments import Demonstrates, Environment
 from verbatim.environments.resolve import create_environment
 from verbatim.environments.terminal import NAMES, NUMBERS, WORDS, Session, Task, Terminal, demonstrate
-from verbatim.errors import UsageError
+from verbatim.environments.tools import ToolManager, isolation
+from verbatim.environments.tools import sandbox as sandbox_module
+from verbatim.environments.tools.isolation import NO_ISOLATION, SandboxLimits
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import EpisodeLimits, GroupRun, RolloutSetup
 from verbatim.run.tables import component_tables
-from verbatim.tools import ToolManager, isolation
-from verbatim.tools import sandbox as sandbox_module
-from verbatim.tools.isolation import NO_ISOLATION, SandboxLimits
-from verbatim.types import Example, StopReason, ToolCall, Trajectory
 from waiting import HANGS, until
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "terminal_ipa.toml"

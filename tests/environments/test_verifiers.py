@@ -19,14 +19,14 @@ import pytest
 from byte_renderer import END, VOCAB_SIZE, ByteRenderer
 from e2e.tiny_runs import assert_ledger_adds_up, build_tiny_model, num_sampled, trajectory_lines
 from verbatim import Trajectory, build_samples
+from verbatim.core.errors import ComponentError, EnvironmentFault, UsageError
+from verbatim.core.types import StopReason, Turn
 from verbatim.environments.resolve import create_environment
-from verbatim.errors import ComponentError, EnvironmentFault, UsageError
-from verbatim.gateway.verifiers.serving import TraceSession
 from verbatim.inference import SampleRequest, SamplingParams
 from verbatim.inference.base import Completion
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import AgentLoop, EpisodeLimits, GroupRun, Recorder, RolloutSetup
-from verbatim.types import StopReason, Turn
+from verbatim.rollouts.gateway.verifiers.serving import TraceSession
 from waiting import HANGS, until
 
 pytestmark = [pytest.mark.extras, pytest.mark.realtime]
@@ -81,7 +81,7 @@ async def play(
     max_turns: int = 16,
     temperature: float = 1.0,
 ) -> list[Trajectory]:
-    from verbatim.renderers import create_renderer
+    from verbatim.models.renderers import create_renderer
 
     setup = RolloutSetup(
         env="adds",
@@ -306,7 +306,7 @@ SAID: dict[str, Any] = {
 
 
 def test_a_trace_that_holds_what_was_served_is_accepted():
-    from verbatim.gateway.verifiers.trace import check_served
+    from verbatim.rollouts.gateway.verifiers.trace import check_served
 
     check_served([traced(USER, SAID)], [TURN])
     check_served([traced(USER, SAID), traced(USER, SAID)], [TURN, TURN])
@@ -328,7 +328,7 @@ def test_a_trace_that_holds_what_was_served_is_accepted():
     ],
 )
 def test_a_trace_that_differs_anywhere_is_refused(nodes, turns, said):
-    from verbatim.gateway.verifiers.trace import check_served
+    from verbatim.rollouts.gateway.verifiers.trace import check_served
 
     with pytest.raises(EnvironmentFault, match=said):
         check_served([traced(*nodes)], turns)
@@ -336,7 +336,7 @@ def test_a_trace_that_differs_anywhere_is_refused(nodes, turns, said):
 
 @in_one_loop
 async def test_a_trace_that_was_changed_is_never_trained(model, tokenizer, monkeypatch):
-    from verbatim.gateway.verifiers import trace as verifiers_trace
+    from verbatim.rollouts.gateway.verifiers import trace as verifiers_trace
 
     honest = verifiers_trace.check_served
 

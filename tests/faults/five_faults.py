@@ -20,23 +20,23 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from byte_renderer import VOCAB_SIZE, ByteRenderer, say
-from orchestrator.loop_runs import FakeTrainer, Notes
+from run.orchestrator.loop_runs import FakeTrainer, Notes
 from verbatim import Example
-from verbatim.credit.default import default_advantage
-from verbatim.curriculum import ExampleSchedule
+from verbatim.algorithms.credit.default import default_advantage
+from verbatim.algorithms.curriculum import ExampleSchedule
+from verbatim.algorithms.filters.zero_advantage import ZeroAdvantage
+from verbatim.core.trajectories import Ledger
 from verbatim.environments.base import Episode, Reply
-from verbatim.filters.zero_advantage import ZeroAdvantage
+from verbatim.environments.tools import FunctionTool
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
-from verbatim.monitors.alarm import Alarm
-from verbatim.monitors.alarms import ALARMS, AlarmWatch
-from verbatim.orchestrator.assemble import GroupRules
-from verbatim.orchestrator.base import RunSchedule
-from verbatim.orchestrator.dispatcher import Dispatcher
-from verbatim.orchestrator.loop import Orchestrator
+from verbatim.logs.monitors.alarm import Alarm
+from verbatim.logs.monitors.alarms import ALARMS, AlarmWatch
 from verbatim.rollouts import EpisodeLimits, RolloutSetup
-from verbatim.tools import FunctionTool
-from verbatim.trajectories import Ledger
+from verbatim.run.orchestrator.assemble import GroupRules
+from verbatim.run.orchestrator.base import RunSchedule
+from verbatim.run.orchestrator.dispatcher import Dispatcher
+from verbatim.run.orchestrator.loop import Orchestrator
 
 GROUP, GROUPS, CONTEXT = 8, 10, 400
 NAMED_BY = {

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "renderers"))  # no package: PyPI has one of that name
+sys.path.append(str(Path(__file__).parents[1] / "models" / "renderers"))  # no package: PyPI has one of that name
 
 from random_dialogues import byte_tokenizer
 
@@ -45,8 +45,8 @@ BOMBS = {
     "endless caller": "{% macro f() %}{% call f() %}{{ caller() }}{% endcall %}{% endmacro %}{{ f() }}",
     "endless block": "{% block again %}{{ self.again() }}{% endblock %}",
     # growing texts and lists
-    "doubling by tilde": "{% set ns = namespace(x='ab') %}{% for i in range(40) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-    "doubling by plus": "{% set ns = namespace(x='ab') %}{% for i in range(40) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "doubling by tilde": "{% set ns = namespace(x='ab') %}{% for i in range(40) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",  # noqa: E501
+    "doubling by plus": "{% set ns = namespace(x='ab') %}{% for i in range(40) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",  # noqa: E501
     "doubling by a block": "{% set ns = namespace(x='ab') %}{% for i in range(40) %}"
     "{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}{% endfor %}",
     "doubling lists": "{% set ns = namespace(x=[1]) %}{% for i in range(40) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
@@ -107,7 +107,7 @@ BOMBS = {
     # slow work on texts
     "seeking": _BIG + _MANY + "{% if 'abc' in big %}{% endif %}{% endfor %}",
     "slicing": _BIG + _MANY + "{% set x = big[1:] %}{% endfor %}",
-    "sorting": "{% set r = range(99999) | map('string') | list %}{% for i in range(999) %}{% set x = r | sort %}{% endfor %}",
+    "sorting": "{% set r = range(99999) | map('string') | list %}{% for i in range(999) %}{% set x = r | sort %}{% endfor %}",  # noqa: E501
     "sums of lists": "{% set x = ([[1] * 10] * 20000) | sum(start=[]) %}",
     "tags": "{{ ('<' * 300000 ~ '<!--') | striptags }}",
     "links": "{{ ('http://' * 200000) | urlize }}",
@@ -149,10 +149,10 @@ LATE = 20
 
 def run(name: str) -> dict[str, str]:
     """What each entry point made of a template: "refused: ..." as it should be, or what happened."""
-    from verbatim.errors import EnvironmentFault, ModelError, TemplateFault
+    from verbatim.core.errors import EnvironmentFault, ModelError, TemplateFault
     from verbatim.inference.chat.openai_chat import OpenAIChat
     from verbatim.inference.http.chat_work import read_chat
-    from verbatim.renderers import create_renderer
+    from verbatim.models.renderers import create_renderer
 
     def tokenizer(source: str):
         made = byte_tokenizer(PLAIN)

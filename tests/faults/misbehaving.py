@@ -11,9 +11,9 @@ from byte_renderer import call, say
 from rollouts.clocks import set_forward
 from verbatim import Example
 from verbatim.environments.base import Episode, Reply
+from verbatim.environments.tools import FunctionTool
+from verbatim.environments.tools.base import ToolResult
 from verbatim.rollouts.supervised import GRACE
-from verbatim.tools import FunctionTool
-from verbatim.tools.base import ToolResult
 
 HUGE = 1_000_000
 WRONG = {

@@ -20,10 +20,10 @@ if __name__ == "__main__":
 
 from byte_renderer import CALL, CALL_END, END, ROLES
 from faults.five_faults import HEALTHY, NAMED_BY, Watched, play
-from verbatim.fates.files import FateFolder
-from verbatim.monitors.alarm_log import AlarmLog
-from verbatim.monitors.alarms import AlarmWatch
-from verbatim.monitors.metrics_log import MetricsLog
+from verbatim.logs.fates.files import FateFolder
+from verbatim.logs.monitors.alarm_log import AlarmLog
+from verbatim.logs.monitors.alarms import AlarmWatch
+from verbatim.logs.monitors.metrics_log import MetricsLog
 
 ANSWERS = {
     "dead_parser": "rooms",

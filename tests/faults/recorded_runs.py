@@ -17,8 +17,8 @@ from faults.lost_power import after_loss
 from faults.recorder import Op
 from faults.struck import Server
 from verbatim.cli.main import main
-from verbatim.monitors import learning_curve
-from verbatim.monitors.trajectory_log import read_trajectories
+from verbatim.logs.monitors import learning_curve
+from verbatim.logs.monitors.trajectory_log import read_trajectories
 
 STEPS = 3
 MODULES = {

@@ -24,10 +24,10 @@ import torch
 from e2e.tiny_runs import FILTERS, num_sampled, train_lines, trajectory_lines
 from faults.tiny_places import is_leftover
 from verbatim.config.schema import BuildConfig
+from verbatim.core.trajectory_json import trajectory_from_json
 from verbatim.inference.embedded.whole_sequence import sequence_logprobs
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model
-from verbatim.trajectory_json import trajectory_from_json
 
 PYTHON = Path(os.environ.get("VERBATIM_VLLM_PYTHON", ".venv-vllm/bin/python")).absolute()
 MARK = "VERBATIM_TEST_OF_REPLICAS"

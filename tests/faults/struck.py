@@ -186,7 +186,7 @@ def _import_everything() -> None:
     modules += [
         each.name
         for each in pkgutil.walk_packages(verbatim.__path__, "verbatim.")
-        if not each.name.endswith("__main__") and not each.name.startswith("verbatim.gateway")
+        if not each.name.endswith("__main__") and not each.name.startswith("verbatim.rollouts.gateway")
     ]
     for module in modules:
         with contextlib.suppress(ImportError):  # of an extra that is not installed
@@ -222,7 +222,7 @@ def become(request: dict[str, Any]) -> NoReturn:
     _streams(out, out)
     os.chdir(request["place"])
     sys.path.insert(0, request["place"])
-    from verbatim.monitors import learning_curve
+    from verbatim.logs.monitors import learning_curve
     from verbatim.run import trainer_process
 
     strike, trace = request["strike"], request["trace"]

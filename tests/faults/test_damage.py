@@ -89,7 +89,7 @@ def test_any_damage_to_any_file_of_the_newest_checkpoint_is_found(place: Place, 
 
 def test_a_resume_that_checks_nothing_is_found(place: Place, expected: Path, each):
     """The campaign can fail."""
-    plant = "import verbatim.checkpoints.store as store; store.find_damage = lambda folder: None"
+    plant = "import verbatim.logs.checkpoints.store as store; store.find_damage = lambda folder: None"
     chosen = ("weights/model.safetensors", "flipped")
     assert each(functools.partial(damaged, place, expected, plant), [chosen]) != [[]]
 

@@ -17,8 +17,8 @@ from campaigns import sized
 from e2e.tiny_runs import train_lines, workplace
 from faults.lost_power import after_loss
 from faults.recorded_runs import MODULES, STEPS, Recorded, left_over, run_of, sampled, type_, what_differs
-from verbatim.checkpoints import read_json, write_json
 from verbatim.cli.main import main
+from verbatim.logs.checkpoints import read_json, write_json
 
 pytestmark = [pytest.mark.slow, pytest.mark.realtime]
 
@@ -48,6 +48,12 @@ def empty(path: Path) -> None:
 
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def torn(path: Path) -> None:
+    """Cut behind an equals sign: what is left cannot be read, wherever the middle is."""
+    content = path.read_bytes()
+    path.write_bytes(content[: content.index(b"=", len(content) // 2) + 1])
 
 
 def zeros(path: Path) -> None:
@@ -177,7 +183,7 @@ def test_the_short_part_damages_every_file_and_in_every_way():
 
 def test_a_resume_that_checks_nothing_is_found(plain: Recorded, tmp_path: Path, monkeypatch):
     """The campaign can fail."""
-    monkeypatch.setattr("verbatim.checkpoints.store.find_damage", lambda folder: None)
+    monkeypatch.setattr("verbatim.logs.checkpoints.store.find_damage", lambda folder: None)
     with killed_after_step_2(plain, tmp_path / "place"):
         assert what_went_wrong(f"{NEWEST}/weights/model.safetensors", flip, plain) is not None
 
@@ -240,7 +246,7 @@ def test_the_damaged_configuration_that_was_typed_names_its_copy(plain: Recorded
     with killed_after_step_2(plain, tmp_path / "place"):
         folder = run_of(Path())
         stored = folder / "config.toml"
-        for damage in (cut, binary, other_types):
+        for damage in (torn, binary, other_types):
             damage(stored)
             said = io.StringIO()
             with contextlib.redirect_stderr(said):

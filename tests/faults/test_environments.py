@@ -14,26 +14,26 @@ import pytest
 from byte_renderer import VOCAB_SIZE, ByteRenderer
 from campaigns import sized
 from faults.misbehaving import Misbehaving, pokes_then_speaks
-from orchestrator.loop_runs import FakeTrainer, Notes
-from orchestrator.virtual_runs import virtual_time
 from rollouts.players import contents
-from verbatim.credit.default import default_advantage
-from verbatim.curriculum import ExampleSchedule
+from run.orchestrator.loop_runs import FakeTrainer, Notes
+from run.orchestrator.virtual_runs import virtual_time
+from verbatim.algorithms.credit.default import default_advantage
+from verbatim.algorithms.curriculum import ExampleSchedule
+from verbatim.core.errors import ComponentError
+from verbatim.core.trajectories import Ledger
 from verbatim.environments.resolve import examples_of
-from verbatim.errors import ComponentError
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
-from verbatim.orchestrator.assemble import GroupRules
-from verbatim.orchestrator.base import RunSchedule
-from verbatim.orchestrator.dispatcher import Dispatcher
-from verbatim.orchestrator.loop import Orchestrator
 from verbatim.rollouts import EpisodeLimits, EpisodeTally, GroupRun, LocalRunner, RolloutSetup, supervised
 from verbatim.rollouts.backends import RunnerInputs
 from verbatim.rollouts.episode import CLOSING
 from verbatim.rollouts.processes.runner import process_runner
 from verbatim.rollouts.workers import pool as worker_pool
 from verbatim.rollouts.workers.episodes import RemoteSetup
-from verbatim.trajectories import Ledger
+from verbatim.run.orchestrator.assemble import GroupRules
+from verbatim.run.orchestrator.base import RunSchedule
+from verbatim.run.orchestrator.dispatcher import Dispatcher
+from verbatim.run.orchestrator.loop import Orchestrator
 from waiting import HANGS, until
 
 pytestmark = pytest.mark.campaign

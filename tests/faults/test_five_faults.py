@@ -10,8 +10,8 @@ import pytest
 
 from faults.five_faults import HEALTHY, NAMED_BY, play
 from faults.planted_run import ANSWERS, Written, write_run
-from verbatim.viewer.query import Filters
-from verbatim.viewer.run_view import RunView
+from verbatim.inspection.viewer.query import Filters
+from verbatim.inspection.viewer.run_view import RunView
 
 
 @pytest.fixture(scope="module")

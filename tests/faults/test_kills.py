@@ -21,7 +21,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.realtime]
 
 LONGEST = 5
 """Kills that one run survives at most."""
-KEEPS_LINES = "import types, verbatim.monitors.restore as restore; restore.os = types.SimpleNamespace(truncate=print)"
+KEEPS_LINES = (
+    "import types, verbatim.logs.monitors.restore as restore; restore.os = types.SimpleNamespace(truncate=print)"
+)
 """A planted fault: a run that goes on leaves in its logs what stands behind the checkpoint."""
 
 

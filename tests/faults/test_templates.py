@@ -18,33 +18,16 @@ from verbatim import Example
 from verbatim.environments.base import Episode, Reply
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
-from verbatim.renderers import create_renderer
+from verbatim.models.renderers import create_renderer
 from verbatim.rollouts import EpisodeLimits, GroupRun, RolloutSetup
 
 MEGABYTES = 300.0
 """Of memory, for all entry points together."""
 SHORT = (
-    "nested ranges",
-    "endless macro",
-    "doubling by tilde",
-    "doubling lists",
-    "times",
-    "format inner width",
-    "replace",
-    "shared lists written",
-    "shared tuples as a key",
-    "deep list written",
-    "income",
-    "class by format",
-    "precision",
-    "huge output",
-    "wordwrap",
-    "lipsum",
-    "deep generators",
-    "sums of lists",
-    "frame of a generator",
-    "deep brackets",
-)
+    "nested ranges", "endless macro", "doubling by tilde", "doubling lists", "times", "format inner width", "replace",
+    "shared lists written", "shared tuples as a key", "deep list written", "income", "class by format", "precision",
+    "huge output", "wordwrap", "lipsum", "deep generators", "sums of lists", "frame of a generator", "deep brackets",
+)  # fmt: skip
 PROGRAM = Path(__file__).with_name("hostile_templates.py")
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from docs_site import reference_commands, reference_python
 from docs_site.__main__ import generated
 from docs_site.navigation import sections, with_toctrees
+from verbatim.algorithms.credit.length_penalty import SLOPES
+from verbatim.algorithms.filters import FILTERS
 from verbatim.cli.main import COMMANDS
 from verbatim.config.backends import schema_with_backends
 from verbatim.config.fields import keys
-from verbatim.credit.length_penalty import SLOPES
-from verbatim.filters import FILTERS
-from verbatim.monitors.metric_table import about
+from verbatim.logs.monitors.metric_table import about
 from verbatim.run.tables import component_tables
 
 ROOT = Path(__file__).parents[2]

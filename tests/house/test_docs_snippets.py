@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +23,7 @@ from verbatim.config.backends import schema_with_backends
 from verbatim.config.fields import keys
 from verbatim.config.load import make_config
 from verbatim.config.recipe_files import recipes
-from verbatim.errors import ConfigError, UsageError
+from verbatim.core.errors import ConfigError, UsageError
 from verbatim.run.tables import component_tables
 
 LANGUAGES = ("", "python", "toml", "json", "bash", "console", "text", "yaml", "ini")
@@ -61,7 +62,9 @@ def test_python_blocks_can_be_parsed_and_import_what_exists():
 
 
 def test_an_import_of_a_name_that_does_not_exist_is_seen():
-    text = "import verbatim\nfrom verbatim.losses import LOSSES, LOSES\nfrom verbatim.loses import x\nimport os"
+    text = (
+        "import verbatim\nfrom verbatim.algorithms.losses import LOSSES, LOSES\nfrom verbatim.loses import x\nimport os"
+    )
     assert [exists(*found) for found in names_of_ours(text)] == [True, True, False, False]
 
 
@@ -82,12 +85,15 @@ BASE = {"model": {"name": "some/model"}, "orchestrator": {"train": {"env": [{"id
 def test_toml_blocks_are_accepted_by_the_schema(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Alone where it is a whole run, else beside a model and an environment."""
     loss = "def my_loss(inputs, clip_eps: float = 0.1):\n    return None\n"
+    monkeypatch.syspath_prepend(tmp_path)
     for name, text in {**MODULES, "my_module": loss}.items():
         (tmp_path / f"{name}.py").write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
+    own = {*MODULES, "my_module"} - set(sys.modules)
     blocks = snippets("toml", *PAGES)
     assert len(blocks) > 40
     assert [f"{snippet}: {wrong}" for snippet in blocks if (wrong := refusal(snippet))] == []
+    for name in own:
+        sys.modules.pop(name, None)  # other tests have modules of these names
 
 
 def refusal(snippet: Snippet) -> str | None:

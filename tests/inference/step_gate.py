@@ -5,24 +5,33 @@ from __future__ import annotations
 import pytest
 
 from verbatim.inference.embedded.engine import TorchSampler
+from verbatim.inference.embedded.engine_thread import EngineThread
 from waiting import HANGS
 
 
 class StepGate:
     """The engine stands still once it has drawn so many tokens. Each message (a request, new weights, a cancelled call,
-    the end) lets it take one step, after which it takes the message; `open` lets it go.
+    the end) lets it take one step, after which it takes the message; `open` lets it go. A test with several calls waits
+    for at least so many tokens, since a call that comes late lets it take another step.
 
     Args:
         sampler: The engine.
         monkeypatch: Of the test.
         tokens: Drawn before it stands still.
+        calls: It takes no step before so many have come.
     """
 
-    def __init__(self, sampler: TorchSampler, monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    def __init__(self, sampler: TorchSampler, monkeypatch: pytest.MonkeyPatch, tokens: int, calls: int = 1) -> None:
         self._engine, self._is_open = sampler._engine, False
+        have_come = False
         step = sampler._decoder.step
 
         def wait_and_step():
+            nonlocal have_come
+            if not have_come:
+                with self._engine._wake:
+                    have_come = self._engine._wake.wait_for(lambda: num_known(self._engine) >= calls, HANGS)
+                    assert have_come
             if sampler._decoder.counts.sampled_tokens >= tokens:
                 with self._engine._wake:
                     assert self._engine._wake.wait_for(
@@ -37,3 +46,8 @@ class StepGate:
         with self._engine._wake:
             self._is_open = True
             self._engine._wake.notify_all()
+
+
+def num_known(engine: EngineThread) -> int:
+    """Calls that are running, wait for a place, or were sent and not yet taken."""
+    return len(engine._running) + len(engine._waiting) + len(engine._inbox)

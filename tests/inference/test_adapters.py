@@ -13,7 +13,7 @@ from step_gate import StepGate
 from test_torch_engine import VOCAB, make, reference, request
 from transformers import AutoModelForCausalLM
 
-from verbatim.errors import ModelError
+from verbatim.core.errors import ModelError
 from verbatim.models.adapters import BaseWeights, fingerprint, read_adapter
 from verbatim.models.loading import load_model, replace_weights
 from waiting import until

@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM
 
 from campaigns import sized
 from pairs import all_rows, pairs
-from verbatim import native
 from verbatim.inference.embedded.compiled import forward as compiled_forward
 from verbatim.inference.embedded.compiled import library
 from verbatim.inference.embedded.compiled.forward import CompiledForward, widened
 from verbatim.inference.embedded.decoder import Decoder
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.inference.embedded.torch_forward import TorchForward
+from verbatim.models import native
 from verbatim.models.attention import WholeSequencePlan
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model, load_weights

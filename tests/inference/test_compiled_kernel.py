@@ -9,9 +9,9 @@ from test_agreement import play
 from test_determinism import requests_of, same
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from verbatim import native
-from verbatim.errors import ModelError
+from verbatim.core.errors import ModelError
 from verbatim.inference import SampleRequest, SamplingParams
+from verbatim.inference.embedded import fast_forward
 from verbatim.inference.embedded import forward as forward_choice
 from verbatim.inference.embedded.compiled import forward, library
 from verbatim.inference.embedded.compiled.forward import CompiledForward
@@ -22,6 +22,7 @@ from verbatim.inference.embedded.fast_forward import fast_backbone, probe
 from verbatim.inference.embedded.model_check import refuse_other_decoding
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.inference.embedded.torch_forward import TorchForward
+from verbatim.models import native
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model, load_weights
 
@@ -264,6 +265,27 @@ def test_a_kernel_that_is_not_wanted_or_does_not_fit_is_no_warning(models, monke
     assert said() == []
     assert "without its compiled kernel: the inner width is 100" in caplog.text
     assert "without its compiled kernel: VERBATIM_NATIVE = 0" in caplog.text
+
+
+def test_a_known_model_whose_numbers_differ_is_told_as_that_and_not_as_an_unknown_one(models, monkeypatch, said):
+    rotated = fast_forward._rotated
+    monkeypatch.setattr(fast_forward, "_rotated", lambda x, cos, sin: rotated(x, cos, -sin))
+    assert isinstance(make(models["tied"], kernel="auto").forward, TorchForward)
+    (warning,) = said()
+    assert "give other hidden states than the model's own forward pass: they differ by" in warning
+    assert "architectures" not in warning
+    with pytest.raises(ModelError, match=r"they differ by .* is allowed"):
+        make(models["tied"])
+
+
+def test_a_model_of_a_known_class_is_not_told_as_one_of_an_unknown_one(models, tmp_path, said, caplog):
+    other = save(LlamaConfig(**{**SMALL, "hidden_act": "gelu"}), tmp_path)
+    assert isinstance(make(other, kernel="auto").forward, TorchForward)
+    assert "without its compiled kernel: the activation is gelu, and not silu" in caplog.text
+    model = CausalLM(load_model(models["tied"]).requires_grad_(False))
+    model.backbone.layers[1].mlp.register_forward_hook(lambda *_: None)
+    calls = probe(model)[1]
+    assert why_not(model, None, calls) == "the module layers.1.mlp has hooks, or a forward of its own"
 
 
 def test_the_small_copy_that_a_model_is_checked_with_does_not_warn(models, monkeypatch, tmp_path, said):

@@ -3,7 +3,7 @@
 import pytest
 
 from models.architectures import Architecture, tiny_model
-from verbatim.errors import ModelError
+from verbatim.core.errors import ModelError
 from verbatim.inference.embedded.engine import TorchSampler
 from verbatim.inference.embedded.kv_cache import CachePlan
 from verbatim.inference.embedded.settings import TorchSettings

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from campaigns import sized
 from pairs import all_rows, pairs
-from verbatim import machine_faults
-from verbatim.errors import EngineDead, ModelError, RecordError, SamplerFault
+from verbatim.core import machine_faults
+from verbatim.core.errors import EngineDead, ModelError, RecordError, SamplerFault
 from verbatim.inference import SampleRequest, SamplingParams
 from verbatim.inference.base import MOST_STOP_IDS, watch_engine
 from verbatim.inference.cut_off import num_tokens_drawn

@@ -22,14 +22,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verbatim.errors import RecordError, SamplerFault, UsageError
+from verbatim.core.errors import RecordError, SamplerFault, UsageError
+from verbatim.core.types import StopReason
 from verbatim.inference import SampleRequest, SamplingParams
 from verbatim.inference.http import client
 from verbatim.inference.http.client import Answer, HttpClient, HungUp, decode, encode, read_json
 from verbatim.inference.http.connection_settings import account_headers
 from verbatim.inference.http.sampler import HttpSampler
 from verbatim.inference.openai import OpenAI
-from verbatim.types import StopReason
 from waiting import HANGS, until
 
 pytestmark = pytest.mark.realtime
@@ -420,7 +420,7 @@ async def test_a_key_that_a_server_quotes_is_in_no_message_and_follows_no_redire
         redirect = http("", 307, Location=f"{other.url}/there")
         first = await stack.enter_async_context(serving(always(redirect)))
         for server, remote, said in (
-            (other, False, r"status 403: bad key \[key\]$"),
+            (other, False, r"status 403: bad key \[redacted\]$"),
             (first, True, "status 403"),
             (first, False, "status 307"),
         ):
@@ -434,7 +434,7 @@ async def test_a_key_that_a_server_quotes_is_in_no_message_and_follows_no_redire
 async def test_a_quote_that_ends_in_the_middle_of_the_key_does_not_show_its_beginning(cut: int):
     for body, status in (("-" * cut + KEY, 403), ("-" * (cut - 100) + KEY, 200)):
         async with serving(always(http(body, status))) as server, asking(server, api_key=KEY, max_retries=0) as asked:
-            with pytest.raises(SamplerFault, match=r"--\[key\]") as caught:
+            with pytest.raises(SamplerFault, match=r"--\[redacted\]") as caught:
                 await asked.ask("POST", "/", b"{}", read_json)
         assert KEY[:8] not in str(caught.value)
 

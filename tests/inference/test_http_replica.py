@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from inference.serving import TorchServer
 from inference.vllm.vllm_double import VllmDouble
 from inference.vllm.vllm_double import serving as serving_double
-from verbatim.errors import SamplerFault, UsageError
+from verbatim.core.errors import SamplerFault, UsageError
 from verbatim.inference import Completion, SampleRequest, SamplingParams
 from verbatim.inference.backends import BackendInputs
 from verbatim.inference.embedded.backend import torch_backend

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from byte_renderer import END, VOCAB_SIZE, ByteRenderer
-from verbatim.errors import ModelError, RecordError, SamplerFault, UsageError
+from verbatim.core.errors import ModelError, RecordError, SamplerFault, UsageError
+from verbatim.core.types import StopReason
 from verbatim.inference import Completion, Sampler, SampleRequest, SamplingParams
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.inference.http import client, connections, protocol
@@ -30,7 +31,6 @@ from verbatim.inference.http.sampler import HttpSampler
 from verbatim.inference.http.server import serve_sampler
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import MultiTurnRollout
-from verbatim.types import StopReason
 from waiting import HANGS, until
 
 pytestmark = pytest.mark.realtime
@@ -209,7 +209,7 @@ def test_every_float32_logprob_survives_the_wire(style: protocol.LogprobStyle, b
     session=st.text(),
     temperature=st.just(0.0) | st.floats(1e-6, 10),
     max_tokens=st.integers(1, 100),
-    top_p=st.floats(0, 1, exclude_min=True),
+    top_p=st.floats(1e-30, 1),
     top_k=st.integers(0, 50),
     min_p=st.floats(0, 1, exclude_max=True),
     stop=st.lists(st.integers(0, 9), unique=True),

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 
 from rollouts.chat_server import ChatServer, Raw, call, chat_server, completion
-from verbatim.errors import SamplerFault, UsageError
+from verbatim.core.errors import SamplerFault, UsageError
+from verbatim.core.types import StopReason
 from verbatim.inference import SamplingParams
 from verbatim.inference.chat.answer import BadAnswer, read_answer, read_arguments
 from verbatim.inference.chat.request import chat_body, samples_as_modelled
 from verbatim.inference.http.connection_settings import key_variable
 from verbatim.inference.openai import OpenAI, pause
-from verbatim.types import StopReason
 from waiting import HANGS
 
 HELLO = [{"role": "user", "content": "5"}]
@@ -199,6 +199,11 @@ def test_what_is_no_completion_is_refused(text: str, said: str):
         ('{"a": NaN}', None, "invalid_json"),
         ('{"a": "\\ud800"}', None, "invalid_json"),
         ("[" * 100_000, None, "invalid_json"),
+        ('{"a": 1, "a": 2}', None, "invalid_json"),
+        ('{"a": {"b": 1, "b": 1}}', None, "invalid_json"),
+        ('{"a": 1e400}', None, "invalid_json"),
+        (f'{{"a": {"[" * 80}{"]" * 80}}}', None, "invalid_json"),
+        ('{"a": 9007199254740993}', {"a": 9007199254740993}, "ok"),
         ("[1]", None, "malformed_structure"),
         ("null", None, "malformed_structure"),
     ],
@@ -215,6 +220,8 @@ def test_arguments_are_read_strictly(raw: str, arguments: Any, status: str):
         ({"function": {"name": "f", "arguments": None}}, "f", "ok"),
         ({"function": {"name": "", "arguments": "{}"}}, None, "missing_name"),
         ({"function": {"name": 5}}, None, "missing_name"),
+        ({"function": {"name": "f", "arguments": '{"a": "\ud800"}'}}, "f", "invalid_json"),
+        ({"function": {"name": "f\ud800", "arguments": "{}"}}, None, "malformed_structure"),
         ({"function": None}, None, "missing_name"),
         (5, None, "missing_name"),
     ],

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from verbatim.errors import ModelError, RecordError, SamplerFault
+from verbatim.core.errors import ModelError, RecordError, SamplerFault
+from verbatim.core.types import StopReason
 from verbatim.inference import Sampler, SampleRequest, SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
-from verbatim.types import StopReason
 
 
 def request(prompt=(1, 2), **params):

@@ -18,7 +18,7 @@ import pytest
 import renderers.client
 
 from byte_renderer import END, VOCAB_SIZE, ByteRenderer, call, say, text
-from verbatim.errors import UsageError
+from verbatim.core.errors import UsageError
 from verbatim.inference.http import connections, protocol
 from verbatim.inference.http.limits import ServerLimits
 from verbatim.inference.http.server import serve_sampler

@@ -24,11 +24,14 @@ from byte_renderer import VOCAB_SIZE, ByteRenderer, say
 from slow_renderer import SlowRenderer
 from verbatim.cli import serve_command
 from verbatim.cli.main import main
-from verbatim.errors import UsageError
+from verbatim.core.descriptors import raise_descriptor_limit
+from verbatim.core.errors import UsageError
 from verbatim.inference.http import limits, protocol
+from verbatim.inference.http.acceptor import Acceptor
 from verbatim.inference.http.chat_desk import ProcessDesk
-from verbatim.inference.http.connections import Acceptor, Connection, ConnectionTable
-from verbatim.inference.http.limits import ServerLimits, raise_descriptor_limit
+from verbatim.inference.http.connections import Connection
+from verbatim.inference.http.doors import ConnectionTable
+from verbatim.inference.http.limits import ServerLimits
 from verbatim.inference.http.server import serve_sampler
 from verbatim.inference.scripted import ScriptedSampler
 from waiting import HANGS, until
@@ -380,6 +383,82 @@ async def test_what_is_not_http_is_refused_once(seconds):
         writer.close()
 
 
+LONG_HEADS = {
+    "a header": b"GET /health HTTP/1.1\r\nHost: localhost\r\nA: " + b"b" * 1_000_000 + b"\r\n\r\n",
+    "many headers": b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"A: b\r\n" * 100_000 + b"\r\n",
+    "a path": b"GET /" + b"b" * 1_000_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.3])
+@pytest.mark.parametrize("kind", LONG_HEADS)
+async def test_a_head_that_is_too_long_is_answered_with_431_and_its_client_can_read_it(kind, seconds):
+    """The client sends all of it before it reads: were the connection reset meanwhile, the answer could be lost."""
+    async with asking(scripted(), limits=ServerLimits(refusal_seconds=seconds)) as client:
+        reader, writer = await asyncio.open_connection(*address(client))
+        writer.write(LONG_HEADS[kind])
+        await asyncio.wait_for(writer.drain(), HANGS)
+        answer = await asyncio.wait_for(reader.read(), HANGS)  # to the end: a reset would raise
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
+        assert b"connection: close" in head.lower()
+        assert body == b"the head of a request, or of a chunk, is longer than 16384 bytes"
+        writer.close()
+
+
+async def test_who_sends_on_for_ever_behind_a_refusal_is_hung_up_on():
+    async with asking(scripted()) as client:
+        _, writer = await asyncio.open_connection(*address(client))
+        writer.write(b"\0" * 100 + b"\r\n\r\n")
+        with pytest.raises(ConnectionError):
+            async with asyncio.timeout(HANGS):
+                while True:
+                    writer.write(b"x" * 2**16)
+                    await writer.drain()
+        writer.close()
+
+
+async def test_who_neither_reads_nor_leaves_behind_a_refusal_is_hung_up_on(monkeypatch):
+    monkeypatch.setattr("verbatim.inference.http.connections._LINGER", 0.05)
+    async with asking(scripted()) as client:
+        reader, writer = await asyncio.open_connection(*address(client))
+        writer.write(b"\0" * 100 + b"\r\n\r\n")
+        assert (await asyncio.wait_for(reader.read(), HANGS)).startswith(b"HTTP/1.1 400 ")
+
+        async def sends_on():
+            while True:
+                writer.write(b"x")
+                await writer.drain()
+                await asyncio.sleep(0.01)
+
+        with pytest.raises(ConnectionError):
+            await asyncio.wait_for(sends_on(), HANGS)
+        writer.close()
+
+
+async def test_what_is_not_http_in_a_body_ends_its_request_once(caplog):
+    """It may be refused, or answered by its route before its body is read: one answer, and nothing in the log."""
+    async with asking(scripted()) as client:
+        for path in (b"/health", b"/nowhere", protocol.GENERATE.encode()):
+            reader, writer = await asyncio.open_connection(*address(client))
+            writer.write(
+                b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                b"Transfer-Encoding: chunked\r\n\r\nzz\r\n" % path
+            )
+            answer = await asyncio.wait_for(reader.read(), HANGS)
+            assert answer.count(b"HTTP/1.1 ") == 1
+            writer.close()
+    assert caplog.records == []
+
+
+async def test_a_server_that_stops_waits_for_nobody_it_has_refused():
+    async with asking(scripted()) as client:
+        reader, writer = await asyncio.open_connection(*address(client))
+        writer.write(b"\0" * 100 + b"\r\n\r\n")
+        assert await asyncio.wait_for(reader.read(), HANGS)
+    writer.close()
+
+
 async def test_what_is_not_http_is_refused_as_late_as_any_other_mistake(monkeypatch):
     """Where refusals wait for ever, it has no answer, while another request has one."""
     heard, refuse = asyncio.Event(), Connection.send_400_response
@@ -562,7 +641,7 @@ async def test_without_a_key_a_request_calls_the_server_by_its_name(host, status
 
 
 async def test_a_health_check_begins_before_the_requests_that_wait_and_what_hung_up_never_does(monkeypatch):
-    monkeypatch.setattr("verbatim.inference.http.connections._BEGUN_AT_ONCE", 1)
+    monkeypatch.setattr("verbatim.inference.http.acceptor._BEGUN_AT_ONCE", 1)
     begun, done = [], asyncio.Event()
 
     class Noting(asyncio.Protocol):
@@ -588,7 +667,7 @@ async def test_a_health_check_begins_before_the_requests_that_wait_and_what_hung
 
 
 async def test_connections_that_wait_are_closed_with_the_server(monkeypatch):
-    monkeypatch.setattr("verbatim.inference.http.connections._BEGUN_AT_ONCE", 0)
+    monkeypatch.setattr("verbatim.inference.http.acceptor._BEGUN_AT_ONCE", 0)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         reader, writer = await asyncio.open_connection(*listening.getsockname())
         acceptor = Acceptor(listening, asyncio.Protocol, ConnectionTable(ServerLimits(), 100))

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import verbatim.inference.teacher as teachers
 from verbatim.config.schema import TeacherConfig
-from verbatim.errors import ModelError, RunStopped, UsageError
+from verbatim.core.errors import ModelError, RunStopped, UsageError
 from verbatim.inference.http import client, protocol
 from verbatim.inference.teacher import LocalTeacher, make_teacher
 

@@ -8,13 +8,13 @@ from safetensors.torch import load_file, save_file
 from step_gate import StepGate
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from verbatim.cores import CoreShare
-from verbatim.errors import ModelError, RecordError, SamplerFault, UsageError
+from verbatim.core.errors import ModelError, RecordError, SamplerFault, UsageError
+from verbatim.core.types import StopReason
 from verbatim.inference import Sampler, SampleRequest, SamplingParams
 from verbatim.inference.cut_off import num_tokens_drawn
 from verbatim.inference.embedded.engine import TorchSampler
 from verbatim.inference.embedded.settings import TorchSettings
-from verbatim.types import StopReason
+from verbatim.models.native.cores import CoreShare
 from waiting import HANGS, until, wait_until
 
 pytestmark = [pytest.mark.usefixtures("kernel"), pytest.mark.realtime]
@@ -147,7 +147,7 @@ async def test_the_next_turn_computes_only_what_is_new(sampler):
 
 async def test_new_weights_arrive_between_two_steps_and_lose_nothing(models, references, monkeypatch):
     sampler = make(models["tied"], context_length=500)
-    gate = StepGate(sampler, monkeypatch, tokens=600)
+    gate = StepGate(sampler, monkeypatch, tokens=600, calls=3)
     running = [asyncio.create_task(sampler.generate(request((i, 9), seed=i, max_tokens=400))) for i in range(3)]
     await until(lambda: sampler.stats().sampled_tokens >= 600)
     await sampler.update_weights(models["tied_later"], 5)
@@ -229,7 +229,7 @@ async def test_a_cancelled_call_frees_its_place(models, monkeypatch):
     gate = StepGate(sampler, monkeypatch, tokens=6)
     long = asyncio.create_task(sampler.generate(request(max_tokens=490)))
     waiting = asyncio.create_task(sampler.generate(request(max_tokens=490)))
-    await until(lambda: sampler.stats().sampled_tokens == 6)
+    await until(lambda: sampler.stats().sampled_tokens >= 6)
     waiting.cancel()
     long.cancel()
     short = asyncio.create_task(sampler.generate(request(max_tokens=3)))
@@ -244,7 +244,7 @@ async def test_a_cancelled_call_frees_its_place(models, monkeypatch):
 async def test_a_cancelled_call_says_how_many_tokens_were_drawn_for_it(models, monkeypatch):
     """Running, waiting for a place, and cancelled twice; what was drawn for all calls is what the engine drew."""
     sampler = make(models["tied"], max_batch_size=2, context_length=500)
-    StepGate(sampler, monkeypatch, tokens=10)
+    StepGate(sampler, monkeypatch, tokens=10, calls=4)
 
     async def tokens_of(seed):
         with pytest.raises(asyncio.CancelledError) as caught:
@@ -252,8 +252,8 @@ async def test_a_cancelled_call_says_how_many_tokens_were_drawn_for_it(models, m
         return num_tokens_drawn(caught.value)
 
     calls = [asyncio.create_task(tokens_of(seed)) for seed in range(4)]
-    await until(lambda: sampler.stats().sampled_tokens == 10)
-    for call in calls:
+    await until(lambda: sampler.stats().sampled_tokens >= 10)
+    for call in reversed(calls):  # those that wait first: they are to get no place
         call.cancel()
         call.cancel()
     drawn = await asyncio.gather(*calls)
@@ -353,7 +353,7 @@ async def test_a_failure_of_the_engine_reaches_everyone_and_every_later_call(mod
     sampler = make(models["tied"], max_batch_size=1, context_length=500)
     gate = StepGate(sampler, monkeypatch, tokens=6)
     tasks = [asyncio.create_task(sampler.generate(request(max_tokens=490))) for _ in range(3)]
-    await until(lambda: sampler.stats().sampled_tokens == 6)
+    await until(lambda: sampler.stats().sampled_tokens >= 6)
 
     def explode():
         raise ZeroDivisionError("the sky fell")

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from verbatim.errors import SamplerFault, UsageError
+from verbatim.core.errors import SamplerFault, UsageError
 from verbatim.inference.http import uploads
 from verbatim.inference.http.client import HttpClient
 from verbatim.inference.http.limits import ServerLimits
@@ -44,7 +44,7 @@ def guard(monkeypatch, there: Path | None, key: str | None = "a-secret-key"):
         if value is not None:
             monkeypatch.setenv(name, str(value))
     monkeypatch.syspath_prepend(str(PLUGIN))
-    for name in ("verbatim_vllm_http", "verbatim_uploads"):
+    for name in ("verbatim_vllm_http", "verbatim_uploads", "verbatim_keys"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     import verbatim_vllm_http as module
 

@@ -9,9 +9,14 @@ import numpy as np
 import pytest
 from test_torch_engine import make, request
 
-from verbatim.errors import SamplerFault
-from verbatim.inference.base import ShowsTokens, generate_watched
-from verbatim.types import StopReason
+from byte_renderer import ByteRenderer
+from verbatim.core.errors import SamplerFault
+from verbatim.core.types import StopReason
+from verbatim.inference.base import SamplingParams, ShowsTokens, generate_watched
+from verbatim.models.renderers.base import ParsedResponse
+from verbatim.rollouts import EpisodeLimits
+from verbatim.rollouts.agent_loop import AgentLoop
+from verbatim.rollouts.recorder import Recorder
 
 pytestmark = pytest.mark.realtime
 
@@ -41,6 +46,39 @@ async def test_a_watched_completion_is_the_same_and_every_token_but_the_last_is_
     assert watched.logprobs.tolist() == alone.logprobs.tolist()
     assert shown == [[token] for token in alone.ids.tolist()[:-1]]
     assert (watched.stop_reason, threads) == (StopReason.LENGTH, {"verbatim-sampler"})
+
+
+async def test_a_rollouts_stop_string_ends_its_turn_in_the_engine(sampler):
+    """The text of an id is a letter: the stop string is of three tokens that the model samples one after the other."""
+
+    class Letters(ByteRenderer):
+        stop_token_ids = ()
+
+        def decode(self, ids):
+            return "".join(chr(0x4E00 + int(i)) for i in ids)
+
+        def parse_response(self, completion_ids, prompt_ids=None, tools=None):
+            return ParsedResponse(content=self.decode(completion_ids))
+
+    async def turn(**params):
+        loop = AgentLoop(
+            sampler=sampler,
+            renderer=Letters(),
+            params=SamplingParams(**params),
+            seed=3,
+            limits=EpisodeLimits(max_context=128),
+            recorder=Recorder(97),
+        )
+        return await loop.complete(np.array([1, 2, 3], np.int32), loop.params), loop
+
+    alone, _ = await turn(max_tokens=20)
+    stop = Letters().decode(alone.ids[5:8])
+    size = next(n for n in range(1, 21) if stop in Letters().decode(alone.ids[:n]))
+    before = sampler.stats().sampled_tokens
+    ended, loop = await turn(max_tokens=20, stop=(stop,))
+    assert ended.ids.tolist() == alone.ids[:size].tolist()
+    assert (ended.stop_reason, len(ended.logprobs), len(ended.policy_versions)) == (StopReason.STOP, size, size)
+    assert (sampler.stats().sampled_tokens - before, loop.recorder.num_unrecorded_tokens) == (size, 0)
 
 
 async def test_nothing_is_drawn_after_the_token_that_ends_a_completion(sampler):

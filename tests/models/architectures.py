@@ -31,60 +31,33 @@ class Architecture:
 NEEDED: dict[str, dict[str, Any]] = {
     "blt": {"encoder_hash_byte_group_vocab": 64},
     "deepseek_v2": {"topk_method": "greedy", "topk_group": 1, "n_group": 1, "num_experts_per_tok": 2},
-    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+              "n_shared_experts": 1},
     "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
     "git": {"num_hidden_layers": 2},
-    "granitemoehybrid": {
-        "mamba_n_heads": 8,
-        "mamba_d_head": 16,
-        "mamba_expand": 2,
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 2,
-        "num_key_value_heads": 4,
-        "layer_types": ["mamba", "full_attention"],
-    },
+    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_expand": 2, "hidden_size": 64,
+                         "num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 4,
+                         "layer_types": ["mamba", "full_attention"]},
     "hunyuan_v1_dense": {"head_dim": 64},
     "hunyuan_v1_moe": {"head_dim": 64},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "mamba2": {"num_heads": 64, "expand": 1, "head_dim": 64},
     "ministral": {"head_dim": 64},
     "nemotron": {"num_key_value_heads": 8},
-    "qwen4_exp_text": {
-        "indexer_n_heads": 4,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 16,
-        "indexer_budget": 64,
-        "indexer_compress_ratio": 4,
-    },
+    "qwen4_exp_text": {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 64,
+                       "indexer_compress_ratio": 4},
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
     "xmod": {"default_language": "en_XX", "is_decoder": True},
-    "zamba2": {
-        "num_hidden_layers": 4,
-        "layers_block_type": ["linear_attention", "hybrid"] * 2,
-        "hybrid_layer_ids": [1, 3],
-    },
-}
+    "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2,
+               "hybrid_layer_ids": [1, 3]},
+}  # fmt: skip
 """What the defaults of a configuration leave out and its class asks for."""
 
 
 ENCODERS = (
-    "bert",
-    "bert-generation",
-    "big_bird",
-    "camembert",
-    "data2vec-text",
-    "electra",
-    "ernie",
-    "megatron-bert",
-    "rembert",
-    "roberta",
-    "roberta-prelayernorm",
-    "roc_bert",
-    "roformer",
-    "xlm-roberta",
-    "xlm-roberta-xl",
-)
+    "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert",
+    "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl",
+)  # fmt: skip
 """Classes that look both ways unless they are told that they are decoders."""
 
 
@@ -113,17 +86,15 @@ FLAGS: tuple[Architecture, ...] = tuple(
         ("qwen2_moe", "use_sliding_window", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 8}),
         ("qwen2_moe", "some layers dense", {"mlp_only_layers": [1], **_FOUR}),
         ("qwen3", "use_sliding_window", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 8}),
-        (
-            "qwen3",
-            "mixed layer_types",
-            {"layer_types": _MIXED, "sliding_window": 64, "use_sliding_window": True, **_FOUR},
-        ),
+        ("qwen3", "mixed layer_types", {"layer_types": _MIXED, "sliding_window": 64, "use_sliding_window": True,
+                                        **_FOUR}),
         ("qwen3", "attention_bias", {"attention_bias": True}),
         ("qwen3", "untied", {"tie_word_embeddings": False}),
         ("qwen3_moe", "use_sliding_window", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 8}),
         ("phimoe", "sliding_window", {"sliding_window": 64}),
         ("phi3", "sliding_window", {"sliding_window": 64}),
-        ("phi3", "longrope", {**_longrope(48, 24), "original_max_position_embeddings": 24}),
+        ("phi3", "longrope", {
+            **_longrope(48, 24), "original_max_position_embeddings": 24}),
         ("phi3", "longrope at full length", _longrope(48, 256)),
         ("mistral", "no window", {"sliding_window": None}),
         ("mistral", "sliding_window", {"sliding_window": 64}),
@@ -147,11 +118,8 @@ FLAGS: tuple[Architecture, ...] = tuple(
         ("llama", "dynamic rope", {**_rope("dynamic", factor=4.0), "max_position_embeddings": 24}),
         ("llama", "dynamic rope at full length", {**_rope("dynamic", factor=4.0), "max_position_embeddings": 256}),
         ("llama", "yarn rope", _rope("yarn", factor=4.0, original_max_position_embeddings=16)),
-        (
-            "llama",
-            "llama3 rope",
-            _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16),
-        ),
+        ("llama", "llama3 rope", _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                                       original_max_position_embeddings=16)),
         ("llama", "longrope", _longrope(64, 24)),
         ("gpt2", "untied", {"tie_word_embeddings": False}),
         ("gpt2", "scaled by layer", {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True}),
@@ -167,16 +135,8 @@ FLAGS: tuple[Architecture, ...] = tuple(
         ("deepseek_v2", "no query compression", {"q_lora_rank": None}),
         ("deepseek_v3", "no query compression", {"q_lora_rank": None}),
         ("glm4_moe", "qk norm", {"use_qk_norm": True}),
-        (
-            "granite",
-            "multipliers",
-            {
-                "embedding_multiplier": 3.0,
-                "attention_multiplier": 0.3,
-                "logits_scaling": 2.0,
-                "residual_multiplier": 0.5,
-            },
-        ),
+        ("granite", "multipliers", {"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "logits_scaling": 2.0,
+                                    "residual_multiplier": 0.5}),
         ("lfm2", "convolutions", {"layer_types": ["conv", "full_attention"] * 2, **_FOUR}),
         ("llama4_text", "no chunks", {"layer_types": ["full_attention"] * 4, **_FOUR}),
         ("exaone4", "all layers full", {"layer_types": ["full_attention"] * 4, "sliding_window": None, **_FOUR}),
@@ -186,7 +146,7 @@ FLAGS: tuple[Architecture, ...] = tuple(
         ("persimmon", "no qk norm", {"qk_layernorm": False}),
         ("phi", "qk norm", {"qk_layernorm": True}),
     )
-)
+)  # fmt: skip
 """Flags of masks, layers, position scalings and heads."""
 
 

@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from drawn import drawn
 from verbatim.config.schema import BuildConfig
+from verbatim.core.errors import ModelError
 from verbatim.environments.guess_number import GuessNumber
 from verbatim.environments.resolve import corpus
-from verbatim.errors import ModelError
 from verbatim.models.build import build_model, chat_text
 from verbatim.models.loading import load_model
 

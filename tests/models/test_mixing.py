@@ -9,7 +9,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Model
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from models.other_models import VOCAB, write_other
-from verbatim.errors import ModelError
+from verbatim.core.errors import ModelError
 from verbatim.models.attention import ATTENTION
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model

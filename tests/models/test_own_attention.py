@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, MistralConfig, Phi3Config, Qwen3Config
 
 from models.architectures import FLAGS, Architecture, tiny_model
-from verbatim.errors import ModelError
+from verbatim.core.errors import ModelError
 from verbatim.models.attention import ATTENTION, WholeSequencePlan
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model

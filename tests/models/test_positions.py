@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from verbatim.errors import ModelError
+from verbatim.core.errors import ModelError
 from verbatim.inference.embedded.whole_sequence import sequence_logprobs
 from verbatim.models import positions
 from verbatim.models.head import CausalLM

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
 from models.other_models import write_other
-from verbatim.errors import ModelError
+from verbatim.core.errors import ModelError
 from verbatim.models import tiny
 from verbatim.models.attention import WholeSequencePlan
 from verbatim.models.head import CausalLM

@@ -16,7 +16,7 @@ from huggingface_hub import constants
 from transformers.utils.hub import hf_api
 
 from verbatim.config.schema import BuildConfig
-from verbatim.errors import ModelError
+from verbatim.core.errors import ModelError
 from verbatim.models import source
 from verbatim.models.build import build_model
 from verbatim.models.loading import load_model, load_tokenizer, resolve_device

@@ -18,7 +18,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from verbatim.errors import ModelError
+from verbatim.core.errors import ModelError
 from verbatim.models.conversion import to_model_tensors
 from verbatim.models.loading import load_model, load_weights, save_model
 from verbatim.models.round_trip import check_round_trip

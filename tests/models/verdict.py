@@ -15,18 +15,18 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from models.architectures import Architecture, tiny_model
+from verbatim.algorithms.losses import LOSSES
 from verbatim.config.schema import OptimConfig, TrainerConfig
-from verbatim.errors import UsageError
+from verbatim.core.errors import UsageError
+from verbatim.core.types import TrainingSample
 from verbatim.inference.base import SampleRequest, SamplingParams
 from verbatim.inference.embedded.engine import TorchSampler
 from verbatim.inference.embedded.settings import TorchSettings
-from verbatim.losses import LOSSES
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model
-from verbatim.packing import PACKERS
 from verbatim.trainer.device_batch import DeviceBatch
+from verbatim.trainer.packing import PACKERS
 from verbatim.trainer.trainer import Trainer
-from verbatim.types import TrainingSample
 
 SEQ_LEN = 72
 UPDATES = 2

@@ -11,22 +11,22 @@ sys.path.append(str(Path(__file__).parents[1] / "trainer"))
 from trainer_helpers import gradients, largest_difference
 
 from verbatim import build_samples
+from verbatim.algorithms.credit import assign_advantages
+from verbatim.algorithms.credit.default import default_advantage
+from verbatim.algorithms.losses import LOSSES
 from verbatim.config import load_config
 from verbatim.config.schema import RunConfig
-from verbatim.credit import assign_advantages
-from verbatim.credit.default import default_advantage
+from verbatim.core.trajectories import build
 from verbatim.environments.guess_number import GuessNumber
 from verbatim.inference import SamplingParams
 from verbatim.inference.embedded.engine import TorchSampler
 from verbatim.inference.embedded.settings import TorchSettings
-from verbatim.losses import LOSSES
 from verbatim.models.build import build_model, chat_text
 from verbatim.models.loading import load_tokenizer
-from verbatim.renderers import create_renderer
+from verbatim.models.renderers import create_renderer
 from verbatim.rollouts import EpisodeLimits, GroupRun, RolloutSetup, trajectory_from_messages
 from verbatim.trainer.trainer import Trainer
 from verbatim.trainer.warm_start import warm_start
-from verbatim.trajectories import build
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "guess_number.toml"
 ENVIRONMENT = GuessNumber()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from planted_copy import Fault
 
-_CREDIT = ("credit", "filters/test_filters.py")
+_CREDIT = ("algorithms/credit", "algorithms/filters/test_filters.py")
 CREDIT = (
     Fault(
         name="the baseline is over rollouts that failed too",
-        file="trajectories/group.py",
+        file="core/trajectories/group.py",
         old="        return tuple(t for t in self.trajectories if t.error is None)\n",
         new="        return tuple(t for t in self.trajectories if t.error is None or t.reward is not None)\n",
         harm="A tool that broke pushes all other answers to its question up.",
@@ -16,7 +16,7 @@ CREDIT = (
     ),
     Fault(
         name="a reward that is NaN enters the baseline",
-        file="credit/base.py",
+        file="algorithms/credit/base.py",
         old="    group = _without_bad_rewards(group)\n",
         new="    group = dataclasses.replace(group)\n",
         harm="One bad reward spoils its whole group.",
@@ -24,7 +24,7 @@ CREDIT = (
     ),
     Fault(
         name="the deviation is that of a sample",
-        file="credit/moments.py",
+        file="algorithms/credit/moments.py",
         old="    scale = deviation(values) + eps\n",
         new="    scale = statistics.stdev(values) + eps\n",
         harm="Advantages are smaller than the formula says, by 30% in groups of two.",
@@ -32,7 +32,7 @@ CREDIT = (
     ),
     Fault(
         name="rounding becomes an advantage",
-        file="credit/moments.py",
+        file="algorithms/credit/moments.py",
         old="    if are_equal(values):\n        return [0.0] * len(values)\n    level = statistics.fmean(values)\n",
         new="    level = sum(values) / len(values)\n",
         harm="Equal rewards teach: their differences in the last bit, divided by their spread.",
@@ -40,7 +40,7 @@ CREDIT = (
     ),
     Fault(
         name="each rollout is in its own baseline",
-        file="credit/rloo.py",
+        file="algorithms/credit/rloo.py",
         old="[value * size / max(1, size - 1) for value in",
         new="[value for value in",
         harm='"rloo" is "default", and its gradient is too small.',
@@ -48,7 +48,7 @@ CREDIT = (
     ),
     Fault(
         name="the length penalty is a bonus",
-        file="credit/length_penalty.py",
+        file="algorithms/credit/length_penalty.py",
         old="    return [reward - slope * max(0, cost - target) for",
         new="    return [reward + slope * max(0, cost - target) for",
         harm="Answers grow until they are cut off.",
@@ -56,15 +56,15 @@ CREDIT = (
     ),
     Fault(
         name="tokens that are not trained are charged",
-        file="credit/length_penalty.py",
-        old="        costs = [rollout.num_sampled_tokens - _num_untrained_tokens(rollout) for rollout in rollouts]\n",
-        new="        costs = [rollout.num_sampled_tokens for rollout in rollouts]\n",
+        file="algorithms/credit/length_penalty.py",
+        old="        trained = [turn for turn in rollout.turns if fate_of(turn, longest, needs_logprobs) == TRAINED]\n",
+        new="        trained = list(rollout.turns)\n",
         harm="The policy is punished for the length of what its opponent says.",
         tests=_CREDIT,
     ),
     Fault(
         name="turns that are not trained are discounted",
-        file="credit/chunk_returns.py",
+        file="algorithms/credit/chunk_returns.py",
         old="        ahead = own[k] + (gamma if k in trained else 1.0) * ahead\n",
         new="        ahead = own[k] + gamma * ahead\n",
         harm="A reward reaches earlier turns the less the more an opponent speaks.",
@@ -72,7 +72,7 @@ CREDIT = (
     ),
     Fault(
         name="states are compared within a rollout only",
-        file="credit/gigpo.py",
+        file="algorithms/credit/gigpo.py",
         old="                states.setdefault(key, []).append((i, k))\n",
         new='                states.setdefault(f"{i}/{key}", []).append((i, k))\n',
         harm='"gigpo" compares nothing, and says nothing of it.',
@@ -80,7 +80,7 @@ CREDIT = (
     ),
     Fault(
         name="an agent earns what all earn",
-        file="credit/shares.py",
+        file="algorithms/credit/shares.py",
         old="    reward = rollout.reward if agent is None else own[agent]\n",
         new="    reward = rollout.reward\n",
         harm="In a game for two the loser is trained to play as it did.",
@@ -88,7 +88,7 @@ CREDIT = (
     ),
     Fault(
         name="a filter that only watches shields from one that drops",
-        file="filters/base.py",
+        file="algorithms/filters/base.py",
         old='    dropping = [name for name in flagged if filters[name].action == "drop"]\n',
         new='    dropping = [name for name in flagged[:1] if filters[name].action == "drop"]\n',
         harm="Gibberish is trained because another filter has seen it first.",
@@ -99,99 +99,99 @@ CREDIT = (
 LOSSES = (
     Fault(
         name="the mask of tokens that fell has the wrong sign",
-        file="losses/default.py",
+        file="algorithms/losses/default.py",
         old="    dropped_low = (advantages <= 0) & (moved < -dppo_mask_low)\n",
         new="    dropped_low = (advantages <= 0) & (moved < dppo_mask_low)\n",
         harm="Nothing bad is unlearned: almost every token with a negative advantage is masked.",
-        tests=("losses/test_default_loss.py",),
+        tests=("algorithms/losses/test_default_loss.py",),
     ),
     Fault(
         name="the KL term drives the policy away",
-        file="losses/default.py",
+        file="algorithms/losses/default.py",
         old="delta) + kl_tau * log_ratio.square()",
         new="delta) - kl_tau * log_ratio.square()",
         harm="The further the policy is from the one that sampled, the faster it goes on.",
-        tests=("losses/test_default_loss.py",),
+        tests=("algorithms/losses/test_default_loss.py",),
     ),
     Fault(
         name="both bounds of the ratio are the lower one's",
-        file="losses/ppo.py",
+        file="algorithms/losses/ppo.py",
         old="math.log1p(eps_high))\n",
         new="math.log1p(eps_low))\n",
         harm="`eps_high` is read, checked and without effect.",
-        tests=("losses/test_ppo_loss.py",),
+        tests=("algorithms/losses/test_ppo_loss.py",),
     ),
     Fault(
         name="the ratio of a trajectory is not divided by its length",
-        file="losses/gspo.py",
+        file="algorithms/losses/gspo.py",
         old="    log_ratio = (trainer - inference).mean()\n",
         new="    log_ratio = (trainer - inference).sum()\n",
         harm="Every long trajectory is clipped, and learns nothing.",
-        tests=("losses/test_gspo_loss.py",),
+        tests=("algorithms/losses/test_gspo_loss.py",),
     ),
     Fault(
         name="good chunks are imitated at the weight of bad ones",
-        file="losses/ipa.py",
+        file="algorithms/losses/ipa.py",
         old="    weights = ratios.clamp(max=1.0).masked_fill(good, 1.0).masked_fill(dropped, 0.0)\n",
         new="    weights = ratios.clamp(max=1.0).masked_fill(dropped, 0.0)\n",
         harm="Rare good turns are hardly learned.",
-        tests=("losses/test_ipa_loss.py",),
+        tests=("algorithms/losses/test_ipa_loss.py",),
     ),
     Fault(
         name="the penalty of the reference is a reward",
-        file="losses/reference.py",
+        file="algorithms/losses/reference.py",
         old="        return ReferenceTerm(penalty=-kl_ref_tau * ahead.detach())\n",
         new="        return ReferenceTerm(penalty=kl_ref_tau * ahead.detach())\n",
         harm='With kl_ref = "k1" the policy leaves its reference the faster the larger the weight is.',
-        tests=("losses/test_reference.py",),
+        tests=("algorithms/losses/test_reference.py",),
     ),
     Fault(
         name="the ratio to the reference is upside down",
-        file="losses/reference.py",
+        file="algorithms/losses/reference.py",
         old="stream[mask] - inputs.trainer_logprobs[mask]\n",
         new="inputs.trainer_logprobs[mask] - stream[mask]\n",
         harm="k3 is that of the other direction, and k1 has the wrong sign.",
-        tests=("losses/test_reference.py",),
+        tests=("algorithms/losses/test_reference.py",),
     ),
     Fault(
         name="the teacher's log ratio has a gradient",
-        file="losses/opd.py",
+        file="algorithms/losses/opd.py",
         old='    behind = trained_teacher(inputs, "opd") - trainer.detach()\n',
         new='    behind = trained_teacher(inputs, "opd") - trainer\n',
         harm="Distillation lowers the probability of what it has sampled, whatever the teacher says.",
-        tests=("losses/test_opd_loss.py",),
+        tests=("algorithms/losses/test_opd_loss.py",),
     ),
     Fault(
         name="the supervised loss does not look at the mask",
-        file="losses/sft.py",
+        file="algorithms/losses/sft.py",
         old="    return LossOutputs(loss=-inputs.trainer_logprobs[inputs.loss_mask].sum())\n",
         new="    return LossOutputs(loss=-inputs.trainer_logprobs.sum())\n",
         harm="Prompts and tool outputs are imitated wherever logprobs of them are given.",
-        tests=("losses/test_sft_loss.py", "losses/test_gradients.py"),
+        tests=("algorithms/losses/test_sft_loss.py", "algorithms/losses/test_gradients.py"),
     ),
     Fault(
         name="the ratio is clamped after exp",
-        file="losses/ratios.py",
+        file="algorithms/losses/ratios.py",
         old="clamp(max=math.log(delta)).exp()\n",
         new="exp().clamp(max=delta)\n",
         harm="One token that the policy has come to like very much makes the gradient NaN.",
-        tests=("losses/test_default_loss.py",),
+        tests=("algorithms/losses/test_default_loss.py",),
     ),
     Fault(
         name="the bounded weight has a gradient",
-        file="losses/cispo.py",
+        file="algorithms/losses/cispo.py",
         old="    log_ratio = (trainer - inference).detach()\n",
         new="    log_ratio = trainer - inference\n",
         harm='"cispo" and "tis" take a step of another formula.',
-        tests=("losses/test_bounded_weights.py",),
+        tests=("algorithms/losses/test_bounded_weights.py",),
     ),
 )
 
-_ROWS, _TREES = ("packing/test_rows.py",), ("packing/test_tree.py",)
+_ROWS, _TREES = ("trainer/packing/test_rows.py",), ("trainer/packing/test_tree.py",)
 PACKING = (
     Fault(
         name="a branch of a tree counts its positions from 0",
-        file="packing/tree.py",
+        file="trainer/packing/tree.py",
         old="        position_ids=(index - np.repeat(begins - shared, new)).astype(np.int32),\n",
         new="        position_ids=(index - np.repeat(begins, new)).astype(np.int32),\n",
         harm='With packing = "tree" every sample but the first is trained at the wrong positions.',
@@ -199,7 +199,7 @@ PACKING = (
     ),
     Fault(
         name="the first token of a branch is seen by the next branch",
-        file="packing/tree.py",
+        file="trainer/packing/tree.py",
         old="        ends[path[common:deepest]] = begin  #",
         new="        ends[path[common + 1 : deepest]] = begin  #",
         harm="Siblings of a tree leak into each other.",
@@ -207,7 +207,7 @@ PACKING = (
     ),
     Fault(
         name="a target is predicted from itself",
-        file="packing/rows.py",
+        file="trainer/packing/rows.py",
         old="    sources = [start + row.sample.trained_places() - 1 for",
         new="    sources = [start + row.sample.trained_places() for",
         harm="The trainer's logprob of each token is that of the token after it.",
@@ -215,7 +215,7 @@ PACKING = (
     ),
     Fault(
         name="rows count their positions through",
-        file="packing/rows.py",
+        file="trainer/packing/rows.py",
         old="        position_ids=index - np.repeat(ends - lengths, lengths),\n",
         new="        position_ids=index,\n",
         harm="Every sample of a micro-batch but the first is trained at the wrong positions.",
@@ -223,7 +223,7 @@ PACKING = (
     ),
     Fault(
         name="a row sees the rows before it",
-        file="packing/rows.py",
+        file="trainer/packing/rows.py",
         old="        ends=np.repeat(ends, lengths),\n",
         new="        ends=np.full(len(index), len(index), dtype=np.int32),\n",
         harm="Packed samples leak into each other wherever attention goes by the ends.",
@@ -231,7 +231,7 @@ PACKING = (
     ),
     Fault(
         name="a micro-batch counts the sample that it took last",
-        file="packing/layout.py",
+        file="trainer/packing/layout.py",
         old="        free[place] -= size\n",
         new="        free[place] = budget - size\n",
         harm="Micro-batches grow beyond micro_batch_tokens, and memory runs out.",
@@ -239,7 +239,7 @@ PACKING = (
     ),
     Fault(
         name="the samples of a trajectory lie over each other",
-        file="packing/layout.py",
+        file="trainer/packing/layout.py",
         old="        offsets.append(lengths.get(sample.trajectory_id, 0))\n",
         new="        offsets.append(0)\n",
         harm="Losses that see a trajectory whole see one sample of it, where it has breaks.",
@@ -247,7 +247,7 @@ PACKING = (
     ),
     Fault(
         name="a trajectory that just fits is cut",
-        file="packing/rows.py",
+        file="trainer/packing/rows.py",
         old="        items.extend([together] if _num_tokens(together) <= budget else",
         new="        items.extend([together] if _num_tokens(together) < budget else",
         harm="A trajectory that fits a micro-batch to the last token is computed in two passes.",
@@ -303,15 +303,15 @@ STEP = (
         name="gradients are kept for the next step",
         file="trainer/trainer.py",
         old="            self.optimizer.zero_grad(set_to_none=True)\n",
-        new="            self.optimizer.zero_grad(set_to_none=True) if self.num_optimizer_steps == 0 else None\n",
+        new="            self.optimizer.zero_grad(set_to_none=True) if self.schedule.num_done == 0 else None\n",
         harm="Every step adds the gradients of all steps before it.",
         tests=_STEPS,
     ),
     Fault(
         name="the schedule is one step ahead",
-        file="trainer/trainer.py",
-        old="        lr = learning_rate(self.config.optim, self.num_optimizer_steps, self.total_optimizer_steps)\n",
-        new="        lr = learning_rate(self.config.optim, self.num_optimizer_steps + 1, self.total_optimizer_steps)\n",
+        file="trainer/schedule.py",
+        old="        self._last_lr = learning_rate(self._config, self.num_done, self.total)\n",
+        new="        self._last_lr = learning_rate(self._config, self.num_done + 1, self.total)\n",
         harm="The last step is taken at the rate that comes after it: 0 in a linear schedule.",
         tests=_STEPS,
     ),

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from planted_copy import Fault
 
-_CANARY = ("transport/test_canary.py",)
-_SYNC = ("orchestrator/test_weight_sync.py",)
-_FILES = ("transport/test_weight_folders.py", "transport/test_published_files.py")
+_CANARY = ("trainer/transport/test_canary.py",)
+_SYNC = ("run/orchestrator/test_weight_sync.py",)
+_FILES = ("trainer/transport/test_weight_folders.py", "trainer/transport/test_published_files.py")
 _WORKER = ("trainer/test_worker.py",)
 WEIGHT_SYNC = (
     Fault(
         name="the canary compares a version with itself",
-        file="orchestrator/weight_sync.py",
+        file="run/orchestrator/weight_sync.py",
         old="        canary = Canary(report.probes, before=self._probes, tolerance=self._allowed)\n",
         new="        canary = Canary(report.probes, before=report.probes, tolerance=self._allowed)\n",
         harm="A sampler that kept all of its old weights is not found out while the steps are small.",
@@ -19,7 +19,7 @@ WEIGHT_SYNC = (
     ),
     Fault(
         name="the canary compares the trainer with the trainer",
-        file="transport/canary.py",
+        file="trainer/transport/canary.py",
         old="    difference = mean_difference(published, found)\n",
         new="    difference = mean_difference(published, published.logprobs)\n",
         harm="The canary finds nothing.",
@@ -27,7 +27,7 @@ WEIGHT_SYNC = (
     ),
     Fault(
         name="logprobs that are NaN pass the canary",
-        file="transport/canary.py",
+        file="trainer/transport/canary.py",
         old="    if not difference <= tolerance:  # NaN is a mismatch too\n",
         new="    if difference > tolerance:\n",
         harm="A sampler with broken weights samples on.",
@@ -35,7 +35,7 @@ WEIGHT_SYNC = (
     ),
     Fault(
         name="a sampler without replicas is not asked after an update",
-        file="orchestrator/weight_sync.py",
+        file="run/orchestrator/weight_sync.py",
         old="        assert report.version == self._sampler.policy_version\n        await self._check(canary)\n",
         new="        assert report.version == self._sampler.policy_version\n",
         harm="Stale weights after a successful update are noticed by no one.",
@@ -43,7 +43,7 @@ WEIGHT_SYNC = (
     ),
     Fault(
         name="the prefix cache is not filled before the update",
-        file="orchestrator/weight_sync.py",
+        file="run/orchestrator/weight_sync.py",
         old="            await sampler.cached_logprob(cached_prefixes(self._published)[-1])\n",
         new="            cached_prefixes(self._published)\n",
         harm="A cache that outlives its weights is not seen by the canary.",
@@ -51,7 +51,7 @@ WEIGHT_SYNC = (
     ),
     Fault(
         name="weights have their name while they are written",
-        file="transport/weights.py",
+        file="trainer/transport/weights.py",
         old="        os.rename(partial, target)\n",
         new="        shutil.copytree(partial, target)\n        shutil.rmtree(partial)\n",
         harm="A sampler loads half of a version.",
@@ -59,7 +59,7 @@ WEIGHT_SYNC = (
     ),
     Fault(
         name="a file has its name while it is written",
-        file="transport/files.py",
+        file="trainer/transport/files.py",
         old='    temporary = path.with_name(f".{path.name}.tmp")\n',
         new="    temporary = path\n",
         harm="The other process reads half of a message.",
@@ -67,7 +67,7 @@ WEIGHT_SYNC = (
     ),
     Fault(
         name="the version that the sampler reads is removed",
-        file="transport/weights.py",
+        file="trainer/transport/weights.py",
         old="number <= version - self._keep:\n",
         new="number <= version - self._keep + 1:\n",
         harm="A sampler that is one version behind finds no files.",
@@ -102,12 +102,48 @@ WEIGHT_SYNC = (
     ),
 )
 
-_MATCHING = ("gateway/test_matching.py",)
-_GATEWAY = ("gateway/test_gateway.py",)
+_ATTACKS = "rollouts/gateway/test_gateway_attacks.py"
+LIMITS = (
+    Fault(
+        name="what a client asks wrongly is a failure of the gateway",
+        file="rollouts/gateway/wire.py",
+        old='        return 400, cut(str(error), _LONGEST_MESSAGE), ""\n',
+        new='        return 500, cut(str(error), _LONGEST_MESSAGE), ""\n',
+        harm="A client asks again and again for what can never be answered.",
+        tests=("rollouts/gateway/test_hostile_gateway.py",),
+    ),
+    Fault(
+        name="a door has no end of places",
+        file="inference/http/acceptor.py",
+        old="len(self._queue) >= door.most and",
+        new="len(self._queue) >= 10**9 and",
+        harm="One program takes all connections of its gateway.",
+        tests=(f"{_ATTACKS}::test_a_program_in_its_sandbox_has_its_own_places_and_the_oldest_go",),
+    ),
+    Fault(
+        name="a body of brackets is parsed",
+        file="rollouts/gateway/wire.py",
+        old="        check_json_size(body, most_values=most_values)\n",
+        new="",
+        harm="A request of some megabytes stops the run.",
+        tests=(f"{_ATTACKS}::test_a_body_of_too_many_values_is_refused_before_it_is_parsed",),
+    ),
+    Fault(
+        name="bodies are not counted for their session",
+        file="rollouts/gateway/budget.py",
+        old="            self._of[owner] += more\n",
+        new="            self._of[owner] += 0\n",
+        harm="One session fills the memory with bodies.",
+        tests=(f"{_ATTACKS}::test_where_all_bytes_are_taken_others_wait_and_are_told_so",),
+    ),
+)
+
+_MATCHING = ("rollouts/gateway/test_matching.py",)
+_GATEWAY = ("rollouts/gateway/test_gateway.py",)
 GATEWAY = (
     Fault(
         name="a request continues the first answer that it has, not the last",
-        file="gateway/threads.py",
+        file="rollouts/gateway/threads.py",
         old="            if other.turn is not None:\n                walk.known = other\n",
         new="            if other.turn is not None and walk.known is None:\n                walk.known = other\n",
         harm="All turns of a conversation after the second begin a sample of their own.",
@@ -115,7 +151,7 @@ GATEWAY = (
     ),
     Fault(
         name="a request that was refused stays open",
-        file="gateway/threads.py",
+        file="rollouts/gateway/threads.py",
         old="            match.known.num_open -= 1\n",
         new="            match.known.num_open -= answered\n",
         harm="After a failed request, all that follow it are branches and named parallel calls.",
@@ -123,7 +159,7 @@ GATEWAY = (
     ),
     Fault(
         name="a request with other tools continues the old prompt",
-        file="gateway/threads.py",
+        file="rollouts/gateway/threads.py",
         old="bridges=known is not None and known.tools == shown,",
         new="bridges=known is not None,",
         harm="A client adds a tool, and the model is never shown it.",
@@ -131,7 +167,7 @@ GATEWAY = (
     ),
     Fault(
         name="an answer without its reasoning is taken for the whole answer",
-        file="gateway/canonical.py",
+        file="rollouts/gateway/canonical.py",
         old='        return MessageDigest(_hash([*parts, "reasoning", reasoning]) if reasoning else bare, bare)\n',
         new="        return MessageDigest(bare, bare)\n",
         harm="A client that strips thinking is answered as if it had sent it.",
@@ -139,7 +175,7 @@ GATEWAY = (
     ),
     Fault(
         name="the speaker of a message does not count",
-        file="gateway/canonical.py",
+        file="rollouts/gateway/canonical.py",
         old='            parts.append(str(message.get("name") or ""))\n',
         new='            parts.append("")\n',
         harm="A question of Bob continues the conversation with Alice, under her name.",
@@ -147,7 +183,7 @@ GATEWAY = (
     ),
     Fault(
         name="of two equal answers the oldest is continued",
-        file="gateway/threads.py",
+        file="rollouts/gateway/threads.py",
         old="        if node.turn is None or not (node.num_open or node.num_continued):\n",
         new="        if node.turn is None:\n",
         harm="A conversation goes on after a turn that its client has thrown away.",
@@ -155,7 +191,7 @@ GATEWAY = (
     ),
     Fault(
         name="the calls of an answer do not count",
-        file="gateway/canonical.py",
+        file="rollouts/gateway/canonical.py",
         old='            parts += [str(call["function"].get("name") or ""), '
         'canonical_arguments(call["function"].get("arguments"))]\n',
         new='            parts += [str(call["function"].get("name") or "")]\n',
@@ -164,7 +200,7 @@ GATEWAY = (
     ),
     Fault(
         name="a retry is recorded twice",
-        file="gateway/exchanges.py",
+        file="rollouts/gateway/exchanges.py",
         old="            found = await self._retried(digest) if is_retry else self._left(digest)\n",
         new="            found = self._left(digest)\n",
         harm="A client that retries a slow request pays twice, and both answers are trained.",
@@ -172,7 +208,7 @@ GATEWAY = (
     ),
     Fault(
         name="a retry repeats the failure",
-        file="gateway/exchanges.py",
+        file="rollouts/gateway/exchanges.py",
         old="        return not self.task.cancelled() and self.task.exception() is None\n",
         new="        return not self.task.cancelled()\n",
         harm="A request that failed once fails for ever.",
@@ -180,7 +216,7 @@ GATEWAY = (
     ),
     Fault(
         name="greedy turns are trained",
-        file="gateway/session.py",
+        file="rollouts/gateway/session.py",
         old="trained=trained and params.temperature > 0)\n",
         new="trained=trained)\n",
         harm="Turns at temperature 0, whose sampling probability is 1, are trained as samples.",
@@ -188,14 +224,18 @@ GATEWAY = (
     ),
 )
 
-_SCHEDULE = ("curriculum",)
+_SCHEDULE = ("algorithms/curriculum",)
 _STATE = ("trainer/test_trainer_resume.py",)
-_STORE = ("checkpoints/test_store.py",)
-_DISPATCH = ("orchestrator/test_dispatcher.py", "orchestrator/test_loop.py", "orchestrator/test_ledger_reasons.py")
+_STORE = ("logs/checkpoints/test_store.py",)
+_DISPATCH = (
+    "run/orchestrator/test_dispatcher.py",
+    "run/orchestrator/test_loop.py",
+    "run/orchestrator/test_ledger_reasons.py",
+)
 RESUME = (
     Fault(
         name="a resumed run draws by new random numbers",
-        file="curriculum/schedule.py",
+        file="algorithms/curriculum/schedule.py",
         old='        self._rng.bit_generator.state = dict(state["rng"])\n',
         new='        dict(state["rng"])\n',
         harm="A resumed run is another run.",
@@ -203,15 +243,15 @@ RESUME = (
     ),
     Fault(
         name="a resumed run begins its pass again",
-        file="curriculum/schedule.py",
-        old='            env: [i for i in state["pass"].get(env, []) if i in rows] for',
-        new="            env: [] for",
+        file="algorithms/curriculum/schedule.py",
+        old='{env: [i for i in state["pass"].get(env, []) if i in rows] for',
+        new="{env: [] for",
         harm="Runs that are often resumed train some examples again and again, and others never.",
         tests=_SCHEDULE,
     ),
     Fault(
         name="the window of rewards grows after a resume",
-        file="curriculum/pools.py",
+        file="algorithms/curriculum/pools.py",
         old="                i: deque(values, maxlen=self._rules.window)\n",
         new="                i: deque(values)\n",
         harm="After a resume an example that has become easy stays in rotation.",
@@ -227,15 +267,15 @@ RESUME = (
     ),
     Fault(
         name="the schedule begins again",
-        file="trainer/trainer.py",
-        old="        self.num_optimizer_steps, self._scored = done, scored\n",
-        new="        self._scored = scored\n",
+        file="trainer/schedule.py",
+        old="        self.total, self.num_done, self._last_lr = total, before.num_optimizer_steps, before.last_lr\n",
+        new="        self.total, self._last_lr = total, before.last_lr\n",
         harm="A resumed run warms up again.",
         tests=_STATE,
     ),
     Fault(
         name="groups in flight are not run again",
-        file="orchestrator/dispatcher.py",
+        file="run/orchestrator/dispatcher.py",
         old='[self.schedule.lookup(h["env"], h["example_id"], h["index"]) for h in state["held"]]\n',
         new="[]\n",
         harm="Each resume skips the examples that were in flight: the long ones most of all.",
@@ -243,7 +283,7 @@ RESUME = (
     ),
     Fault(
         name="groups that wait to be run again are forgotten by the next stop",
-        file="orchestrator/dispatcher.py",
+        file="run/orchestrator/dispatcher.py",
         old="        held = [*self._again, *(launched.drawn for launched in self._held())]\n",
         new="        held = [launched.drawn for launched in self._held()]\n",
         harm="Two stops, one soon after the other, skip examples.",
@@ -251,7 +291,7 @@ RESUME = (
     ),
     Fault(
         name="tokens in flight at the stop are not dropped",
-        file="orchestrator/loop.py",
+        file="run/orchestrator/loop.py",
         old='        self.ledger.drop({"cancelled": state["pending_tokens"]})\n        self.ledger.check(pending=0)\n',
         new="",
         harm="A resumed run stops at a ledger that does not add up.",
@@ -259,7 +299,7 @@ RESUME = (
     ),
     Fault(
         name="a changed file of the same size is not damage",
-        file="checkpoints/seal.py",
+        file="logs/checkpoints/seal.py",
         old="            if _sha256(path) != sha256:\n",
         new="            if not _sha256(path):\n",
         harm="A run is resumed from weights that the disk has spoiled.",
@@ -267,7 +307,7 @@ RESUME = (
     ),
     Fault(
         name="the newest checkpoint is taken as it is",
-        file="checkpoints/store.py",
+        file="logs/checkpoints/store.py",
         old="            damage = find_damage(folder) or _other_step(folder, step)\n",
         new="            damage = _other_step(folder, step)\n",
         harm="A run is resumed from a checkpoint that lacks files, though the one before is whole.",
@@ -275,7 +315,7 @@ RESUME = (
     ),
     Fault(
         name="a checkpoint is there before it is sealed",
-        file="checkpoints/store.py",
+        file="logs/checkpoints/store.py",
         old='        temporary = self.folder / f"{_WRITING}{name}"\n        final = self.folder / name\n        try:\n',
         new='        temporary = self.folder / f"{name}"\n        final = self.folder / name\n        try:\n',
         harm="A killed write is taken for a checkpoint.",

@@ -17,22 +17,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-MODULES = (
-    "pytest",
-    "pytest_asyncio",
-    "hypothesis.strategies",
-    "numpy",
-    "torch",
-    "torch.utils.checkpoint",
-    "safetensors.torch",
-    "pydantic",
-    "transformers.models.qwen3.modeling_qwen3",
-    "transformers.models.llama.modeling_llama",
-    "httpx",
-    "aiohttp.web",
-    "openai",
-    "anthropic",
-)
+MODULES = ("pytest", "pytest_asyncio", "hypothesis.strategies", "numpy", "torch", "torch.utils.checkpoint",
+           "safetensors.torch", "pydantic", "transformers.models.qwen3.modeling_qwen3",
+           "transformers.models.llama.modeling_llama", "httpx", "aiohttp.web", "openai", "anthropic")  # fmt: skip
 
 
 def serve() -> None:

@@ -7,14 +7,19 @@ plants all of them. What a list misses is run against the quick suite: if that m
 import ast
 
 import pytest
+from faults_of_bridges import BRIDGES
 from faults_of_learning import CREDIT, LOSSES, PACKING, STEP
-from faults_of_runs import GATEWAY, RESUME, WEIGHT_SYNC
+from faults_of_reading import MESSAGES, READING
+from faults_of_runs import GATEWAY, LIMITS, RESUME, WEIGHT_SYNC
 from faults_of_tokens import LEDGER, RECORDS, SAMPLES
 from planted_copy import ROOT, Fault, PlantedCopy
 
 from campaigns import sized
 
 AREAS = {
+    "reading": READING,
+    "messages": MESSAGES,
+    "bridges": BRIDGES,
     "records": RECORDS,
     "samples": SAMPLES,
     "ledger": LEDGER,
@@ -24,11 +29,15 @@ AREAS = {
     "step": STEP,
     "weight sync": WEIGHT_SYNC,
     "gateway": GATEWAY,
+    "limits": LIMITS,
     "resume": RESUME,
 }
 FAULTS = {fault.name: fault for faults in AREAS.values() for fault in faults}
 SMALL = [
+    "keys that the form does not have are left out",
+    "the result of a call may stand behind what the user says",
     "a logprob that is NaN becomes 0",
+    "(d) the tools are compared by their number",
     "the stop token is outside of the mask",
     "a state forgets the groups that were settled out of order",
     "the baseline is over rollouts that failed too",
@@ -37,6 +46,7 @@ SMALL = [
     "the temperature is not applied",
     "the canary compares a version with itself",
     "a request continues the first answer that it has, not the last",
+    "bodies are not counted for their session",
     "a resumed run begins its pass again",
 ]
 """One of each area, which plants and finds in a second."""
@@ -44,19 +54,19 @@ QUICK = "not slow and not extras and not vllm and not fake_cuda and not clients"
 
 REWORDED = Fault(
     name="a comment",
-    file="credit/rloo.py",
+    file="algorithms/credit/rloo.py",
     old="    size = len(inputs.rollouts)\n",
     new="    size = len(inputs.rollouts)  # of the group\n",
     harm="None.",
-    tests=("credit/test_baselines.py",),
+    tests=("algorithms/credit/test_baselines.py",),
 )
 UNREADABLE = Fault(
     name="no Python",
-    file="credit/rloo.py",
+    file="algorithms/credit/rloo.py",
     old="    size = len(inputs.rollouts)\n",
     new="    size = len(\n",
     harm="Everything stops at once.",
-    tests=("credit/test_baselines.py",),
+    tests=("algorithms/credit/test_baselines.py",),
 )
 
 
@@ -112,7 +122,9 @@ def test_a_file_that_cannot_be_imported_proves_nothing(copy):
 
 
 def test_a_fault_whose_old_text_is_gone_is_named():
-    with pytest.raises(AssertionError, match=r"'a comment' is stale: its old text stands 0 times in credit/rloo\.py"):
+    with pytest.raises(
+        AssertionError, match=r"'a comment' is stale: its old text stands 0 times in algorithms/credit/rloo\.py"
+    ):
         REWORDED.planted("")
     with pytest.raises(AssertionError, match="stands 2 times"):
         REWORDED.planted(2 * REWORDED.old)

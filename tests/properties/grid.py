@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from campaigns import sized
 from properties import reference
-from verbatim.losses import LOSSES, Loss, LossOutputs
-from verbatim.packing import PACKERS
-from verbatim.trajectories import STRATEGIES, build
+from verbatim.algorithms.losses import LOSSES, Loss, LossOutputs
+from verbatim.core.trajectories import STRATEGIES, build
+from verbatim.trainer.packing import PACKERS
 
 LAYOUTS = list(product(sorted(STRATEGIES), sorted(PACKERS)))
 some_layouts = st.permutations(LAYOUTS).map(lambda layouts: layouts[: sized(2, len(layouts))])

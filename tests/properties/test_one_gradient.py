@@ -17,7 +17,7 @@ from properties import reference
 from properties.episodes import batches, limits, random_batch
 from properties.grid import LAYOUTS, LEVELS, levels, samples_of
 from trainer.trainer_helpers import gradients, largest_difference, num_trained
-from verbatim.losses import LOSSES
+from verbatim.algorithms.losses import LOSSES
 
 
 def check(model, turns, formula, samples_by, tolerance, **settings):

@@ -69,7 +69,7 @@ def test_optimizer_steps_and_learning_rates_do_not_depend_on_the_number_of_sampl
     for strategy, packing in sized(pair, PAIRS[0] + PAIRS[1]):
         trainer = make_trainer(model, loss, packing, limit, optimizer_steps_per_batch=steps)
         metrics = [trainer.train_batch(samples_of(batch, strategy)) for batch in run]
-        taken.append([(m["num_optimizer_steps"], m["lr"], trainer.num_optimizer_steps) for m in metrics])
+        taken.append([(m["num_optimizer_steps"], m["lr"], trainer.schedule.num_done) for m in metrics])
         weights.append(torch.cat([p.detach().ravel() for p in trainer.model.parameters()]))
     trajectories = [len({s.trajectory_id for s in samples_of(batch, "branching")}) for batch in run]
     assert [count for count, _, _ in taken[0]] == [min(steps, count) for count in trajectories]

@@ -16,7 +16,9 @@ import numpy as np
 from byte_renderer import VOCAB_SIZE, ByteRenderer, call, say
 from rollouts.clocks import set_forward
 from verbatim import Example
+from verbatim.core.token_tree import TokenPath
 from verbatim.environments.base import Episode, Reply
+from verbatim.environments.tools import FunctionTool
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import EpisodeLimits, GroupRun, LocalRunner, RolloutSetup
@@ -24,8 +26,6 @@ from verbatim.rollouts.backends import RunnerInputs
 from verbatim.rollouts.processes.runner import ProcessSettings, process_runner
 from verbatim.rollouts.ray.runner import ray_runner
 from verbatim.rollouts.workers.episodes import RemoteSetup
-from verbatim.token_tree import TokenPath
-from verbatim.tools import FunctionTool
 from waiting import HANGS
 
 
@@ -168,20 +168,8 @@ class Exchanged:
         return getattr(self.now, name)
 
 
-TROUBLES = (
-    "block",
-    "exit",
-    "files",
-    "fork",
-    "interpreter",
-    "lock",
-    "memory",
-    "over",
-    "print",
-    "score",
-    "threads",
-    "wait",
-)
+TROUBLES = ("block", "exit", "files", "fork", "interpreter", "lock", "memory", "over", "print", "score", "threads",
+            "wait")  # fmt: skip
 
 
 def sharing_players(folder):

@@ -14,7 +14,7 @@ from rollouts.players import Players, SecondTurnsWait, contents
 from verbatim.rollouts.backends import RunnerInputs
 from verbatim.rollouts.ray.cluster import OBJECT_STORE_BYTES, connect
 from verbatim.rollouts.ray.runner import RaySettings, ray_runner
-from waiting import until
+from waiting import until, wait_until
 
 
 async def play(cluster, nodes, add_node):
@@ -44,7 +44,8 @@ def main():
             return cluster.add_node(num_cpus=1, **quiet)
 
         found = asyncio.run(play(cluster, [add_node(), add_node()], add_node))
-        connect(ray, cluster.address)  # it is still there, and all of it is free
+        connect(ray, cluster.address)  # it is still there, and all of it is free, which its hosts report a little later
+        wait_until(lambda: ray.available_resources().get("CPU") == 2.0)
         found["free"] = ray.available_resources().get("CPU")
         print(json.dumps(found))
     finally:

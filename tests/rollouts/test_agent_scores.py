@@ -6,11 +6,11 @@ import pytest
 
 from byte_renderer import VOCAB_SIZE, ByteRenderer, say
 from verbatim import Example, RolloutIdentity
+from verbatim.core.trajectory_json import plain, trajectory_from_json, trajectory_to_json
 from verbatim.environments import AgentScores, Episode
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import AgentLoop, EpisodeLimits, Recorder, run_episode
-from verbatim.trajectory_json import plain, trajectory_from_json, trajectory_to_json
 
 
 class Duels:

@@ -18,9 +18,9 @@ import pytest
 from rollouts.chat_server import ChatServer, Raw, call, chat_server
 from rollouts.clocks import set_forward
 from verbatim import StopReason, Trajectory
+from verbatim.environments.tools import ToolManager
 from verbatim.inference.openai import OpenAI
 from verbatim.rollouts import APIMultiTurnRollout
-from verbatim.tools import ToolManager
 from waiting import HANGS, until, wait_until
 
 pytestmark = pytest.mark.realtime
@@ -379,8 +379,8 @@ def test_the_key_reaches_the_server_and_nothing_else(
         results = rollout([ask("1 2"), ask("3 4")], api=api)
     assert {headers["authorization"] for headers in server.headers} == {f"Bearer {KEY}"}
     assert [r["stop_reason"] for r in results] == ["api_error", "stop"]
-    assert "Bearer [key]" in results[0]["error"]
+    assert '"Bearer [redacted]"' in results[0]["error"]
     written = "".join(path.read_text() for path in tmp_path.iterdir())
-    assert "[key]" in written
+    assert "[redacted]" in written
     for text in (written, caplog.text, repr(rollout), repr(api), repr(results), str([dict(r) for r in results])):
         assert KEY not in text

@@ -13,12 +13,12 @@ import pytest
 
 from rollouts.chat_server import END, ROLES, ChatServer, Raw, add_numbers, call, chat_server, completion
 from verbatim import Example, StopReason, Trajectory, build_samples
-from verbatim.errors import UsageError
+from verbatim.core.errors import UsageError
+from verbatim.environments.tools import ToolManager, ToolResult
 from verbatim.inference import SamplingParams
 from verbatim.inference.http.client import HttpClient
 from verbatim.inference.openai import OpenAI
 from verbatim.rollouts import APIMultiTurnRollout, Rollout
-from verbatim.tools import ToolManager, ToolResult
 from waiting import HANGS
 
 pytestmark = pytest.mark.realtime

@@ -22,11 +22,11 @@ import pytest
 from e2e.tiny_runs import SIZES as TINY
 from inference.vllm.real_servers import LONGEST_START, ONE_PROCESS, SMALL_CACHE
 from verbatim import Trajectory, build_samples
+from verbatim.environments.tools import ToolManager
 from verbatim.inference import SamplingParams
 from verbatim.inference.http.sampler import HttpSampler
 from verbatim.inference.openai import OpenAI
 from verbatim.rollouts import APIMultiTurnRollout, MultiTurnRollout, trajectory_from_messages
-from verbatim.tools import ToolManager
 from waiting import HANGS, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.realtime]
@@ -58,14 +58,14 @@ def shown(a: int, b: int) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of some ten thousand weights that has learnt to call `add` and to say what it answers."""
+    from verbatim.algorithms.losses import LOSSES
     from verbatim.config.schema import TrainerConfig
-    from verbatim.losses import LOSSES
+    from verbatim.core.trajectories import build
     from verbatim.models.build import build_model, chat_text
     from verbatim.models.loading import load_tokenizer
-    from verbatim.renderers import create_renderer
+    from verbatim.models.renderers import create_renderer
     from verbatim.trainer.trainer import Trainer
     from verbatim.trainer.warm_start import warm_start
-    from verbatim.trajectories import build
 
     folder = tmp_path_factory.mktemp("adds") / "model"
     talks = [shown(a, b) for a, b in PAIRS]
@@ -181,8 +181,11 @@ def test_breaks_are_those_of_the_ids(url: str):
     for result in results:
         pairs = [([*one.prompt_ids, *one.completion_ids], other.prompt_ids) for one, other in pairwise(result.turns)]
         assert result.num_breaks == sum(list(prompt[: len(before)]) != before for before, prompt in pairs)
-        assert len(build_samples(result)) == result.num_breaks + bool(result.turns)
-    assert sum(len(result.turns) > 1 for result in results) > 3
+        if result["error"] is None:
+            assert len(build_samples(result)) == result.num_breaks + bool(result.turns)
+        else:  # it called so often that the answers fill the context
+            assert "leave no room" in str(result["error"]) and build_samples(result) == []
+    assert sum(len(result.turns) > 1 and result["error"] is None for result in results) > 3
 
 
 def test_what_was_sampled_comes_again_from_its_seed(url: str):
@@ -213,7 +216,7 @@ async def test_token_in_token_out_over_the_process_equals_the_local_rollout(url:
     from verbatim.inference.embedded.engine import TorchSampler
     from verbatim.inference.embedded.settings import TorchSettings
     from verbatim.models.loading import load_tokenizer
-    from verbatim.renderers import create_renderer
+    from verbatim.models.renderers import create_renderer
 
     renderer = create_renderer("auto", load_tokenizer(model))
     local = TorchSampler(
@@ -334,7 +337,7 @@ async def test_trajectories_over_vllm_have_the_local_models_logprobs(vllm_url: s
     try:
         await assert_logprobs_are_the_models(local, results, atol=1e-4)
         from verbatim.models.loading import load_tokenizer
-        from verbatim.renderers import create_renderer
+        from verbatim.models.renderers import create_renderer
 
         rollout = MultiTurnRollout(
             sampler=remote,

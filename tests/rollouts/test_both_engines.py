@@ -11,11 +11,11 @@ import pytest
 
 from byte_renderer import END, VOCAB_SIZE, ByteRenderer, call, say
 from rollouts import chat_server as served
-from verbatim.errors import UsageError
+from verbatim.core.errors import UsageError
+from verbatim.environments.tools import FunctionTool, ToolManager, ToolResult
 from verbatim.inference.openai import OpenAI
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import APIMultiTurnRollout, MultiTurnRollout
-from verbatim.tools import FunctionTool, ToolManager, ToolResult
 
 REWARDS = {"list": [1, 2], "nan": math.nan, "huge": 10**400, "text": "1", "half": Fraction(1, 2), "np": np.float32(0.5)}
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from verbatim.environments import tool_call, tool_exchange
+from verbatim.environments.tools import FunctionTool
 from verbatim.models.build import build_tokenizer, chat_text
-from verbatim.renderers import create_renderer
+from verbatim.models.renderers import create_renderer
 from verbatim.rollouts import trajectory_from_messages
-from verbatim.tools import FunctionTool
 
 
 def guess(number: int) -> str:

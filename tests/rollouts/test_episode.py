@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from byte_renderer import CALL, END, ROLES, VOCAB_SIZE, ByteRenderer, call, say, text
-from orchestrator.virtual_runs import virtual_time
+from run.orchestrator.virtual_runs import virtual_time
 from verbatim import Example, RolloutIdentity, build_samples
+from verbatim.core.errors import RecordError, SamplerFault
+from verbatim.core.trajectories import build
 from verbatim.environments.base import Episode, Reply, succeeded
-from verbatim.errors import RecordError, SamplerFault
+from verbatim.environments.tools import FunctionTool, ToolResult
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import AgentLoop, EpisodeLimits, GroupRun, Recorder, RolloutSetup, derive_seed, run_episode
-from verbatim.tools import FunctionTool, ToolResult
-from verbatim.trajectories import build
 
 
 class Counter(Episode):

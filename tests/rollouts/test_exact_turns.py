@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from byte_renderer import END, VOCAB_SIZE, ByteRenderer, call, say, text
-from verbatim.errors import RecordError
+from verbatim.core.errors import RecordError
+from verbatim.core.types import StopReason
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler, default_logprob
 from verbatim.rollouts import AgentLoop, EpisodeLimits, EpisodeOver
 from verbatim.rollouts.recorder import Recorder
-from verbatim.types import StopReason
 
 PARAMS = SamplingParams(max_tokens=50, temperature=0.5, stop_token_ids=(END,))
 

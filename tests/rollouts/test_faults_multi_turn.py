@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from byte_renderer import VOCAB_SIZE, ByteRenderer
+from verbatim.core.types import ToolCall
+from verbatim.environments.tools import ToolManager
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import MultiTurnRollout
-from verbatim.tools import ToolManager
-from verbatim.types import ToolCall
 
 EPISODES, MAX_TURNS = 64, 8
 STOPS = tuple(range(0, VOCAB_SIZE, 8))

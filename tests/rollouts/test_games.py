@@ -14,23 +14,23 @@ from byte_renderer import VOCAB_SIZE, ByteRenderer, say
 from campaigns import sized
 from e2e.tiny_runs import SIZES
 from rollouts.chat_server import Raw, chat_server
+from verbatim.algorithms.credit.default import default_advantage
 from verbatim.cli.main import main
-from verbatim.credit.default import default_advantage
+from verbatim.core.errors import ComponentError, NoDemonstrations, UsageError
+from verbatim.core.trajectories import Ledger
+from verbatim.core.types import RolloutIdentity
 from verbatim.environments.global_random import OwnRandom
 from verbatim.environments.resolve import create_environment
-from verbatim.errors import ComponentError, NoDemonstrations, UsageError
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.models.build import build_model, chat_text
-from verbatim.orchestrator.assemble import GroupRules, assemble_group
 from verbatim.rollouts import AgentLoop, EpisodeLimits, GroupRun, Recorder, RolloutSetup, run_episode
 from verbatim.rollouts.games import game as game_module
 from verbatim.rollouts.games import package
 from verbatim.rollouts.games.environment import TextArena
 from verbatim.rollouts.games.game import Game
 from verbatim.rollouts.games.random_moves import MOVES, random_move
-from verbatim.trajectories import Ledger
-from verbatim.types import RolloutIdentity
+from verbatim.run.orchestrator.assemble import GroupRules, assemble_group
 from waiting import HANGS
 
 pytestmark = pytest.mark.extras
@@ -450,7 +450,7 @@ def test_env_check_finds_nothing_wrong(name: str, capsys, campaign):
 
 
 def test_env_check_finds_a_game_that_knows_of_the_games_before(monkeypatch, capsys):
-    monkeypatch.setattr("verbatim.envcheck.check.play_elsewhere", lambda *given: "not here")
+    monkeypatch.setattr("verbatim.inspection.envcheck.check.play_elsewhere", lambda *given: "not here")
     games, new = [], Game.__init__
 
     def counting(self, found, options, num_players, seed):

@@ -15,11 +15,11 @@ from e2e.tiny_runs import FILTERS, LOTS, TOML, build_tiny_model, train_lines, wo
 from rollouts.chat_server import Raw, chat_server
 from verbatim import Example, Trajectory
 from verbatim.cli.main import main
-from verbatim.envcheck.play import Stage
-from verbatim.envcheck.players import WrittenPlayer
+from verbatim.core.errors import JudgeFailed, UsageError
 from verbatim.environments import Episode
 from verbatim.environments.resolve import create_environment
-from verbatim.errors import JudgeFailed, UsageError
+from verbatim.inspection.envcheck.play import Stage
+from verbatim.inspection.envcheck.players import WrittenPlayer
 from verbatim.rollouts import EpisodeLimits
 from verbatim.rollouts.judges import Judge, Judged, RewardModel
 from waiting import HANGS
@@ -235,7 +235,7 @@ def test_a_reward_model_is_sent_no_key_but_the_one_that_is_named(monkeypatch):
 @pytest.mark.slow
 def test_a_judge_is_one_line_of_toml_and_its_counts_are_metrics(tmp_path: Path, monkeypatch, caplog):
     """The judge fails on conversations of an even length."""
-    monkeypatch.setattr("verbatim.monitors.learning_curve._has_matplotlib", lambda: False)
+    monkeypatch.setattr("verbatim.logs.monitors.learning_curve._has_matplotlib", lambda: False)
     model = build_tiny_model(tmp_path / "model")
 
     def script(body: Any) -> dict[str, str]:

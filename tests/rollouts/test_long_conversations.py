@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from byte_renderer import VOCAB_SIZE, ByteRenderer, say
-from verbatim.errors import EnvironmentFault, RecordError
+from verbatim.core.errors import EnvironmentFault, RecordError
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import AgentLoop, EpisodeLimits, Recorder

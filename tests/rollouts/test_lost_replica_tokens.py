@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from byte_renderer import VOCAB_SIZE, say
-from verbatim.errors import SamplerFault
+from verbatim.core.errors import SamplerFault
+from verbatim.core.trajectories import Ledger
 from verbatim.inference import SampleRequest, SamplingParams
 from verbatim.inference.cut_off import cut_off
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import Recorder
 from verbatim.rollouts.draws import Draws
-from verbatim.trajectories import Ledger
 
 REQUEST = SampleRequest(prompt_ids=np.array([1], np.int32), params=SamplingParams(), seed=0)
 

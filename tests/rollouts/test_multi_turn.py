@@ -10,12 +10,12 @@ import pytest
 
 from byte_renderer import END, VOCAB_SIZE, ByteRenderer, call, say
 from verbatim import Example, Trajectory
+from verbatim.core.errors import UsageError
 from verbatim.environments import Episode
-from verbatim.errors import UsageError
+from verbatim.environments.tools import ToolManager
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import MultiTurnRollout
-from verbatim.tools import ToolManager
 from waiting import HANGS, until
 
 

@@ -15,12 +15,12 @@ import pytest
 import pytest_asyncio
 
 from byte_renderer import ByteRenderer
-from orchestrator.loop_runs import nothing_left_behind
 from rollouts.chat_server import chat_server
 from rollouts.clocks import set_forward
 from rollouts.players import Players, SecondTurnsWait, contents, scripted, sharing_players
+from run.orchestrator.loop_runs import nothing_left_behind
 from verbatim import Example
-from verbatim.errors import ComponentError, RunStopped, UsageError
+from verbatim.core.errors import ComponentError, RunStopped, UsageError
 from verbatim.inference import SamplingParams
 from verbatim.inference.openai import OpenAI
 from verbatim.rollouts import EpisodeLimits, GroupRun, LocalRunner, RolloutSetup
@@ -256,7 +256,7 @@ async def test_what_cannot_travel_fails_its_episode_and_no_worker(shared):
         unplayed += (await run.run()).trajectories
     good = await players.group(pool, "3").run()
     assert (pool.num_lost, [started.num_running for started in pool._workers]) == (0, [0, 0])
-    assert kept.error.startswith("environment: info is not JSON: Object of type lock ")
+    assert kept.error.startswith("environment: info is not JSON: ['lock'] is a lock; ")
     assert len(kept.turns) == 2
     assert [t.error for t in unplayed] == [
         "environment: the example cannot be sent to a worker: TypeError: cannot pickle '_thread.lock' object",

@@ -15,16 +15,16 @@ from rollouts.chat_server import chat_server
 from rollouts.players import contents, double, scripted, two_turns
 from rollouts.ray_session import local_ray
 from verbatim import Example, Trajectory
-from verbatim.errors import UsageError
+from verbatim.core.errors import UsageError
+from verbatim.environments.tools import ToolManager
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.inference.http.sampler import HttpSampler
 from verbatim.inference.http.server import serve_sampler
 from verbatim.inference.openai import OpenAI
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.models.loading import load_tokenizer
-from verbatim.renderers import create_renderer
+from verbatim.models.renderers import create_renderer
 from verbatim.rollouts import APIMultiTurnRollout, MultiTurnRollout
-from verbatim.tools import ToolManager
 from waiting import HANGS
 
 pytestmark = [pytest.mark.extras, pytest.mark.realtime]

@@ -18,7 +18,7 @@ from rollouts.clocks import set_forward
 from rollouts.players import Players, SecondTurnsWait, contents, scripted, sharing_players
 from rollouts.ray_session import local_ray
 from verbatim import Example
-from verbatim.errors import RunStopped, UsageError
+from verbatim.core.errors import RunStopped, UsageError
 from verbatim.inference import SamplingParams
 from verbatim.inference.openai import OpenAI
 from verbatim.rollouts import EpisodeLimits, GroupRun, LocalRunner, RolloutSetup
@@ -211,7 +211,7 @@ async def test_what_cannot_travel_fails_its_episode_and_no_actor(shared):
     (unplayed,) = (await locked.run()).trajectories
     good = await players.group(pool, "3").run()
     assert (pool.num_lost, [started.num_running for started in pool._workers]) == (0, [0, 0])
-    assert kept.error.startswith("environment: info is not JSON: Object of type lock ")
+    assert kept.error.startswith("environment: info is not JSON: ['lock'] is a lock; ")
     assert len(kept.turns) == 2
     assert unplayed.error.startswith("environment: the example cannot be sent to a worker: ")
     assert unplayed.turns == ()

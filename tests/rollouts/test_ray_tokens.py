@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from byte_renderer import VOCAB_SIZE, say
-from orchestrator.virtual_runs import virtual_time
-from verbatim.errors import RecordError, SamplerFault, UsageError
+from run.orchestrator.virtual_runs import virtual_time
+from verbatim.core.errors import RecordError, SamplerFault, UsageError
 from verbatim.inference import SampleRequest, SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import MultiTurnRollout, Recorder

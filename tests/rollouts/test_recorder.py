@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from verbatim.errors import RecordError
+from verbatim.core.errors import RecordError
 from verbatim.rollouts import Recorder
 
 

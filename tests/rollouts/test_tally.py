@@ -9,11 +9,11 @@ import pytest
 from byte_renderer import VOCAB_SIZE, ByteRenderer, call, say
 from verbatim import Example
 from verbatim.environments.base import Episode
+from verbatim.environments.tools import FunctionTool, ToolFailed
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import EpisodeLimits, EpisodeTally, GroupRun, RolloutSetup
 from verbatim.rollouts.tally import failure_kind
-from verbatim.tools import FunctionTool, ToolFailed
 
 
 def look_up(key: str) -> str:

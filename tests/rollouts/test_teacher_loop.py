@@ -7,13 +7,13 @@ import pytest
 from byte_renderer import VOCAB_SIZE, ByteRenderer, call, say
 from rollouts.chat_server import Raw, chat_server
 from verbatim import Example
+from verbatim.core.trajectories import build
 from verbatim.environments.base import Episode
+from verbatim.environments.tools import FunctionTool
 from verbatim.inference import SamplingParams
 from verbatim.inference.openai import OpenAI
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import EpisodeLimits, GroupRun, RolloutSetup
-from verbatim.tools import FunctionTool
-from verbatim.trajectories import build
 
 pytestmark = pytest.mark.realtime
 

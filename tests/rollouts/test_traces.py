@@ -14,12 +14,12 @@ import pytest
 
 from rollouts.chat_server import ChatServer, call, chat_server
 from verbatim import Trajectory, Turn
-from verbatim.doctor import LogFile, known_formats, recognise
+from verbatim.core.trajectory_json import trajectory_from_json
+from verbatim.core.types import TurnTiming
+from verbatim.environments.tools import ToolManager
 from verbatim.inference.openai import OpenAI
+from verbatim.inspection.doctor import LogFile, known_formats, recognise
 from verbatim.rollouts import APIMultiTurnRollout, TraceFolder
-from verbatim.tools import ToolManager
-from verbatim.trajectory_json import trajectory_from_json
-from verbatim.types import TurnTiming
 from waiting import HANGS, wait_until
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from verbatim.config import make_config
-from verbatim.errors import UsageError
-from verbatim.monitors.alarms.change import SURE, chance_of_rise
+from verbatim.core.errors import UsageError
+from verbatim.logs.monitors.alarms.change import SURE, chance_of_rise
 from verbatim.run.alarms import make_watch
 from verbatim.run.tables import component_tables
 

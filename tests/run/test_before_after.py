@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from verbatim import Trajectory
+from verbatim.core.plain_console import PlainConsole
+from verbatim.core.trajectories import Fate
+from verbatim.core.trajectory_json import NOT_WRITTEN
 from verbatim.environments import tool_exchange
 from verbatim.environments.guess_number import GuessNumber
-from verbatim.fates.files import FateFolder
-from verbatim.monitors.conversation import message_text
-from verbatim.plain_console import PlainConsole
+from verbatim.logs.fates.files import FateFolder
+from verbatim.logs.monitors.conversation import message_text
 from verbatim.run.before_after import Comparison, compare, print_comparison
-from verbatim.trajectories import Fate
-from verbatim.trajectory_json import NOT_WRITTEN
 
 OPENING = [{"role": "system", "content": "You play."}, {"role": "user", "content": "Find it."}]
 

@@ -14,7 +14,7 @@ from transformers import MambaConfig, MambaForCausalLM
 from e2e.tiny_runs import LOTS, TOML, build_tiny_model, snapshot, train_lines, workplace
 from inference.vllm.double_server import fake_python
 from verbatim.cli.main import main
-from verbatim.errors import UsageError
+from verbatim.core.errors import UsageError
 from verbatim.models.loading import load_tokenizer, save_model
 from verbatim.run.environments import read_conversations
 
@@ -22,7 +22,7 @@ PLUG_INS = """
 import math
 from dataclasses import dataclass
 
-from verbatim.losses import Loss, LossOutputs
+from verbatim.algorithms.losses import Loss, LossOutputs
 
 THRESHOLD = 3
 
@@ -105,27 +105,13 @@ def custom(name: str, more: str = "") -> str:
 
 
 REFUSED = {
-    "renderer": (
-        ["--orchestrator.renderer.name", "qwem3"],
-        ["orchestrator.renderer.name", "there is no renderer 'qwem3'; did you mean \"qwen3\"?"],
-    ),
-    "renderer of another model": (
-        ["--orchestrator.renderer.name", "kimi-k2"],
-        ['the tokenizer does not fit renderer "kimi-k2"'],
-    ),
+    "renderer": (["--orchestrator.renderer.name", "qwem3"],
+                 ["orchestrator.renderer.name", "there is no renderer 'qwem3'; did you mean \"qwen3\"?"]),
+    "renderer of another model": (["--orchestrator.renderer.name", "kimi-k2"],
+                                  ['the tokenizer does not fit renderer "kimi-k2"']),
     "renderer of another model than the one to build": (
-        [
-            "--orchestrator.renderer.name",
-            "kimi-k2",
-            "--model",
-            "{ build = { hidden_size = 32 } }",
-            ENV,
-            "null",
-            "--orchestrator.train.env.0.id",
-            "guess-number",
-        ],
-        ['the tokenizer does not fit renderer "kimi-k2"'],
-    ),
+        ["--orchestrator.renderer.name", "kimi-k2", "--model", "{ build = { hidden_size = 32 } }", ENV, "null",
+         "--orchestrator.train.env.0.id", "guess-number"], ['the tokenizer does not fit renderer "kimi-k2"']),
     "environment that raises": ([ENV, "tasks.Raises"], ["tasks.Raises", "OSError", "no such data set"]),
     "environment without examples": ([ENV, "tasks.Empty"], ['examples("train") is empty']),
     "environment without parameters to read": ([ENV, "builtins.dict"], ["does not tell its parameters"]),
@@ -135,33 +121,25 @@ REFUSED = {
     "no conversations": ([WARM, '{ data = "none.jsonl" }'], ["there is no file none.jsonl"]),
     "loss of four tensors": (
         ["--trainer.loss", custom("four_tensors")],
-        [
-            "trainer.loss.import_path",
-            "loss four_tensors needs inference_logprobs, advantages, loss_mask",
-            "first parameter 'trainer_logprobs'",
-        ],
-    ),
+        ["trainer.loss.import_path", "loss four_tensors needs inference_logprobs, advantages, loss_mask",
+         "first parameter 'trainer_logprobs'"]),
     "record of a loss of four tensors": (["--trainer.loss", custom("RECORD")], ["loss four_tensors needs"]),
     "loss without an input": (["--trainer.loss", custom("no_inputs")], ["no_inputs(scale) takes no input"]),
     "loss that is async": (["--trainer.loss", custom("slow_loss")], ["loss slow_loss is async"]),
     "loss that is a number": (["--trainer.loss", custom("THRESHOLD")], ["is int, expected a function"]),
     "loss that is a class": (["--trainer.loss", custom("NotCallable")], ["is a class without __call__"]),
     "misspelt knob of a loss": (
-        ["--trainer.loss", custom("own_loss", ", kwargs = { scael = 2.0 }")],
-        ['did you mean "scale"?'],
-    ),
+        ["--trainer.loss", custom("own_loss", ", kwargs = { scael = 2.0 }")], ['did you mean "scale"?']),
     "filter without an action": (["--orchestrator.filters", f"[{custom('without_action')}]"], ["has no action"]),
     "seq_len beyond the model's positions": (["--orchestrator.seq-len", "999"], ["seq_len = 999", "end at 384"]),
     "device that does not exist": (["--trainer.device", "gpu"], ["trainer.device", "there is no device 'gpu'"]),
     "teacher that is not there": (
         ["--orchestrator.training-mode", "opd", "--orchestrator.teacher", '{ model = "./nowhere" }'],
-        ["there is no model folder './nowhere'"],
-    ),
+        ["there is no model folder './nowhere'"]),
     "teacher's address": (
         ["--orchestrator.training-mode", "opd", "--orchestrator.teacher", '{ model = "t", base_url = "localhost:8" }'],
-        ["base_url 'localhost:8'; expected an address such as"],
-    ),
-}
+        ["base_url 'localhost:8'; expected an address such as"]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("command", ["config", "rl"])

@@ -20,8 +20,8 @@ import verbatim
 from e2e.tiny_runs import LOTS, TOML, build_tiny_model, train_lines, workplace
 from verbatim.cli.main import main
 from verbatim.config import import_object, load_config, make_config
-from verbatim.errors import CheckpointError, ComponentError, ConfigError, NothingTrained, UsageError
-from verbatim.monitors import Monitor
+from verbatim.core.errors import CheckpointError, ComponentError, ConfigError, NothingTrained, UsageError
+from verbatim.logs.monitors import Monitor
 from verbatim.run.result import MetricColumns
 from verbatim.run.tables import component_tables
 
@@ -47,7 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def place(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr("verbatim.monitors.learning_curve._has_matplotlib", lambda: False)  # it takes seconds
+    monkeypatch.setattr("verbatim.logs.monitors.learning_curve._has_matplotlib", lambda: False)  # it takes seconds
     with workplace(tmp_path / "work", {"lots": LOTS}) as folder:
         toml = TOML.format(model=model).replace("max_batch_size = 8\n", "max_batch_size = 8\ndeterministic = true\n")
         (folder / "run.toml").write_text(toml + 'import_path = "lots.Lots"\n')
@@ -234,12 +234,12 @@ def test_ctrl_c_ends_after_the_step_and_says_how_to_go_on(place, inside_a_loop):
 @pytest.mark.slow
 def test_what_fails_in_the_middle_says_how_to_go_on(place, model):
     (place / "lots.py").write_text(LOTS.replace("return self.reward", "raise ValueError('no')"))
-    with pytest.raises(verbatim.errors.RunStopped) as caught:
+    with pytest.raises(verbatim.core.errors.RunStopped) as caught:
         verbatim.run("run.toml", quiet=True)
     assert caught.value.__context__ is None
     assert re.search(r"to go on:  verbatim\.run\('.*/config\.toml', resume='.*'\)", caught.value.__notes__[0])
     lots = import_object("lots.Lots")()
-    with pytest.raises(verbatim.errors.RunStopped) as caught:
+    with pytest.raises(verbatim.core.errors.RunStopped) as caught:
         verbatim.train(model=model, environment=lots, max_steps=4, quiet=True, **SETTINGS | {"trainer": {}})
     assert caught.value.__notes__[0].endswith("', environments={'Lots': ...})")
 

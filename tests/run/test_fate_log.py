@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from verbatim import Trajectory, Turn
-from verbatim.fates.files import FateFolder
-from verbatim.fates.retention import EVERYTHING
+from verbatim.core.trajectories import Fate
+from verbatim.logs.fates.files import FateFolder
+from verbatim.logs.fates.retention import EVERYTHING
 from verbatim.run.fate_log import FateLog
-from verbatim.trajectories import Fate
 from waiting import HANGS, wait_until
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from verbatim.checkpoints import Checkpoint, write_json, write_loop_state
 from verbatim.config import dump_config, make_config
 from verbatim.config.schema import RunConfig
-from verbatim.errors import CheckpointError, UsageError
+from verbatim.core.errors import CheckpointError, UsageError
+from verbatim.logs.checkpoints import Checkpoint, write_json, write_loop_state
 from verbatim.run.fork import Fork, check_fork
 from verbatim.run.tables import component_tables
 

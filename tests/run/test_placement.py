@@ -11,7 +11,7 @@ import torch
 from e2e.tiny_runs import LOTS, TOML, build_tiny_model, snapshot, workplace
 from inference.vllm.double_server import fake_python
 from verbatim.cli.main import main
-from verbatim.errors import ConfigError
+from verbatim.core.errors import ConfigError
 from verbatim.inference.vllm.settings import VllmSettings
 
 

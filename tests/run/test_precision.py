@@ -9,10 +9,10 @@ import torch
 from rich.console import Console
 from transformers import Qwen3Config
 
-from verbatim.checkpoints import RunFolder
 from verbatim.config import dump_config, make_config
-from verbatim.errors import ConfigError, UsageError
+from verbatim.core.errors import ConfigError, UsageError
 from verbatim.inference.embedded.settings import TorchSettings
+from verbatim.logs.checkpoints import RunFolder
 from verbatim.run.machine import OnCuda, Seconds
 from verbatim.run.precision import (
     FASTER,

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 
 from verbatim import Trajectory, Turn
+from verbatim.core.trajectories import Fate
 from verbatim.run.replay import Replay, as_json
 from verbatim.run.replay_compare import MetricDifference, TokenDifference, compare_tokens, compare_weights
-from verbatim.trajectories import Fate
 
 LOOSE = 0.05
 

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from verbatim import Trajectory
-from verbatim.checkpoints import RunFolder
 from verbatim.config import load_config
+from verbatim.core.plain_console import PlainConsole
+from verbatim.core.trajectories import Fate
 from verbatim.environments.guess_number import GuessNumber
-from verbatim.fates.files import FateFolder
-from verbatim.monitors import MetricsLog
-from verbatim.plain_console import PlainConsole
+from verbatim.logs.checkpoints import RunFolder
+from verbatim.logs.fates.files import FateFolder
+from verbatim.logs.monitors import MetricsLog
 from verbatim.run.report import WIDTH, report
-from verbatim.trajectories import Fate
 
 SUMMARY = {"success_before_rl": 0.25, "steps": 2, "environments": {"game": {}}}
 

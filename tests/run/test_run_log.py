@@ -15,21 +15,21 @@ from types import SimpleNamespace
 import pytest
 
 from verbatim import Trajectory, Turn
-from verbatim.checkpoints import CheckpointStore, RunFolder, read_json
 from verbatim.config import load_config
+from verbatim.core.trajectories import Fate
+from verbatim.core.trajectory_json import NOT_WRITTEN
 from verbatim.environments.guess_number import GuessNumber
-from verbatim.evaluation.stored import evaluated_steps, read_outcomes
-from verbatim.fates.files import FateFolder, files_in, read_fates
-from verbatim.fates.retention import Retention
-from verbatim.monitors import Alarm, read_alarms
-from verbatim.monitors.jsonl import measure, read_jsonl
-from verbatim.monitors.trajectory_log import TrajectoryLog, read_evaluated, read_trajectories
-from verbatim.orchestrator.evaluate import Evaluation
+from verbatim.logs.checkpoints import CheckpointStore, RunFolder, read_json
+from verbatim.logs.fates.files import FateFolder, files_in, read_fates
+from verbatim.logs.fates.retention import Retention
+from verbatim.logs.monitors import Alarm, read_alarms
+from verbatim.logs.monitors.jsonl import measure, read_jsonl
+from verbatim.logs.monitors.trajectory_log import TrajectoryLog, read_evaluated, read_trajectories
 from verbatim.run import run_log
+from verbatim.run.evaluation.stored import evaluated_steps, read_outcomes
+from verbatim.run.orchestrator.evaluate import Evaluation
 from verbatim.run.run_log import RunLog
 from verbatim.run.summary import summary_of
-from verbatim.trajectories import Fate
-from verbatim.trajectory_json import NOT_WRITTEN
 
 # ---- the logs and the checkpoints
 

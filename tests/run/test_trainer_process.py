@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from orchestrator.loop_runs import nothing_left_behind
+from run.orchestrator.loop_runs import nothing_left_behind
 from verbatim.rollouts.main_loop import run_main
 from verbatim.run.trainer_process import while_telling
 from waiting import HANGS

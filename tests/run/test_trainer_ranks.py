@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from verbatim.config import make_config
-from verbatim.errors import ConfigError, RunStopped, UsageError
+from verbatim.core.errors import ConfigError, RunStopped, UsageError
 from verbatim.run import trainer_ranks
 from verbatim.run.trainer_ranks import is_led, num_processes, open_ranks
 

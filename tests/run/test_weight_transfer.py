@@ -11,7 +11,7 @@ import pytest
 
 from verbatim.config import load_config
 from verbatim.config.schema import RunConfig
-from verbatim.errors import UsageError
+from verbatim.core.errors import UsageError
 from verbatim.inference.sending import WeightStore
 from verbatim.inference.vllm.plugin import verbatim_weight_group
 from verbatim.run.tables import component_tables

@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 
 import verbatim.config
-from verbatim.errors import ModelError, UsageError
+from verbatim.core.errors import ModelError, UsageError
 from verbatim.run import trainer_ranks
 from verbatim.trainer import optimizer_state, trainer
 from verbatim.trainer.logprobs import TargetLogprobs

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from trainer_helpers import make_batch, make_sample, routed_samples, shared_prefixes
 from transformers import AutoModelForCausalLM
 
+from verbatim.algorithms.losses import LOSSES, Loss
 from verbatim.config.schema import OptimConfig, TrainerConfig
-from verbatim.errors import RunStopped, SamplerFault, UsageError
-from verbatim.losses import LOSSES, Loss
+from verbatim.core.errors import RunStopped, SamplerFault, UsageError
 from verbatim.trainer.optimizer_state import local
 from verbatim.trainer.parallel import failures, publish
 from verbatim.trainer.trainer import Trainer

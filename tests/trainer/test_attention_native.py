@@ -11,7 +11,7 @@ import torch
 from dense_attention import attention_call, dense
 from test_attention_tree import forest, seen_in
 
-from verbatim import native
+from verbatim.models import native
 from verbatim.models.attention import AttentionCall
 from verbatim.trainer.attention import native_tree
 from verbatim.trainer.attention.native_tree import NativeForest
@@ -95,8 +95,9 @@ def test_a_query_with_one_key_gives_scores_no_gradient():
     qkv, outside = tensors(batch.num_tokens, (4, 2, 32, 32))
     out = TreePlan(batch.position_ids, batch.ends).attend(0, *qkv, attention_call("plain", 1))
     grad_query, grad_key, _ = torch.autograd.grad(out, qkv, outside)
-    assert not grad_query.any()
-    assert not grad_key.any()
+    # Two sums of 32 products, in an order that depends on the processor's vectors, are subtracted: 0 but for rounding.
+    assert grad_query.abs().max() < 2e-6
+    assert grad_key.abs().max() < 2e-6
 
 
 @needs_compiler

@@ -10,9 +10,9 @@ from trainer_helpers import make_sample
 
 from campaigns import sized
 from pairs import all_rows, pairs
-from verbatim.packing import pack_tree
 from verbatim.trainer.attention import tree
 from verbatim.trainer.attention.tree import TreePlan
+from verbatim.trainer.packing import pack_tree
 
 
 def forest(seed, count=12):

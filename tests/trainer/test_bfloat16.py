@@ -6,8 +6,8 @@ from torch import nn
 from trainer_helpers import largest_difference, make_batch, shared_prefixes, write_experts
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from verbatim.algorithms.losses import LOSSES
 from verbatim.config.schema import LoraConfig, OptimConfig, TrainerConfig
-from verbatim.losses import LOSSES
 from verbatim.models.attention import WholeSequencePlan
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model

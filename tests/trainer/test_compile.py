@@ -1,10 +1,10 @@
 """Compiled layers have the gradient of those that are not, and are compiled once."""
 
 import functools
-import sys
 
 import parallel_jobs as jobs
 import pytest
+import setuptools  # noqa: F401  inductor imports it, which may fail where a test has imported the library's distutils
 import torch
 from parallel_ranks import crew
 from test_trainer_steps import make_trainer
@@ -12,19 +12,12 @@ from trainer_helpers import make_batch, routed_samples, shared_prefixes, write_m
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from campaigns import sized
-from verbatim.errors import ModelError
+from verbatim.core.errors import ModelError
 from verbatim.models.attention import ATTENTION
 from verbatim.models.tiny import decoder_layers
 from verbatim.trainer.compile import compile_layers
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def no_distutils(monkeypatch):
-    """inductor imports setuptools, which fails where another test has imported the standard library's distutils."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "distutils"]:
-        monkeypatch.delitem(sys.modules, name)
 
 
 @pytest.fixture(autouse=True)

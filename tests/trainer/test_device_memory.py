@@ -5,10 +5,10 @@ import torch
 from test_trainer_steps import make_trainer, weights
 from trainer_helpers import make_batch
 
-from verbatim.errors import RunStopped
+from verbatim.core.errors import RunStopped
 from verbatim.trainer.device_memory import HOST, DeviceMemory
+from verbatim.trainer.transport import WeightFolders
 from verbatim.trainer.worker import TrainerWorker
-from verbatim.transport import WeightFolders
 
 DEVICE = torch.device("cuda:0")
 

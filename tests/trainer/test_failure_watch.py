@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from verbatim.errors import ComponentError, RunStopped, UsageError
+from verbatim.core.errors import ComponentError, RunStopped, UsageError
 from verbatim.trainer.parallel import failures
 from verbatim.trainer.parallel.failures import Failure, Failures, kind_of
 from waiting import HANGS, wait_until

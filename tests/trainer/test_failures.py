@@ -19,7 +19,7 @@ from trainer_helpers import make_batch
 
 import warm
 from verbatim.config import make_config
-from verbatim.errors import ModelError, RunStopped, UsageError
+from verbatim.core.errors import ModelError, RunStopped, UsageError
 from verbatim.run import trainer_ranks
 from verbatim.run.make_trainer import make_trainer
 from verbatim.run.trainer_ranks import open_ranks

@@ -15,7 +15,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from verbatim import native
+from verbatim.models import native
 from verbatim.trainer import fused
 from verbatim.trainer.fused import fuse_layers
 

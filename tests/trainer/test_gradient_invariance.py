@@ -15,7 +15,7 @@ from trainer_helpers import (
     shared_prefixes,
 )
 
-from verbatim.losses import LOSSES, Loss, LossOutputs
+from verbatim.algorithms.losses import LOSSES, Loss, LossOutputs
 
 MODELS = ["qwen", "sliding_qwen"]
 

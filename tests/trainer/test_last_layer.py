@@ -10,13 +10,13 @@ import torch
 from trainer_helpers import VOCAB, shared_prefixes
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from verbatim.losses import LOSSES
+from verbatim.algorithms.losses import LOSSES
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model
-from verbatim.packing import PACKERS
 from verbatim.trainer.last_layer import Wanted, narrow_last_layer
 from verbatim.trainer.logprobs import TargetLogprobs
 from verbatim.trainer.metrics import MetricSums
+from verbatim.trainer.packing import PACKERS
 from verbatim.trainer.recompute import checkpoint_layers
 from verbatim.trainer.step import GradientPass
 

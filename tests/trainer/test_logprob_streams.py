@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from verbatim.losses import LossInputs
-from verbatim.packing import pack_rows
+from verbatim.algorithms.losses import LossInputs
+from verbatim.core.types import TrainingSample
 from verbatim.trainer.device_batch import DeviceBatch, whole_trajectory
-from verbatim.types import TrainingSample
+from verbatim.trainer.packing import pack_rows
 
 
 def sample(teacher, trajectory_id, **streams):

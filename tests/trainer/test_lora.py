@@ -12,16 +12,16 @@ from test_trainer_steps import make_trainer
 from trainer_helpers import VOCAB, gradients, make_batch, num_trained, shared_prefixes
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig
 
+from verbatim.algorithms.losses import LOSSES
 from verbatim.config.schema import LoraConfig
-from verbatim.errors import CheckpointError, ModelError
-from verbatim.losses import LOSSES
+from verbatim.core.errors import CheckpointError, ModelError
 from verbatim.models.adapters import save_merged
 from verbatim.models.tiny import NoTinyCopy
-from verbatim.packing import PACKERS
 from verbatim.trainer import lora
 from verbatim.trainer.logprobs import TargetLogprobs, whole_sample
 from verbatim.trainer.lora import check_adapters
 from verbatim.trainer.metrics import MetricSums
+from verbatim.trainer.packing import PACKERS
 from verbatim.trainer.step import GradientPass
 
 LORA = LoraConfig(r=4, alpha=8)

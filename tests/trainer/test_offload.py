@@ -8,14 +8,14 @@ import pytest
 import torch
 from trainer_helpers import make_batch, write_model
 
+from verbatim.algorithms.losses import LOSSES
 from verbatim.config.schema import TrainerConfig
-from verbatim.losses import LOSSES
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model
-from verbatim.packing import pack_rows
 from verbatim.trainer import offload
 from verbatim.trainer.logprobs import TargetLogprobs
 from verbatim.trainer.metrics import MetricSums
+from verbatim.trainer.packing import pack_rows
 from verbatim.trainer.recompute import checkpoint_layers
 from verbatim.trainer.step import GradientPass
 

@@ -9,7 +9,7 @@ from test_trainer_steps import make_trainer
 from trainer_helpers import gradients, largest_difference, make_batch, reference_gradients, shared_prefixes, write_llama
 
 from models.architectures import Architecture, tiny_model
-from verbatim.errors import ModelError
+from verbatim.core.errors import ModelError
 from verbatim.trainer.attention.rows import RowsPlan
 from verbatim.trainer.attention.tree import TreePlan
 

@@ -15,9 +15,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from trainer_helpers import write_experts, write_llama, write_qwen_moe
 
-from verbatim.checkpoints import find_damage, seal
-from verbatim.errors import CheckpointError
-from verbatim.losses import LOSSES
+from verbatim.algorithms.losses import LOSSES
+from verbatim.core.errors import CheckpointError
+from verbatim.logs.checkpoints import find_damage, seal
 from verbatim.models.loading import load_model
 from verbatim.trainer.parallel.publish import published_layout
 from waiting import HANGS

@@ -5,7 +5,7 @@ import weakref
 import pytest
 from trainer_helpers import gradients, shared_prefixes
 
-from verbatim.losses import LOSSES
+from verbatim.algorithms.losses import LOSSES
 from verbatim.trainer.attention import tree
 
 

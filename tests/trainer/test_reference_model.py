@@ -9,9 +9,9 @@ import torch
 from test_trainer_steps import same, weights
 from trainer_helpers import VOCAB, make_batch, shared_prefixes, write_llama, write_qwen_moe
 
+from verbatim.algorithms.losses import LOSSES, Loss, LossInputs, LossOutputs
 from verbatim.config.schema import LoraConfig, OptimConfig, TrainerConfig
-from verbatim.errors import CheckpointError, ModelError
-from verbatim.losses import LOSSES, Loss, LossInputs, LossOutputs
+from verbatim.core.errors import CheckpointError, ModelError
 from verbatim.trainer.attention.tree import TreePlan
 from verbatim.trainer.device_memory import DeviceMemory
 from verbatim.trainer.frozen import load_frozen

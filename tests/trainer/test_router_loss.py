@@ -20,9 +20,9 @@ from trainer_helpers import (
 from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
+from verbatim.algorithms.losses import LOSSES
 from verbatim.config.schema import LoraConfig, OptimConfig, TrainerConfig
-from verbatim.errors import ModelError
-from verbatim.losses import LOSSES
+from verbatim.core.errors import ModelError
 from verbatim.models.float64 import keep_float64
 from verbatim.trainer.router_loss import RouterLoss, check_router_loss
 from verbatim.trainer.split import split_batch

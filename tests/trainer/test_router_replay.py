@@ -24,21 +24,21 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from inference.step_gate import StepGate
 from verbatim import Trajectory, Turn, build_samples
+from verbatim.algorithms.losses import LOSSES
 from verbatim.config.schema import OptimConfig, TrainerConfig
-from verbatim.errors import ModelError, UsageError
+from verbatim.core.errors import ModelError, UsageError
+from verbatim.core.records.experts import Routing
+from verbatim.core.trajectory_json import plain, trajectory_from_json, trajectory_to_json
 from verbatim.inference.base import SampleRequest, SamplingParams
 from verbatim.inference.embedded.engine import TorchSampler
 from verbatim.inference.embedded.settings import TorchSettings
-from verbatim.losses import LOSSES
 from verbatim.models.experts import check_replay, find_routers
 from verbatim.models.float64 import keep_float64
-from verbatim.packing import pack_rows, pack_tree
-from verbatim.records.experts import Routing
 from verbatim.rollouts.recorder import Recorder
+from verbatim.trainer.packing import pack_rows, pack_tree
 from verbatim.trainer.router_replay import check_experts
 from verbatim.trainer.trainer import Trainer
-from verbatim.trajectory_json import plain, trajectory_from_json, trajectory_to_json
-from verbatim.transport.trainer_messages import TrainerMessage, message_to_bytes, read_message
+from verbatim.trainer.transport.trainer_messages import TrainerMessage, message_to_bytes, read_message
 from waiting import until
 
 LAYERS, EACH = 3, 2
@@ -89,7 +89,7 @@ def plain_loss_gradient(folder, samples):
 
 
 def loss_inputs(pi, mu, a):
-    from verbatim.losses import LossInputs
+    from verbatim.algorithms.losses import LossInputs
 
     return LossInputs(
         trainer_logprobs=pi,

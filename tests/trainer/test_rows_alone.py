@@ -5,7 +5,7 @@ from test_trainer_steps import make_trainer
 from trainer_helpers import gradients, largest_difference, make_batch, reference_gradients, shared_prefixes
 
 from models.other_models import write_other
-from verbatim.errors import ModelError
+from verbatim.core.errors import ModelError
 
 
 @pytest.fixture(scope="module")

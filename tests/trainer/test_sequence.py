@@ -22,16 +22,16 @@ from trainer_helpers import (
 
 from campaigns import sized
 from pairs import all_rows, pairs
+from verbatim.algorithms.losses import LOSSES
 from verbatim.config.schema import ParallelConfig, TrainerConfig
-from verbatim.errors import ModelError, UsageError
-from verbatim.losses import LOSSES
+from verbatim.core.errors import ModelError, UsageError
 from verbatim.models.attention import AttentionCall
 from verbatim.models.head import CausalLM
-from verbatim.packing import PACKERS
 from verbatim.trainer.attention.rows import RowsPlan
 from verbatim.trainer.attention.tree import TreePlan
 from verbatim.trainer.logprobs import TargetLogprobs
 from verbatim.trainer.metrics import MetricSums
+from verbatim.trainer.packing import PACKERS
 from verbatim.trainer.parallel.sequence import SequencePlan, refuse_slices, sequence_group
 from verbatim.trainer.recompute import checkpoint_layers
 from verbatim.trainer.step import GradientPass

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainer_helpers import make_sample
 
-from verbatim.errors import ComponentError
+from verbatim.core.errors import ComponentError
 from verbatim.trainer.metrics import MetricSums
 from verbatim.trainer.split import split_batch
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from trainer_helpers import make_batch, make_sample, num_trained, shared_prefixes
 
+from verbatim.algorithms.losses import LOSSES, Loss, LossOutputs
 from verbatim.config.schema import OptimConfig, TrainerConfig
-from verbatim.losses import LOSSES, Loss, LossOutputs
-from verbatim.records.trained_tokens import TrainedTokens
+from verbatim.core.records.trained_tokens import TrainedTokens
 from verbatim.trainer.trainer import Trainer
 
 

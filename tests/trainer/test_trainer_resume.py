@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from trainer_helpers import VOCAB, make_batch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from verbatim.errors import CheckpointError
+from verbatim.core.errors import CheckpointError
 from verbatim.models.loading import load_tokenizer
 
 SCHEDULE = {"schedule": "cosine", "warmup_steps": 2, "weight_decay": 0.1}
@@ -50,7 +50,7 @@ def test_state_before_the_first_step_can_be_saved_and_loaded(qwen, tmp_path):
     make_trainer(qwen).save_state(tmp_path)
     trainer = make_trainer(qwen)
     trainer.load_state(tmp_path)
-    assert trainer.num_optimizer_steps == 0 and not trainer.optimizer.state
+    assert trainer.schedule.num_done == 0 and not trainer.optimizer.state
 
 
 def test_state_that_is_missing_damaged_or_of_another_model_is_explained(qwen, sliding_qwen, tmp_path):
@@ -62,7 +62,7 @@ def test_state_that_is_missing_damaged_or_of_another_model_is_explained(qwen, sl
     other.save_state(tmp_path)
     with pytest.raises(CheckpointError, match="lm_head"):
         trainer.load_state(tmp_path)
-    assert trainer.num_optimizer_steps == 0 and not trainer.optimizer.state
+    assert trainer.schedule.num_done == 0 and not trainer.optimizer.state
     (tmp_path / "optimizer.safetensors").write_bytes(b"cut short")
     with pytest.raises(CheckpointError, match="no optimizer state that can be read"):
         other.load_state(tmp_path)
@@ -75,6 +75,18 @@ def test_more_steps_done_than_the_run_has_are_refused(qwen, tmp_path):
     trainer.save_state(tmp_path)
     with pytest.raises(CheckpointError, match="raise max_steps"):
         make_trainer(qwen, total=2).load_state(tmp_path)
+
+
+def test_the_optimizer_of_a_resumed_run_has_the_settings_that_it_is_given_and_the_moments_of_then(qwen, tmp_path):
+    first = make_trainer(qwen, optim={"weight_decay": 0.1, "beta1": 0.9})
+    first.train_batch(make_batch())
+    first.save_state(tmp_path)
+    second = make_trainer(qwen, optim={"weight_decay": 0.5, "beta1": 0.7, "beta2": 0.8, "eps": 1e-6})
+    second.load_state(tmp_path, left=1)
+    matrices = second.optimizer.param_groups[0]
+    assert (matrices["weight_decay"], matrices["betas"], matrices["eps"]) == (0.5, (0.7, 0.8), 1e-6)
+    for parameter, twin in zip(second.model.parameters(), first.model.parameters(), strict=True):
+        assert torch.equal(second.optimizer.state[parameter]["exp_avg"], first.optimizer.state[twin]["exp_avg"])
 
 
 @pytest.mark.parametrize("model", ["qwen", "sliding_qwen"])

@@ -6,9 +6,9 @@ import torch
 from trainer_helpers import VOCAB, gradients, largest_difference, make_batch, make_sample, num_trained
 from transformers import AutoModelForCausalLM
 
+from verbatim.algorithms.losses import LOSSES, Loss, LossOutputs, default_loss
 from verbatim.config.schema import OptimConfig, TrainerConfig
-from verbatim.errors import ComponentError, RunStopped, UsageError
-from verbatim.losses import LOSSES, Loss, LossOutputs, default_loss
+from verbatim.core.errors import ComponentError, RunStopped, UsageError
 from verbatim.trainer.trainer import Trainer
 
 
@@ -35,7 +35,7 @@ def test_a_batch_reports_what_was_done(qwen):
     assert metrics["lr"] == 1e-2
     assert 0 < metrics["entropy"] < np.log(VOCAB)
     assert metrics["tokens_per_second"] == pytest.approx(103 / metrics["seconds"])
-    assert trainer.num_optimizer_steps == 1
+    assert trainer.schedule.num_done == 1
     assert all(np.isfinite(value) for value in metrics.values())
 
 
@@ -129,7 +129,7 @@ def test_optimizer_steps_per_batch_train_every_token_once(qwen):
     )
     metrics = trainer.train_batch(samples)
     everything = sorted(float(x) for s in samples for x in s.logprobs[s.loss_mask])
-    assert len(seen) == metrics["num_optimizer_steps"] == trainer.num_optimizer_steps == 3
+    assert len(seen) == metrics["num_optimizer_steps"] == trainer.schedule.num_done == 3
     assert sorted(x for part in seen for x in part) == everything
     assert metrics["trained_tokens"] == num_trained(samples)
     assert metrics["lr"] == pytest.approx(1e-2 * 4 / 6)  # the third of six steps
@@ -154,7 +154,7 @@ def test_a_batch_without_a_trained_token_takes_no_step(qwen):
     for samples in ([], [masked]):
         metrics = trainer.train_batch(samples)
         assert metrics["trained_tokens"] == metrics["num_optimizer_steps"] == metrics["loss"] == 0
-    assert same(weights(trainer), before) and trainer.num_optimizer_steps == 0 and not trainer.optimizer.state
+    assert same(weights(trainer), before) and trainer.schedule.num_done == 0 and not trainer.optimizer.state
 
 
 def test_missing_inference_logprobs_are_for_sft_only(qwen):
@@ -186,7 +186,7 @@ def test_a_loss_that_is_not_finite_stops_before_a_weight_is_touched(qwen, level)
     with pytest.raises(RunStopped, match=r"optimizer step 1: .* on 1 trajectories: bad-one\."):
         trainer.train_batch([good, bad])
     assert same(weights(trainer), before)
-    assert trainer.num_optimizer_steps == 1
+    assert trainer.schedule.num_done == 1
     assert all(p.grad is None for p in trainer.model.parameters())
 
 

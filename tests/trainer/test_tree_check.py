@@ -9,9 +9,9 @@ import pytest
 from test_trainer_steps import make_trainer, same, weights
 from trainer_helpers import make_batch, make_sample, shared_prefixes
 
+from verbatim.algorithms.losses import LOSSES
 from verbatim.config.schema import TrainerConfig
-from verbatim.errors import RunStopped
-from verbatim.losses import LOSSES
+from verbatim.core.errors import RunStopped
 from verbatim.trainer.attention.tree import TreePlan
 from verbatim.trainer.trainer import Trainer
 from verbatim.trainer.tree_check import MOST_TOKENS, sharing_samples

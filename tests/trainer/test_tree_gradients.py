@@ -3,8 +3,8 @@
 import pytest
 from trainer_helpers import gradients, largest_difference, reference_gradients, shared_prefixes
 
-from verbatim.packing import pack_tree
 from verbatim.trainer.attention import tree as tree_attention
+from verbatim.trainer.packing import pack_tree
 
 SAMPLES = shared_prefixes()
 

@@ -12,19 +12,19 @@ from test_trainer_steps import make_trainer, weights
 from trainer_helpers import make_batch, num_trained
 from transformers import AutoModelForCausalLM
 
+from verbatim.algorithms.losses import LOSSES
 from verbatim.config.schema import TrainerConfig
-from verbatim.cores import FIRST_PASS, CoreShare
-from verbatim.errors import RunStopped
-from verbatim.losses import LOSSES
+from verbatim.core.errors import RunStopped
 from verbatim.models.loading import load_model
+from verbatim.models.native.cores import FIRST_PASS, CoreShare
 from verbatim.trainer.local import LocalTrainer
 from verbatim.trainer.serve import serve
 from verbatim.trainer.trainer import Trainer
+from verbatim.trainer.transport import WeightFolders
+from verbatim.trainer.transport.canary import NUM_PROBES, probe_sequences
+from verbatim.trainer.transport.exchange import Exchange
+from verbatim.trainer.transport.trainer_messages import TrainerMessage
 from verbatim.trainer.worker import TrainerWorker
-from verbatim.transport import WeightFolders
-from verbatim.transport.canary import NUM_PROBES, probe_sequences
-from verbatim.transport.exchange import Exchange
-from verbatim.transport.trainer_messages import TrainerMessage
 from waiting import HANGS, until
 
 
@@ -170,10 +170,10 @@ def test_a_state_between_two_versions_is_not_saved(qwen, tmp_path):
     """Two optimizer steps per batch; the second one of the second batch fails."""
     made = Worker(qwen, tmp_path, total=8, optimizer_steps_per_batch=2)
     made.train(1)
-    assert made.trainer.num_optimizer_steps == 2
+    assert made.trainer.schedule.num_done == 2
     with pytest.raises(RunStopped):
         made.train(2, samples=poisoned(2))
-    assert made.trainer.num_optimizer_steps == 3
+    assert made.trainer.schedule.num_done == 3
     with pytest.raises(RunStopped, match="the state after step 1 is gone: 3 optimizer steps are done, 2 of them"):
         made.worker.save(tmp_path, 1)
 
@@ -266,7 +266,7 @@ def test_cores_that_the_sampler_leaves_free_are_taken(made, tmp_path, monkeypatc
     monkeypatch.setattr(torch, "set_num_threads", seen.append)
     monkeypatch.setattr(torch, "get_num_threads", lambda: seen[-1] if seen else before)
     clock = [1000.0]
-    monkeypatch.setattr("verbatim.cores.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("verbatim.models.native.cores.time.monotonic", lambda: clock[0])
     train = made.trainer.train_batch
     monkeypatch.setattr(
         made.trainer, "train_batch", lambda *x: (others.append(sampler.threads_for_pass()), train(*x))[1]
@@ -286,7 +286,7 @@ def test_cores_that_the_sampler_leaves_free_are_taken(made, tmp_path, monkeypatc
 
 def test_a_batch_that_fails_gives_the_cores_back(made, tmp_path, monkeypatch):
     clock = [1000.0]
-    monkeypatch.setattr("verbatim.cores.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("verbatim.models.native.cores.time.monotonic", lambda: clock[0])
     mine, sampler = (CoreShare(tmp_path / "cores", side, 2) for side in ("trainer", "sampler"))
     made.worker.share(mine)
     with pytest.raises(RunStopped):

@@ -19,16 +19,16 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from verbatim.losses import LOSSES
+from verbatim.algorithms.losses import LOSSES
+from verbatim.core.types import RoutedExperts, TrainingSample
 from verbatim.models.float64 import keep_float64
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model
-from verbatim.packing import PACKERS
 from verbatim.trainer.logprobs import TargetLogprobs
 from verbatim.trainer.metrics import MetricSums
+from verbatim.trainer.packing import PACKERS
 from verbatim.trainer.recompute import checkpoint_layers
 from verbatim.trainer.step import GradientPass
-from verbatim.types import RoutedExperts, TrainingSample
 
 VOCAB = 61
 

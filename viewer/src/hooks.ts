@@ -8,9 +8,15 @@ export interface Answer<T> {
   error: string | null;
 }
 
-/** The answer to the newest question; older ones are given up. The last value stays until the next one is there. */
-export function useAnswer<T>(ask: ((signal: AbortSignal) => Promise<T>) | null, key: string): Answer<T> & { fresh: boolean } {
+/** The answer to the newest question; older ones are given up. The last value stays until the next one is there.
+ *
+ * A question that was answered with an error is asked again whenever `news` changes: what was not there may have come. */
+export function useAnswer<T>(
+  ask: ((signal: AbortSignal) => Promise<T>) | null, key: string, news = "",
+): Answer<T> & { fresh: boolean } {
   const [answer, set] = useState<Answer<T> & { key: string }>({ value: null, error: null, key: "" });
+  const heard = useRef(news);
+  if (answer.error !== null && answer.key === key) heard.current = news;
   useEffect(() => {
     if (!ask) return;
     const control = new AbortController();
@@ -19,7 +25,7 @@ export function useAnswer<T>(ask: ((signal: AbortSignal) => Promise<T>) | null, 
       (error: unknown) => !control.signal.aborted && set({ value: null, error: sentence(error), key }),
     );
     return () => control.abort();
-  }, [key, ask === null]);
+  }, [key, ask === null, heard.current]);
   return { ...answer, fresh: answer.key === key };
 }
 

@@ -9,6 +9,7 @@ import { plural } from "./format";
 import { useKeys } from "./hooks";
 import { useRuns } from "./metrics";
 import { Empty } from "./parts/empty";
+import { newsOf } from "./parts/missing";
 import { link, useRoute, type View } from "./route";
 import { openSource } from "./source";
 import { spelled } from "./visible";
@@ -31,6 +32,7 @@ function App() {
     document.title = spelled(`${route.view === "trajectory" || route.view === "group" ? `${route.id} · ` : ""}${names || "Verbatim"}`);
   }, [names, route.view, route.id]);
   useKeys({ o: () => { location.hash = link("overview", route.run); }, t: () => { location.hash = link("trajectories", route.run); } });
+  const shown = runs?.find(({ run }) => run.id === route.run)?.run ?? runs?.[0]?.run;
   const at = (view: View) => (route.view === view || (view === "trajectories" && ["trajectory", "group"].includes(route.view)) ? "page" : undefined);
   return (
     <>
@@ -56,8 +58,8 @@ function App() {
         {runs && runs.length === 0 && <Empty title="No run" why="Start the page with the folder of a run: verbatim view RUN." />}
         {runs && runs.length > 0 && route.view === "overview" && <Overview source={source} runs={runs} route={route} />}
         {runs && runs.length > 0 && route.view === "trajectories" && <Trajectories source={source} runs={runs.map(({ run }) => run)} route={route} />}
-        {runs && runs.length > 0 && route.view === "trajectory" && <TrajectoryPage source={source} runs={runs.map(({ run }) => run)} route={route} />}
-        {runs && runs.length > 0 && route.view === "group" && <GroupPage source={source} route={route} />}
+        {shown && route.view === "trajectory" && <TrajectoryPage source={source} run={shown} news={newsOf(shown, error)} route={route} />}
+        {shown && route.view === "group" && <GroupPage source={source} shown={shown} news={newsOf(shown, error)} route={route} />}
       </main>
     </>
   );

@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 from verbatim.cli import exit_status
-from verbatim.comparison.compared import compare_runs, comparison_to_json
-from verbatim.comparison.draw import draw_comparison
-from verbatim.comparison.show import show_comparison
-from verbatim.errors import UsageError
-from verbatim.plain_console import PlainConsole
+from verbatim.core.errors import UsageError
+from verbatim.core.plain_console import PlainConsole
+from verbatim.inspection.comparison.compared import compare_runs, comparison_to_json
+from verbatim.inspection.comparison.draw import draw_comparison
+from verbatim.inspection.comparison.show import show_comparison
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ from argcomplete.shell_integration import shellcode
 
 from verbatim.cli import exit_status
 from verbatim.cli.completion import SHELLS
-from verbatim.errors import UsageError
+from verbatim.core.errors import UsageError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Iterator
 
 from verbatim.cli import exit_status
 from verbatim.config import dump_config, load_config
-from verbatim.config.orchestrator import RendererConfig
-from verbatim.orchestrator.staleness import capped_settings
-from verbatim.renderers.base import Renderer
+from verbatim.core.texts import printable
+from verbatim.models.renderers.base import Renderer
+from verbatim.models.renderers.continuations import told
 from verbatim.run.check import check_run
+from verbatim.run.openings import look_at_openings
+from verbatim.run.orchestrator.staleness import capped_settings
 from verbatim.run.recipes import run_file
 from verbatim.run.tables import component_tables
-from verbatim.texts import printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the configuration, defaults and overrides included; on standard error, what the staleness rule caps
-    and which turns continue as they were sampled.
+    """Print the configuration, defaults and overrides included; on standard error, what the staleness rule caps,
+    which opening prompts leave no room, and which turns continue as they were sampled.
 
     Raises:
         UsageError: anything in it that would stop a run before it starts, as far as it can be known without loading
@@ -34,25 +34,17 @@ def run(args: argparse.Namespace) -> int:
     made: list[Renderer] = []
     config = load_config(args.file, args.overrides, component_tables())
     with contextlib.redirect_stdout(sys.stderr):  # what environments print is no TOML
-        check_run(config, told=made.append)
+        environments = check_run(config, told=made.append)
+        looked_at = list(look_at_openings(config, environments, made[0] if made else None))
     sys.stdout.write(dump_config(config))
     sys.stdout.flush()
-    for sentence in capped_settings(config.orchestrator):
+    for sentence in (*capped_settings(config.orchestrator), *looked_at):
+        print(printable(f"note: {sentence}"), file=sys.stderr)
+    settings = config.orchestrator.renderer
+    for sentence in told(made[0] if made else None, settings.thinking_retention, settings.history):
         print(printable(f"note: {sentence}"), file=sys.stderr)
     for renderer in made:
-        for sentence in _continued(renderer, config.orchestrator.renderer):
-            print(printable(f"note: {sentence}"), file=sys.stderr)
+        from verbatim.models.renderers.stop_ids import ends_in_words
+
+        print(printable(f"note: {ends_in_words(renderer)}"), file=sys.stderr)
     return exit_status.FINISHED
-
-
-def _continued(renderer: Renderer, settings: RendererConfig) -> Iterator[str]:
-    """Which turns of this model continue as they were sampled."""
-    from verbatim.renderers.continuations import continuations
-
-    yield (
-        f'renderer "{renderer.name}", thinking_retention = "{settings.thinking_retention}", history = '
-        f'"{settings.history}":'
-    )
-    for kind, reason in continuations(renderer):
-        outcome = "continues what was sampled" if reason is None else f"starts a new sample: {reason.sentence}"
-        yield f"{kind} {outcome}"

@@ -15,14 +15,14 @@ from itertools import chain
 from pathlib import Path
 
 from verbatim.cli import exit_status
-from verbatim.doctor import BreakClass, Doctor, FateFormat, LogFile, is_fate_path, known_formats, recognise
-from verbatim.doctor.as_json import JsonReport
-from verbatim.doctor.diagnosis import Choice, TemplateLine
-from verbatim.doctor.logs import Format
-from verbatim.doctor.show import ConsoleReport
-from verbatim.doctor.text import TokenText
-from verbatim.errors import UsageError
-from verbatim.plain_console import PlainConsole
+from verbatim.core.errors import UsageError
+from verbatim.core.plain_console import PlainConsole
+from verbatim.inspection.doctor import BreakClass, Doctor, FateFormat, LogFile, is_fate_path, known_formats, recognise
+from verbatim.inspection.doctor.as_json import JsonReport
+from verbatim.inspection.doctor.diagnosis import Choice, TemplateLine
+from verbatim.inspection.doctor.logs import Format
+from verbatim.inspection.doctor.show import ConsoleReport
+from verbatim.inspection.doctor.text import TokenText
 
 _SHOWN = 10
 """Breaks that people are shown in full."""
@@ -180,6 +180,6 @@ def _configured_model(config: Path) -> str | None:
 def _template_lines(text: TokenText | None) -> Callable[[BreakClass], TemplateLine | None]:
     if text is None or text.chat_template is None:
         return lambda kind: None
-    from verbatim.doctor.template_lines import template_lines
+    from verbatim.inspection.doctor.template_lines import template_lines
 
     return template_lines(text.chat_template)

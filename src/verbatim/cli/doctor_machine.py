@@ -5,21 +5,22 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from dataclasses import asdict, dataclass
 from typing import Literal
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from verbatim import native
-from verbatim.errors import ModelError
+from verbatim.core.errors import ModelError
+from verbatim.core.plain_console import PlainConsole
 from verbatim.inference.embedded.compiled.library import SOURCE as KERNEL
 from verbatim.inference.embedded.forward import open_forward
 from verbatim.inference.embedded.settings import TorchSettings
+from verbatim.models import native
 from verbatim.models.attention import ATTENTION
 from verbatim.models.head import CausalLM
 from verbatim.models.instructions import has_bfloat16
-from verbatim.plain_console import PlainConsole
 from verbatim.trainer.attention.native_tree import SOURCE as TREE
 from verbatim.trainer.fused import SOURCE as LAYERS
 
@@ -67,8 +68,8 @@ class _Part:
 def report(*, as_json: bool) -> bool:
     """Print what was found; whether all parts are compiled and used."""
     compiler = native.find_compiler()
-    version = native.compiler_version(compiler).decode(errors="replace").splitlines() if compiler else []
     parts = [_look(source, what) for source, what in _PARTS.items()]
+    version = _version(compiler) if compiler else []
     found = {
         "processor": torch.backends.cpu.get_cpu_capability(),
         "bfloat16": has_bfloat16(),
@@ -90,6 +91,14 @@ def report(*, as_json: bool) -> bool:
         ):
             console.print(line, soft_wrap=True)
     return all(part.compiled and not part.disagrees for part in parts)
+
+
+def _version(compiler: tuple[str, ...]) -> list[str]:
+    """What a compiler says of itself, in lines; nothing where it does not end."""
+    try:
+        return native.compiler_version(compiler).decode(errors="replace").splitlines()
+    except (OSError, subprocess.TimeoutExpired):  # told as the reason why nothing is compiled
+        return []
 
 
 def _look(source: native.CSource, what: str) -> _Part:

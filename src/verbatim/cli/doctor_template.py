@@ -14,16 +14,17 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from verbatim.errors import ModelError, TemplateFault
+from verbatim.core.errors import ModelError, TemplateFault
+from verbatim.core.plain_console import PlainConsole
 from verbatim.models.loading import load_tokenizer
-from verbatim.plain_console import PlainConsole
-from verbatim.renderers import create_renderer
-from verbatim.renderers.bridge_probes import SITUATIONS, BridgeProbe, probe_bridges
-from verbatim.renderers.chat_template import compile_template
-from verbatim.renderers.guard import GuardedTokenizer
-from verbatim.renderers.stand_in import stand_in_tokenizer
-from verbatim.renderers.template import TemplateRenderer
-from verbatim.renderers.tool_support import USE_HERMES, ToolSupport
+from verbatim.models.renderers import create_renderer
+from verbatim.models.renderers.bridge_probes import SITUATIONS, BridgeProbe, probe_bridges
+from verbatim.models.renderers.chat_template import compile_template
+from verbatim.models.renderers.guard import GuardedTokenizer
+from verbatim.models.renderers.stand_in import stand_in_tokenizer
+from verbatim.models.renderers.stop_ids import ends_in_words
+from verbatim.models.renderers.template import TemplateRenderer
+from verbatim.models.renderers.tool_support import USE_HERMES, ToolSupport
 
 _NEEDED = ("a tool's answer", "a user's message")
 """Messages that environments append."""
@@ -137,8 +138,10 @@ def _renderer(asked: str) -> str:
     """What `auto` takes; of a template alone nothing is known."""
     if Path(asked).is_file():
         return "not known of a template alone; give a model's folder or name"
-    name = create_renderer("auto", load_tokenizer(asked)).name
-    return "template, so the table holds" if name == "template" else f"{name}, which bridges by rules of its own"
+    renderer = create_renderer("auto", load_tokenizer(asked))
+    is_template = renderer.name == "template"
+    said = "template, so the table holds" if is_template else f"{renderer.name}, which bridges by rules of its own"
+    return f"{said}; {ends_in_words(renderer)}"
 
 
 def _show(console: PlainConsole, title: str, template: _Template) -> None:

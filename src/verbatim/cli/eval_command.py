@@ -11,22 +11,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from verbatim.checkpoints import CONFIG, load_stored_config
 from verbatim.cli import exit_status
 from verbatim.cli.eval_results import Results
 from verbatim.cli.interrupts import two_presses
 from verbatim.config import RunConfig, load_config
 from verbatim.config.schema import EvalConfig
-from verbatim.errors import ConfigError, RunStopped, UsageError
+from verbatim.core.errors import ConfigError, RunStopped, UsageError
+from verbatim.core.plain_console import PlainConsole
 from verbatim.inference.chat.client import OpenAI
-from verbatim.monitors.progress_bar import ProgressBar
-from verbatim.plain_console import PlainConsole
+from verbatim.logs.checkpoints import CONFIG, load_stored_config
+from verbatim.logs.monitors.progress_bar import ProgressBar
 from verbatim.rollouts.main_loop import run_main
 from verbatim.run.check import warn_of_unread_tables
 from verbatim.run.environments import make_environments
 from verbatim.run.episode_log import EpisodeLog
 from verbatim.run.eval_models import EvalModel, find_models
-from verbatim.run.evaluation import EvalSettings, evaluate_models
+from verbatim.run.evaluation.play import EvalSettings, evaluate_models
 from verbatim.run.logs import log_to_console
 from verbatim.run.recipes import run_file
 from verbatim.run.tables import component_tables
@@ -62,6 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="episodes of each example (as many as make up orchestrator.eval.episodes)",
     )
     add("--seed", type=int, metavar="N", help="seed of all episodes (orchestrator.eval.seed)")
+    add(
+        "--history",
+        choices=("verbatim", "template"),
+        help='"template": every prompt is rendered, as by a chat endpoint (orchestrator.renderer.history)',
+    )
     add("--k", type=_counts, metavar="K,K", help="the k of pass@k and pass^k (1, 2, 4, 8)")
     add(
         "--concurrency",
@@ -113,6 +118,8 @@ def run(args: argparse.Namespace) -> int:
     log_to_console(told, logging.WARNING)
     config, folder = _config(args)
     models = find_models(_models(args, config, folder), lambda name, url: _api(args, name, url))
+    if args.history is not None and all(model.api is not None for model in models):
+        raise UsageError("--history is for weights that are sampled here; an API renders every prompt itself")
     asked = config.orchestrator.eval or EvalConfig()
     settings = EvalSettings(
         num_examples=args.examples,
@@ -161,7 +168,9 @@ def _config(args: argparse.Namespace) -> tuple[RunConfig, Path | None]:
     """The configuration, and the run's folder where that was given."""
     folder = args.file if args.file.is_dir() and (args.file / CONFIG).is_file() else None
     file = args.file if folder is None else folder / CONFIG
-    return load_stored_config(file, lambda path: load_config(path, args.overrides, component_tables())), folder
+    history = [] if args.history is None else ["--orchestrator.renderer.history", args.history]
+    overrides = [*args.overrides, *history]
+    return load_stored_config(file, lambda path: load_config(path, overrides, component_tables())), folder
 
 
 def _models(args: argparse.Namespace, config: RunConfig, folder: Path | None) -> Sequence[str]:

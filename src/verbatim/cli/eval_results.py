@@ -17,18 +17,19 @@ from rich.text import Text
 
 from verbatim import __version__
 from verbatim.config import RunConfig
-from verbatim.disk import write_file
-from verbatim.evaluation.as_json import difference_to_json, example_to_json, finite, result_to_json
-from verbatim.evaluation.markdown import Report, Subject, markdown
-from verbatim.evaluation.outcomes import Outcome
-from verbatim.evaluation.pairs import difference
-from verbatim.evaluation.results import EnvResult
-from verbatim.evaluation.rows import Compared, spent_line
-from verbatim.evaluation.show import show_differences, show_examples, show_results
-from verbatim.evaluation.texts import letter
+from verbatim.core.disk import write_file
+from verbatim.core.texts import cut
 from verbatim.rollouts.tally import failure_kind
-from verbatim.run.evaluation import EvalSettings, ModelResult
-from verbatim.texts import cut
+from verbatim.run.evaluation.as_json import difference_to_json, example_to_json, finite, result_to_json
+from verbatim.run.evaluation.markdown import Report, Subject, markdown
+from verbatim.run.evaluation.outcomes import Outcome
+from verbatim.run.evaluation.pairs import difference
+from verbatim.run.evaluation.play import EvalSettings, ModelResult
+from verbatim.run.evaluation.results import EnvResult
+from verbatim.run.evaluation.rows import Compared, spent_line
+from verbatim.run.evaluation.show import show_differences, show_examples, show_results
+from verbatim.run.evaluation.texts import letter
+from verbatim.run.parts import max_failed
 
 _MOST_KINDS = 5
 """Kinds of failures that a report names for each model."""
@@ -81,7 +82,9 @@ class Results:
                 before=letter(one),
                 after=letter(two),
                 environments={
-                    env: difference(env, self._found[one].outcomes[env], self._found[two].outcomes[env])
+                    env: difference(
+                        env, self._found[one].outcomes[env], self._found[two].outcomes[env], max_failed(self._config)
+                    )
                     for env in self.environments
                 },
             )
@@ -186,6 +189,7 @@ class Results:
             "temperature": sampling.temperature,
             "max_tokens": sampling.max_tokens,
             "seq_len": self._config.orchestrator.seq_len,
+            "history": self._config.orchestrator.renderer.history,
         }
 
 

@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 
 from verbatim.cli import exit_status
-from verbatim.disk import rename, temporary_beside
-from verbatim.errors import UsageError
-from verbatim.monitors.trajectory_log import TrajectoryLog, read_trajectories
-from verbatim.plain_console import PlainConsole
+from verbatim.core.disk import rename, temporary_beside
+from verbatim.core.errors import UsageError
+from verbatim.core.plain_console import PlainConsole
+from verbatim.logs.monitors.trajectory_log import TrajectoryLog, read_trajectories
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.cli import exit_status
-from verbatim.envcheck.program_check import ProgramReport, check_program
+from verbatim.core.errors import UsageError
+from verbatim.core.plain_console import PlainConsole
 from verbatim.environments.sources import read_json_lines
-from verbatim.errors import UsageError
-from verbatim.gateway.program.environment import Program
-from verbatim.plain_console import PlainConsole
+from verbatim.inspection.envcheck.program_check import ProgramReport, check_program
+from verbatim.rollouts.gateway.program.environment import HARMLESS, Program
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,12 +35,66 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--reasoning", action="store_true", help="the model's answers have reasoning")
     parser.add_argument("--lines", action="store_true", help="the program reads lines, as with reuse = true")
-    parser.add_argument(
-        "--reward", choices=("last_line", "file", "post"), default="last_line", help="where the reward is (last_line)"
-    )
     parser.add_argument("--sandbox", action="store_true", help="run it in a sandbox")
+    _add_arguments_of_the_environment(parser)
     parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds for the program (120)")
     parser.add_argument("--json", action="store_true", help="one JSON object")
+
+
+def _add_arguments_of_the_environment(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("as args of the environment").add_argument
+    add(
+        "--reward",
+        choices=("last_line", "file", "score", "post"),
+        default="last_line",
+        help="where the reward is (last_line)",
+    )
+    add("--score", metavar="COMMAND", help="for --reward score: what runs after the program")
+    add("--example-in", choices=("stdin", "file"), default="stdin", help="how it is given the example (stdin)")
+    add("--cwd", metavar="FOLDER", default=".", help="where it runs (the current folder)")
+    add("--env", action="append", default=[], metavar="NAME=VALUE", help="a further variable")
+    add("--env-from", action="append", default=[], metavar="NAME", help="a variable of this shell that it gets too")
+    add("--memory-mb", type=int, default=4096, metavar="N", help="MiB of data, of each process and of all (4096)")
+    add("--processes", type=int, default=128, metavar="N", help="in the sandbox, at a time (128)")
+    add("--disk-mb", type=int, default=64, metavar="N", help="MiB of files that it writes in the sandbox (64)")
+    add("--connections", type=int, default=512, metavar="N", help="in the sandbox, open to the gateway at a time (512)")
+    add("--max-body-mb", type=int, default=32, metavar="N", help="MiB of one request to the gateway (32)")
+    add("--visible", action="append", default=[], metavar="FOLDER", help="a folder that the sandbox shows, read-only")
+    add("--unsafe-allow", action="store_true", help="if no sandbox works here, run without one")
+    add("--sampling", choices=("run", "client"), default="run", help="whose temperature and the like hold (run)")
+    add("--restores-reasoning", choices=("true", "false"), help="whether an answer may come back without its reasoning")
+    add("--unenforced", metavar="NAMES", default=",".join(HARMLESS), help="fields that are let pass without effect")
+
+
+def _program(args: argparse.Namespace, example: dict[str, Any]) -> Program:
+    """The environment around the program."""
+    parted = {name: value for name, equals, value in (given.partition("=") for given in args.env) if name and equals}
+    if len(parted) != len(args.env):
+        raise UsageError("--env: expected NAME=VALUE, each name once")
+    restores = None if args.restores_reasoning is None else args.restores_reasoning == "true"
+    return Program(
+        args.command,
+        [example or {"id": "0"}],
+        cwd=args.cwd,
+        env=parted,
+        env_from=args.env_from,
+        example=args.example_in,
+        reward=args.reward,
+        score=args.score,
+        timeout=args.timeout,
+        memory_mb=args.memory_mb,
+        connections=args.connections,
+        max_body_mb=args.max_body_mb,
+        processes=args.processes,
+        disk_mb=args.disk_mb,
+        sandbox=args.sandbox,
+        visible=args.visible,
+        unsafe_allow=args.unsafe_allow,
+        reuse=args.lines,
+        sampling=args.sampling,
+        restores_reasoning=restores,
+        unenforced=[name.strip() for name in args.unenforced.split(",") if name.strip()],
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -68,16 +122,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.command.strip():
         raise UsageError('COMMAND is empty; type for example: verbatim gateway check "python agent.py"')
     said = list(read_json_lines(args.answers, "message").values()) if args.answers is not None else []
-    program = Program(
-        args.command,
-        [example or {"id": "0"}],
-        cwd=".",
-        sandbox=args.sandbox,
-        reuse=args.lines,
-        timeout=args.timeout,
-        reward=args.reward,
-    )
-    report = check_program(program, said, reasoning=args.reasoning, seconds=args.timeout)
+    report = check_program(_program(args, example), said, reasoning=args.reasoning, seconds=args.timeout)
     console = PlainConsole()
     if args.json:
         console.print(json.dumps({**dataclasses.asdict(report), "clean": report.is_clean}), soft_wrap=True)

@@ -16,12 +16,12 @@ from verbatim.cli.serve_command import key_of, run_until_asked, until_stopped
 from verbatim.config import load_config
 from verbatim.config.schema import RunConfig
 from verbatim.config.sections import table_of
-from verbatim.errors import SamplerFault, UsageError
+from verbatim.core.errors import SamplerFault, UsageError
+from verbatim.core.machine_faults import describe
+from verbatim.core.plain_console import PlainConsole
 from verbatim.inference.http.server import LAST_PORT, as_others_reach
 from verbatim.inference.pool.settings import ServerSettings
-from verbatim.machine_faults import describe
 from verbatim.models.catalog import folder_of
-from verbatim.plain_console import PlainConsole
 from verbatim.run.logs import log_to_console
 from verbatim.run.precision import resolve_sampler
 from verbatim.run.recipes import run_file

@@ -8,8 +8,8 @@ from importlib.resources import files
 from pathlib import Path
 
 from verbatim.cli import exit_status
-from verbatim.errors import UsageError
-from verbatim.plain_console import PlainConsole
+from verbatim.core.errors import UsageError
+from verbatim.core.plain_console import PlainConsole
 
 KINDS = {
     "tools": "the agent calls tools (the default)",

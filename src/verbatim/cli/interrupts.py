@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from verbatim.cli import exit_status
+from verbatim.core.texts import printable
+from verbatim.core.user_code import raise_ctrl_c
 from verbatim.rollouts.main_loop import Presses
-from verbatim.texts import printable
-from verbatim.user_code import raise_ctrl_c
 
 logger = logging.getLogger(__name__)
 

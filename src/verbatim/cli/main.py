@@ -21,10 +21,11 @@ from rich.text import Text
 from verbatim import __version__
 from verbatim.cli import exit_status
 from verbatim.cli.interrupts import end_without_stragglers, ignore_signals_at_the_very_end, sigterm_is_ctrl_c
-from verbatim.errors import NothingTrained, RunStopped, StoppedByAlarm, UsageError, VerbatimError
-from verbatim.machine_faults import describe, is_machine_fault, is_out_of_memory
-from verbatim.plain_console import PlainConsole
-from verbatim.texts import printable, shown
+from verbatim.core.descriptors import raise_descriptor_limit
+from verbatim.core.errors import NothingTrained, RunStopped, StoppedByAlarm, UsageError, VerbatimError
+from verbatim.core.machine_faults import describe, is_machine_fault, is_out_of_memory
+from verbatim.core.plain_console import PlainConsole
+from verbatim.core.texts import printable, shown
 
 COMMANDS = {
     "init": ("verbatim.cli.init_command", "write a project: an environment, a run, a test"),
@@ -61,6 +62,7 @@ def program() -> NoReturn:
     sys.excepthook = _show_traceback
     ignore_signals_at_the_very_end()
     sigterm_is_ctrl_c()
+    raise_descriptor_limit()
     threading.excepthook = _show_end_of_thread
     sys.unraisablehook = _show_unraisable
     status = exit_status.STOPPED

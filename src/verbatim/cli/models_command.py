@@ -8,9 +8,9 @@ from pathlib import Path
 from rich.text import Text
 
 from verbatim.cli import exit_status
-from verbatim.errors import UsageError
+from verbatim.core.errors import UsageError
+from verbatim.core.plain_console import PlainConsole
 from verbatim.models.catalog import MODELS, kept_model, models_folder
-from verbatim.plain_console import PlainConsole
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,13 +7,13 @@ import logging
 import shlex
 from pathlib import Path
 
-from verbatim.checkpoints import CONFIG
 from verbatim.cli import rl_command
 from verbatim.cli.serve_command import key_of
-from verbatim.errors import UsageError
+from verbatim.core.errors import UsageError
 from verbatim.inference.http.connection_settings import check_key
 from verbatim.inference.http.server import LAST_PORT
-from verbatim.transport.mirror.server import Listen
+from verbatim.logs.checkpoints import CONFIG
+from verbatim.trainer.transport.mirror.server import Listen
 
 logger = logging.getLogger(__name__)
 

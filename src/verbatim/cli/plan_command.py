@@ -13,8 +13,8 @@ from pathlib import Path
 from verbatim.cli import exit_status
 from verbatim.config import load_config
 from verbatim.config.schema import RunConfig
-from verbatim.errors import UsageError
-from verbatim.plain_console import PlainConsole
+from verbatim.core.errors import UsageError
+from verbatim.core.plain_console import PlainConsole
 from verbatim.run.recipes import run_file
 from verbatim.run.tables import component_tables
 
@@ -62,13 +62,13 @@ def run(args: argparse.Namespace) -> int:
     """
     config = load_config(args.file, args.overrides, component_tables())
     _check(args)
-    from verbatim.plan.as_json import plan_as_json
-    from verbatim.plan.batches import assumed_batch, batch_of_run
-    from verbatim.plan.changes import tried_changes
-    from verbatim.plan.devices import device_here, find_device
-    from verbatim.plan.placement import place
-    from verbatim.plan.predict import Assumptions, Case, model_source, predict
-    from verbatim.plan.show import show_changes, show_plan
+    from verbatim.inspection.plan.as_json import plan_as_json
+    from verbatim.inspection.plan.batches import assumed_batch, batch_of_run
+    from verbatim.inspection.plan.changes import tried_changes
+    from verbatim.inspection.plan.devices import device_here, find_device
+    from verbatim.inspection.plan.placement import place
+    from verbatim.inspection.plan.predict import Assumptions, Case, model_source, predict
+    from verbatim.inspection.plan.show import show_changes, show_plan
     from verbatim.run.machine import OnCuda
     from verbatim.run.precision import resolve_dtypes
 

@@ -9,8 +9,8 @@ from rich.text import Text
 
 from verbatim.cli import exit_status
 from verbatim.config.recipe_files import recipes
-from verbatim.errors import UsageError
-from verbatim.plain_console import PlainConsole
+from verbatim.core.errors import UsageError
+from verbatim.core.plain_console import PlainConsole
 from verbatim.run.recipes import about, copy_recipe
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from rich.table import Table
 
-from verbatim.checkpoints.run_folder import RUNS
 from verbatim.cli import exit_status
 from verbatim.config.overrides import parse_overrides
-from verbatim.errors import UsageError
-from verbatim.monitors.console import format_number
-from verbatim.plain_console import PlainConsole
+from verbatim.core.errors import UsageError
+from verbatim.core.plain_console import PlainConsole
+from verbatim.logs.checkpoints.hold import RUNS
+from verbatim.logs.monitors.console import format_number
 from verbatim.run.replay import Replay, as_json, replay
 from verbatim.run.replay_compare import TokenDifference
 

@@ -10,21 +10,21 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from verbatim.checkpoints import CONFIG, load_stored_config
 from verbatim.cli import exit_status
 from verbatim.cli.interrupts import two_presses
 from verbatim.cli.own_stdout import own_stdout
 from verbatim.config import RunConfig, load_config
-from verbatim.errors import UsageError
-from verbatim.monitors.json_lines import JsonLines
-from verbatim.plain_console import PlainConsole
+from verbatim.core.errors import UsageError
+from verbatim.core.plain_console import PlainConsole
+from verbatim.logs.checkpoints import CONFIG, load_stored_config
+from verbatim.logs.monitors.json_lines import JsonLines
 from verbatim.rollouts.main_loop import run_main
 from verbatim.run.execute import execute
 from verbatim.run.fork import Fork, find_fork, load_forked
 from verbatim.run.logs import log_to_console
 from verbatim.run.recipes import run_file
 from verbatim.run.tables import component_tables
-from verbatim.transport.mirror.server import Listen
+from verbatim.trainer.transport.mirror.server import Listen
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -18,11 +18,11 @@ from verbatim.cli.interrupts import two_presses
 from verbatim.cli.rollout_engines import engine_of
 from verbatim.cli.rollout_results import Job, ResultFile
 from verbatim.cli.rollout_work import plan_of
-from verbatim.errors import RunStopped
-from verbatim.plain_console import PlainConsole
+from verbatim.core.errors import RunStopped
+from verbatim.core.plain_console import PlainConsole
+from verbatim.core.types import StopReason, Trajectory
 from verbatim.rollouts.main_loop import run_main
 from verbatim.run.logs import log_to_console
-from verbatim.types import StopReason, Trajectory
 
 LONGEST_LOSING_STREAK = 16
 """Failures in a row, or twice the concurrency if that is more, after which the server is taken for dead."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from verbatim.config import load_config
-from verbatim.errors import UsageError
+from verbatim.core.errors import UsageError
 from verbatim.inference.base import Sampler, SamplingParams
 from verbatim.inference.chat.client import OpenAI
 from verbatim.inference.scripted import ScriptedSampler

@@ -15,16 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from verbatim.checkpoints.lock import FolderLock
-from verbatim.disk import rename, sync_descriptor, temporary_beside
+from verbatim.core.disk import rename, sync_descriptor, temporary_beside
+from verbatim.core.errors import UsageError
+from verbatim.core.redaction import redacted
+from verbatim.core.trajectory_json import trajectory_to_json
+from verbatim.core.types import Trajectory
 from verbatim.environments.sources import read_json_lines
-from verbatim.errors import UsageError
-from verbatim.monitors.jsonl import JsonlWriter
-from verbatim.trajectory_json import trajectory_to_json
-from verbatim.types import Trajectory
+from verbatim.logs.checkpoints.lock import FolderLock
+from verbatim.logs.monitors.jsonl import JsonlWriter
 
 _BEGINNING = '{"step": 0, "task": '
 """How a line begins. A torn last line is cut off only if it begins so: a file of something else is left alone."""
+
+_SECRETS = "secrets"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +94,8 @@ class ResultFile:
 
     Args:
         path: The file; made if it is not there.
-        settings: What the results depend on beside their task; a file holds results of one kind only.
+        settings: What the results depend on beside their task, kept without secrets; a file holds results of one kind
+            only.
 
     Raises:
         UsageError: another process writes it, or it holds something else.
@@ -99,7 +103,7 @@ class ResultFile:
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self._path = path
-        self._settings = dict(settings)
+        self._settings = _settings_to_keep(settings)
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._lock = FolderLock(path.parent, f".{path.name}.lock")
@@ -195,12 +199,28 @@ class ResultFile:
         return error is not None
 
 
+def _settings_to_keep(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings without secrets; where they have some, `secrets` tells them from others: 16 bits of a slow digest,
+    from which nobody finds a key.
+
+    >>> _settings_to_keep({"env_args": {"key": "answer"}})
+    {'env_args': {'key': 'answer'}}
+    """
+    kept: dict[str, Any] = redacted(settings)
+    if kept == settings:
+        return kept
+    whole = json.dumps(settings, sort_keys=True, default=str).encode()
+    return {**kept, _SECRETS: hashlib.pbkdf2_hmac("sha256", whole, b"verbatim rollout", 100_000).hex()[:4]}
+
+
 def _typed(name: str, value: Any) -> str:
     """A setting as it is typed.
 
     >>> _typed("max_turns", 3), _typed("score", None), _typed("env_args", {"high": 20})
     ('--max-turns 3', 'without --score', '--env-args {"high": 20}')
     """
+    if name == _SECRETS:
+        return "other keys or passwords in them"
     option = f"--{name.replace('_', '-')}"
     if value is None:
         return f"without {option}"

@@ -14,13 +14,13 @@ from typing import Any, TypeAlias
 from verbatim.cli.rollout_engines import Work
 from verbatim.cli.rollout_results import Job, read_jobs
 from verbatim.config import import_object
+from verbatim.core.errors import UsageError
+from verbatim.core.types import Trajectory
 from verbatim.environments.resolve import create_environment, examples_of
-from verbatim.errors import UsageError
+from verbatim.environments.tools import ToolManager
 from verbatim.inference.chat.client import OpenAI
 from verbatim.rollouts import UserSimulator
 from verbatim.rollouts.conversation_rollout import ConversationRollout, Scorer
-from verbatim.tools import ToolManager
-from verbatim.types import Trajectory
 
 Take: TypeAlias = Callable[[int, Trajectory], object]
 

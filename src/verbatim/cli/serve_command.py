@@ -15,13 +15,13 @@ from rich.console import Console
 
 from verbatim.cli import exit_status
 from verbatim.cli.interrupts import two_presses
-from verbatim.errors import UsageError
+from verbatim.core.errors import UsageError
+from verbatim.core.plain_console import PlainConsole
 from verbatim.inference.base import Sampler, watch_engine
 from verbatim.inference.chat.protocol import UNENFORCEABLE, Options
 from verbatim.inference.http.limits import ServerLimits
 from verbatim.inference.http.server import LAST_PORT
 from verbatim.models.catalog import folder_of
-from verbatim.plain_console import PlainConsole
 from verbatim.rollouts.main_loop import run_main
 from verbatim.run.logs import log_to_console
 
@@ -46,6 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--name", help="the model's name in requests (the folder's name)")
     add("--renderer", default="auto", metavar="NAME", help='chat format (auto); "none" serves token ids only')
     add("--tools", choices=("hermes",), help="write tools as text of the messages, for a chat template that has none")
+    add(
+        "--later-system",
+        choices=("fold", "refuse"),
+        default="fold",
+        help="a system or developer message that the format does not write: into another message, or 400 (fold)",
+    )
     add("--api-key-env", metavar="VARIABLE", help="the variable with a key that every request must bring")
     add(
         "--allow-host",
@@ -192,9 +198,9 @@ def _make_renderer(args: argparse.Namespace) -> Any:
     if args.renderer == "none":
         return None
     from verbatim.models.loading import load_tokenizer
-    from verbatim.renderers import create_renderer
+    from verbatim.models.renderers import create_renderer
 
-    return create_renderer(args.renderer, load_tokenizer(args.model), tools=args.tools)
+    return create_renderer(args.renderer, load_tokenizer(args.model), tools=args.tools, later_system=args.later_system)
 
 
 def _make_sampler(args: argparse.Namespace, console: Console) -> Any:

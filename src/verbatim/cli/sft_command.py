@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from datetime import datetime
 
-from verbatim.checkpoints import RunFolder
 from verbatim.cli import exit_status
 from verbatim.config import load_config
-from verbatim.errors import ConfigError
-from verbatim.monitors.progress_bar import ProgressBar
-from verbatim.plain_console import PlainConsole
+from verbatim.core.errors import ConfigError
+from verbatim.core.plain_console import PlainConsole
+from verbatim.logs.checkpoints import ORCHESTRATOR, RunFolder, holding
+from verbatim.logs.monitors.progress_bar import ProgressBar
 from verbatim.run.check import check_run
 from verbatim.run.precision import TRAINER, resolve_dtypes, tell
 from verbatim.run.recipes import run_file
@@ -39,10 +39,13 @@ def run(args: argparse.Namespace) -> int:
             '[warm_start]\nsteps = 100\ndata = "conversations.jsonl"'
         )
     console = PlainConsole()
-    with ProgressBar("checking", console=console):
-        environments = check_run(config, starts_both=False)
-    config, choices = resolve_dtypes(config, keys=(TRAINER,))  # nothing is sampled
-    with RunFolder.create(config, name=f"{config.named(args.file.stem).name}-sft", now=datetime.now()) as folder:
+    with holding(config, ORCHESTRATOR, resume=False) as held:
+        with ProgressBar("checking", console=console):
+            environments = check_run(config, starts_both=False)
+        config, choices = resolve_dtypes(config, keys=(TRAINER,))  # nothing is sampled
+        name = f"{config.named(args.file.stem).name}-sft"
+        opened = RunFolder.create(config, name=name, now=datetime.now(), held=held)
+    with opened as folder:
         tell(choices, console, folder.path)
         from verbatim.run.prepare import prepare_model
 

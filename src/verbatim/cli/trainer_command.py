@@ -10,22 +10,22 @@ from pathlib import Path
 
 from rich.console import Console
 
-from verbatim.checkpoints import TRAINER, RunFolder
 from verbatim.cli import exit_status, rl_command
 from verbatim.cli.interrupts import second_press_ends
 from verbatim.cli.serve_command import key_of
-from verbatim.errors import UsageError
-from verbatim.plain_console import PlainConsole
+from verbatim.core.errors import UsageError
+from verbatim.core.plain_console import PlainConsole
+from verbatim.core.user_code import raise_ctrl_c
+from verbatim.logs.checkpoints import TRAINER, RunFolder, holding
 from verbatim.run.check import check_run
 from verbatim.run.hosts import trainer_folder
 from verbatim.run.logs import log_to_console, log_to_file
 from verbatim.run.precision import refuse_auto, resolve_dtypes, unresolved
 from verbatim.run.trainer_main import serve_trainer
 from verbatim.run.trainer_ranks import follow_leader, is_led
-from verbatim.transport.exchange import Exchange
-from verbatim.transport.heartbeat import Heartbeat
-from verbatim.transport.mirror.link import Link
-from verbatim.user_code import raise_ctrl_c
+from verbatim.trainer.transport.exchange import Exchange
+from verbatim.trainer.transport.heartbeat import Heartbeat
+from verbatim.trainer.transport.mirror.link import Link
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,15 +54,18 @@ def run(args: argparse.Namespace) -> int:
     if args.resume and unresolved(config) and (stored := RunFolder.stored_tables(config, args.resume)) is not None:
         config, _ = resolve_dtypes(config, stored=stored)
     refuse_auto(config, "trainer and orchestrator of this run are started one by one")
-    console = PlainConsole()
-    if not supervised:  # `verbatim rl` has checked it before it started this process
-        check_run(config, starts_both=False)
-    log_to_console(console, logging.WARNING if supervised else logging.INFO)
-    link = _link(args)
-    if link is not None:
-        opened = trainer_folder(config, args.resume if isinstance(args.resume, Path) else None)
-    else:
-        opened = RunFolder.open(config, TRAINER, resume=args.resume, joins=True)
+    console, link = PlainConsole(), _link(args)
+    shared = (
+        contextlib.nullcontext(None) if link is not None else (holding(config, TRAINER, resume=args.resume, joins=True))
+    )
+    with shared as held:
+        if not supervised:  # `verbatim rl` has checked it before it started this process
+            check_run(config, starts_both=False)
+        log_to_console(console, logging.WARNING if supervised else logging.INFO)
+        if link is not None:
+            opened = trainer_folder(config, args.resume if isinstance(args.resume, Path) else None)
+        else:
+            opened = RunFolder.open(config, TRAINER, resume=args.resume, joins=True, held=held)
     with opened as folder, log_to_file(folder.log(TRAINER)):
         stopped = serve_trainer(
             config,

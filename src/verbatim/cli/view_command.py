@@ -6,20 +6,22 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import sys
 import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verbatim.cli import exit_status
 from verbatim.cli.interrupts import two_presses
-from verbatim.errors import UsageError
-from verbatim.plain_console import PlainConsole
+from verbatim.core.errors import UsageError
+from verbatim.core.plain_console import PlainConsole
+from verbatim.core.texts import printable
 from verbatim.rollouts.main_loop import run_main
 from verbatim.run.logs import log_to_console
 
 if TYPE_CHECKING:
-    from verbatim.viewer.assets import Asset
-    from verbatim.viewer.run_view import RunView
+    from verbatim.inspection.viewer.assets import Asset
+    from verbatim.inspection.viewer.run_view import RunView
 
 _FILTERS = ("kind", "env", "step", "reward", "stop-reason", "reason", "flag", "group", "text")
 _TRAJECTORIES = 200
@@ -61,11 +63,11 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.overrides:
         raise UsageError(f"verbatim view has no option {args.overrides[0]}; see verbatim view --help")
-    from verbatim.viewer.serve import refuse_without_packages
+    from verbatim.inspection.viewer.serve import refuse_without_packages
 
     refuse_without_packages()
-    from verbatim.viewer.assets import load_assets
-    from verbatim.viewer.run_view import RunView
+    from verbatim.inspection.viewer.assets import load_assets
+    from verbatim.inspection.viewer.run_view import RunView
 
     log_to_console(PlainConsole(stderr=True), logging.WARNING)
     filters = _filters(args)
@@ -83,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
         run_main(_serve(args, runs, assets, stop), two_presses(ask))
         return exit_status.FINISHED
-    from verbatim.viewer.export import export
+    from verbatim.inspection.viewer.export import export
 
     count = _TRAJECTORIES if args.trajectories is None else args.trajectories
     if count < 0:
@@ -94,6 +96,9 @@ def run(args: argparse.Namespace) -> int:
         f"({written.size / 1e6:.1f} MB)",
         soft_wrap=True,
     )
+    for run in runs:
+        for problem in run.about()["problems"]:
+            print(printable(f"{run.folder}: {problem}"), file=sys.stderr)
     return exit_status.FINISHED
 
 
@@ -107,7 +112,7 @@ def _filters(args: argparse.Namespace) -> dict[str, list[str]]:
 
 
 async def _serve(args: argparse.Namespace, runs: list[RunView], assets: dict[str, Asset], stop: asyncio.Event) -> None:
-    from verbatim.viewer.serve import serve_runs
+    from verbatim.inspection.viewer.serve import serve_runs
 
     async with contextlib.AsyncExitStack() as stack:
         try:

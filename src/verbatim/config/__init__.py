@@ -1,11 +1,15 @@
-"""Loads TOML files and command-line overrides as frozen, typed configurations. Importing this imports no torch."""
+"""The run's file as typed records.
+
+In: TOML, and options of the command line. Out: frozen records, or a `UsageError` that says what to type. Read first:
+`schema.py`. Imports `core`; no torch.
+"""
 
 from verbatim.config.backends import Backend, find_backend, settings_for
 from verbatim.config.components import ComponentTables, resolve
 from verbatim.config.load import dump_config, load_config, make_config
 from verbatim.config.schema import RunConfig
 from verbatim.config.sections import BackendSettings
-from verbatim.imports import import_object
+from verbatim.core.imports import import_object
 
 __all__ = [
     "Backend",

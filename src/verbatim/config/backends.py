@@ -21,8 +21,8 @@ from verbatim.config.orchestrator import OrchestratorConfig, RolloutConfig
 from verbatim.config.origins import KeyPath, dotted
 from verbatim.config.schema import RunConfig
 from verbatim.config.sections import BackendSection, BackendSettings, table_of
-from verbatim.errors import ComponentError
-from verbatim.imports import import_object, is_import_path
+from verbatim.core.errors import ComponentError
+from verbatim.core.imports import import_object, is_import_path
 
 _Section = TypeVar("_Section", bound=BaseModel)
 

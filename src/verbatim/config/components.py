@@ -17,8 +17,8 @@ from verbatim.config.knobs import check_knobs, is_made_of_knobs
 from verbatim.config.known_names import known_elsewhere
 from verbatim.config.origins import KeyPath, dotted
 from verbatim.config.schema import ComponentConfig, EnvConfig, RunConfig
-from verbatim.errors import ComponentError
-from verbatim.imports import import_object, is_import_path
+from verbatim.core.errors import ComponentError
+from verbatim.core.imports import import_object, is_import_path
 
 Table = Mapping[str, Any]
 """Name to component: a function, a class whose fields are its knobs, a record with a `function`, or the import path
@@ -146,9 +146,10 @@ def _unfit_loss(config: RunConfig, loss: Any, knobs: Mapping[str, Any]) -> Itera
             yield (
                 key,
                 (
-                    f'found "{component.type}" and training_mode = "{mode}": distillation is asked for by training_mode = '
-                    '"opd", which brings its own loss and needs an [orchestrator.teacher] table with a model; remove type '
-                    '(kl_tau and delta may stay), or give a loss that reads teacher_logprobs with type = "custom"'
+                    f'found "{component.type}" and training_mode = "{mode}": distillation is asked for by '
+                    'training_mode = "opd", which brings its own loss and needs an [orchestrator.teacher] table with a '
+                    "model; remove type (kl_tau and delta may stay), "
+                    'or give a loss that reads teacher_logprobs with type = "custom"'
                 ),
             )
     elif knobs.get(teacher):

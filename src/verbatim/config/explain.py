@@ -14,7 +14,8 @@ from verbatim.config.origins import KeyPath, dotted
 from verbatim.config.overrides import Override
 from verbatim.config.schema import RunConfig
 from verbatim.config.sections import BackendSection
-from verbatim.errors import ConfigError
+from verbatim.core.errors import ConfigError
+from verbatim.core.redaction import without_secrets
 
 _AN_ENVIRONMENT = ' Type for example: [[orchestrator.train.env]] and below it id = "guess_number"'
 _TO_TYPE = {name: _AN_ENVIRONMENT for name in ("orchestrator", "orchestrator.train", "orchestrator.train.env")}
@@ -56,6 +57,7 @@ class Places:
 
 def refuse(problems: list[str], places: Places) -> None:
     """Raise one ConfigError with every problem, if there is any."""
+    problems = [without_secrets(problem) for problem in problems]
     if len(problems) == 1:
         raise ConfigError(problems[0])
     if problems:

@@ -22,6 +22,7 @@ from verbatim.config.backends import schema_with_backends
 from verbatim.config.components import ComponentTables, Problem, check_components
 from verbatim.config.explain import Places, explain, refuse, short, unknown_key
 from verbatim.config.fields import field_at, section_at
+from verbatim.config.keys import problems_of_keys
 from verbatim.config.origins import KeyPath, dotted, line_numbers
 from verbatim.config.overrides import (
     UNSET,
@@ -32,10 +33,11 @@ from verbatim.config.overrides import (
     parse_overrides,
     parse_value,
 )
+from verbatim.config.plain_values import TOO_DEEP, TOO_LONG, problems_of_values
 from verbatim.config.recipe_files import recipes
 from verbatim.config.schema import RunConfig
-from verbatim.errors import ConfigError
-from verbatim.imports import search_beside
+from verbatim.core.errors import ConfigError
+from verbatim.core.imports import search_beside
 
 
 def load_config(
@@ -101,12 +103,14 @@ def _checked(
     def refuse_all(problems: Iterable[Problem]) -> None:
         refuse([f"{places.of(path)}: {dotted(path)}: {message}" for path, message in problems], places)
 
+    refuse_all(problems_of_values(document))
     problems: list[Problem] = []
     if tables is not None:
         places.schema, problems = schema_with_backends(document, tables)
     _check_overrides(overridden, places)
     refuse_all(problems)
     config = _validate(document, places)
+    refuse_all(problems_of_keys(document, may_stand_here=config.keys_in_config))
     if tables is not None:
         refuse_all(check_components(config, tables))
     return config
@@ -161,6 +165,10 @@ def _parse(text: str, path: Path) -> dict[str, Any]:
             reason, line, column = at[1], at[2] or line, at[3] or column
         hint = '; a text needs quotes: key = "text"' if reason.startswith("Invalid value") else ""
         raise ConfigError(f"{path}:{line}:{column}: not valid TOML: {reason}{hint}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: {TOO_DEEP}") from None
+    except ValueError:  # Python's limit of digits
+        raise ConfigError(f"{path}: {TOO_LONG}") from None
 
 
 def _apply(document: dict[str, Any], overrides: Sequence[Override], places: Places) -> list[tuple[KeyPath, Override]]:
@@ -171,6 +179,9 @@ def _apply(document: dict[str, Any], overrides: Sequence[Override], places: Plac
             path = apply_override(document, override, True if override.text is None else parse_value(override.text))
         except ConfigError as error:
             problems.append(str(error))
+            continue
+        except RecursionError:
+            problems.append(f"{override.flag}: {TOO_DEEP}")
             continue
         places.set(path, override)
         applied.append((path, override))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from verbatim.config.sections import (
     COLDEST,
+    HOTTEST,
+    LEAST_NUCLEUS,
     BackendSection,
     ComponentConfig,
     FinitePositive,
@@ -19,11 +20,13 @@ from verbatim.config.sections import (
     PositiveInt,
     Section,
 )
+from verbatim.config.stop_strings import stop_strings
+from verbatim.core.records.failed import MAX_FAILED
 
 
 def _temperature(value: float) -> float:
-    if value != 0 and not COLDEST <= value < math.inf:
-        raise ValueError(f"found {value}, expected 0, or a finite number of at least {COLDEST}")
+    if value != 0 and not COLDEST <= value <= HOTTEST:
+        raise ValueError(f"found {value}, expected 0, or a number from {COLDEST} to {HOTTEST:.0f}")
     return value
 
 
@@ -34,12 +37,15 @@ class SamplingConfig(Section):
     """Divides the logits."""
     max_tokens: PositiveInt = 512
     """Most tokens of one turn."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: Annotated[float, Field(ge=LEAST_NUCLEUS, le=1)] = 1.0
     """Nucleus; 1 = off."""
     top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """0 = off."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """0 = off."""
+    stop: Annotated[tuple[str, ...], BeforeValidator(stop_strings)] = ()
+    """Stop strings, a text or a list of at most 16: a turn ends with the token that completes one. That token is part
+    of the turn, and trained; the text that the environment gets ends before the string. Not sent to a teacher."""
     accept_truncation_mismatch: bool = False
     """Train although top-p, top-k or min-p cut a distribution that the trainer cannot reproduce."""
 
@@ -105,6 +111,9 @@ class EnvConfig(Section):
     while those of the other environments run in the orchestrator's process."""
     max_turns: PositiveInt = 16
     """Most turns of one trajectory."""
+    max_total_completion_tokens: PositiveInt | None = None
+    """Most sampled tokens of one trajectory, all its turns and agents together: a turn's max_tokens is cut to what is
+    left of them, and the trajectory ends as `length` (default: no limit)."""
     sampling: SamplingConfig | None = None
     """Overrides [orchestrator.sampling] as a whole."""
     advantage: ComponentConfig | None = None
@@ -144,22 +153,9 @@ class TrainEnvsConfig(Section):
     """[[orchestrator.train.env]] tables."""
 
 
-EVAL_METRICS = (
-    "success",
-    "success/low",
-    "success/high",
-    "reward/mean",
-    "reward/std",
-    "reward/low",
-    "reward/high",
-    "turns",
-    "tool_calls",
-    "valid_format",
-    "tool_errors",
-    "truncated",
-    "malformed",
-    "completion_tokens",
-)
+EVAL_METRICS = ("success", "success/low", "success/high", "reward/mean", "reward/std", "reward/low", "reward/high",
+                "turns", "tool_calls", "valid_format", "tool_errors", "truncated", "malformed",
+                "completion_tokens")  # fmt: skip
 """What every evaluation measures, `valid_format` only where tools are offered."""
 _EVAL_FAMILIES = ("reward_part/", "agent_reward/", "judge/")
 """What the names of its other metrics begin with."""
@@ -205,6 +201,9 @@ class EvalConfig(Section):
     """Per environment, the same number for every example (rounded up)."""
     seed: NonNegativeInt = 1_000_003
     """Its own seeds, whatever the run's seed is."""
+    max_failed: Fraction = MAX_FAILED
+    """Largest share of failed episodes of an environment with which an evaluation is compared with others: for the best
+    checkpoint, early stopping, what was gained, and by `verbatim eval`. With more, it measures the survivors."""
     early_stopping: EarlyStoppingConfig | None = None
     """End the run when evaluations get no better; without this table it takes all its steps."""
 
@@ -221,6 +220,9 @@ class RendererConfig(Section):
     a new sample; with "all" they stay, and the dialogue is one sample."""
     history: Literal["verbatim", "template"] = "verbatim"
     """"verbatim" continues what was sampled; "template" renders every prompt, as a chat endpoint does."""
+    later_system: Literal["fold", "refuse"] = "fold"
+    """A system or developer message that the model's format does not write where it stands: "fold" writes it in the
+    first system message, or as a user's message in its place; "refuse" refuses it."""
 
     @model_validator(mode="after")
     def _one_format(self) -> Self:

@@ -18,8 +18,8 @@ import numpy as np
 from pydantic import BaseModel
 
 from verbatim.config.origins import KeyPath, dotted
-from verbatim.errors import ConfigError
-from verbatim.texts import shown
+from verbatim.core.errors import ConfigError
+from verbatim.core.texts import shown
 
 UNSET = "null"
 """The value that removes a key."""

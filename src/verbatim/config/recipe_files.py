@@ -13,5 +13,5 @@ def recipes() -> Mapping[str, Path]:
     >>> recipes()["guess_number"].name
     'guess_number.toml'
     """
-    folder = Path(str(files("verbatim").joinpath("recipes")))
+    folder = Path(str(files("verbatim").joinpath("cli", "recipes")))
     return {path.stem: path for path in sorted(folder.glob("*.toml"))}

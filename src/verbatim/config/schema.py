@@ -25,6 +25,8 @@ from verbatim.config.orchestrator import (
 )
 from verbatim.config.sections import (
     COLDEST,
+    HOTTEST,
+    LEAST_NUCLEUS,
     ComponentConfig,
     Decay,
     FinitePositive,
@@ -35,38 +37,16 @@ from verbatim.config.sections import (
     PositiveInt,
     Section,
 )
-from verbatim.errors import ConfigError
-from verbatim.texts import shown
+from verbatim.core.errors import ConfigError
+from verbatim.core.texts import shown
 
 __all__ = [
-    "COLDEST",
-    "BuildConfig",
-    "CheckpointConfig",
-    "ComponentConfig",
-    "CriterionConfig",
-    "EarlyStoppingConfig",
-    "EnvConfig",
-    "EvalConfig",
-    "Fraction",
-    "InferenceConfig",
-    "LengthPenaltyConfig",
-    "LoraConfig",
-    "ModelConfig",
-    "MonitorConfig",
-    "NonNegativeFloat",
-    "OptimConfig",
-    "OrchestratorConfig",
-    "ParallelConfig",
-    "PositiveFloat",
-    "PositiveInt",
-    "ReferenceConfig",
-    "RendererConfig",
-    "RunConfig",
-    "SamplingConfig",
-    "TeacherConfig",
-    "TrainerConfig",
-    "WarmStartConfig",
-]
+    "COLDEST", "HOTTEST", "LEAST_NUCLEUS", "BuildConfig", "CheckpointConfig", "ComponentConfig", "CriterionConfig",
+    "EarlyStoppingConfig", "EnvConfig", "EvalConfig", "Fraction", "InferenceConfig", "LengthPenaltyConfig",
+    "LoraConfig", "ModelConfig", "MonitorConfig", "NonNegativeFloat", "OptimConfig", "OrchestratorConfig",
+    "ParallelConfig", "PositiveFloat", "PositiveInt", "ReferenceConfig", "RendererConfig", "RunConfig",
+    "SamplingConfig", "TeacherConfig", "TrainerConfig", "WarmStartConfig",
+]  # fmt: skip
 
 
 class OptimConfig(Section):
@@ -350,6 +330,9 @@ class RunConfig(Section):
     """How many steps: batches trained and published."""
     seed: NonNegativeInt = 0
     """Seed of every random choice."""
+    keys_in_config: bool = False
+    """Whether keys and passwords may stand in the configuration, which the run folder, its checkpoints and its forks
+    keep in clear, for their owner's eyes. Better name an environment variable: env_from, api_key_env."""
     model: ModelConfig
     """The model."""
     warm_start: WarmStartConfig | None = None

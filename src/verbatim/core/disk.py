@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from verbatim.machine_faults import naming
+from verbatim.core.errors import UsageError
+from verbatim.core.machine_faults import naming
 
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP)
 """Errors where there is nothing to sync: a device, or folders of some file systems."""
@@ -84,16 +85,49 @@ def making(target: Path) -> Iterator[Path]:
     rename(partial, target)
 
 
-def write_file(path: Path, data: bytes, *, temporary: Path | None = None) -> None:
+def write_file(path: Path, data: bytes, *, temporary: Path | None = None, private: bool = False) -> None:
     """Replace a file atomically: after a loss of power it holds the old content or the new one.
 
     Until then it is written under the name `temporary` in the same folder, by default `.{name}.tmp`.
+
+    Args:
+        path: The file.
+        data: Its content.
+        temporary: That name.
+        private: As by `write_private`.
 
     Raises:
         OSError: the system refused to write; the file is as it was.
     """
     with replacing(path, temporary=temporary) as new:
-        new.write_bytes(data)
+        if private:
+            write_private(new, data)
+        else:
+            new.write_bytes(data)
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Write a file that its owner alone may read (mode 0600), because it may hold keys or what a process has printed.
+
+    Raises:
+        OSError: the system refused to write.
+    """
+    make_private(path)
+    path.write_bytes(data)
+
+
+def make_private(path: Path) -> None:
+    """Create a file that its owner alone may read (mode 0600); one that is there and ours becomes so.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        with contextlib.suppress(PermissionError):  # another user's, who lets us write
+            os.fchmod(descriptor, 0o600)
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -121,7 +155,12 @@ def open_regular(path: Path) -> BinaryIO:
     Raises:
         OSError: it is no regular file, or cannot be read.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "it is a link, which is not followed", str(path)) from None
+        raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
@@ -143,6 +182,19 @@ def is_inside(folder: Path, path: Path) -> bool:
     steps = [path, *path.parents]
     below = steps[: steps.index(folder)] if folder in steps else []
     return bool(below) and path.is_file() and not any(step.is_symlink() for step in below)
+
+
+def refuse_link(path: Path) -> None:
+    """Refuse a link in a run's folder, which may come from anybody: it may lead anywhere.
+
+    Raises:
+        UsageError: says what to do.
+    """
+    if path.is_symlink():
+        raise UsageError(
+            f"{path} is a link, which is not followed: what it leads to is no part of the run. Put that "
+            "in its place, or name it yourself"
+        )
 
 
 def temporary_beside(path: Path) -> Path:

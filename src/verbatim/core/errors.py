@@ -14,6 +14,7 @@ VerbatimError
 │   ├── EnvironmentFault         an environment or a tool raised, hung, or returned something impossible
 │   │   ├── JudgeFailed          a judge gave no verdict
 │   │   └── ProgramFault         an agent program crashed, hung, or never called the model
+│   ├── NothingSampled           an episode ended before the policy had sampled a token of its own
 │   ├── TemplateFault            a chat template did not come to an end within its budget
 │   └── SamplerFault             an inference engine failed for good on one request
 └── RunStopped                   the run cannot usefully go on (every rollout fails, a loss that is no number)
@@ -90,6 +91,10 @@ class ProgramFault(EnvironmentFault):
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
         self.kind = kind
+
+
+class NothingSampled(RolloutError):
+    """An episode ended before the policy had sampled a token of its own: what it earned is not the policy's."""
 
 
 class TemplateFault(RolloutError):

@@ -12,9 +12,9 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from verbatim.errors import ComponentError, UsageError
-from verbatim.texts import error_text
-from verbatim.user_code import is_ctrl_c
+from verbatim.core.errors import ComponentError, UsageError
+from verbatim.core.texts import error_text
+from verbatim.core.user_code import is_ctrl_c
 
 MODULE_FOLDERS = "module_folders.json"
 """The file of a run's folder that names the folders of its modules, where these are not the current one."""
@@ -134,7 +134,8 @@ def _remembered(stored: Path) -> list[str]:
 def folders_beside() -> tuple[str, ...]:
     """The folders among those of `search_beside` from which a module was imported or a file named by `find_file` was
     read, the current one left out."""
-    files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+    theirs = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] != "verbatim"]
+    files = [getattr(module, "__file__", None) for module in theirs]  # recipes of ours lie in a folder too
     used = {os.path.dirname(file) for file in files if isinstance(file, str)} | _FILES_IN
     return tuple(folder for folder in _BESIDE if folder in used)
 

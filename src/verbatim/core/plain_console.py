@@ -10,7 +10,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from verbatim.texts import printable
+from verbatim.core.texts import printable
 
 
 class PlainConsole(Console):

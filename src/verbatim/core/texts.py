@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import itertools
 import re
+import reprlib
 from collections.abc import Container, Sequence
 from pathlib import Path
 
+from verbatim.core.redaction import without_secrets
+
+_MOST_SHOWN = 10_000
+_MOST_READ = 65_536
+"""Most characters of an exception's text in which keys are looked for: a megabyte would take a second."""
 LONGEST_ERROR = 2000
 """Most characters kept of an exception's text."""
 
@@ -27,7 +33,7 @@ def cut(text: str, limit: int = LONGEST_ERROR) -> str:
 
 
 def error_text(error: BaseException, limit: int = LONGEST_ERROR) -> str:
-    """An exception as `KeyError: 'x'`, cut; also one whose own `__str__` fails.
+    """An exception as `KeyError: 'x'`, cut and without keys; also one whose own `__str__` fails.
 
     >>> error_text(KeyError("x")), error_text(SystemExit())
     ("KeyError: 'x'", 'SystemExit')
@@ -36,15 +42,37 @@ def error_text(error: BaseException, limit: int = LONGEST_ERROR) -> str:
         said = str(error)
     except BaseException as failure:  # noqa: BLE001  the exception class and its `__str__` may be user code
         said = f"(its text cannot be read: {type(failure).__name__})"
-    return cut(f"{type(error).__name__}: {said}" if said else type(error).__name__, limit)
+    name = type(error).__name__
+    if len(said) <= max(_MOST_READ, limit):
+        return cut(f"{name}: {without_secrets(said)}" if said else name, limit)
+    total = len(name) + 2 + len(said)
+    text = f"{name}: {without_secrets(said[: max(_MOST_READ, 2 * limit)])}"
+    return f"{text[:limit]} [cut: {total - limit:,} of {total:,} characters]"
 
 
 def shown(value: object, limit: int = 200) -> str:
-    """The `repr` of a user's object, cut; also of one whose `__repr__` fails."""
+    """The `repr` of a user's object, cut; also of one whose `__repr__` fails, and of lists inside of each other that
+    are too deep, or hold each other so often that their `repr` would not come to its end."""
     try:
-        return cut(repr(value), limit)
+        try:
+            return cut(reprlib.repr(value) if _is_vast(value) else repr(value), limit)
+        except RecursionError:
+            return cut(reprlib.repr(value), limit)
     except BaseException as failure:  # noqa: BLE001  as above
         return f"a {type(value).__name__} (its repr raised {type(failure).__name__})"
+
+
+def _is_vast(value: object) -> bool:
+    """Whether lists and dicts inside of each other hold more than `_MOST_SHOWN` values, as they would be written."""
+    waiting, count = [value], 0
+    while waiting and count <= _MOST_SHOWN:
+        inner = waiting.pop()
+        if type(inner) is dict:
+            waiting += inner.values()
+        elif type(inner) is list or type(inner) is tuple:
+            waiting += inner
+        count += 1
+    return count > _MOST_SHOWN
 
 
 def numbered(name: str, taken: Container[str]) -> str:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from verbatim.errors import RecordError
+from verbatim.core.errors import RecordError
 
 Int32: TypeAlias = NDArray[np.int32]
 Ids: TypeAlias = Int32 | Sequence[int]

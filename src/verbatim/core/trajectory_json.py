@@ -20,10 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from verbatim.records.experts import experts_from_text, experts_to_text
-from verbatim.texts import cut
-from verbatim.trajectories.record import TrajectoryRecord
-from verbatim.types import ToolCall, Trajectory, Turn, TurnTiming
+from verbatim.core.records.experts import experts_from_text, experts_to_text
+from verbatim.core.texts import error_text
+from verbatim.core.trajectories.record import TrajectoryRecord
+from verbatim.core.types import ToolCall, Trajectory, Turn, TurnTiming
+from verbatim.core.user_values import as_atom, why_refused
 
 _AS_THEY_ARE = frozenset({str, int, bool, type(None)})
 """Types whose values JSON has."""
@@ -63,7 +64,7 @@ def plain(value: Any) -> Any:
         return value
     if kind is dict:
         return {
-            key if type(key) is str else str(key): inner if type(inner) in _AS_THEY_ARE else plain(inner)
+            key if type(key) is str else str(as_atom(key)): inner if type(inner) in _AS_THEY_ARE else plain(inner)
             for key, inner in value.items()
         }
     if isinstance(value, np.ndarray | np.generic):
@@ -71,10 +72,10 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
-        return {str(key): plain(inner) for key, inner in value.items()}
+        return {str(as_atom(key)): plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [plain(inner) for inner in value]
-    return value
+    return as_atom(value)
 
 
 def prompt_to_json(turn: Turn, earlier: Sequence[Turn]) -> dict[str, Any]:
@@ -99,12 +100,14 @@ def why_not_json(value: Any) -> str | None:
     """What keeps a value from being written as JSON; None where nothing does.
 
     >>> why_not_json({"a": [1.0, None]}), why_not_json({"when": {1, 2}})
-    (None, 'Object of type set is not JSON serializable')
+    (None, "['when'] is a set; expected texts, numbers, booleans, None, lists and mappings")
     """
+    if (why := why_refused(value, of_info=True)) is not None:
+        return why
     try:
         json.dumps(plain(value), allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        return cut(str(error))
+    except Exception as error:  # noqa: BLE001  a key of a user's own type raises what it likes
+        return error_text(error)
     return None
 
 

@@ -1,9 +1,9 @@
 """The records passed between stages, from example to micro-batch; import them from here."""
 
-from verbatim.records.experts import Experts, RoutedExperts
-from verbatim.records.fields import Bool, Float32
-from verbatim.records.identity import RolloutIdentity
-from verbatim.records.messages import (
+from verbatim.core.records.experts import Experts, RoutedExperts
+from verbatim.core.records.fields import Bool, Float32
+from verbatim.core.records.identity import RolloutIdentity
+from verbatim.core.records.messages import (
     PARSE_STATUSES,
     Example,
     FunctionCall,
@@ -13,12 +13,12 @@ from verbatim.records.messages import (
     StopReason,
     ToolCall,
 )
-from verbatim.records.micro_batch import MicroBatch, Targets
-from verbatim.records.samples import TrainingSample
-from verbatim.records.turn import Turn, TurnTiming
-from verbatim.token_tree import Ids, Int32
-from verbatim.trajectories.group import Group
-from verbatim.trajectories.trajectory import TRAJECTORY_KEYS, Trajectory
+from verbatim.core.records.micro_batch import MicroBatch, Targets
+from verbatim.core.records.samples import TrainingSample
+from verbatim.core.records.turn import Turn, TurnTiming
+from verbatim.core.token_tree import Ids, Int32
+from verbatim.core.trajectories.group import Group
+from verbatim.core.trajectories.trajectory import TRAJECTORY_KEYS, Trajectory
 
 __all__ = [
     "PARSE_STATUSES",

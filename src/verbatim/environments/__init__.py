@@ -1,4 +1,8 @@
-"""Environments: examples, tools and rewards, in messages only."""
+"""Environments: examples, tools and rewards, in messages only.
+
+In: an example, and what the model said. Out: messages, results of tools, a score. Read first: `base.py`, which has the
+protocol, and `guess_number.py`, which follows it. Imports `core`, `config`, `models`.
+"""
 
 from verbatim.environments.base import (
     Agent,
@@ -15,6 +19,7 @@ from verbatim.environments.base import (
 from verbatim.environments.gymnasium_style import GymnasiumStyle
 from verbatim.environments.single_turn import SingleTurn
 from verbatim.environments.tool_class import ToolClass
+from verbatim.environments.tools import FunctionTool, McpTools, Tool, ToolFailed, ToolManager, ToolResult
 
 ENVIRONMENTS = {
     "alphabet_sort": "verbatim.environments.alphabet_sort:AlphabetSort",
@@ -23,12 +28,12 @@ ENVIRONMENTS = {
     "delegate": "verbatim.environments.delegate:Delegate",
     "guess_number": "verbatim.environments.guess_number:GuessNumber",
     "judged": "verbatim.rollouts.judges:Judged",
-    "program": "verbatim.gateway.program.environment:Program",
+    "program": "verbatim.rollouts.gateway.program.environment:Program",
     "reasoning_gym": "verbatim.environments.reasoning_gym:ReasoningGym",
     "single_turn": "verbatim.environments.single_turn:SingleTurn",
     "terminal": "verbatim.environments.terminal:Terminal",
     "textarena": "verbatim.rollouts.games.environment:TextArena",
-    "verifiers": "verbatim.gateway.verifiers.environment:VerifiersEnvironment",
+    "verifiers": "verbatim.rollouts.gateway.verifiers.environment:VerifiersEnvironment",
 }
 """Import path of each bundled environment."""
 
@@ -48,11 +53,17 @@ __all__ = [
     "Demonstration",
     "Environment",
     "Episode",
+    "FunctionTool",
     "GymnasiumStyle",
+    "McpTools",
     "Reply",
     "Score",
     "SingleTurn",
+    "Tool",
     "ToolClass",
+    "ToolFailed",
+    "ToolManager",
+    "ToolResult",
     "tool_call",
     "tool_exchange",
 ]

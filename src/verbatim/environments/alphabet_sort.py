@@ -6,37 +6,12 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from verbatim.core.errors import UsageError
+from verbatim.core.types import Example, Message, Trajectory
 from verbatim.environments.base import Demonstration, Episode, Reply
-from verbatim.errors import UsageError
-from verbatim.types import Example, Message, Trajectory
 
-NAMES = (
-    "Ada",
-    "Ben",
-    "Cleo",
-    "Dora",
-    "Emil",
-    "Finn",
-    "Gina",
-    "Hugo",
-    "Iris",
-    "Jonas",
-    "Kira",
-    "Leo",
-    "Mara",
-    "Nils",
-    "Olga",
-    "Paul",
-    "Rosa",
-    "Sven",
-    "Tara",
-    "Uwe",
-    "Vera",
-    "Willi",
-    "Xenia",
-    "Yann",
-    "Zoe",
-)
+NAMES = ("Ada", "Ben", "Cleo", "Dora", "Emil", "Finn", "Gina", "Hugo", "Iris", "Jonas", "Kira", "Leo", "Mara", "Nils",
+         "Olga", "Paul", "Rosa", "Sven", "Tara", "Uwe", "Vera", "Willi", "Xenia", "Yann", "Zoe")  # fmt: skip
 _TOLD = {", ": "separated by commas", "\n": "one on each line"}
 """What the model is told of the separator."""
 MISPLACES = 0.3

@@ -11,10 +11,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from verbatim.core.errors import UsageError
+from verbatim.core.types import Example, Message, Trajectory
 from verbatim.environments.base import Demonstration, Episode, Reply
 from verbatim.environments.sources import HuggingFaceExamples, read_json_lines
-from verbatim.errors import UsageError
-from verbatim.types import Example, Message, Trajectory
 
 SEED = 1337420
 """The seed of verifiers' task."""
@@ -24,99 +24,14 @@ NEW = " // new name!"
 """Behind a name that came with the last message."""
 MOST_PASSES = 1000
 """Over the lists of names, before there are enough tasks."""
-FIRST = (
-    "Ada",
-    "Akira",
-    "Amir",
-    "Anna",
-    "Boris",
-    "Carla",
-    "Chen",
-    "Clara",
-    "David",
-    "Dina",
-    "Elena",
-    "Emil",
-    "Farid",
-    "Felix",
-    "Grace",
-    "Hanna",
-    "Hugo",
-    "Ines",
-    "Ivan",
-    "Jonas",
-    "Julia",
-    "Karim",
-    "Kira",
-    "Laura",
-    "Leo",
-    "Lina",
-    "Marco",
-    "Maya",
-    "Nadia",
-    "Nils",
-    "Olga",
-    "Oscar",
-    "Paula",
-    "Quentin",
-    "Rosa",
-    "Samir",
-    "Sofia",
-    "Tara",
-    "Theo",
-    "Uma",
-    "Vera",
-    "Victor",
-    "Wei",
-    "Xenia",
-    "Yann",
-    "Yuki",
-    "Zoe",
-)
-LAST = (
-    "Adler",
-    "Baker",
-    "Bauer",
-    "Castro",
-    "Chandra",
-    "Diaz",
-    "Dupont",
-    "Egger",
-    "Fischer",
-    "Garcia",
-    "Gupta",
-    "Hansen",
-    "Ito",
-    "Jansen",
-    "Keller",
-    "Kim",
-    "Kumar",
-    "Larsen",
-    "Lopez",
-    "Marin",
-    "Meyer",
-    "Moreau",
-    "Nakamura",
-    "Novak",
-    "Olsen",
-    "Park",
-    "Petrov",
-    "Quist",
-    "Rossi",
-    "Sato",
-    "Schmidt",
-    "Silva",
-    "Tanaka",
-    "Ueda",
-    "Vogel",
-    "Wagner",
-    "Wang",
-    "Weber",
-    "Xu",
-    "Yilmaz",
-    "Zhang",
-    "Zimmer",
-)
+FIRST = ("Ada", "Akira", "Amir", "Anna", "Boris", "Carla", "Chen", "Clara", "David", "Dina", "Elena", "Emil", "Farid",
+         "Felix", "Grace", "Hanna", "Hugo", "Ines", "Ivan", "Jonas", "Julia", "Karim", "Kira", "Laura", "Leo", "Lina",
+         "Marco", "Maya", "Nadia", "Nils", "Olga", "Oscar", "Paula", "Quentin", "Rosa", "Samir", "Sofia", "Tara",
+         "Theo", "Uma", "Vera", "Victor", "Wei", "Xenia", "Yann", "Yuki", "Zoe")  # fmt: skip
+LAST = ("Adler", "Baker", "Bauer", "Castro", "Chandra", "Diaz", "Dupont", "Egger", "Fischer", "Garcia", "Gupta",
+        "Hansen", "Ito", "Jansen", "Keller", "Kim", "Kumar", "Larsen", "Lopez", "Marin", "Meyer", "Moreau", "Nakamura",
+        "Novak", "Olsen", "Park", "Petrov", "Quist", "Rossi", "Sato", "Schmidt", "Silva", "Tanaka", "Ueda", "Vogel",
+        "Wagner", "Wang", "Weber", "Xu", "Yilmaz", "Zhang", "Zimmer")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from verbatim.records.equality import is_at_least
-from verbatim.tools.base import Tool
-from verbatim.types import Example, FunctionCall, Message, MessageToolCall, StopReason, Trajectory
+from verbatim.core.records.equality import is_at_least
+from verbatim.core.types import Example, FunctionCall, Message, MessageToolCall, StopReason, Trajectory
+from verbatim.environments.tools.base import Tool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,10 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from verbatim.core.errors import UsageError
+from verbatim.core.types import Example, Message, Trajectory
 from verbatim.environments.base import Demonstration, Episode, Reply, tool_call, tool_exchange
-from verbatim.errors import UsageError
-from verbatim.tools import FunctionTool
-from verbatim.types import Example, Message, Trajectory
+from verbatim.environments.tools import FunctionTool
 
 SLIPS = 0.3
 """Probability that a demonstration calls the wrong tool, and that it answers a wrong number."""

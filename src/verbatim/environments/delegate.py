@@ -6,10 +6,10 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from verbatim.core.errors import UsageError
+from verbatim.core.types import Example, Message, Trajectory
 from verbatim.environments.base import Agent, Demonstration, Episode, tool_call, tool_exchange
-from verbatim.errors import UsageError
-from verbatim.tools import FunctionTool
-from verbatim.types import Example, Message, Trajectory
+from verbatim.environments.tools import FunctionTool
 
 COLOURS = ("red", "blue", "green", "black", "white", "amber")
 MISREADS = 0.4

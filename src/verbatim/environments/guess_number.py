@@ -6,10 +6,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from verbatim.core.errors import UsageError
+from verbatim.core.types import Example, Message, Trajectory
 from verbatim.environments.base import Demonstration, Episode, tool_call, tool_exchange
-from verbatim.errors import UsageError
-from verbatim.tools import FunctionTool, ToolResult
-from verbatim.types import Example, Message, Trajectory
+from verbatim.environments.tools import FunctionTool, ToolResult
 
 FORGETS = 1 / 6
 """Probability that a demonstration repeats an earlier guess."""

@@ -7,13 +7,13 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from verbatim.core.errors import ComponentError, EnvironmentFault, UsageError
+from verbatim.core.texts import shown
+from verbatim.core.types import Example, Message, Trajectory
 from verbatim.environments.base import Episode, Reply, Score
 from verbatim.environments.single_turn import opened_with
 from verbatim.environments.tool_class import called, closed_on_failure, made, maker, name_of
-from verbatim.errors import ComponentError, EnvironmentFault, UsageError
-from verbatim.texts import shown
-from verbatim.tools.threads import in_thread
-from verbatim.types import Example, Message, Trajectory
+from verbatim.environments.tools.threads import in_thread
 
 
 class GymnasiumStyle:

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
+from verbatim.core.errors import ComponentError, NoDemonstrations, UsageError
+from verbatim.core.texts import error_text
+from verbatim.core.types import Example, Message, Trajectory
 from verbatim.environments.base import Demonstration, Episode, Reply
 from verbatim.environments.global_random import OwnRandom
-from verbatim.errors import ComponentError, NoDemonstrations, UsageError
-from verbatim.texts import error_text
-from verbatim.types import Example, Message, Trajectory
 
 INSTALL = "pip install 'verbatim-rl[environments]'"
 HASHED = frozenset({"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"})

@@ -8,14 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
+from verbatim.core.errors import ComponentError, UsageError
+from verbatim.core.imports import import_object, is_import_path, told
+from verbatim.core.texts import shown
+from verbatim.core.types import Example
+from verbatim.core.user_code import is_ctrl_c
+from verbatim.core.user_values import why_refused
 from verbatim.environments import ENVIRONMENTS
 from verbatim.environments.base import Demonstrates, Demonstration, Environment
 from verbatim.environments.shapes import EXPECTED, adapted, adapter_of, check_arguments, taskset_of
-from verbatim.errors import ComponentError, UsageError
-from verbatim.imports import import_object, is_import_path, told
-from verbatim.texts import shown
-from verbatim.types import Example
-from verbatim.user_code import is_ctrl_c
 
 _METHODS = {"examples": ("split",), "start": ("example", "seed")}
 """Required methods of an environment, with their positional arguments."""
@@ -141,6 +142,9 @@ def examples_of(environment: Environment, name: str, split: str) -> Sequence[Exa
         if row.id in seen:
             raise ComponentError(f"{what} has {row.id!r} twice; an id names one example")
         seen.add(row.id)
+        why = why_refused([row.messages, row.tools]) or why_refused(row.payload, of_json=False)
+        if why is not None:
+            raise ComponentError(f"{what} has what cannot be used in the example at place {number}: {why}")
     return rows
 
 
@@ -209,7 +213,9 @@ def _wrong_demonstration(item: object) -> str | None:
         return f"messages is {_a(messages)}; expected a list of messages"
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            return f'message {number} is {message!r}; expected for example {{"role": "user", "content": "..."}}'
+            return f'message {number} is {shown(message)}; expected for example {{"role": "user", "content": "..."}}'
+        if (why := why_refused(message)) is not None:
+            return f"message {number}: {why}"
     if not any(message["role"] == "assistant" for message in messages):
         return "there is no assistant message to learn from"
     tools: Any = item.tools
@@ -219,6 +225,8 @@ def _wrong_demonstration(item: object) -> str | None:
         if not isinstance(tool, Mapping):
             hint = "; a tool's schema is its `.schema`" if hasattr(tool, "schema") else ""
             return f"tool {number} is {_a(tool)}; expected a tool schema, a mapping{hint}"
+        if (why := why_refused(tool)) is not None:
+            return f"tool {number}: {why}"
     offered = {_name_of(tool) for tool in tools}
     for message in messages:
         for name in map(_name_of, message.get("tool_calls") or ()):

@@ -8,11 +8,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verbatim.errors import ComponentError, EnvironmentFault
-from verbatim.imports import import_object
-from verbatim.texts import numbered, shown
-from verbatim.tools.threads import in_thread
-from verbatim.types import Example, Trajectory
+from verbatim.core.errors import ComponentError, EnvironmentFault
+from verbatim.core.imports import import_object
+from verbatim.core.texts import numbered, shown
+from verbatim.core.types import Example, Trajectory
+from verbatim.environments.tools.threads import in_thread
 
 LISTS = ("completions", "prompts", "completion_ids", "environments")
 """What TRL's functions are called with, beside the columns of the data: one list item for each rollout."""

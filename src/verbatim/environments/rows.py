@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from verbatim.core.errors import UsageError
+from verbatim.core.imports import find_file
+from verbatim.core.texts import shown
+from verbatim.core.types import Example
 from verbatim.environments.sources import HuggingFaceExamples, JsonlExamples, ListExamples, read_json_lines
-from verbatim.errors import UsageError
-from verbatim.imports import find_file
-from verbatim.texts import shown
-from verbatim.types import Example
 
 EXPECTED = (
     'a list of rows [{"prompt": ..., ...}], a JSONL file "tasks.jsonl", a data set of the hub or a folder of '

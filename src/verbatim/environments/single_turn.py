@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from verbatim.core.errors import EnvironmentFault, UsageError
+from verbatim.core.types import Example, Message, Trajectory
 from verbatim.environments.base import Episode, Score
 from verbatim.environments.reward_functions import Rewards
 from verbatim.environments.rows import read_splits
-from verbatim.errors import EnvironmentFault, UsageError
-from verbatim.types import Example, Message, Trajectory
 
 
 class SingleTurn:

@@ -9,8 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from verbatim.errors import UsageError
-from verbatim.types import Example, Message
+from verbatim.core.errors import UsageError
+from verbatim.core.types import Example, Message
+from verbatim.core.user_values import why_refused
 
 if TYPE_CHECKING:
     import datasets
@@ -63,6 +64,8 @@ class Columns:
         Raises:
             UsageError: invalid messages or tools, or a field without a JSON form.
         """
+        if (why := why_refused(row, of_json=False)) is not None:
+            raise UsageError(f"{where}: {why}")
         messages = _messages(row.get(self.messages), f"{where}: {self.messages}")
         if self.prompt is not None:
             text = row.get(self.prompt)

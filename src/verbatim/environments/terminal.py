@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from verbatim.core.errors import UsageError
+from verbatim.core.types import Example, Message, Trajectory
 from verbatim.environments.base import Demonstration, Episode, tool_call, tool_exchange
-from verbatim.errors import UsageError
-from verbatim.tools import FunctionTool, ToolResult
-from verbatim.tools.isolation import SandboxLimits, find_isolation
-from verbatim.tools.sandbox import Sandbox
-from verbatim.types import Example, Message, Trajectory
+from verbatim.environments.tools import FunctionTool, ToolResult
+from verbatim.environments.tools.isolation import SandboxLimits, find_isolation
+from verbatim.environments.tools.sandbox import Sandbox
 
 WORDS = ("apple", "birch", "cloud", "daisy", "ember", "flint", "grape", "heron")
 NAMES = ("bag.txt", "box.txt", "cup.txt", "den.txt", "jar.txt", "map.txt", "pot.txt", "tin.txt")

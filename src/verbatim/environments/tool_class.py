@@ -8,18 +8,18 @@ import inspect
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
+from verbatim.core.errors import ComponentError, EnvironmentFault
+from verbatim.core.imports import import_object, told
+from verbatim.core.texts import shown
+from verbatim.core.types import Example, Message, Trajectory
+from verbatim.core.user_code import is_ctrl_c
 from verbatim.environments.base import Episode, Score
 from verbatim.environments.reward_functions import Rewards
 from verbatim.environments.rows import read_splits
 from verbatim.environments.single_turn import opened_with, prompt_of
-from verbatim.errors import ComponentError, EnvironmentFault
-from verbatim.imports import import_object, told
-from verbatim.texts import shown
-from verbatim.tools import FunctionTool, ToolFailed, ToolResult
-from verbatim.tools.function_tool import as_result
-from verbatim.tools.threads import in_thread
-from verbatim.types import Example, Message, Trajectory
-from verbatim.user_code import is_ctrl_c
+from verbatim.environments.tools import FunctionTool, ToolFailed, ToolResult
+from verbatim.environments.tools.function_tool import as_result
+from verbatim.environments.tools.threads import in_thread
 
 NO_TOOLS = ("reset", "get_reward", "reward", "close")
 """Public methods that are no tools; nor is `solution`, where it takes no arguments."""

@@ -1,4 +1,10 @@
-"""Samples completions: exact ids in, exact ids, logprobs and policy versions out."""
+"""Samples completions: exact ids in, exact ids, logprobs and policy versions out.
+
+In: a `SampleRequest`. Out: a `Completion`. New weights come in by `update_weights`. `embedded` computes in this
+process, `http` asks a server and is one, `vllm` starts vLLM's servers, `pool` makes one sampler of many. Read first:
+`base.py`, then `embedded/decoder.py`; a token and its logprob are drawn in `embedded/sampling.py`, and by the compiled
+kernel in `embedded/compiled/forward.py`. Imports `core`, `config`, `models`.
+"""
 
 from verbatim.inference.backends import SAMPLERS, BackendInputs
 from verbatim.inference.base import Completion, Sampler, SampleRequest, SamplingParams

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.config.inference import OnWeightUpdate
-from verbatim.cores import CoreShare
 from verbatim.inference.sending import WeightSender
+from verbatim.models.native.cores import CoreShare
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from verbatim.errors import SamplerFault
+from verbatim.core.errors import SamplerFault
+from verbatim.core.types import Float32, Int32
 from verbatim.inference.base import Sampler, failure_of
-from verbatim.types import Float32, Int32
 
 
 class SamplerProxy:

@@ -11,11 +11,11 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from verbatim.errors import ModelError, RecordError, SamplerFault
+from verbatim.core.errors import ModelError, RecordError, SamplerFault
+from verbatim.core.types import Float32, Ids, Int32, StopReason
 from verbatim.inference.base import Completion, SampleRequest, Watch
 from verbatim.inference.cut_off import cut_off
 from verbatim.inference.validation import check_ids, check_prompt
-from verbatim.types import Float32, Ids, Int32, StopReason
 
 Fault: TypeAlias = Literal["fail", "hang", "wrong_length", "outside_vocabulary", "nan"]
 """The fault of a request: raise SamplerFault, never answer, one logprob too few, an id equal to the vocabulary's size,

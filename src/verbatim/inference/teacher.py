@@ -8,13 +8,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from verbatim.config.schema import TeacherConfig
-from verbatim.errors import RunStopped, SamplerFault
+from verbatim.core.errors import RunStopped, SamplerFault
+from verbatim.core.types import Float32, Int32
 from verbatim.inference.http.client import Answer, HttpClient, encode, read_json
 from verbatim.inference.http.connection_settings import named_key
 from verbatim.inference.http.protocol import GENERATE
 from verbatim.inference.http.scoring import read_scores, scoring_body
 from verbatim.inference.validation import check_ids
-from verbatim.types import Float32, Int32
 
 ATTEMPTS = 5
 """Attempts of one request, with a pause after each failure."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
-from verbatim.config.schema import COLDEST
-from verbatim.errors import RecordError, UsageError
+from verbatim.config.schema import COLDEST, HOTTEST
+from verbatim.core.errors import RecordError, UsageError
+from verbatim.core.types import Ids, Int32
 from verbatim.inference.base import INT32_END, SampleRequest
-from verbatim.types import Ids, Int32
 
 
 def check_ids(ids: Ids, vocab_size: int, what: str) -> Int32:
@@ -46,18 +44,33 @@ def check_temperature(temperature: float) -> None:
     """Refuse a temperature that defines no logprobs.
 
     Raises:
-        RecordError: not above 0, too near to 0, or not finite.
+        RecordError: not above 0, too near to 0, or too large.
     """
-    if not COLDEST <= temperature < math.inf:
-        raise RecordError(f"temperature = {temperature}; expected a finite number above 0, at least {COLDEST}")
+    if not COLDEST <= temperature <= HOTTEST:
+        raise RecordError(f"temperature = {temperature}; expected a number from {COLDEST} to {HOTTEST:.0f}")
+
+
+def refuse_stop_strings(request: SampleRequest) -> None:
+    """Refuse texts where only ids are known.
+
+    Raises:
+        RecordError: the request has stop strings.
+    """
+    if request.params.stop:
+        raise RecordError(
+            f"stop: a sampler knows ids and no texts, found {str(list(request.params.stop))[:80]}; an "
+            "AgentLoop ends turns with stop strings, and so do the chat routes of a server"
+        )
 
 
 def check_prompt(request: SampleRequest, *, vocab_size: int, context_length: int) -> None:
-    """Refuse a prompt without room for one more token, and stop ids outside the vocabulary.
+    """Refuse a prompt without room for one more token, stop ids outside the vocabulary, and stop strings.
 
     Raises:
-        RecordError: an empty or too long prompt, or an id outside the vocabulary (names position and value).
+        RecordError: an empty or too long prompt, an id outside the vocabulary (names position and value), or texts
+            where only ids are known.
     """
+    refuse_stop_strings(request)
     prompt = check_ids(request.prompt_ids, vocab_size, "prompt_ids")
     if len(prompt) >= context_length:
         raise RecordError(

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from verbatim.errors import ModelError
+from verbatim.core.errors import ModelError
 from verbatim.models.loading import load_model, load_tokenizer, refuse_not_finite, save_model
 from verbatim.models.shards import local_rows
 from verbatim.models.source import ADAPTER_CONFIG, is_adapter
@@ -260,18 +260,6 @@ def _sum_of_bytes(value: Tensor) -> Tensor:
 
 
 __all__ = [
-    "ADAPTER_CONFIG",
-    "ADAPTER_WEIGHTS",
-    "BASE_FILE",
-    "BASE_FINGERPRINT",
-    "PREFIX",
-    "ROUNDED_FINGERPRINT",
-    "Adapter",
-    "BaseWeights",
-    "fingerprint",
-    "is_adapter",
-    "load_base_of",
-    "merged_weight",
-    "read_adapter",
-    "save_merged",
-]
+    "ADAPTER_CONFIG", "ADAPTER_WEIGHTS", "BASE_FILE", "BASE_FINGERPRINT", "PREFIX", "ROUNDED_FINGERPRINT", "Adapter",
+    "BaseWeights", "fingerprint", "is_adapter", "load_base_of", "merged_weight", "read_adapter", "save_merged",
+]  # fmt: skip

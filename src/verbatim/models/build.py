@@ -16,9 +16,9 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from verbatim.config.schema import BuildConfig
-from verbatim.errors import ModelError
+from verbatim.core.errors import ModelError
+from verbatim.core.types import Message
 from verbatim.models.loading import load_tokenizer, save_model
-from verbatim.types import Message
 
 END_OF_TURN = "<|im_end|>"
 END_OF_TEXT = "<|endoftext|>"

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
 
-from verbatim.errors import ModelError
+from verbatim.core.errors import ModelError
 
 FOLDER_VARIABLE = "VERBATIM_MODELS"
 """The environment variable that names the folder in which models are kept."""

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from verbatim.errors import ModelError
-from verbatim.machine_faults import is_out_of_memory
+from verbatim.core.errors import ModelError
+from verbatim.core.machine_faults import is_out_of_memory
 
 
 def to_model_tensors(model: Any, saved: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:

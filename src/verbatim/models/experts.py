@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from verbatim.errors import ModelError
+from verbatim.core.errors import ModelError
+from verbatim.core.records.experts import Routing
 from verbatim.models.refusal import refusing
 from verbatim.models.tiny import NoTinyCopy, decoder_layers, tiny_copy
-from verbatim.records.experts import Routing
 
 logger = logging.getLogger(__name__)
 

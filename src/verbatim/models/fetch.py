@@ -11,9 +11,9 @@ import sys
 import zipfile
 from pathlib import Path
 
-from verbatim.errors import ModelError
+from verbatim.core.errors import ModelError
+from verbatim.core.texts import printable
 from verbatim.models.catalog import WheelModel
-from verbatim.texts import printable
 
 _CHUNK = 1 << 20
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from verbatim.errors import ModelError
+from verbatim.core.errors import ModelError
 from verbatim.models.experts import router_modules
 
 

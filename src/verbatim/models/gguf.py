@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from verbatim.errors import ModelError
+from verbatim.core.errors import ModelError
 from verbatim.models.loading import load_tokenizer, refuse_not_finite, save_model
 from verbatim.models.refusal import refusing
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from verbatim.errors import ModelError
+from verbatim.core.errors import ModelError
 from verbatim.models.attention import ATTENTION, AttentionPlan, WholeSequencePlan
 from verbatim.models.experts import RouterPass, Routers
 from verbatim.models.refusal import refusing

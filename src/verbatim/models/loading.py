@@ -13,10 +13,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 from transformers.utils import logging as transformers_logging
 
-from verbatim.errors import ModelError
-from verbatim.machine_faults import is_out_of_memory, rust_errors_as_oserror
+from verbatim.core.errors import ModelError
+from verbatim.core.machine_faults import is_out_of_memory, rust_errors_as_oserror
 from verbatim.models.conversion import to_model_tensors
 from verbatim.models.float64 import keep_float64
 from verbatim.models.head import ModelCalls
@@ -191,12 +192,16 @@ def _kind(source: str) -> str:
 def load_tokenizer(name: str | Path) -> Any:
     """The model's fast tokenizer; an adapter's folder has that of its base model.
 
+    Of a hub id generation_config.json is cached too: renderers read there which further tokens end a turn.
+
     Raises:
         ModelError: no tokenizer, a slow one, or one without a chat template.
     """
     source = str(Path(name).expanduser()) if is_adapter(name) else find_source(name)
     with refusing(f"model {str(name)!r} has no tokenizer that can be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(source)
+        if not Path(source).is_dir():
+            cached_file(source, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False)
     if not tokenizer.is_fast:
         raise ModelError(f"model {str(name)!r} has only a slow tokenizer; a tokenizer.json is needed")
     if not tokenizer.chat_template:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verbatim.errors import ModelError
+from verbatim.core.errors import ModelError
 from verbatim.models.attention import ATTENTION, AttentionCall, WholeSequencePlan
 from verbatim.models.head import DirectCalls, ModelCalls
 from verbatim.models.own_attention import (

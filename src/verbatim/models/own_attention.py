@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from verbatim.errors import ModelError
+from verbatim.core.errors import ModelError
 from verbatim.models.attention import ATTENTION
 from verbatim.models.head import CausalLM
 from verbatim.models.refusal import FAULTS, describe
@@ -155,8 +155,9 @@ def _refuse_unless_it_works(own: Any) -> None:
         raise
     except FAULTS as error:
         raise NoTinyCopy(
-            f"a small copy of {type(own).__name__} does not give logits for ids alone "
-            f"({describe(error)}); use a causal language model of another class"
+            f"{type(own).__name__} cannot be checked against its own attention, because no small copy of "
+            f"it gives logits for ids alone ({describe(error)}); use a causal language model of another "
+            "class"
         ) from error
     if not finite:
         raise NoTinyCopy(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from verbatim.errors import ModelError
+from verbatim.core.errors import ModelError
 from verbatim.models.attention import WholeSequencePlan
 from verbatim.models.head import CausalLM
 from verbatim.models.own_attention import TOLERANCE, probe_ids, tiny_pair

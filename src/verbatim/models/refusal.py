@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from verbatim.errors import ModelError, VerbatimError
-from verbatim.machine_faults import is_out_of_memory
+from verbatim.core.errors import ModelError, VerbatimError
+from verbatim.core.machine_faults import is_out_of_memory
 
 FAULTS = (TypeError, ValueError, RuntimeError, AttributeError, LookupError, AssertionError, ZeroDivisionError)
 """Exceptions of a model's code when it is called in an unexpected way."""

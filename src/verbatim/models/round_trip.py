@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from verbatim.errors import ModelError
+from verbatim.core.errors import ModelError
 from verbatim.models.loading import load_weights, save_model
 from verbatim.models.refusal import refusing
 

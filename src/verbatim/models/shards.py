@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from verbatim.errors import ModelError
+from verbatim.core.errors import ModelError
 from verbatim.models.conversion import sources_of, to_model_tensors
 
 logger = logging.getLogger(__name__)

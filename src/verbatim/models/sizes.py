@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from verbatim.errors import UsageError
+from verbatim.core.errors import UsageError
 
 
 def vocab_size_of(model: str | Path) -> int:

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any, cast
 
-from verbatim.errors import ModelError
+from verbatim.core.errors import ModelError
 from verbatim.models.catalog import folder_of
 
 logger = logging.getLogger(__name__)

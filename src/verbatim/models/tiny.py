@@ -6,17 +6,23 @@ cross a window of 16. The copy keeps every flag and every kind of layer; only si
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
-from verbatim.errors import ModelError
-from verbatim.machine_faults import is_out_of_memory
+from verbatim.core.errors import ModelError
+from verbatim.core.machine_faults import is_out_of_memory
 from verbatim.models.refusal import FAULTS, describe
+
+_FAULTS = (*FAULTS, StrictDataclassError)
+"""Those of a model's code, and of a configuration that checks its own sizes."""
 
 VOCAB = 96
 """Ids of a tiny copy are below this."""
@@ -32,61 +38,37 @@ _WIDTH, _HEADS, _HEAD, _INNER, _RANK, _EXPERTS = 64, 4, 16, 48, 16, 4
 SIZES: Mapping[str, int] = {
     name: size
     for size, names in (
-        (
-            _WIDTH,
-            "hidden_size d_model n_embd embedding_size input_embedding_size output_embedding_size "
-            "word_embed_proj_dim emb_dim backbone_hidden_size out_hidden_size linear_attn_hidden_size "
-            "projector_input_dim projector_output_dim embedding_dim mamba_d_ssm",
-        ),
-        (
-            _INNER,
-            "intermediate_size ffn_dim n_inner d_ff dff dim_ff d_inner mlp_dim feed_forward_size encoder_ffn_dim "
-            "decoder_ffn_dim ffn_hidden_size expert_ffn_hidden_size moe_intermediate_size intermediate_size_mlp "
-            "shared_expert_intermediate_size shared_intermediate_size shared_experts_intermediate_size "
-            "dense_intermediate_size moe_shared_expert_intermediate_size router_hidden_size",
-        ),
-        (
-            _HEADS,
-            "num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads "
-            "decoder_attention_heads num_decoder_attention_heads num_encoder_attention_heads "
-            "swa_num_attention_heads linear_num_heads linear_num_value_heads",
-        ),
-        (
-            _HEAD,
-            "head_dim d_head dim_head d_kv kv_channels attention_head_dim index_head_dim swa_head_dim "
-            "global_head_dim linear_head_dim linear_key_head_dim linear_value_head_dim qk_head_dim mamba_d_head "
-            "mamba_headdim",
-        ),
+        (_WIDTH, "hidden_size d_model n_embd embedding_size input_embedding_size output_embedding_size "
+                 "word_embed_proj_dim emb_dim backbone_hidden_size out_hidden_size linear_attn_hidden_size "
+                 "projector_input_dim projector_output_dim embedding_dim mamba_d_ssm"),
+        (_INNER, "intermediate_size ffn_dim n_inner d_ff dff dim_ff d_inner mlp_dim feed_forward_size encoder_ffn_dim "
+                 "decoder_ffn_dim ffn_hidden_size expert_ffn_hidden_size moe_intermediate_size intermediate_size_mlp "
+                 "shared_expert_intermediate_size shared_intermediate_size shared_experts_intermediate_size "
+                 "dense_intermediate_size moe_shared_expert_intermediate_size router_hidden_size"),
+        (_HEADS, "num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads "
+                 "decoder_attention_heads num_decoder_attention_heads num_encoder_attention_heads "
+                 "swa_num_attention_heads linear_num_heads linear_num_value_heads"),
+        (_HEAD, "head_dim d_head dim_head d_kv kv_channels attention_head_dim index_head_dim swa_head_dim "
+                "global_head_dim linear_head_dim linear_key_head_dim linear_value_head_dim qk_head_dim mamba_d_head "
+                "mamba_headdim"),
         (_HEAD // 2, "qk_nope_head_dim qk_rope_head_dim v_head_dim rotary_dim d_rel"),
         (16, "index_n_heads"),  # with few heads many keys score 0, and their selection is random
         (_RANK, "kv_lora_rank q_lora_rank o_lora_rank laurel_rank hidden_size_per_layer_input hc_lowrank"),
         (_EXPERTS, "num_experts num_local_experts n_routed_experts moe_num_experts zero_expert_num"),
         (8, "mamba_n_heads"),
-        (
-            2,
-            "num_experts_per_tok num_experts_per_token moe_k moe_top_k moe_topk top_k_experts n_group num_expert_group "
-            "n_groups linear_num_key_heads num_kv_shared_layers",
-        ),
-        (
-            1,
-            "topk_group n_shared_experts num_shared_experts moe_num_shared_experts encoder_layers num_encoder_layers "
-            "depth num_nextn_predict_layers num_global_layers first_k_dense_replace max_window_layers",
-        ),
+        (2, "num_experts_per_tok num_experts_per_token moe_k moe_top_k moe_topk top_k_experts n_group num_expert_group "
+            "n_groups linear_num_key_heads num_kv_shared_layers"),
+        (1, "topk_group n_shared_experts num_shared_experts moe_num_shared_experts encoder_layers num_encoder_layers "
+            "depth num_nextn_predict_layers num_global_layers first_k_dense_replace max_window_layers"),
         (VOCAB, "vocab_size decoder_vocab_size vocab_size_per_layer_input"),
-        (
-            MAX_POSITIONS,
-            "max_position_embeddings n_positions n_ctx max_seq_len model_max_length context_length "
-            "max_target_positions max_source_positions",
-        ),
-        (
-            WINDOW,
-            "sliding_window window_size sliding_window_size attention_window_size keep_window_size "
-            "attention_chunk_size local_attention index_topk local_attention_window_len mamba_chunk_size "
-            "chunk_size rel_extent",
-        ),
+        (MAX_POSITIONS, "max_position_embeddings n_positions n_ctx max_seq_len model_max_length context_length "
+                        "max_target_positions max_source_positions"),
+        (WINDOW, "sliding_window window_size sliding_window_size attention_window_size keep_window_size "
+                 "attention_chunk_size local_attention index_topk local_attention_window_len mamba_chunk_size "
+                 "chunk_size rel_extent"),
     )
     for name in names.split()
-}
+}  # fmt: skip
 """Upper limits of configuration fields, also for each value of a per-layer list."""
 
 _KEY_HEADS = {
@@ -98,6 +80,18 @@ _KEY_HEADS = {
     "kv_n_heads": "n_heads",
 }
 """Fields of key/value heads, and the field of query heads whose ratio (equal, grouped, single) is kept."""
+
+Sizes = Literal["narrow", "scaled", "true"]
+"""How a copy is made small: each size is cut by itself; width and heads are cut together, so that heads keep an even
+width; or only layers, vocabulary, positions and windows are cut."""
+_WIDTHS = ("hidden_size", "n_embd", "d_model", "embedding_dim")
+_QUERY_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
+_TRUE: Mapping[str, int] = {
+    name: size
+    for name, size in SIZES.items()
+    if size in (VOCAB, MAX_POSITIONS)
+    or ("window" in name or "chunk" in name or name in ("local_attention", "index_topk", "rel_extent"))
+}
 
 _UNUSED = ("vision_config", "audio_config", "audio_encoder", "audio_encoder_config", "vq_config")
 """Parts of a model that text does not use."""
@@ -111,25 +105,60 @@ class NoTinyCopy(ModelError):
 def tiny_copy(model: Any, *, seed: int = 0) -> Any:
     """A tiny model of a model's class and configuration, on the CPU, in float32 and eval mode, with its own attention.
 
+    A copy whose sizes do not fit each other is a fault of the copy: others follow, up to one of the model's own sizes.
+    Where none of them gives logits for ids alone, it is the first.
+
     Out-of-memory errors pass unchanged, because the model is not at fault.
 
     Raises:
         NoTinyCopy: a configuration that cannot be made small.
     """
+    problem: Exception | None = None
+    silent: Any = None
+    for sizes in get_args(Sizes):
+        try:
+            with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+                torch.manual_seed(seed)
+                tiny = _fitting(model, sizes)
+                _randomize(tiny)
+        except _FAULTS as error:
+            if is_out_of_memory(error):
+                raise
+            problem = problem or _said(error)
+            continue
+        if _gives_logits(tiny.eval()):
+            return tiny
+        silent = tiny if silent is None else silent
+    if silent is not None:
+        return silent
+    assert problem is not None
+    raise NoTinyCopy(
+        f"{type(model).__name__} cannot be checked against its own attention, because no small copy of it can be "
+        f"made ({describe(problem)}); use a model of another class"
+    ) from problem
+
+
+def _said(error: Exception) -> Exception:
+    """What a configuration's check of its sizes found, which it wraps."""
+    cause = error.__cause__
+    return cause if isinstance(error, StrictDataclassError) and isinstance(cause, Exception) else error
+
+
+@torch.no_grad()
+def _gives_logits(tiny: Any) -> bool:
+    """Whether it can be called; where it is made without numbers, that is not known."""
+    if any(type(parameter.data) is not torch.Tensor for parameter in tiny.parameters()):
+        return True
     try:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            torch.manual_seed(seed)
-            tiny = _fitting(model)
-            _randomize(tiny)
-    except FAULTS as error:
-        raise NoTinyCopy(
-            f"{type(model).__name__} cannot be checked against its own attention, because no small copy of it can be "
-            f"made ({describe(error)}); use a model of another class"
-        ) from error
-    return tiny.eval()
+        tiny(input_ids=torch.arange(8, device=next(tiny.parameters()).device)[None], use_cache=False)
+    except _FAULTS as error:
+        if is_out_of_memory(error):
+            raise
+        return False
+    return True
 
 
-def _fitting(model: Any) -> Any:
+def _fitting(model: Any, sizes: Sizes) -> Any:
     """The shallowest copy that has every kind of layer."""
     layers = decoder_layers(model)
     kinds = [_kind(layer) for layer in layers]
@@ -138,8 +167,10 @@ def _fitting(model: Any) -> Any:
     most_likely = max(2, first_with_all) if first_with_all <= 8 else 2
     for depth in dict.fromkeys([most_likely, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, max(2, first_with_all)]):
         try:
-            tiny = type(model)(tiny_config(model.config, depth))
-        except FAULTS as error:
+            config = tiny_config(model.config, depth, sizes)
+            with torch.device("meta") if sizes == "true" else contextlib.nullcontext():
+                tiny = type(model)(config)
+        except _FAULTS as error:
             if is_out_of_memory(error):
                 raise
             problem = error
@@ -149,23 +180,25 @@ def _fitting(model: Any) -> Any:
             raise ValueError(f"it has {size:,} parameters")
         missing = set(kinds) - {_kind(layer) for layer in decoder_layers(tiny)}
         if not missing:
-            return tiny
+            return tiny if sizes != "true" else type(model)(config)  # small enough to be given memory
     raise problem or ValueError(f"{len(missing)} of {len(set(kinds))} kinds of layer are missing in it")
 
 
-def tiny_config(config: Any, depth: int) -> Any:
+def tiny_config(config: Any, depth: int, sizes: Sizes = "narrow") -> Any:
     """A configuration cut to `depth` layers and to `SIZES`; every flag and every other number stays."""
-    values = _cut(config.to_dict(), depth)
+    values = _cut(config.to_dict(), depth, sizes)
     for name in ("dtype", "torch_dtype", "quantization_config", "_name_or_path"):
         values.pop(name, None)
     return type(config).from_dict(values)
 
 
-def _cut(values: Mapping[str, Any], depth: int) -> dict[str, Any]:
+def _cut(values: Mapping[str, Any], depth: int, sizes: Sizes) -> dict[str, Any]:
     layers = next((values[name] for name in _LAYERS if isinstance(values.get(name), int)), 0)
     depth = min(depth, layers) if layers else depth
-    out = {name: _cut_value(name, value, values, layers, depth) for name, value in values.items()}
-    if values.get("attention_hidden_size") and values.get("hidden_size"):  # in RWKV, and twice the width in Zamba
+    cut = _Cut(values=values, layers=layers, depth=depth, sizes=sizes, limits=_limits(values, sizes))
+    out = {name: cut.value(name, value) for name, value in values.items()}
+    is_narrow = sizes != "true"
+    if is_narrow and values.get("attention_hidden_size") and values.get("hidden_size"):  # RWKV; twice as wide in Zamba
         out["attention_hidden_size"] = _WIDTH * values["attention_hidden_size"] // values["hidden_size"]
         if values.get("attention_head_dim"):
             out["attention_head_dim"] = out["attention_hidden_size"] // _HEADS
@@ -177,7 +210,7 @@ def _cut(values: Mapping[str, Any], depth: int) -> dict[str, Any]:
         out["head_dim"] = out["qk_rope_head_dim"]
     if isinstance(values.get("per_layer_config"), Mapping):
         kept = {i: part for i, part in values["per_layer_config"].items() if int(i) < depth}
-        out["per_layer_config"] = {i: _cut(part, depth) for i, part in kept.items()} or None
+        out["per_layer_config"] = {i: _cut(part, depth, sizes) for i, part in kept.items()} or None
     if out.get("num_kv_shared_layers"):
         out["num_kv_shared_layers"] = max(1, depth // 3)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):  # transformers warns of ids outside the vocabulary
@@ -189,24 +222,51 @@ def _cut(values: Mapping[str, Any], depth: int) -> dict[str, Any]:
     return out
 
 
-def _cut_value(name: str, value: Any, values: Mapping[str, Any], layers: int, depth: int) -> Any:
-    if isinstance(value, Mapping):
-        if name == "rope_parameters":
-            return _cut_rope(value, values)
-        return _cut(value, 1 if name in _UNUSED else depth)
-    if isinstance(value, bool) or value is None or isinstance(value, str | float):
-        return value
-    if isinstance(value, list | tuple):
-        if layers and len(value) == layers:
-            value = value[:depth]
-        elif layers and name.endswith(("_idxs", "_ids", "_layers", "_indices")) and all(_is_int(x) for x in value):
-            value = [x for x in value if x < depth]
-        return [_cut_value(name, x, values, layers, depth) if _is_int(x) else x for x in value]
-    if name in _LAYERS:
-        return min(value, depth)
-    if name in _KEY_HEADS:
-        return _key_heads(value, values.get(_KEY_HEADS[name]))
-    return min(value, SIZES.get(name, value))
+def _limits(values: Mapping[str, Any], sizes: Sizes) -> Mapping[str, int]:
+    """Upper limits of a configuration's fields."""
+    if sizes == "true":
+        return _TRUE
+    width = next((values[name] for name in _WIDTHS if _is_int(values.get(name))), 0)
+    heads = next((values[name] for name in _QUERY_HEADS if _is_int(values.get(name))), 0)
+    if sizes == "narrow" or not width or not heads or width % heads:
+        return SIZES
+    head = min(width // heads, _HEAD)
+    narrow = min(heads, _HEADS) * head
+    equal = {name: narrow for name, value in values.items() if SIZES.get(name) == _WIDTH and value == width}
+    return {**SIZES, **equal, "rotary_dim": min(SIZES["rotary_dim"], head)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Cut:
+    """Cuts the fields of one configuration."""
+
+    values: Mapping[str, Any]
+    layers: int
+    depth: int
+    sizes: Sizes
+    limits: Mapping[str, int]
+
+    def value(self, name: str, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            if name == "rope_parameters":
+                return value if self.sizes == "true" else _cut_rope(value, self.values)
+            return _cut(value, 1 if name in _UNUSED else self.depth, self.sizes)
+        if isinstance(value, bool) or value is None or isinstance(value, str | float):
+            return value
+        if isinstance(value, list | tuple):
+            return self._several(name, value)
+        if name in _LAYERS:
+            return min(value, self.depth)
+        if name in _KEY_HEADS and self.sizes != "true":
+            return _key_heads(value, self.values.get(_KEY_HEADS[name]))
+        return min(value, self.limits.get(name, value))
+
+    def _several(self, name: str, value: Sequence[Any]) -> list[Any]:
+        if self.layers and len(value) == self.layers:
+            value = value[: self.depth]
+        elif self.layers and name.endswith(("_idxs", "_ids", "_layers", "_indices")) and all(map(_is_int, value)):
+            value = [x for x in value if x < self.depth]
+        return [self.value(name, x) if _is_int(x) else x for x in value]
 
 
 def _cut_rope(parameters: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -223,9 +283,15 @@ def _cut_rope(parameters: Mapping[str, Any], values: Mapping[str, Any]) -> dict[
 
 
 def _key_heads(value: int, heads: Any) -> int:
-    if value == 1 or not isinstance(heads, int):
+    """Key/value heads for at most `_HEADS` query heads, which they divide: as many, one, or a number in between.
+
+    >>> [_key_heads(value, heads) for value, heads in ((8, 8), (2, 8), (1, 8), (2, 2), (1, 2), (3, 3), (2, 6))]
+    [4, 2, 1, 2, 1, 3, 2]
+    """
+    if value == 1 or not _is_int(heads):
         return min(value, 2)
-    return _HEADS if value >= heads else min(value, 2)
+    kept = min(heads, _HEADS)
+    return kept if value >= heads else max(number for number in range(1, max(2, kept)) if kept % number == 0)
 
 
 def _is_int(value: Any) -> bool:

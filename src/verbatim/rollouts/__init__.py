@@ -1,4 +1,8 @@
-"""Runs episodes: one asyncio task for each."""
+"""Runs episodes, one asyncio task for each; records what agents of other SDKs do (`gateway`).
+
+In: an example, an environment, a sampler, a renderer. Out: a trajectory. Read first: `episode.py`, then `loop.py`,
+which makes the turns. Imports `core`, `config`, `models`, `environments`, `inference`.
+"""
 
 from verbatim.rollouts.agent_loop import AgentLoop
 from verbatim.rollouts.base import Rollout

@@ -11,17 +11,20 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from verbatim.core.records.fields import fill
+from verbatim.core.types import Int32, Message, StopReason, Turn, TurnTiming
 from verbatim.inference.base import Completion, Sampler, SampleRequest, SamplingParams, Watch
 from verbatim.inference.chat.protocol import ChatReply
-from verbatim.records.fields import fill
-from verbatim.renderers.base import ParsedResponse, Renderer
-from verbatim.renderers.conversation import BreakReason, Conversation
+from verbatim.models.renderers.base import ParsedResponse, Renderer
+from verbatim.models.renderers.conversation import BreakReason, Conversation
+from verbatim.models.renderers.stop_ids import ends_within
 from verbatim.rollouts.draws import Draws
 from verbatim.rollouts.loop import RENDERED_ANEW, Answer, EpisodeLimits, EpisodeLoop, EpisodeOver, Prompt, Thread
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.seeds import derive_seed
+from verbatim.rollouts.stopped_turns import end_with_stop, said_before_stop, watch_for
+from verbatim.rollouts.turn_arguments import checked_name, checked_trained
 from verbatim.rollouts.turnstile import Turnstile, turnstile
-from verbatim.types import Int32, Message, StopReason, Turn, TurnTiming
 
 _LONG_MESSAGES, _LONG_CHARACTERS = 128, 50_000
 """A chat template takes about 5 ms to render more, which is how long Python lets one thread run while others wait."""
@@ -48,7 +51,7 @@ class AgentLoop(EpisodeLoop):
     ) -> None:
         super().__init__(limits=limits, recorder=recorder)
         self.sampler, self.renderer = sampler, renderer
-        ends = [token for token in renderer.stop_token_ids if token < sampler.vocab_size]  # a tokenizer may have more
+        ends = ends_within(renderer.stop_token_ids, sampler.vocab_size)
         self.params = dataclasses.replace(params, stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *ends))))
         """How tokens are drawn; the renderer's stop tokens included."""
         self._seed = seed
@@ -86,13 +89,15 @@ class AgentLoop(EpisodeLoop):
 
         Raises:
             EpisodeOver: no turn or token is left.
+            EnvironmentFault: a name that is none.
             RecordError: the sampler returned what cannot be recorded, or the episode has ended.
             SamplerFault: the engine failed for good.
         """
         self._refuse_if_over()
+        agent, trained = checked_name(agent), checked_trained(trained)
         completion = await self._sample_ids(prompt_ids, params, agent)
         prompt = Prompt(agent=agent, messages=(), schemas=(), tools=(), thread=None, num_known=0, trained=trained)
-        answer = self._read(completion, prompt_ids, prompt, params.temperature)
+        answer = self._read(completion, prompt_ids, prompt, params)
         self._record(answer, prompt, None)
         return completion
 
@@ -159,7 +164,10 @@ class AgentLoop(EpisodeLoop):
 
     def room_for(self, num_prompt_tokens: int) -> int:
         """Tokens that a prompt of this length leaves for its completion; 0 or less = none."""
-        return min(self.limits.max_context, self.sampler.context_length) - num_prompt_tokens
+        context = min(self.limits.max_context, self.sampler.context_length)
+        if num_prompt_tokens >= context:
+            self.no_room = (num_prompt_tokens, context)
+        return context - num_prompt_tokens
 
     def tell(self, messages: Sequence[Message]) -> None:
         """Keep the messages of the turns of `complete`, for people: only the environment knows them."""
@@ -194,7 +202,7 @@ class AgentLoop(EpisodeLoop):
             self._num_under_way -= 1
         if self._draws.over:
             raise self.recorder.refusal()  # the episode ended while it waited to be read
-        return self._read(completion, prompt_ids, prompt, self.params.temperature, conversation)
+        return self._read(completion, prompt_ids, prompt, self.params, conversation)
 
     async def _rendered(self, prompt: Prompt) -> Conversation:
         """`_conversation`; of a long conversation on a thread, unless the episode is over by then."""
@@ -237,25 +245,34 @@ class AgentLoop(EpisodeLoop):
         room = self.room_for(len(prompt_ids))
         if room <= 0:
             self._end(StopReason.LENGTH)
+        most = self._within_budget(min(room, params.max_tokens))
         self._begin_turn()
         number = self._num_turns_of.get(agent, 0)
         self._num_turns_of[agent] = number + 1
         request = SampleRequest(
             prompt_ids=prompt_ids,
-            params=params if params.max_tokens <= room else _shortened(params, room),
+            params=params if params.max_tokens == most and not params.stop else _as_sent(params, most),
             seed=derive_seed(self._seed, agent, number) if seed is None else seed,
             session=f"{self._session}/{agent}",
             routed_experts_start=self._num_routed(prompt_ids, agent),
         )
+        watch = watch_for(params.stop, self.renderer.decode, watch)
+        self._num_promised_tokens += most
         try:
             if self.in_order and watch is None:
-                return await self._draws.draw_alone(self.sampler, request)
-            return await self._draws.draw(self.sampler, request, watch)
+                completion = await self._draws.draw_alone(self.sampler, request)
+            else:
+                completion = await self._draws.draw(self.sampler, request, watch)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if self._draws.over and not (task is not None and task.cancelling()):
                 raise self.recorder.refusal() from None
             raise
+        finally:
+            self._num_promised_tokens -= most
+        completion = end_with_stop(completion, request, params.stop, self.renderer.decode)
+        self._num_completion_tokens += len(completion.ids)
+        return completion
 
     def _num_routed(self, prompt_ids: Int32, agent: str) -> int:
         return self.recorder.num_routed(prompt_ids, agent) if self._knows_experts else 0
@@ -274,10 +291,10 @@ class AgentLoop(EpisodeLoop):
         completion: Completion,
         prompt_ids: Int32,
         prompt: Prompt,
-        temperature: float,
+        params: SamplingParams,
         conversation: Conversation | None = None,
     ) -> Answer:
-        """The completion as a message, with what is recorded of it."""
+        """The completion as a message, with what is recorded of it. A stop string is in the ids, not in the message."""
         parsed = self.renderer.parse_response(completion.ids, prompt_ids, prompt.schemas or None)
         if parsed.tool_calls:
             parsed = ParsedResponse(
@@ -286,13 +303,14 @@ class AgentLoop(EpisodeLoop):
                 tool_calls=tuple(map(self._identify, parsed.tool_calls)),
                 thought_open=parsed.thought_open,
             )
-        message = parsed.message()
+        said = said_before_stop(parsed, completion.ids, params.stop, self.renderer.decode)
+        message = said.message()
         if conversation is not None:
-            conversation = conversation.answered(completion.ids, parsed, message)
+            conversation = conversation.answered(completion.ids, parsed, message, said.tool_calls)
         self._knows_experts |= completion.routed_experts is not None
         return Answer(
             message=message,
-            tool_calls=parsed.tool_calls,
+            tool_calls=said.tool_calls,
             stop_reason=completion.stop_reason,
             prompt_ids=prompt_ids,
             completion_ids=completion.ids,
@@ -300,7 +318,7 @@ class AgentLoop(EpisodeLoop):
             conversation=conversation,
             logprobs=completion.logprobs,
             policy_versions=completion.policy_versions,
-            temperature=temperature,
+            temperature=params.temperature,
             routed_experts=completion.routed_experts,
             timing=TurnTiming(queued=completion.queued_seconds, generated=completion.generated_seconds),
         )
@@ -340,11 +358,12 @@ def _extended(conversation: Conversation | None, prompt: Prompt) -> int | None:
     return prompt.thread.turn if continues and prompt.thread is not None else None
 
 
-def _shortened(params: SamplingParams, max_tokens: int) -> SamplingParams:
-    """The parameters with fewer tokens; the others were checked when they were made."""
-    shorter = object.__new__(SamplingParams)
-    fill(shorter, **{**vars(params), "max_tokens": max_tokens})
-    return shorter
+def _as_sent(params: SamplingParams, max_tokens: int) -> SamplingParams:
+    """The parameters as a sampler gets them: with so many tokens at most, without texts. They were checked when they
+    were made."""
+    sent = object.__new__(SamplingParams)
+    fill(sent, **{**vars(params), "max_tokens": max_tokens, "stop": ()})
+    return sent
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from typing import Any
 
 from verbatim.config import BackendSettings
 from verbatim.inference.base import Sampler
-from verbatim.renderers.base import Renderer
+from verbatim.models.renderers.base import Renderer
 from verbatim.rollouts.runner import EpisodeRunner, LocalRunner
 from verbatim.rollouts.workers.episodes import RemoteSetup
 

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
-from verbatim.errors import UsageError
-from verbatim.types import TRAJECTORY_KEYS, Example, Message, RolloutIdentity, Trajectory
+from verbatim.core.errors import UsageError
+from verbatim.core.types import TRAJECTORY_KEYS, Example, Message, RolloutIdentity, Trajectory
+from verbatim.core.user_values import why_refused
 
 Conversation: TypeAlias = Example | Trajectory | Mapping[str, Any]
 """What a rollout starts from; a mapping has `messages`, and may have `tools`, `id` and anything else."""
@@ -83,6 +84,7 @@ def read_openings(trajectories: Sequence[Conversation]) -> list[Opening]:
 
 def _read_opening(given: Conversation, index: int, num_samples: Counter[str], taken: set[str]) -> Opening:
     fields, task = _parts(given, index)
+    _refuse(task, f"trajectories[{index}]", of_json=False)
     example_id = str(fields.get("id", fields.get("example_id", index)))
     sample = fields.get("sample_index", num_samples[example_id])
     name = str(fields.get("trajectory_id") or f"{example_id}-{sample}")
@@ -104,6 +106,11 @@ def _read_opening(given: Conversation, index: int, num_samples: Counter[str], ta
         ),
         task=task,
     )
+
+
+def _refuse(value: Any, where: str, *, of_json: bool = True) -> None:
+    if (why := why_refused(value, of_json=of_json)) is not None:
+        raise UsageError(f"{where}: {why}")
 
 
 def _parts(given: Conversation, index: int) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
@@ -139,6 +146,7 @@ def _checked_copy(messages: Any, where: str) -> tuple[Message, ...]:
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise UsageError(f'{where}.messages[{index}] is {message!r:.80}; expected {{"role": ..., "content": ...}}')
+        _refuse(message, f"{where}.messages[{index}]")
     return tuple(copy.deepcopy(dict(message)) for message in messages)  # type: ignore[misc]
 
 
@@ -154,4 +162,5 @@ def _checked_tools(tools: Any, where: str) -> tuple[dict[str, Any], ...]:
                 f'{where}.tools[{index}] is {tool!r:.80}; expected a schema, {{"type": "function", '
                 '"function": {"name": ...}}; what runs it goes into the tool manager'
             )
+        _refuse(tool, f"{where}.tools[{index}]")
     return tuple(copy.deepcopy(dict(tool)) for tool in tools)

@@ -10,16 +10,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from verbatim.errors import ModelError, RecordError, UsageError
+from verbatim.core.errors import ModelError, RecordError, UsageError
+from verbatim.core.types import Message, ParseStatus, ToolCall, Turn, TurnTiming
 from verbatim.inference.base import SamplingParams
 from verbatim.inference.chat.answer import ChatAnswer
 from verbatim.inference.chat.client import Connection
 from verbatim.inference.chat.request import chat_body, samples_as_modelled
-from verbatim.renderers.base import ParsedResponse, Renderer
+from verbatim.models.renderers.base import ParsedResponse, Renderer
 from verbatim.rollouts.demonstrations import trajectory_from_messages
 from verbatim.rollouts.loop import Answer, EpisodeLimits, EpisodeLoop, Prompt, Thread
 from verbatim.rollouts.recorder import Recorder
-from verbatim.types import Message, ParseStatus, ToolCall, Turn, TurnTiming
 
 
 class ChatLoop(EpisodeLoop):
@@ -69,21 +69,28 @@ class ChatLoop(EpisodeLoop):
         return {"model": self._connection.api.model, "usage": dict(self._usage), **errors}
 
     async def _answer(self, prompt: Prompt) -> Answer:
+        most = self._within_budget(self._params.max_tokens)
         seed = self._seed_of(self._begin_turn())
         body = chat_body(
             self._connection.api.model,
             prompt.messages,
             prompt.schemas,
-            self._params,
+            dataclasses.replace(self._params, max_tokens=most),
             extra_body=self._extra_body,
             seed=seed,
             send_reasoning=self._send_reasoning,
         )
         started = time.perf_counter()
-        said = await self._connection.complete(body, self._request_errors)
+        self._num_promised_tokens += most
+        try:
+            said = await self._connection.complete(body, self._request_errors)
+        finally:
+            self._num_promised_tokens -= most
         timing = TurnTiming(generated=time.perf_counter() - started)
         self._num_answers += 1
         self._usage.update(said.usage)
+        counted = said.usage.get("completion_tokens", 0) if said.completion_ids is None else len(said.completion_ids)
+        self._num_completion_tokens += counted
         calls = tuple(map(self._identify, said.tool_calls))
         known = self._connection.api.processed_logprobs or samples_as_modelled(body)
         return Answer(

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from verbatim.core.token_tree import LARGEST_ID
+from verbatim.core.types import Trajectory
 from verbatim.environments.base import Environment
 from verbatim.inference.base import SamplingParams
 from verbatim.inference.chat.client import Connection
@@ -19,8 +21,6 @@ from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.runner import EpisodeTask, RolloutSetup
 from verbatim.rollouts.seeds import derive_seed
 from verbatim.rollouts.tally import EpisodeTally
-from verbatim.token_tree import LARGEST_ID
-from verbatim.types import Trajectory
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -19,10 +19,12 @@ from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from verbatim.core.errors import UsageError
+from verbatim.core.plain_console import PlainConsole
+from verbatim.core.types import Example, Message, RolloutIdentity, Trajectory
 from verbatim.environments.base import Environment, Episode, Reply, Score
-from verbatim.errors import UsageError
+from verbatim.environments.tools import Tool, ToolArgumentsError, ToolManager, ToolResult
 from verbatim.inference.base import SamplingParams
-from verbatim.plain_console import PlainConsole
 from verbatim.rollouts.base import Conversation, Opening, read_openings
 from verbatim.rollouts.episode import EpisodeRun
 from verbatim.rollouts.group import judged, rewarded_by_its_turns, run_together
@@ -31,8 +33,6 @@ from verbatim.rollouts.main_loop import run_in_program
 from verbatim.rollouts.seeds import derive_seed
 from verbatim.rollouts.traces import TraceFolder
 from verbatim.rollouts.user_simulator import ConnectedUser, UserSimulator
-from verbatim.tools import Tool, ToolArgumentsError, ToolManager, ToolResult
-from verbatim.types import Example, Message, RolloutIdentity, Trajectory
 
 logger = logging.getLogger(__name__)
 

@@ -3,21 +3,23 @@ plain JSON, because both happen in every turn."""
 
 from __future__ import annotations
 
-import copy
 import marshal
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from types import NoneType
 from typing import Any, TypeAlias
 
-from verbatim.errors import EnvironmentFault
-from verbatim.texts import error_text
-from verbatim.types import Message
+import numpy as np
+
+from verbatim.core.errors import EnvironmentFault
+from verbatim.core.texts import error_text
+from verbatim.core.types import Message
+from verbatim.core.user_values import ATOMS, DEEPEST, as_atom, is_short, why_refused
 
 _TEXT, _DICT = frozenset({str}), frozenset({dict})
-_ATOMS = frozenset({str, int, float, bool, NoneType})
+_AS_THEY_ARE = ATOMS - {int}
+"""The types of values that are plain JSON whatever they are; a number may be too long to be written."""
 _MOST_CONTAINERS = 200
-"""Lists and dicts of one message that are copied as plain JSON; `copy.deepcopy` takes more, shared ones, and cycles."""
+"""Lists and dicts of one message that are copied without a look at it before."""
 
 _HEADER = len(marshal.dumps([], 0))
 _SHORT = 256
@@ -28,39 +30,88 @@ class _NotPlain(Exception):
     """The value is not plain JSON, or too much of it."""
 
 
-def copied(value: Any) -> Any:
-    """A deep copy.
+def copied(value: Any, what: str = "a message", *, of_info: bool = False) -> Any:
+    """A deep copy of a message, in Python's own types of JSON: whatever reads it later asks no class of a user's.
+
+    Args:
+        value: A user's own; its subclasses of texts, numbers, lists and mappings become these.
+        what: Names it in the error.
+        of_info: It is an `info`, which may hold numpy's arrays too, and keys of any type.
 
     Raises:
-        EnvironmentFault: the value cannot be copied.
+        EnvironmentFault: the message holds itself, is too deep or too large, holds what JSON cannot, or cannot be
+            copied.
     """
     try:
-        return _plain_copy(value, [_MOST_CONTAINERS])
+        return _plain_copy(value, [_MOST_CONTAINERS], DEEPEST)
     except _NotPlain:
         pass
+    if (why := why_refused(value, of_info=of_info)) is not None:
+        raise EnvironmentFault(f"{what}: {why}")
     try:
-        return copy.deepcopy(value)
+        return _rebuilt(value, {})
     except Exception as error:  # what an environment puts into its messages raises what it likes
-        raise EnvironmentFault(f"the messages cannot be copied: {error_text(error)}") from error
+        raise EnvironmentFault(f"{what} cannot be copied: {error_text(error)}") from error
 
 
-def _plain_copy(value: Any, left: list[int]) -> Any:
+def _rebuilt(value: Any, known: dict[int, tuple[Any, Any]]) -> Any:
+    """The value in Python's own types; what stands at several places is built once.
+
+    Args:
+        value: Nothing is wrong with it.
+        known: Containers and what was built of them, by their identity.
+    """
+    if id(value) in known:
+        return known[id(value)][1]
+    if isinstance(value, Mapping):
+        made: Any = {_own_key(key): _rebuilt(item, known) for key, item in value.items()}
+    elif isinstance(value, list | tuple):
+        made = [_rebuilt(item, known) for item in value]
+    elif isinstance(value, np.ndarray):
+        made = np.array(value)
+    else:
+        return as_atom(value)
+    known[id(value)] = (value, made)
+    return made
+
+
+def _own_key(key: Any) -> Any:
+    own = as_atom(key)
+    return own if type(own) in ATOMS else str(key)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is plain JSON of few lists and dicts: then nothing is wrong with it."""
+    try:
+        _plain_copy(value, [_MOST_CONTAINERS], DEEPEST)
+    except _NotPlain:
+        return False
+    return True
+
+
+def refuse(value: Any, what: str) -> None:
+    """An EnvironmentFault that names `what`, where a user's value cannot be kept; see `user_values`."""
+    if (why := why_refused(value)) is not None:
+        raise EnvironmentFault(f"{what}: {why}")
+
+
+def _plain_copy(value: Any, left: list[int], levels: int) -> Any:
     kind = type(value)
-    if kind in _ATOMS:
+    if kind in _AS_THEY_ARE or (kind is int and is_short(value)):
         return value
     left[0] -= 1
-    if left[0] < 0:
+    if left[0] < 0 or not levels:
         raise _NotPlain
     if kind is dict:
         if not _TEXT.issuperset(map(type, value)):
             raise _NotPlain
         copied = value.copy()
         for key, item in value.items():
-            if type(item) not in _ATOMS:
-                copied[key] = _plain_copy(item, left)
+            if type(item) not in _AS_THEY_ARE:
+                copied[key] = _plain_copy(item, left, levels - 1)
         return copied
     if kind is list:
-        return [item if type(item) in _ATOMS else _plain_copy(item, left) for item in value]
+        return [item if type(item) in _AS_THEY_ARE else _plain_copy(item, left, levels - 1) for item in value]
     raise _NotPlain
 
 
@@ -80,6 +131,9 @@ def begins_with(messages: Sequence[Message], known: tuple[Message, ...], others:
         messages: As their owner has them now.
         known: Copies, made by `copied`.
         others: Of the known messages; None = these are compared piece by piece.
+
+    Raises:
+        EnvironmentFault: the messages cannot be compared.
     """
     start = tuple(messages[: len(known)])
     try:
@@ -91,7 +145,10 @@ def begins_with(messages: Sequence[Message], known: tuple[Message, ...], others:
             return all(same_messages(start[place], known[place]) for place, _ in others)
     except Exception:  # noqa: BLE001  what cannot be compared as a whole is compared piece by piece
         pass
-    return same_messages(start, known)
+    try:
+        return same_messages(start, known)
+    except Exception as error:  # a user's own mapping raises what it likes
+        raise EnvironmentFault(f"the messages cannot be compared: {error_text(error)}") from error
 
 
 def _is_text(message: Any) -> bool:
@@ -123,20 +180,27 @@ def same_messages(messages: Any, others: Any) -> bool:
     if type(messages) is str and type(others) is str:
         return messages == others
     if isinstance(messages, Mapping) and isinstance(others, Mapping):
-        return messages.keys() == others.keys() and all(same_messages(messages[key], others[key]) for key in messages)
+        mine, its = _by_key(messages), _by_key(others)
+        return mine.keys() == its.keys() and all(same_messages(mine[key], its[key]) for key in mine)
     if isinstance(messages, list | tuple) and isinstance(others, list | tuple):
         return len(messages) == len(others) and all(map(same_messages, messages, others))
-    if isinstance(messages, bool | float) or isinstance(others, bool | float):
-        return type(messages) is type(others) and messages == others
-    return bool(messages == others)
+    own, other = as_atom(messages), as_atom(others)
+    return type(own) is type(other) and type(own) in ATOMS and bool(own == other)
 
 
-def schema_text(schema: Mapping[str, Any]) -> str:
-    """`str(schema)`; the same text for all episodes with the same tool."""
-    try:
-        return _text_of(marshal.dumps(schema, 0))  # type: ignore[arg-type]  # raises ValueError for what it cannot write
-    except ValueError:  # not of Python's own types
-        return str(schema)
+def _by_key(mapping: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {as_atom(key): item for key, item in mapping.items()}
+
+
+def schema_and_text(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    """A tool's schema in Python's own types, and `str` of it; the same text for all episodes with the same tool.
+
+    Raises:
+        EnvironmentFault: the schema holds itself, is too deep or too large, or holds what JSON cannot.
+    """
+    if not is_plain(schema):  # what stands at several places would be written as often
+        schema = copied(schema, "a tool's schema")
+    return schema, _text_of(marshal.dumps(schema, 0))  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=1024)

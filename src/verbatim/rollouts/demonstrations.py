@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from verbatim.errors import UsageError
-from verbatim.renderers.base import Renderer
-from verbatim.renderers.conversation import Conversation
-from verbatim.renderers.tool_support import USE_HERMES
-from verbatim.types import Int32, Message, ToolCall, Trajectory, Turn
+from verbatim.core.errors import UsageError
+from verbatim.core.types import Int32, Message, ToolCall, Trajectory, Turn
+from verbatim.models.renderers.base import ParsedResponse, Renderer
+from verbatim.models.renderers.conversation import Conversation
+from verbatim.models.renderers.tool_support import USE_HERMES
 
 
 def trajectory_from_messages(
@@ -31,8 +31,8 @@ def trajectory_from_messages(
     calls that end the conversation, answers stand in: a model samples calls before anything has answered them.
 
     Raises:
-        UsageError: no assistant message, one whose rendering does not begin with its prompt, or calls that do not read
-            back: what is learned would be something else.
+        UsageError: no assistant message, one whose rendering does not begin with its prompt, one with a token that ends
+            turns inside of its text, or calls that do not read back: what is learned would be something else.
         ModelError: the chat template leaves out the tools, a call, or what a tool answered.
     """
     turns: list[Turn] = []
@@ -59,6 +59,14 @@ def trajectory_from_messages(
             )
         completion = _through_close_token(whole[len(plain) :], renderer.stop_token_ids)
         read = renderer.parse_response(completion, prompt, tools)
+        _refuse_cut(
+            renderer,
+            whole[len(plain) + len(completion) :],
+            completion,
+            read,
+            message,
+            f"demonstration {trajectory_id or env!r}: message {index}",
+        )
         found = [call.name for call in read.tool_calls if call.status == "ok"]
         wanted = [call["function"]["name"] for call in message.get("tool_calls") or ()]
         if found != wanted:
@@ -75,6 +83,26 @@ def trajectory_from_messages(
     return Trajectory(
         example_id=trajectory_id, trajectory_id=trajectory_id, env=env, turns=tuple(turns), messages=tuple(messages)
     )
+
+
+def _refuse_cut(
+    renderer: Renderer, rest: Int32, completion: Int32, read: ParsedResponse, message: Message, which: str
+) -> None:
+    """Refuse a message that goes on behind its first close token: a generation_config.json may list plain text.
+
+    Args:
+        rest: What is rendered behind the completion.
+    """
+    if message.get("tool_calls") or not np.isin(rest, renderer.stop_token_ids).any():
+        return
+    wanted, got = ("".join(str(text or "").split()) for text in (message.get("content"), read.content))
+    if got != wanted and wanted.startswith(got):
+        token = int(completion[-1])
+        raise UsageError(
+            f"{which} holds, before its end, token {token} ({renderer.decode(completion[-1:])!r}), at which turns of "
+            "this model end, so that the rest of it could never be sampled; take the token out of eos_token_id in the "
+            "model's generation_config.json, or out of the message"
+        )
 
 
 def _calls(message: Message) -> list[ToolCall]:

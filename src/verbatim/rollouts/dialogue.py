@@ -10,19 +10,20 @@ from typing import Any, cast
 
 import numpy as np
 
+from verbatim.core.errors import ComponentError, EnvironmentFault
+from verbatim.core.texts import cut, shown
+from verbatim.core.types import PARSE_STATUSES, Message, ParseStatus, StopReason, ToolCall
+from verbatim.core.user_code import let_go
+from verbatim.core.user_values import why_refused
 from verbatim.environments.base import Episode, Reply
-from verbatim.errors import ComponentError, EnvironmentFault
+from verbatim.environments.tools.manager import ToolManager, ToolOutcome
+from verbatim.rollouts.copies import is_plain, refuse
 from verbatim.rollouts.loop import EpisodeLoop
 from verbatim.rollouts.rewards import add_reward, checked_reward
 from verbatim.rollouts.supervised import UserCalls
 from verbatim.rollouts.tally import TOOL_FAULTS, failure_kind, traceback_tail
-from verbatim.texts import cut, shown
-from verbatim.tools.manager import ToolManager, ToolOutcome
-from verbatim.types import PARSE_STATUSES, Message, ParseStatus, StopReason, ToolCall
-from verbatim.user_code import let_go
+from verbatim.rollouts.turn_arguments import checked_state_key
 
-LONGEST_STATE_KEY = 10_000
-"""Characters of a state's name: every turn keeps one."""
 TIMELINE = "timeline"
 """The key of `Trajectory.info` for when each generation and tool call began, and how many seconds it took."""
 
@@ -50,7 +51,13 @@ class Dialogue:
             may_be_silent = is_message and message.get("tool_calls") and not self._loop.needs_content
             if not is_message or not ("content" in message or may_be_silent):
                 raise EnvironmentFault(f'{what}: {shown(message)} at {index}; expected {{"role": ..., "content": ...}}')
+            refuse(message, f"{what}, at {index}")
         self.messages.extend(messages)
+
+    def kept(self) -> tuple[Message, ...]:
+        """The conversation for the record. The messages are the environment's, which may have changed them: in place of
+        one that cannot be kept any more, the record says why."""
+        return tuple(message if is_plain(message) else _kept(message) for message in self.messages)
 
     async def run(self, episode: Episode) -> StopReason:
         """Take turns until one ends the episode; why it ended. An EpisodeOver if a limit cut it off."""
@@ -84,7 +91,7 @@ class Dialogue:
     async def _speak(self, episode: Episode, tools: ToolManager) -> tuple[ToolCall, ...]:
         """One turn of the model; the calls that it makes."""
         with self._calls.guard("state_key"):
-            key = _checked_state_key(episode.state_key())
+            key = checked_state_key(episode.state_key(), "state_key returned")
         self._calls.now = "sampling"
         entry = self._enter("generation")
         try:
@@ -161,6 +168,13 @@ def awaitable(given: Any, method: str) -> Any:
     return given
 
 
+def _kept(message: Message) -> Message:
+    if (why := why_refused(message)) is None:
+        return message
+    role = message.get("role")
+    return {"role": role if isinstance(role, str) else "user", "content": f"(this message is not kept: {why})"}
+
+
 def _checked_tools(episode: Episode) -> ToolManager:
     try:
         offered: Any = episode.tools
@@ -175,14 +189,3 @@ def _checked_reply(answer: Any) -> Reply:
     if not isinstance(answer.done, bool | np.bool_):
         raise EnvironmentFault(f"reply returned done={shown(answer.done, 80)}; expected True or False")
     return dataclasses.replace(answer, reward=checked_reward(answer.reward, "reply"))
-
-
-def _checked_state_key(key: Any) -> str | None:
-    if key is not None and not isinstance(key, str):
-        raise EnvironmentFault(f"state_key returned {shown(key)}; expected a string or None")
-    if key is not None and len(key) > LONGEST_STATE_KEY:
-        raise EnvironmentFault(
-            f"state_key returned a text of {len(key):,} characters; expected at most "
-            f"{LONGEST_STATE_KEY:,}, for example a hash of it"
-        )
-    return key

@@ -7,7 +7,7 @@ import asyncio
 import itertools
 from typing import Any
 
-from verbatim.errors import SamplerFault
+from verbatim.core.errors import SamplerFault
 from verbatim.inference.base import Completion, Sampler, SampleRequest, Watch, generate_watched, nothing_sampled
 from verbatim.inference.cut_off import num_tokens_drawn, num_tokens_lost, settle
 from verbatim.inference.proxy import SamplerProxy

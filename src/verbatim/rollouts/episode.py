@@ -9,25 +9,28 @@ import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from verbatim.environments.base import Environment, Episode
-from verbatim.errors import (
+from verbatim.core.errors import (
     EnvironmentFault,
     JudgeFailed,
+    NothingSampled,
     ProgramFault,
     RecordError,
     RolloutError,
     SamplerFault,
     TemplateFault,
 )
+from verbatim.core.redaction import without_secrets
+from verbatim.core.texts import LONGEST_ERROR, cut, shown
+from verbatim.core.trajectory_json import why_not_json
+from verbatim.core.types import Example, RolloutIdentity, StopReason, Trajectory
+from verbatim.environments.base import Environment, Episode
 from verbatim.rollouts import supervised
+from verbatim.rollouts.copies import copied
 from verbatim.rollouts.dialogue import Dialogue, awaitable
 from verbatim.rollouts.loop import TOOLS_OFFERED, EpisodeLoop, EpisodeOver
 from verbatim.rollouts.rewards import read_agent_scores
 from verbatim.rollouts.supervised import LeftBehind, UserCalls, supervise
-from verbatim.rollouts.tally import TRACEBACK, traceback_tail
-from verbatim.texts import LONGEST_ERROR, cut, shown
-from verbatim.trajectory_json import why_not_json
-from verbatim.types import Example, RolloutIdentity, StopReason, Trajectory
+from verbatim.rollouts.tally import NO_TURNS, TRACEBACK, traceback_tail
 
 CLOSING = 60.0
 """Seconds that an episode may take to close."""
@@ -41,7 +44,8 @@ async def run_episode(
     """Run one episode and score it.
 
     If the environment, a tool under its own control flow, or the engine failed, the trajectory's `error` says what
-    happened and the turns up to there are kept. That holds for whatever the environment raises, SystemExit and
+    happened and the turns up to there are kept. So it does where the policy sampled nothing: such an episode is not
+    scored. That holds for whatever the environment raises, SystemExit and
     KeyboardInterrupt included. At its deadline the environment's code is cancelled; where it ignores that for
     `supervised.GRACE` seconds, it is left behind: the episode has failed, and the run goes on. The seed is for the
     environment's own randomness; the turns are taken by the loop, under its limits, and held by its recorder.
@@ -101,7 +105,7 @@ class EpisodeRun:
         return Trajectory.of(
             self._identity,
             turns=tuple(self._recorder.turns),
-            messages=tuple(self._dialogue.messages),
+            messages=self._dialogue.kept(),
             reward=self._reward,
             reward_parts=self._parts,
             agent_rewards=self._agent_rewards,
@@ -120,6 +124,8 @@ class EpisodeRun:
         except TimeoutError:
             self._error = f"timeout: the episode took more than {self._timeout:g} s"
             self._stop_reason = StopReason.API_ERROR
+        except NothingSampled as fault:
+            self._note(fault)  # how it ended is known
         except RolloutError as fault:
             self._fail(fault)
         finally:
@@ -156,6 +162,8 @@ class EpisodeRun:
             dialogue.info.update(_checked_info(getattr(episode, "info", {})))
         if loop.offers_tools:
             dialogue.info[TOOLS_OFFERED] = True
+        if (why := loop.why_nothing_sampled(self._stop_reason)) is not None:
+            raise NothingSampled(why)
         draft = self.trajectory()
         try:
             with calls.guard("score"):
@@ -239,18 +247,20 @@ class EpisodeRun:
             JudgeFailed: "judge",
             SamplerFault: self._loop.engine,
             RecordError: "record",
+            NothingSampled: NO_TURNS,
             TemplateFault: "template",
         }
         kind = fault.kind if isinstance(fault, ProgramFault) else kinds.get(type(fault), "rollout")
-        self._error = f"{kind}: {cut(str(fault), 2 * LONGEST_ERROR)}"
+        self._error = f"{kind}: {cut(without_secrets(str(fault)), 2 * LONGEST_ERROR)}"
         if fault.__cause__ is not None:
             self._dialogue.info[TRACEBACK] = traceback_tail(fault.__cause__)
 
 
 def _checked_info(info: Any) -> Mapping[str, Any]:
+    """A copy: the environment may go on to change its own."""
     if not isinstance(info, Mapping):
         raise EnvironmentFault(f"info is {shown(info)}; expected a mapping of JSON values")
     why = why_not_json(info)
     if why is not None:
-        raise EnvironmentFault(f"info is not JSON: {why}; expected texts, numbers, booleans, None, lists and mappings")
-    return info
+        raise EnvironmentFault(f"info is not JSON: {why}")
+    return dict(copied(info, "info", of_info=True))

@@ -7,8 +7,11 @@ import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from verbatim.core.errors import EnvironmentFault, RecordError
+from verbatim.core.redaction import without_secrets
+from verbatim.core.texts import LONGEST_ERROR, cut, shown
+from verbatim.core.types import Example, Group, RolloutIdentity, Trajectory
 from verbatim.environments.base import IS_SUCCESS, Environment
-from verbatim.errors import EnvironmentFault, RecordError
 from verbatim.rollouts import supervised
 from verbatim.rollouts.episode import TURN_REWARDS_SUM
 from verbatim.rollouts.recorder import Recorder
@@ -17,8 +20,6 @@ from verbatim.rollouts.runner import EpisodeTask, RolloutSetup
 from verbatim.rollouts.seeds import derive_seed
 from verbatim.rollouts.supervised import LeftBehind, UserCalls, supervise
 from verbatim.rollouts.tally import TRACEBACK, traceback_tail
-from verbatim.texts import LONGEST_ERROR, cut, shown
-from verbatim.types import Example, Group, RolloutIdentity, Trajectory
 
 T = TypeVar("T")
 
@@ -201,6 +202,6 @@ def judged(environment: Environment, trajectory: Trajectory) -> Trajectory:
 
 
 def _failed(trajectory: Trajectory, fault: BaseException, why: str = "") -> Trajectory:
-    error = f"environment: {cut(why or str(fault), 2 * LONGEST_ERROR)}"
+    error = f"environment: {cut(without_secrets(why or str(fault)), 2 * LONGEST_ERROR)}"
     info = {TRACEBACK: traceback_tail(fault.__cause__)} if fault.__cause__ is not None else {}
     return trajectory.replace(error=error, info={**trajectory.info, **info})

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from verbatim.errors import VerbatimError
-from verbatim.renderers.conversation import Conversation
-from verbatim.rollouts.copies import Others, begins_with, copied, others_in, schema_text
+from verbatim.core.errors import EnvironmentFault, VerbatimError
+from verbatim.core.token_tree import Ids
+from verbatim.core.types import Experts, Float32, Int32, Message, ParseStatus, StopReason, ToolCall, TurnTiming
+from verbatim.environments.tools.base import Tool
+from verbatim.models.renderers.conversation import Conversation
+from verbatim.rollouts.copies import Others, begins_with, copied, others_in, schema_and_text
 from verbatim.rollouts.recorder import Recorder
-from verbatim.token_tree import Ids
-from verbatim.tools.base import Tool
-from verbatim.types import Experts, Float32, Int32, Message, ParseStatus, StopReason, ToolCall, TurnTiming
+from verbatim.rollouts.turn_arguments import checked_name, checked_state_key, checked_trained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,8 @@ class EpisodeLimits:
 
     max_turns: int = 16
     """Most turns, sub-agents' included."""
+    max_total_completion_tokens: int | None = None
+    """Most sampled tokens of all turns together, sub-agents' included; None = no limit."""
     max_context: int = 2048
     """Most tokens of a prompt and its completion together; a chat server has its own limit instead."""
     timeout: float = 600.0
@@ -160,6 +163,10 @@ class EpisodeLoop(abc.ABC):
         self._threads: dict[str, Thread] = {}
         self._num_calls = 0
         self._num_started = 0
+        self._num_completion_tokens = 0
+        """Of the answers so far."""
+        self._num_promised_tokens = 0
+        """The most that answers under way may have."""
         self.stop_reason: StopReason | None = None
         """Set once a limit was reached: nothing more is sampled."""
         self.in_order = False
@@ -167,6 +174,8 @@ class EpisodeLoop(abc.ABC):
         soon as the next prompt is made."""
         self.offers_tools = False
         """Whether any turn was shown tools."""
+        self.no_room: tuple[int, int] | None = None
+        """Tokens of the last prompt that left no room, and of the context; None = all prompts had room."""
         self.last_answer: Answer | None = None
         """The answer to the last prompt, also where it could not be recorded; None while there is no answer to it."""
 
@@ -174,6 +183,12 @@ class EpisodeLoop(abc.ABC):
     def turns_left(self) -> int:
         """Turns that may still be started, those under way elsewhere counted in."""
         return self.limits.max_turns - self._num_started
+
+    @property
+    def tokens_left(self) -> int | None:
+        """Sampled tokens that turns may still have; what turns under way may take is counted in. None = no limit."""
+        most = self.limits.max_total_completion_tokens
+        return None if most is None else most - self._num_completion_tokens - self._num_promised_tokens
 
     @property
     def num_unrecorded_turns(self) -> int:
@@ -200,12 +215,15 @@ class EpisodeLoop(abc.ABC):
 
         Raises:
             EpisodeOver: no turn or token is left, or this completion was cut off (it is recorded).
+            EnvironmentFault: messages, tools, name or state that cannot be kept.
             RecordError: the engine returned what cannot be recorded, or the episode has ended.
             SamplerFault: the engine failed for good.
         """
         self.last_answer = None
         self._refuse_if_over()
-        prompt = self._prompt(messages, [dict(tool.schema) for tool in tools], agent, trained=trained)
+        agent, state_key = checked_name(agent), checked_state_key(state_key, "state_key =")
+        schemas = [dict(tool.schema) for tool in tools]
+        prompt = self._prompt(messages, schemas, agent, trained=checked_trained(trained))
         self.offers_tools |= bool(prompt.schemas)
         answer = self.last_answer = await self._answer(prompt)
         turn = self._record(answer, prompt, state_key)
@@ -243,6 +261,30 @@ class EpisodeLoop(abc.ABC):
             parse_status=turn.parse_status if turn.parse_status != "ok" else parse_status,
         )
 
+    def why_nothing_sampled(self, ended: StopReason) -> str | None:
+        """Why the policy has sampled no token of its own until the episode ended; None where it has.
+
+        Turns with `trained=False` (an opponent, a user) are not its own. Greedy ones are, though the gateway never
+        trains them.
+        """
+        turns = [turn for turn in self.recorder.turns if len(turn.completion_ids)]
+        if self.num_unrecorded_turns or self.recorder.num_unrecorded_tokens:
+            return None
+        if any(turn.trained or turn.temperature == 0 for turn in turns):
+            return None
+        if self.no_room is not None:
+            prompt, context = self.no_room
+            return (
+                f"the policy sampled nothing, because its prompt of {prompt} tokens leaves no room in a context of "
+                f"{context} (orchestrator.seq_len); raise that, or shorten the prompt"
+            )
+        if turns:
+            return (
+                "the policy sampled nothing of its own, because every turn was sampled with trained=False; leave "
+                "that out for the agent that is to learn"
+            )
+        return f"the policy sampled nothing before the episode ended ({ended}), so what it earned is not the policy's"
+
     def finish(self) -> None:  # noqa: B027  most engines record each turn at once
         """The conversation is over: record what is not recorded yet; a RecordError if that cannot be."""
 
@@ -274,10 +316,23 @@ class EpisodeLoop(abc.ABC):
         self.recorder.refuse_if_closed()
         if self.turns_left <= 0:
             self._end(StopReason.MAX_TURNS)
+        if self.tokens_left is not None and self.tokens_left <= 0:
+            self._end(StopReason.LENGTH)
 
     def _end(self, reason: StopReason) -> None:
         self.stop_reason = reason
         raise EpisodeOver(reason)
+
+    def _within_budget(self, max_tokens: int) -> int:
+        """So many tokens of a turn, or what is left of the episode's.
+
+        Raises:
+            EpisodeOver: none is left.
+        """
+        left = self.tokens_left
+        if left is not None and left <= 0:
+            self._end(StopReason.LENGTH)
+        return max_tokens if left is None else min(max_tokens, left)
 
     def _begin_turn(self) -> int:
         """Count a turn that is started; its number."""
@@ -307,11 +362,17 @@ class EpisodeLoop(abc.ABC):
         if not begins_with(messages, known, others):
             known, others = (), ()
         new = [copied(message) for message in messages[len(known) :]]
+        if not (known or new):
+            raise EnvironmentFault(
+                f"there are no messages for the agent {agent!r} to answer; expected at least one, "
+                'such as {"role": "user", "content": "hi"}'
+            )
+        shown = [schema_and_text(schema) for schema in schemas]
         return Prompt(
             agent=agent,
             messages=(*known, *new),
-            schemas=schemas,
-            tools=tuple(map(schema_text, schemas)),
+            schemas=[schema for schema, _ in shown],
+            tools=tuple(text for _, text in shown),
             thread=thread,
             num_known=len(known),
             trained=trained,

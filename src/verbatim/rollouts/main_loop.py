@@ -15,9 +15,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
-from verbatim.machine_faults import is_out_of_memory
-from verbatim.texts import error_text
-from verbatim.user_code import is_ctrl_c, raise_ctrl_c
+from verbatim.core.descriptors import raise_descriptor_limit
+from verbatim.core.machine_faults import is_out_of_memory
+from verbatim.core.texts import error_text
+from verbatim.core.user_code import is_ctrl_c, raise_ctrl_c
 
 logger = logging.getLogger(__name__)
 
@@ -184,6 +185,7 @@ def run_main(work: Coroutine[Any, Any, T], presses: Presses | None = None, *, en
     Raises:
         BaseException: what the coroutine raised; or what such a callback did.
     """
+    raise_descriptor_limit()
     loop = asyncio.new_event_loop()
     pool = ThreadPoolExecutor(thread_name_prefix="verbatim-pool")
     loop.set_default_executor(pool)

@@ -10,10 +10,11 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from verbatim.errors import UsageError
+from verbatim.core.errors import UsageError
+from verbatim.core.token_tree import LARGEST_ID
 from verbatim.inference.base import Sampler
 from verbatim.inference.chat.client import OpenAI
-from verbatim.renderers.base import Renderer
+from verbatim.models.renderers.base import Renderer
 from verbatim.rollouts.agent_loop import AgentLoop
 from verbatim.rollouts.base import Opening
 from verbatim.rollouts.chat_loop import ChatLoop
@@ -21,7 +22,6 @@ from verbatim.rollouts.conversation_rollout import ConversationRollout, Start
 from verbatim.rollouts.loop import EpisodeLimits, EpisodeLoop
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.seeds import derive_seed
-from verbatim.token_tree import LARGEST_ID
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

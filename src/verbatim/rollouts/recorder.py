@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from verbatim.errors import RecordError, SamplerFault
-from verbatim.records.experts import Experts, Routing
-from verbatim.token_tree import Ids, Int32, TokenTree, as_ids
-from verbatim.types import Turn
+from verbatim.core.errors import RecordError, SamplerFault
+from verbatim.core.records.experts import Experts, Routing
+from verbatim.core.token_tree import Ids, Int32, TokenTree, as_ids
+from verbatim.core.types import Turn
 
 
 class Recorder:
@@ -131,8 +131,9 @@ class Recorder:
         return self.num_sampled_tokens - sum(len(turn.completion_ids) for turn in self.turns)
 
     def amend(self, index: int, **changes: object) -> None:
-        """Add what became known after the completion: tool results, timing, reward. Never ids or logprobs."""
-        assert changes.keys() <= {"reward", "timing", "parse_status"}
+        """Add what became known after the completion: tool results, timing, reward, whether it is trained. Never ids or
+        logprobs."""
+        assert changes.keys() <= {"reward", "timing", "parse_status", "trained"}
         self.turns[index] = self.turns[index].amended(**changes)
 
     def close(self) -> None:

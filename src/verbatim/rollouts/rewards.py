@@ -7,9 +7,9 @@ import numbers
 from collections.abc import Mapping
 from typing import Any
 
+from verbatim.core.errors import EnvironmentFault
+from verbatim.core.texts import error_text, shown
 from verbatim.environments.base import AgentScores
-from verbatim.errors import EnvironmentFault
-from verbatim.texts import shown
 
 LARGEST = 3.4028234663852886e38
 """The largest float32: advantages are trained in it, and a larger reward would become infinite."""
@@ -24,7 +24,7 @@ def checked_reward(reward: Any, who: str) -> float | None:
         return None
     try:
         fits = isinstance(reward, numbers.Real) and abs(float(reward)) <= LARGEST  # NaN is not
-    except OverflowError:  # an integer that no float can hold
+    except Exception:  # noqa: BLE001  an integer that no float can hold; a user's own number raises what it likes
         fits = False
     if not fits:
         raise EnvironmentFault(f"{who} gave the reward {shown(reward, 80)}; {_expected(reward)}")
@@ -50,9 +50,10 @@ def read_score(score: Any, who: str) -> tuple[float | None, dict[str, float]]:
     try:
         parts = {str(name): _one_number(value) for name, value in score.items()} if isinstance(score, Mapping) else {}
         reward = math.fsum(parts.values()) if isinstance(score, Mapping) else _one_number(score)
-    except (TypeError, ValueError, OverflowError) as error:
+    except Exception as error:  # noqa: BLE001  a user's own number raises what it likes
+        said = error_text(error).partition(": ")[2]
         raise EnvironmentFault(
-            f"{who} returned {shown(score)}; expected a number or {{part: number}} ({shown(str(error))[1:-1]})"
+            f"{who} returned {shown(score)}; expected a number or {{part: number}} ({shown(said)[1:-1]})"
         ) from None
     if not all(abs(number) <= LARGEST for number in (reward, *parts.values())):
         raise EnvironmentFault(f"{who} returned {shown(score)}; {_expected(reward)}")
@@ -94,4 +95,6 @@ def _expected(reward: Any) -> str:
         too_large = isinstance(reward, numbers.Real) and math.isfinite(reward)
     except OverflowError:
         too_large = True
+    except Exception:  # noqa: BLE001  a user's own number raises what it likes
+        too_large = False
     return f"expected at most {LARGEST:.1e}, all that float32 holds" if too_large else "expected a finite number"

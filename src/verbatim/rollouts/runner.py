@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from verbatim.core.records.experts import Routing
+from verbatim.core.types import Example, RolloutIdentity, Trajectory
 from verbatim.environments.base import Environment
 from verbatim.inference.base import Sampler, SamplingParams
 from verbatim.inference.chat.client import Connection
-from verbatim.records.experts import Routing
-from verbatim.renderers.base import Renderer
+from verbatim.models.renderers.base import Renderer
 from verbatim.rollouts.agent_loop import AgentLoop
 from verbatim.rollouts.chat_loop import TeacherLoop
 from verbatim.rollouts.episode import run_episode
@@ -21,7 +22,6 @@ from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.seeds import derive_seed
 from verbatim.rollouts.tally import EpisodeTally
 from verbatim.rollouts.turnstile import turnstile
-from verbatim.types import Example, RolloutIdentity, Trajectory
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -90,8 +90,9 @@ def _loop(setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> Episode
         renderer=setup.renderer,
         limits=setup.limits,
         recorder=recorder,
-        # The teacher ends a turn by itself: stop tokens are ids of the student's.
-        params=dataclasses.replace(setup.params, stop_token_ids=()),
+        # The teacher ends a turn by itself: stop tokens are ids of the student's, and what a stop string cut off would
+        # be imitated with the close of a whole turn.
+        params=dataclasses.replace(setup.params, stop_token_ids=(), stop=()),
         seed_of=lambda number: derive_seed(task.seed, number) % 2**31,
     )
 

@@ -8,10 +8,10 @@ import math
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from verbatim.errors import EnvironmentFault, ModelError, RolloutError
+from verbatim.core.errors import EnvironmentFault, ModelError, RolloutError
+from verbatim.core.texts import error_text
+from verbatim.core.user_code import is_ctrl_c, is_running
 from verbatim.rollouts.loop import EpisodeOver
-from verbatim.texts import error_text
-from verbatim.user_code import is_ctrl_c, is_running
 
 GRACE = 10.0
 """Seconds that user code may take to end once it was cancelled. What still runs then is not waited for."""

@@ -9,7 +9,8 @@ import traceback
 from collections import Counter
 from collections.abc import Mapping
 
-from verbatim.types import Trajectory
+from verbatim.core.redaction import without_secrets
+from verbatim.core.types import Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -17,6 +18,8 @@ TRACEBACK = "traceback"
 """The key of `Trajectory.info` under which the end of a traceback is kept."""
 TOOL_FAULTS = "tool_faults"
 """The key of `Trajectory.info` for tools that raised or hung: kind of failure to its count and its first message."""
+NO_TURNS = "no_turns"
+"""The kind of failure of an episode in which the policy sampled nothing. It is said for each example."""
 MOST_SAID = 50
 """Kinds of failures that are said one by one: messages that never repeat do not fill the log."""
 _TAIL_LINES, _TAIL_CHARACTERS = 12, 2000
@@ -31,14 +34,14 @@ class EpisodeTally:
         """What the episodes are for, as the log calls them: "train" or "eval"."""
         self.num_episodes = 0
         """Episodes that ended, failed ones included."""
-        self.num_without_turn = 0
-        """Those that ended without an error before anything was sampled."""
         self.failures: Counter[str] = Counter()
         """Failed episodes by kind; see `failure_kind`."""
         self.tool_faults: Counter[str] = Counter()
         """Calls of tools that raised or hung, by kind."""
         self.unmeasured: Counter[str] = Counter()
         """Evaluations that had no examples to run, by kind."""
+        self._said: set[tuple[str, str]] = set()
+        """Kinds that were logged, each with its example where every one is."""
         self._lock = threading.Lock()
 
     @property
@@ -50,7 +53,6 @@ class EpisodeTally:
         """An episode came to its end."""
         with self._lock:
             self.num_episodes += 1
-            self.num_without_turn += trajectory.error is None and trajectory.num_sampled_tokens == 0
         faults = trajectory.info.get(TOOL_FAULTS)
         if isinstance(faults, Mapping):
             for kind, fault in faults.items():
@@ -79,10 +81,12 @@ class EpisodeTally:
         logger.warning("an evaluation was left out: %s", why)
 
     def _count(self, counts: Counter[str], kind: str, count: int, trajectory: Trajectory, said: str) -> None:
+        told = (kind, trajectory.example_id if kind.startswith(NO_TURNS) else "")
         with self._lock:
-            is_new = kind not in counts
+            is_new = told not in self._said and len(self._said) < MOST_SAID
+            self._said |= {told} if is_new else set()
             counts[kind] += count
-        if is_new and len(counts) <= MOST_SAID:
+        if is_new:
             logger.warning(
                 "%s episode %s of environment %r, example %r: %s",
                 self.purpose,
@@ -130,7 +134,7 @@ def traceback_tail(error: BaseException | None) -> str:
     if error is None:
         return ""
     lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
-    return "\n".join(lines[-_TAIL_LINES:])[-_TAIL_CHARACTERS:]
+    return without_secrets("\n".join(lines[-_TAIL_LINES:]))[-_TAIL_CHARACTERS:]
 
 
 def _most_common(counts: Counter[str], most: int = 5) -> str:

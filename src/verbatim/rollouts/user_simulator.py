@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verbatim.errors import SamplerFault, UsageError
+from verbatim.core.errors import SamplerFault, UsageError
+from verbatim.core.types import Message
 from verbatim.inference.base import SamplingParams
 from verbatim.inference.chat.client import Connection, OpenAI
 from verbatim.inference.chat.request import chat_body
-from verbatim.types import Message
 
 STOP = "###STOP###"
 """What the user says at the end of its last message."""

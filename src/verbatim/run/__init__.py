@@ -1,4 +1,7 @@
-"""Assembles and runs a training run: preparation, parts, processes, event loop, log, result.
+"""A training run: what it is assembled of, its loop (`orchestrator`), its evaluations (`evaluation`).
+
+In: a configuration. Out: a trained model, a `RunResult`, the run's folder. Read first: `execute.py`, which assembles,
+then `orchestrator/loop.py`, which loops. Imports all but `inspection`, `cli`.
 
 The package has the name of its function: `verbatim.run("run.toml")` and `verbatim.run({"model": ..., ...})` run what
 `verbatim rl` runs, and return a `RunResult`.
@@ -13,7 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from verbatim.monitors.base import Monitor
+    from verbatim.logs.monitors.base import Monitor
     from verbatim.run.entry import Config
     from verbatim.run.result import RunResult
 

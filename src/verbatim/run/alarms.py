@@ -9,14 +9,14 @@ from typing import Any
 from verbatim.config import dump_config, resolve
 from verbatim.config.alarms import AlarmConfig
 from verbatim.config.schema import RunConfig
-from verbatim.config.secrets import redacted
-from verbatim.errors import UsageError
-from verbatim.monitors.alarm import Alarm
-from verbatim.monitors.alarms import ALARMS, AlarmWatch, Rule
-from verbatim.monitors.alarms.entropy import EntropyCollapse
-from verbatim.monitors.alarms.parting import RewardSuccessGap
-from verbatim.monitors.alarms.reward_hacking import RewardHacking
-from verbatim.monitors.alarms.watch import KEPT_EVALUATIONS, KEPT_STEPS
+from verbatim.core.errors import UsageError
+from verbatim.core.redaction import redacted
+from verbatim.logs.monitors.alarm import Alarm
+from verbatim.logs.monitors.alarms import ALARMS, AlarmWatch, Rule
+from verbatim.logs.monitors.alarms.entropy import EntropyCollapse
+from verbatim.logs.monitors.alarms.parting import RewardSuccessGap
+from verbatim.logs.monitors.alarms.reward_hacking import RewardHacking
+from verbatim.logs.monitors.alarms.watch import KEPT_EVALUATIONS, KEPT_STEPS
 from verbatim.run.tables import component_tables
 
 

@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from verbatim.core.texts import printable
+from verbatim.core.trajectory_json import NOT_WRITTEN
+from verbatim.core.types import Message, Trajectory
 from verbatim.environments.base import Environment, succeeded
-from verbatim.monitors.conversation import message_text
-from verbatim.monitors.trajectory_log import read_evaluated
-from verbatim.texts import printable
-from verbatim.trajectory_json import NOT_WRITTEN
-from verbatim.types import Message, Trajectory
+from verbatim.logs.monitors.conversation import message_text
+from verbatim.logs.monitors.trajectory_log import read_evaluated
 
 _LONGEST = 400
 """Characters of a message that are shown."""

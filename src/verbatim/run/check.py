@@ -9,15 +9,15 @@ from typing import Any
 
 from verbatim.config.schema import RunConfig, TeacherConfig
 from verbatim.config.sections import BackendSettings, table_of
+from verbatim.core.errors import ComponentError, ModelError, UsageError
+from verbatim.core.imports import is_installed
+from verbatim.core.records.experts import Routing
 from verbatim.environments import ENVIRONMENTS
 from verbatim.environments.resolve import corpus
-from verbatim.errors import ComponentError, ModelError, UsageError
-from verbatim.imports import is_installed
 from verbatim.inference.chat.client import OpenAI
 from verbatim.inference.http.connection_settings import named_key
+from verbatim.models.renderers.base import Renderer
 from verbatim.models.source import find_source
-from verbatim.records.experts import Routing
-from verbatim.renderers.base import Renderer
 from verbatim.rollouts.workers.episodes import refuse_unpicklable
 from verbatim.run.environments import (
     Conversation,
@@ -109,7 +109,7 @@ def _check_inference(config: RunConfig, starts_both: bool) -> None:
 def _check_loss(config: RunConfig) -> None:
     if config.trainer.loss.custom_path is None:
         return  # ours are known to be right, and torch takes seconds to import
-    from verbatim.losses.results import try_loss
+    from verbatim.algorithms.losses.results import try_loss
 
     try:
         try_loss(make_loss(config), streams=[*logprob_models(config), *frozen_models(config)])

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from verbatim.errors import UsageError
-from verbatim.monitors.jsonl import read_jsonl
+from verbatim.core.errors import UsageError
+from verbatim.core.records.failed import MAX_FAILED
+from verbatim.logs.monitors.jsonl import read_jsonl
 from verbatim.run.summary import summary_of
 
 logger = logging.getLogger(__name__)
@@ -20,7 +21,12 @@ _LEDGER = "ledger/"
 
 
 def ending(
-    metrics_path: Path, best_constant: Mapping[str, float], *, state: RunState, seconds: float
+    metrics_path: Path,
+    best_constant: Mapping[str, float],
+    *,
+    state: RunState,
+    seconds: float,
+    max_failed: float = MAX_FAILED,
 ) -> dict[str, Any]:
     """What `Monitor.on_end` is told, as plain values.
 
@@ -29,6 +35,7 @@ def ending(
         best_constant: As for `summary_of`.
         state: How the process ended.
         seconds: Wall-clock time of the run, over all its processes.
+        max_failed: As for `summary_of`.
 
     Returns:
         `state`; `steps` done; `seconds`; `metrics` of the last step; `evals`, the metrics of the last evaluation by
@@ -44,7 +51,7 @@ def ending(
                 evals[record["env"]] = record["metrics"]
             else:
                 steps, metrics = record["step"], record["metrics"]
-        results = summary_of(metrics_path, best_constant)
+        results = summary_of(metrics_path, best_constant, max_failed=max_failed)
     except (UsageError, OSError) as error:
         logger.error("the summary for the monitors leaves out what it cannot read: %s", error)
     ledger = {name.removeprefix(_LEDGER): value for name, value in metrics.items() if name.startswith(_LEDGER)}

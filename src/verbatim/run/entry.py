@@ -11,12 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verbatim.checkpoints import CONFIG, load_stored_config
 from verbatim.config import load_config, make_config
 from verbatim.config.schema import RunConfig
-from verbatim.errors import ComponentError, ConfigError, NothingTrained, RunStopped, UsageError
-from verbatim.monitors.base import METHODS, Monitor, fault_of
-from verbatim.plain_console import PlainConsole
+from verbatim.core.errors import ComponentError, ConfigError, NothingTrained, RunStopped, UsageError
+from verbatim.core.plain_console import PlainConsole
+from verbatim.core.texts import shown
+from verbatim.logs.checkpoints import CONFIG, load_stored_config
+from verbatim.logs.monitors.base import METHODS, Monitor, fault_of
 from verbatim.rollouts.main_loop import run_in_program
 from verbatim.run.execute import execute
 from verbatim.run.fork import Fork, find_fork
@@ -25,7 +26,6 @@ from verbatim.run.logs import log_for_a_while
 from verbatim.run.recipes import run_file
 from verbatim.run.result import RunResult, read_result
 from verbatim.run.tables import component_tables
-from verbatim.texts import shown
 
 Config = str | Path | Mapping[str, Any] | RunConfig
 """The TOML file of a run, or its tables."""
@@ -56,7 +56,7 @@ def run(
         fork: Begin a new run at a checkpoint of another one: "RUN" or "RUN@STEP", as `--fork` on the command line.
         fresh: What of that checkpoint is not taken over: "optimizer", "examples".
         environments: What further ids of environments stand for: classes, functions or instances.
-        monitors: Listeners, with some of the methods of `verbatim.monitors.Monitor`.
+        monitors: Listeners, with some of the methods of `verbatim.logs.monitors.Monitor`.
         quiet: Print no progress. Warnings are still logged.
         settings: Tables and keys that replace those of `config`: `max_steps=20, trainer={"optim": {"lr": 1e-4}}`.
 

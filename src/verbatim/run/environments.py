@@ -9,15 +9,24 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.config.schema import EnvConfig, RunConfig
+from verbatim.core.errors import (
+    ComponentError,
+    ConfigError,
+    EnvironmentFault,
+    ModelError,
+    NoDemonstrations,
+    TemplateFault,
+    UsageError,
+)
+from verbatim.core.types import Message
+from verbatim.core.user_values import why_refused
 from verbatim.environments import ENVIRONMENTS
 from verbatim.environments.base import Demonstrates, Demonstration, Environment
 from verbatim.environments.resolve import create_environment, demonstrations_of, examples_of
 from verbatim.environments.sources import read_json_lines
-from verbatim.errors import ComponentError, ConfigError, EnvironmentFault, ModelError, TemplateFault, UsageError
-from verbatim.renderers.base import Renderer
-from verbatim.renderers.tool_support import USE_HERMES
+from verbatim.models.renderers.base import Renderer
+from verbatim.models.renderers.tool_support import USE_HERMES
 from verbatim.rollouts import derive_seed
-from verbatim.types import Message
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +100,8 @@ def read_conversations(path: Path) -> list[Conversation]:
     for number, row in read_json_lines(path, "conversation").items():
         try:
             messages: list[Message] = row["messages"]
+            if (why := why_refused(row)) is not None:
+                raise ValueError(why)
             if not all(isinstance(m["role"], str) and isinstance(m["content"], str) for m in messages):
                 raise ValueError("role and content are texts")
             if not any(message["role"] == "assistant" for message in messages):
@@ -146,10 +157,9 @@ def check_tools(
     if using is not None:
         _check_shown(renderer, "warm_start.data", *using)
     for label, environment in environments.by_label.items():
-        if isinstance(environment, Demonstrates):
-            seed = derive_seed(config.seed, "demonstrations", label) % 2**32
-            for shown in demonstrations_of(environment, label, 1, seed)[:1]:
-                _check_shown(renderer, f"environment {label!r}", shown.messages, shown.tools)
+        shown = _first_demonstration(config, environment, label)
+        if shown is not None:
+            _check_shown(renderer, f"environment {label!r}", shown.messages, shown.tools)
         else:
             lacks = getattr(getattr(renderer, "tool_support", None), "lacks", ())
             if lacks:
@@ -159,6 +169,17 @@ def check_tools(
                     label,
                     USE_HERMES,
                 )
+
+
+def _first_demonstration(config: RunConfig, environment: Environment, label: str) -> Demonstration | None:
+    """None where it has none, or shows none with its settings."""
+    if not isinstance(environment, Demonstrates):
+        return None
+    try:
+        seed = derive_seed(config.seed, "demonstrations", label) % 2**32
+        return next(iter(demonstrations_of(environment, label, 1, seed)), None)
+    except NoDemonstrations:
+        return None
 
 
 def _check_shown(

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from verbatim.checkpoints.lock import FolderLock
-from verbatim.disk import rename, sync_descriptor, temporary_beside
-from verbatim.errors import UsageError
-from verbatim.evaluation.outcomes import Outcome, outcome_from_json
-from verbatim.monitors.jsonl import JsonlWriter
+from verbatim.core.disk import rename, sync_descriptor, temporary_beside
+from verbatim.core.errors import UsageError
+from verbatim.core.texts import error_text
+from verbatim.core.trajectory_json import NOT_WRITTEN, plain, trajectory_to_json
+from verbatim.core.types import Trajectory
+from verbatim.logs.checkpoints.lock import FolderLock
+from verbatim.logs.monitors.jsonl import JsonlWriter
 from verbatim.run.eval_models import EvalModel
-from verbatim.texts import error_text
-from verbatim.trajectory_json import NOT_WRITTEN, plain, trajectory_to_json
-from verbatim.types import Trajectory
+from verbatim.run.evaluation.outcomes import Outcome, outcome_from_json
 
 logger = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from verbatim.checkpoints import CheckpointStore, find_checkpoint, read_json
-from verbatim.checkpoints.run_folder import holds_run
-from verbatim.errors import UsageError
+from verbatim.core.errors import UsageError
 from verbatim.inference.chat.client import OpenAI
+from verbatim.logs.checkpoints import CheckpointStore, find_checkpoint, read_json
+from verbatim.logs.checkpoints.hold import holds_run
 from verbatim.models.catalog import folder_of
 
 _API = re.compile(r"(?P<model>.+)@(?P<url>https?://.+)")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from verbatim.core.trajectories import Fate
+from verbatim.core.trajectories.record import TrajectoryRecord
 from verbatim.run.fate_log import FateLog
-from verbatim.trajectories import Fate
-from verbatim.trajectories.record import TrajectoryRecord
 
 
 class EvaluationLog:

@@ -1,7 +1,8 @@
 """Executes a configuration from start to end: checks, run folder, log, training, summary.
 
 ```
-config -> check_run -> environments            refused before there is a folder
+config -> holding                              a folder that is named is held: no second command goes on in it
+       -> check_run -> environments            what is refused here leaves no folder
        -> RunFolder                            new, resumed, or joined with the trainer's process
        -> TrainingRun: trainer side -> sampler, renderer, runner -> dispatcher -> loop -> final model
 ```
@@ -18,13 +19,13 @@ from typing import Any
 
 from rich.console import Console
 
-from verbatim.checkpoints import ORCHESTRATOR, RunFolder
 from verbatim.config.schema import RunConfig
+from verbatim.core.errors import NothingTrained, StoppedByAlarm, UsageError
+from verbatim.core.machine_faults import is_machine_fault
 from verbatim.environments import ENVIRONMENTS
-from verbatim.errors import NothingTrained, StoppedByAlarm, UsageError
-from verbatim.machine_faults import is_machine_fault
-from verbatim.monitors.base import Monitor
-from verbatim.monitors.progress_bar import ProgressBar
+from verbatim.logs.checkpoints import ORCHESTRATOR, RunFolder, holding
+from verbatim.logs.monitors.base import Monitor
+from verbatim.logs.monitors.progress_bar import ProgressBar
 from verbatim.run.alarms import make_watch, sentence
 from verbatim.run.check import check_run
 from verbatim.run.environments import Environments
@@ -35,7 +36,7 @@ from verbatim.run.precision import Choice, refuse_auto, resolve_dtypes, tell, un
 from verbatim.run.report import report
 from verbatim.run.rollouts import ask_servers_of, inference_settings
 from verbatim.run.training_run import RunLoop, TrainingRun
-from verbatim.transport.mirror.server import Listen
+from verbatim.trainer.transport.mirror.server import Listen
 
 
 def execute(
@@ -74,15 +75,16 @@ def execute(
     config = config.named(name)  # it may be resumed from its own file
     config, choices = _as_stored(config, resume, fork, trainer_elsewhere)
     origin = check_fork(fork, config) if fork is not None else None
-    made = _checked(config, environments, console, starts_both=not trainer_elsewhere)
-    services, watch = make_monitors(config), make_watch(config)
-    config, measured = resolve_dtypes(config)
-    _ask_servers(config)
-    opened = (
-        open_fork(fork, origin, config, made, console)
-        if fork is not None and origin is not None
-        else (RunFolder.open(config, ORCHESTRATOR, resume=resume, joins=trainer_elsewhere))
-    )
+    with holding(config, ORCHESTRATOR, resume=resume, joins=trainer_elsewhere) as held:
+        made = _checked(config, environments, console, starts_both=not trainer_elsewhere)
+        services, watch = make_monitors(config), make_watch(config)
+        config, measured = resolve_dtypes(config)
+        _ask_servers(config)
+        opened = (
+            open_fork(fork, origin, config, made, console, held)
+            if fork is not None and origin is not None
+            else (RunFolder.open(config, ORCHESTRATOR, resume=resume, joins=trainer_elsewhere, held=held))
+        )
     with opened as folder, log_to_file(folder.log(ORCHESTRATOR)):
         console.print(f"run folder  {folder.path}", soft_wrap=True)
         tell([*choices, *measured], console, folder.path)

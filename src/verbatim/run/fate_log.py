@@ -13,13 +13,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from verbatim.checkpoints import CheckpointStore
-from verbatim.disk import make_folder
-from verbatim.errors import CheckpointError
-from verbatim.fates.files import FateFolder
-from verbatim.fates.retention import EVERYTHING, Retention
-from verbatim.machine_faults import describe
-from verbatim.trajectories import Fate
+from verbatim.core.disk import make_folder
+from verbatim.core.errors import CheckpointError
+from verbatim.core.machine_faults import describe
+from verbatim.core.trajectories import Fate
+from verbatim.logs.checkpoints import CheckpointStore
+from verbatim.logs.fates.files import FateFolder
+from verbatim.logs.fates.retention import EVERYTHING, Retention
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,13 @@ from typing import Any
 
 from rich.console import Console
 
-from verbatim.checkpoints import (
+from verbatim.config import dump_config, load_config
+from verbatim.config.schema import RunConfig
+from verbatim.core.disk import link_or_copy, refuse_link, sync, sync_tree, write_file, write_private
+from verbatim.core.errors import CheckpointError, UsageError
+from verbatim.core.imports import search_beside
+from verbatim.environments.resolve import examples_of
+from verbatim.logs.checkpoints import (
     CONFIG,
     Checkpoint,
     CheckpointStore,
@@ -35,23 +41,17 @@ from verbatim.checkpoints import (
     RunFolder,
     find_checkpoint,
     find_damage,
-    read_json,
     read_loop_state,
     read_origin,
     write_origin,
 )
-from verbatim.checkpoints.origin import FORKING, ORIGIN
-from verbatim.checkpoints.ownership import remove_from
-from verbatim.checkpoints.run_folder import PRECISION
-from verbatim.checkpoints.stored_config import changed_keys
-from verbatim.config import dump_config, load_config
-from verbatim.config.schema import RunConfig
-from verbatim.disk import link_or_copy, sync, sync_tree, write_file
-from verbatim.environments.resolve import examples_of
-from verbatim.errors import CheckpointError, UsageError
-from verbatim.fates.files import files_in
-from verbatim.imports import search_beside
-from verbatim.monitors.trajectory_log import EVALUATED_LINES, EVALUATIONS, TRAJECTORIES
+from verbatim.logs.checkpoints.hold import Held
+from verbatim.logs.checkpoints.origin import FORKING, ORIGIN
+from verbatim.logs.checkpoints.ownership import remove_from
+from verbatim.logs.checkpoints.run_folder import PRECISION
+from verbatim.logs.checkpoints.stored_config import changed_keys
+from verbatim.logs.fates.files import own_files_in
+from verbatim.logs.monitors.trajectory_log import EVALUATED_LINES, EVALUATIONS, TRAJECTORIES
 from verbatim.rollouts import derive_seed
 from verbatim.run.environments import Environments
 from verbatim.run.fork_state import LOOP_FILES, write_changed_state
@@ -182,13 +182,6 @@ def check_fork(fork: Fork, config: RunConfig) -> Origin:
             f"max_steps = {config.max_steps}, and the checkpoint is that of step {step}: nothing would be "
             f"trained; for example --max-steps {step + 100}"
         )
-    done = int(read_json(fork.checkpoint.folder / "trainer" / "trainer.json")["num_optimizer_steps"])
-    total = config.max_steps * config.trainer.optimizer_steps_per_batch
-    if done >= total:
-        raise UsageError(
-            f"{done} optimizer steps are done at step {step}, and this run would have {total} in all "
-            "(max_steps x trainer.optimizer_steps_per_batch); raise one of them"
-        )
     progress = make_progress(config)
     progress.load_state_dict(read_loop_state(fork.checkpoint.folder).get("evaluations", {}))
     if progress.early_stopping is not None and progress.stop_reason is not None:
@@ -226,7 +219,14 @@ def check_held_examples(fork: Fork, environments: Environments) -> None:
         )
 
 
-def open_fork(fork: Fork, origin: Origin, config: RunConfig, environments: Environments, console: Console) -> RunFolder:
+def open_fork(
+    fork: Fork,
+    origin: Origin,
+    config: RunConfig,
+    environments: Environments,
+    console: Console,
+    held: Held | None = None,
+) -> RunFolder:
     """The folder of a new run that begins at the checkpoint.
 
     Raises:
@@ -239,6 +239,7 @@ def open_fork(fork: Fork, origin: Origin, config: RunConfig, environments: Envir
         name=str(config.name),
         now=datetime.now(),
         beginning=lambda path: begin_fork(fork, origin, config, path),
+        held=held,
     )
 
 
@@ -258,13 +259,16 @@ def begin_fork(fork: Fork, origin: Origin, config: RunConfig, path: Path) -> lis
         The names of what was put there.
 
     Raises:
-        UsageError: the folder has something of these names, or the checkpoint was removed meanwhile.
+        UsageError: the folder has something of these names, the run that is forked has a link in the place of one, or
+            the checkpoint was removed meanwhile.
     """
     source = CheckpointStore(fork.run / "checkpoints", read_only=True)
     logs = source.logs(fork.checkpoint.step)
     files = _logs_to_copy(fork, logs)
     parts = [name for name in _BEGINNINGS if (fork.run / name).is_dir()]
     folders = [name for name in (TRAJECTORIES, EVALUATIONS) if name == TRAJECTORIES or (fork.run / name).is_dir()]
+    for name in (*files, *folders, *parts):
+        refuse_link(fork.run / name)
     choices = read_choices(fork.run, config)
     names = [*files, *folders, *parts, ORIGIN, "checkpoints", *([PRECISION] if choices else [])]
     _make_room(path, names)
@@ -313,7 +317,7 @@ def _write_checkpoints(
                 shutil.copytree(part, temporary / part.name, copy_function=link_or_copy)
             elif part.name not in ("manifest.json", CONFIG, *LOOP_FILES):
                 link_or_copy(part, temporary / part.name)
-        (temporary / CONFIG).write_text(dump_config(config), encoding="utf-8")
+        write_private(temporary / CONFIG, dump_config(config).encode())
         write_changed_state(
             fork.checkpoint.folder, temporary, origin, seed=derive_seed(config.seed, "schedule"), moved=(fork.run, path)
         )
@@ -346,7 +350,7 @@ def _copy_beginning(source: Path, target: Path, size: int | None) -> None:
 def _link_fates(fork: Fork, marks: Any, target: Path) -> None:
     """The files that the checkpoint lists; of an earlier version's, which lists none, those up to its step."""
     target.mkdir()
-    for step, file in files_in(fork.run / target.name).items():
+    for step, file in own_files_in(fork.run / target.name).items():
         if step <= fork.checkpoint.step and (not isinstance(marks, Mapping) or str(step) in marks):
             link_or_copy(file, target / file.name)
     sync_tree(target)

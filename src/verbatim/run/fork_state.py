@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from verbatim.checkpoints import Origin, read_json, read_loop_state, write_json, write_loop_state
-from verbatim.checkpoints.loop_state import POOLS, STATE
-from verbatim.checkpoints.store import WEIGHTS
-from verbatim.disk import write_file
+from verbatim.core.disk import write_file
+from verbatim.logs.checkpoints import Origin, read_json, read_loop_state, write_json, write_loop_state
+from verbatim.logs.checkpoints.loop_state import POOLS, STATE
+from verbatim.logs.checkpoints.store import WEIGHTS
 from verbatim.models.source import ADAPTER_CONFIG
 from verbatim.trainer.progress import STATE_FILE
 

@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from verbatim.config.schema import RunConfig
+from verbatim.core.errors import ConfigError
+from verbatim.core.imports import is_import_path
+from verbatim.core.texts import numbered, shown
 from verbatim.environments import ENVIRONMENTS
 from verbatim.environments.shapes import adapter_of
-from verbatim.errors import ConfigError
-from verbatim.imports import is_import_path
 from verbatim.run.rollouts import plays_elsewhere
-from verbatim.texts import numbered, shown
 
 _EXPECTED = (
     'a bundled id ("guess_number"), an import path ("my_module.MyEnvironment"), a class or function that makes an '

@@ -11,20 +11,20 @@ from pathlib import Path
 
 from rich.console import Console
 
-from verbatim.checkpoints import CONFIG, ORCHESTRATOR, TRAINER, CheckpointStore, RunFolder, find_damage
-from verbatim.checkpoints.lock import ANOTHER_FOLDER, is_locked
-from verbatim.checkpoints.seal import MANIFEST, read_manifest
 from verbatim.config import dump_config
 from verbatim.config.schema import RunConfig
-from verbatim.disk import make_folder, rename, sync_tree, write_file
-from verbatim.errors import RunStopped, UsageError
-from verbatim.machine_faults import describe
+from verbatim.core.disk import make_folder, rename, sync_tree, write_file
+from verbatim.core.errors import RunStopped, UsageError
+from verbatim.core.machine_faults import describe
+from verbatim.core.texts import shown
+from verbatim.logs.checkpoints import CONFIG, ORCHESTRATOR, TRAINER, CheckpointStore, RunFolder, find_damage
+from verbatim.logs.checkpoints.lock import ANOTHER_FOLDER, is_locked
+from verbatim.logs.checkpoints.seal import MANIFEST, read_manifest
 from verbatim.rollouts.main_loop import run_main
 from verbatim.run.parts import needs_first_model
-from verbatim.texts import shown
-from verbatim.transport.mirror.link import Link
-from verbatim.transport.mirror.protocol import PROTOCOL, RUN, Files, is_file_name, mark_of
-from verbatim.transport.mirror.server import Listen, MirrorServer, serve_mirror
+from verbatim.trainer.transport.mirror.link import Link
+from verbatim.trainer.transport.mirror.protocol import PROTOCOL, RUN, Files, is_file_name, mark_of
+from verbatim.trainer.transport.mirror.server import Listen, MirrorServer, serve_mirror
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def serve_run(config: RunConfig, folder: RunFolder, where: Listen) -> Iterator[M
         UsageError: the extra `serve` is not installed; as `serve_mirror`.
     """
     try:
-        from verbatim.transport.mirror.app import MirrorApp
+        from verbatim.trainer.transport.mirror.app import MirrorApp
     except ImportError as error:
         raise UsageError(f"--listen needs {error.name}: pip install 'verbatim-rl[serve]'") from None
     app = MirrorApp(
@@ -123,7 +123,7 @@ async def _fetch_run(link: Link, config: RunConfig, folder: RunFolder, console: 
                 f"{PROTOCOL}; install the same version of Verbatim on both hosts"
             )
         folder.agree(config, reply["config"])
-        write_file(folder.path / CONFIG, dump_config(config).encode())
+        write_file(folder.path / CONFIG, dump_config(config).encode(), private=True)
         offers = {
             name: {file: (size, sha) for file, (size, sha) in files.items()} for name, files in reply["offers"].items()
         }

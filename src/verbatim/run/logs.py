@@ -12,14 +12,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.logging import RichHandler
 
-from verbatim.errors import VerbatimError
-from verbatim.machine_faults import describe, is_out_of_memory
-from verbatim.texts import end_of_file, printable
+from verbatim.core.errors import VerbatimError
+from verbatim.core.machine_faults import describe, is_out_of_memory
+from verbatim.core.redaction import WithoutSecrets
+from verbatim.core.texts import end_of_file, printable
 
 _FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
 
-class _Plain(logging.Formatter):
+class _Plain(WithoutSecrets):
     """Escapes control characters, so that a terminal shows what a record quotes and does not obey it."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -49,8 +50,7 @@ class _LogFile(logging.FileHandler):
 
 def log_to_console(console: Console, level: int = logging.INFO) -> None:
     """Warnings and notes of ours, from this level on; of libraries only what is worth a look."""
-    handler = RichHandler(level, console=console, show_path=False)
-    logging.basicConfig(format="%(message)s", handlers=[handler])
+    logging.basicConfig(handlers=[_on_console(console, level)])
     logging.getLogger().setLevel(logging.INFO)
     for noisy in ("httpx", "transformers", "matplotlib"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
@@ -62,7 +62,7 @@ def log_for_a_while(console: Console, level: int) -> Iterator[None]:
     Verbatim's notes count as worth a record. Afterwards logging is as it was."""
     root, ours = logging.getLogger(), logging.getLogger("verbatim")
     level_before = ours.level
-    handler = None if root.handlers else RichHandler(level, console=console, show_path=False)
+    handler = None if root.handlers else _on_console(console, level)
     if handler is not None:
         root.addHandler(handler)
     ours.setLevel(min(logging.INFO, ours.getEffectiveLevel()))
@@ -72,6 +72,12 @@ def log_for_a_while(console: Console, level: int) -> Iterator[None]:
         ours.setLevel(level_before)
         if handler is not None:
             root.removeHandler(handler)
+
+
+def _on_console(console: Console, level: int) -> logging.Handler:
+    handler = RichHandler(level, console=console, show_path=False)
+    handler.setFormatter(WithoutSecrets("%(message)s"))
+    return handler
 
 
 _STARTED = "started (process "

@@ -38,7 +38,7 @@ def make_trainer(
         ranks: The processes that train together; None = this one alone.
         tokenizer: Saved beside the weights.
     """
-    from verbatim.losses import LOSSES
+    from verbatim.algorithms.losses import LOSSES
     from verbatim.trainer.trainer import Trainer
 
     settings, warm_start = config.trainer, config.warm_start

@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections.abc import Mapping
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
+from verbatim.algorithms.curriculum import ExampleSchedule, PoolRules
+from verbatim.algorithms.losses import Loss
 from verbatim.config import resolve
 from verbatim.config.schema import ComponentConfig, CriterionConfig, RunConfig, TeacherConfig
 from verbatim.config.sections import table_of
-from verbatim.curriculum import ExampleSchedule, PoolRules
+from verbatim.core.errors import ComponentError
+from verbatim.core.records.failed import MAX_FAILED
+from verbatim.core.records.fields import REFERENCE, TEACHER
+from verbatim.core.texts import numbered
+from verbatim.core.trajectories import Ledger
 from verbatim.environments.resolve import examples_of
-from verbatim.errors import ComponentError
-from verbatim.losses import Loss
-from verbatim.monitors.base import METHODS, OpenMonitor, fault_of
-from verbatim.orchestrator.assemble import GroupRules
-from verbatim.orchestrator.dispatcher import Dispatcher
-from verbatim.orchestrator.staleness import capped_settings
-from verbatim.records.fields import REFERENCE, TEACHER
+from verbatim.logs.monitors.base import METHODS, OpenMonitor, fault_of
 from verbatim.rollouts import RolloutSetup, derive_seed
 from verbatim.run.environments import Environments
+from verbatim.run.orchestrator.assemble import GroupRules
+from verbatim.run.orchestrator.dispatcher import Dispatcher
+from verbatim.run.orchestrator.staleness import capped_settings
 from verbatim.run.rollouts import inference_settings
 from verbatim.run.tables import component_tables
-from verbatim.texts import numbered
-from verbatim.trajectories import Ledger
 
 if TYPE_CHECKING:
     from verbatim.inference.teacher import Teacher
-    from verbatim.orchestrator.base import RunSchedule
-    from verbatim.orchestrator.eval_progress import EvalProgress
+    from verbatim.run.orchestrator.base import RunSchedule
+    from verbatim.run.orchestrator.eval_progress import EvalProgress
 
 logger = logging.getLogger(__name__)
 
@@ -165,8 +168,8 @@ def warn_of_useful_flat_groups(config: RunConfig) -> None:
 
 def make_schedule(config: RunConfig, eval_setups: Mapping[str, RolloutSetup]) -> RunSchedule:
     """How long the run is, and how often it is evaluated and kept."""
-    from verbatim.orchestrator.base import RunSchedule
-    from verbatim.transport.canary import tolerance_of
+    from verbatim.run.orchestrator.base import RunSchedule
+    from verbatim.trainer.transport.canary import tolerance_of
 
     evaluation = config.orchestrator.eval
     return RunSchedule(
@@ -188,7 +191,7 @@ def make_schedule(config: RunConfig, eval_setups: Mapping[str, RolloutSetup]) ->
 
 def make_progress(config: RunConfig) -> EvalProgress:
     """What follows from the evaluations."""
-    from verbatim.orchestrator.eval_progress import BestEvaluation, Criterion, EarlyStopping, EvalProgress
+    from verbatim.run.orchestrator.eval_progress import BestEvaluation, Criterion, EarlyStopping, EvalProgress
 
     keep, evaluation = config.checkpoint.keep_best, config.orchestrator.eval
     stop = evaluation.early_stopping if evaluation is not None else None
@@ -201,7 +204,31 @@ def make_progress(config: RunConfig) -> EvalProgress:
         early_stopping=EarlyStopping(criterion=criterion(stop), patience=stop.patience, min_delta=stop.min_delta)
         if stop is not None
         else None,
+        played=_played(config),
+        max_failed=max_failed(config),
     )
+
+
+def max_failed(config: RunConfig) -> float:
+    """The largest share of failed episodes with which an evaluation of this configuration is compared."""
+    return config.orchestrator.eval.max_failed if config.orchestrator.eval is not None else MAX_FAILED
+
+
+def _played(config: RunConfig) -> dict[str, Any]:
+    """What says which episodes an evaluation plays. Of environments, whose arguments may hold a key, a digest."""
+    evaluation = config.orchestrator.eval
+    if evaluation is None:
+        return {}
+    envs = [
+        (env.label, env.id, env.import_path, env.args, env.max_turns, str(env.sampling or config.orchestrator.sampling))
+        for env in evaluation.env or config.orchestrator.train.env
+    ]
+    digest = hashlib.sha256(json.dumps(envs, sort_keys=True, default=str).encode()).hexdigest()
+    return {
+        "orchestrator.eval.seed": evaluation.seed,
+        "orchestrator.eval.episodes": evaluation.episodes,
+        "the evaluated environments": digest,
+    }
 
 
 def logprob_models(config: RunConfig) -> dict[str, TeacherConfig]:

@@ -19,12 +19,12 @@ from typing import Any
 
 from rich.console import Console
 
-from verbatim.checkpoints.run_folder import PRECISION
 from verbatim.config.schema import RunConfig
 from verbatim.config.sections import table_of
-from verbatim.disk import write_file
-from verbatim.errors import UsageError
+from verbatim.core.disk import write_file
+from verbatim.core.errors import UsageError
 from verbatim.inference.embedded.settings import TorchSettings
+from verbatim.logs.checkpoints.run_folder import PRECISION
 from verbatim.models.source import base_of, find_source, is_adapter
 from verbatim.run.machine import Dtype, Kernel, Layers, Machine, Side
 from verbatim.run.rollouts import inference_settings

@@ -9,24 +9,24 @@ from pathlib import Path
 
 from rich.console import Console
 
-from verbatim.checkpoints import find_damage, seal
 from verbatim.config.schema import RunConfig, WarmStartConfig
-from verbatim.disk import keep_aside, making
+from verbatim.core.disk import keep_aside, making
+from verbatim.core.errors import UsageError
+from verbatim.core.trajectories import build
+from verbatim.core.types import TrainingSample
 from verbatim.environments.resolve import corpus
-from verbatim.errors import UsageError
+from verbatim.logs.checkpoints import find_damage, seal
+from verbatim.logs.monitors.progress_bar import ProgressBar
 from verbatim.models.build import build_model
 from verbatim.models.catalog import folder_of
 from verbatim.models.loading import load_tokenizer
-from verbatim.monitors.progress_bar import ProgressBar
-from verbatim.renderers.base import Renderer
+from verbatim.models.renderers.base import Renderer
 from verbatim.rollouts import derive_seed, trajectory_from_messages
 from verbatim.run.environments import Environments, demonstrations, read_conversations
 from verbatim.run.make_trainer import make_trainer
 from verbatim.run.rollouts import make_renderer
 from verbatim.trainer.parallel.ranks import Ranks
 from verbatim.trainer.warm_start import warm_start
-from verbatim.trajectories import build
-from verbatim.types import TrainingSample
 
 logger = logging.getLogger(__name__)
 

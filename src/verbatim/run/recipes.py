@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from verbatim.config.recipe_files import recipes
-from verbatim.errors import UsageError
+from verbatim.core.errors import UsageError
 
 
 def about(recipe: Path) -> str:

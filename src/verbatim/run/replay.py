@@ -15,13 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verbatim.checkpoints import CONFIG, Checkpoint, find_damage
-from verbatim.checkpoints.stored_config import changed_keys
 from verbatim.config import dump_config, load_config
 from verbatim.config.schema import RunConfig
-from verbatim.errors import CheckpointError, UsageError
-from verbatim.imports import search_beside
-from verbatim.records.trained_tokens import TrainedTokens
+from verbatim.core.errors import CheckpointError, UsageError
+from verbatim.core.imports import search_beside
+from verbatim.core.records.trained_tokens import TrainedTokens
+from verbatim.core.trajectory_json import plain
+from verbatim.core.types import TrainingSample
+from verbatim.logs.checkpoints import CONFIG, Checkpoint, find_damage
+from verbatim.logs.checkpoints.stored_config import changed_keys
 from verbatim.run.make_trainer import make_trainer, threads_of
 from verbatim.run.parts import needs_first_model
 from verbatim.run.precision import resolve_dtypes
@@ -42,8 +44,6 @@ from verbatim.run.replay_data import (
     stored_samples,
 )
 from verbatim.run.tables import component_tables
-from verbatim.trajectory_json import plain
-from verbatim.types import TrainingSample
 
 if TYPE_CHECKING:
     from verbatim.trainer.trainer import Trainer
@@ -199,10 +199,11 @@ def _trainer_before(
 ) -> Trainer:
     """A trainer that is where the run was before the step: with the configuration of then it trains the steps in
     between, and one with the changed keys takes over its state."""
-    between, then = plan.steps[:-1], config.trainer.optimizer_steps_per_batch
+    between = plan.steps[:-1]
+    left = (config.max_steps - plan.checkpoint.step) * config.trainer.optimizer_steps_per_batch  # as the run went on
     if changed is not None and not between:
-        return _trainer(plan, changed, plan.checkpoint.folder, then)
-    trainer = _trainer(plan, config, plan.checkpoint.folder, then)
+        return _trainer(plan, changed, plan.checkpoint.folder, left)
+    trainer = _trainer(plan, config, plan.checkpoint.folder, left)
     for step in between:
         trainer.train_batch(stored_samples(stored[step], config))
     if changed is None:
@@ -210,11 +211,12 @@ def _trainer_before(
     trainer.save_weights(scratch / "before" / "weights")
     trainer.save_state(scratch / "before" / "trainer")
     del trainer
-    return _trainer(plan, changed, scratch / "before", then)
+    return _trainer(plan, changed, scratch / "before", left - len(between) * config.trainer.optimizer_steps_per_batch)
 
 
-def _trainer(plan: ReplayPlan, config: RunConfig, state: Path, then: int) -> Trainer:
-    """A trainer in this process with a checkpoint's weights and state; `then`: the run's optimizer steps per batch."""
+def _trainer(plan: ReplayPlan, config: RunConfig, state: Path, left: int) -> Trainer:
+    """A trainer in this process with a checkpoint's weights and state; `left`: optimizer steps that the run's schedule
+    had from there on."""
     from verbatim.models.loading import load_tokenizer
 
     weights = state / "weights"
@@ -226,9 +228,8 @@ def _trainer(plan: ReplayPlan, config: RunConfig, state: Path, then: int) -> Tra
     if trainer.adapters is not None:
         trainer.load_adapters(weights)
     steps = config.trainer.optimizer_steps_per_batch
-    trainer.total_optimizer_steps = config.max_steps * then  # the schedule is that of the run
-    trainer.load_state(state / "trainer")
-    trainer.total_optimizer_steps = max(trainer.total_optimizer_steps, trainer.num_optimizer_steps + steps)
+    trainer.load_state(state / "trainer", left=left)
+    trainer.schedule.total = max(trainer.schedule.total, trainer.schedule.num_done + steps)
     return trainer
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from verbatim.core.trajectories import Fate
+from verbatim.core.types import Float32, Int32
 from verbatim.run.replay_data import turns_of
-from verbatim.trajectories import Fate
-from verbatim.types import Float32, Int32
 
 _OF_THE_CLOCK = ("seconds", "tokens_per_second")
 

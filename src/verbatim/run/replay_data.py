@@ -17,20 +17,20 @@ from typing import Any, cast
 
 import numpy as np
 
-from verbatim.checkpoints import CONFIG, Checkpoint, CheckpointStore, find_damage
 from verbatim.config.schema import RunConfig
-from verbatim.errors import CheckpointError, UsageError
-from verbatim.fates.files import files_in, read_fates
-from verbatim.monitors.jsonl import read_jsonl
-from verbatim.monitors.trajectory_log import TRAJECTORIES
-from verbatim.orchestrator.assemble import assemble_group
-from verbatim.records.fields import TEACHER
+from verbatim.core.errors import CheckpointError, UsageError
+from verbatim.core.records.fields import TEACHER
+from verbatim.core.texts import ranges
+from verbatim.core.trajectories import Fate, build
+from verbatim.core.trajectories.fate import TRAINED
+from verbatim.core.types import Group, TrainingSample, Trajectory
+from verbatim.logs.checkpoints import CONFIG, Checkpoint, CheckpointStore, find_damage
+from verbatim.logs.fates.files import own_files_in, read_fates
+from verbatim.logs.monitors.jsonl import read_jsonl
+from verbatim.logs.monitors.trajectory_log import TRAJECTORIES
 from verbatim.run.environments import Environments
+from verbatim.run.orchestrator.assemble import assemble_group
 from verbatim.run.parts import logprob_models, make_rules
-from verbatim.texts import ranges
-from verbatim.trajectories import Fate, build
-from verbatim.trajectories.fate import TRAINED
-from verbatim.types import Group, TrainingSample, Trajectory
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -75,7 +75,7 @@ def plan_replay(run: Path, step: int) -> ReplayPlan:
     if not (run / CONFIG).is_file() and not (run / "checkpoints").is_dir():
         raise UsageError(f"there is no run in {run}; expected its folder: --run-dir runs/NAME/latest")
     store = CheckpointStore(run / "checkpoints", read_only=True)
-    steps, files = store.steps(), files_in(run / TRAJECTORIES)
+    steps, files = store.steps(), own_files_in(run / TRAJECTORIES)
     can = [
         number
         for number in files
@@ -110,7 +110,7 @@ def read_step(run: Path, step: int) -> StoredStep:
     Raises:
         UsageError: its file, or the log of metrics, is missing or damaged; or the file has not all that was trained.
     """
-    file = files_in(run / TRAJECTORIES)[step]
+    file = own_files_in(run / TRAJECTORIES)[step]
     fates = [fate for _, fate in read_fates(file)]
     metrics: Mapping[str, float] | None = None
     if (run / "metrics.jsonl").is_file():

@@ -13,16 +13,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from verbatim.checkpoints import RunFolder
-from verbatim.disk import write_file
+from verbatim.core.disk import write_file
+from verbatim.core.errors import UsageError
+from verbatim.core.plain_console import PlainConsole
+from verbatim.core.texts import error_text
 from verbatim.environments.base import Environment
-from verbatim.errors import UsageError
-from verbatim.monitors.learning_curve import Curve, read_curve
-from verbatim.monitors.text_curve import ASCII, UNICODE, text_curve
-from verbatim.plain_console import PlainConsole
+from verbatim.logs.checkpoints import RunFolder
+from verbatim.logs.monitors.learning_curve import Curve, read_curve
+from verbatim.logs.monitors.text_curve import ASCII, UNICODE, text_curve
 from verbatim.run.before_after import Comparison, compare, print_comparison
 from verbatim.run.summary import best_constants
-from verbatim.texts import error_text
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from verbatim.errors import UsageError
-from verbatim.monitors.jsonl import read_jsonl
+from verbatim.core.errors import UsageError
+from verbatim.logs.monitors.jsonl import read_jsonl
 
 STEP = "step"
 """The column of step numbers."""

@@ -12,9 +12,9 @@ from typing import Any
 from verbatim.config import BackendSettings, find_backend, settings_for
 from verbatim.config.schema import EnvConfig, OrchestratorConfig, RendererConfig, RunConfig, SamplingConfig
 from verbatim.config.sections import table_of
-from verbatim.cores import CoreShare
+from verbatim.core.errors import ComponentError, UsageError
+from verbatim.core.records.experts import Routing
 from verbatim.environments.base import Environment
-from verbatim.errors import ComponentError, UsageError
 from verbatim.inference import SAMPLERS, BackendInputs
 from verbatim.inference.base import Sampler, SamplingParams
 from verbatim.inference.chat.client import Connection, OpenAI
@@ -22,9 +22,9 @@ from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.inference.pool.settings import ServerSettings
 from verbatim.inference.sending import WeightSender
 from verbatim.inference.vllm.settings import VllmSettings
+from verbatim.models.native.cores import CoreShare
+from verbatim.models.renderers.base import Renderer
 from verbatim.models.source import find_source, is_adapter, rank_of
-from verbatim.records.experts import Routing
-from verbatim.renderers.base import Renderer
 from verbatim.rollouts import EpisodeLimits, EpisodeRunner, EpisodeTally, LocalRunner, RolloutSetup
 from verbatim.rollouts.backends import RUNNERS, RunnerInputs
 
@@ -72,6 +72,7 @@ def limits_of(orchestrator: OrchestratorConfig, env: EnvConfig) -> EpisodeLimits
     """Where an environment's episodes are cut off."""
     return EpisodeLimits(
         max_turns=env.max_turns,
+        max_total_completion_tokens=env.max_total_completion_tokens,
         max_context=orchestrator.seq_len,
         timeout=orchestrator.episode_timeout,
         tool_timeout=orchestrator.tool_timeout,
@@ -142,7 +143,7 @@ def make_renderer(renderer: RendererConfig, tokenizer: Any) -> Renderer:
         UsageError: no such renderer.
         ModelError: the model's tokenizer or chat template does not fit it.
     """
-    from verbatim.renderers import create_renderer
+    from verbatim.models.renderers import create_renderer
 
     return create_renderer(
         renderer.name,
@@ -150,6 +151,7 @@ def make_renderer(renderer: RendererConfig, tokenizer: Any) -> Renderer:
         tools=renderer.tools,
         thinking_retention=renderer.thinking_retention,
         history=renderer.history,
+        later_system=renderer.later_system,
     )
 
 

@@ -16,27 +16,30 @@ from typing import Any
 
 import rich.console
 
-from verbatim.checkpoints import CONFIG, CheckpointStore, RunFolder, write_json, write_loop_state
+from verbatim.core.disk import write_private
+from verbatim.core.errors import CheckpointError, RunStopped
+from verbatim.core.machine_faults import is_out_of_memory
+from verbatim.core.records.failed import MAX_FAILED
+from verbatim.core.trajectories import Fate
 from verbatim.environments.base import Environment
-from verbatim.errors import CheckpointError, RunStopped
-from verbatim.fates.retention import EVERYTHING, Retention
-from verbatim.monitors.alarm import Alarm, Detector
-from verbatim.monitors.alarm_log import AlarmLog, is_alarm, read_alarms, standing_alarms
-from verbatim.monitors.base import Monitor, Monitors
-from verbatim.monitors.console import Console
-from verbatim.monitors.jsonl import JsonlWriter, LogMark
-from verbatim.monitors.learning_curve import LearningCurve
-from verbatim.monitors.metrics_log import MetricsLog, is_metrics
-from verbatim.monitors.restore import restore
-from verbatim.monitors.trajectory_log import is_trajectory
-from verbatim.orchestrator.assemble import rollout_distributions
-from verbatim.orchestrator.evaluate import Evaluation
+from verbatim.logs.checkpoints import CONFIG, CheckpointStore, RunFolder, write_json, write_loop_state
+from verbatim.logs.fates.retention import EVERYTHING, Retention
+from verbatim.logs.monitors.alarm import Alarm, Detector
+from verbatim.logs.monitors.alarm_log import AlarmLog, is_alarm, read_alarms, standing_alarms
+from verbatim.logs.monitors.base import Monitor, Monitors
+from verbatim.logs.monitors.console import Console
+from verbatim.logs.monitors.jsonl import JsonlWriter, LogMark
+from verbatim.logs.monitors.learning_curve import LearningCurve
+from verbatim.logs.monitors.metrics_log import MetricsLog, is_metrics
+from verbatim.logs.monitors.restore import restore
+from verbatim.logs.monitors.trajectory_log import is_trajectory
 from verbatim.run.ending import RunState, ending
 from verbatim.run.evaluation_log import EvaluationLog
 from verbatim.run.fate_log import FateLog
+from verbatim.run.orchestrator.assemble import rollout_distributions
+from verbatim.run.orchestrator.evaluate import Evaluation
 from verbatim.run.summary import best_constants, summary_of
-from verbatim.trajectories import Fate
-from verbatim.transport import TrainerLink
+from verbatim.trainer.transport import TrainerLink
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +61,7 @@ class RunLog:
         environments: Those that are evaluated, by label; with none no evaluated episodes are kept.
         earlier_seconds: What earlier processes of this run took.
         started: `time.monotonic()` when this process began.
+        max_failed: Largest share of failed episodes with which evaluations are compared.
     """
 
     def __init__(
@@ -75,7 +79,9 @@ class RunLog:
         environments: Mapping[str, Environment],
         earlier_seconds: float,
         started: float,
+        max_failed: float = MAX_FAILED,
     ) -> None:
+        self._max_failed = max_failed
         self._folder = folder
         self._store = store
         self._earlier_seconds = earlier_seconds
@@ -153,7 +159,9 @@ class RunLog:
             return
         try:
             alarms = list(look(self._detector))
-        except Exception:  # as with monitors: it must not cost hours of training
+        except Exception as error:  # as with monitors: it must not cost hours of training
+            if is_out_of_memory(error):
+                raise  # nothing of the rules' own
             logger.exception("alarms: %s failed; the run goes on without alarms", type(self._detector).__name__)
             self._detector = None
             return
@@ -200,7 +208,7 @@ class RunLog:
                 for part in trainer_state.iterdir():
                     os.rename(part, temporary / part.name)
                 write_loop_state(temporary, state)
-                (temporary / CONFIG).write_text(self._folder.toml, encoding="utf-8")
+                write_private(temporary / CONFIG, self._folder.toml.encode())
         finally:
             shutil.rmtree(trainer_state, ignore_errors=True)
         self._folder.link_latest()
@@ -237,7 +245,9 @@ class RunLog:
 
     def close(self, state: RunState = "stopped") -> None:
         """Tell the monitors how this process of the run ended, close files, draw the curve."""
-        said = ending(self._folder.metrics, self._best_constant, state=state, seconds=self.seconds)
+        said = ending(
+            self._folder.metrics, self._best_constant, state=state, seconds=self.seconds, max_failed=self._max_failed
+        )
         self._monitors.on_end({**said, "results": {**said["results"], **self.results}})
         self._monitors.close()
         with contextlib.ExitStack() as stack:  # a bug in the writing of one leaves the other one whole
@@ -249,7 +259,7 @@ class RunLog:
 
     def summarize(self) -> dict[str, Any]:
         """The run's figures, also written to `summary.json`."""
-        figures = summary_of(self._folder.metrics, self._best_constant, self._folder.path)
+        figures = summary_of(self._folder.metrics, self._best_constant, self._folder.path, self._max_failed)
         summary: dict[str, Any] = {**figures, **self.results}
         summary["seconds"] = round(self.seconds, 1)
         write_json(self._folder.summary, summary)

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from verbatim.core.errors import UsageError
+from verbatim.core.records.failed import MAX_FAILED, too_many_failed
 from verbatim.environments.base import Environment
-from verbatim.errors import UsageError
-from verbatim.evaluation.outcomes import Outcome
-from verbatim.evaluation.pairs import difference
-from verbatim.evaluation.stored import read_outcomes
-from verbatim.monitors.jsonl import read_jsonl
+from verbatim.logs.monitors.jsonl import read_jsonl
+from verbatim.run.evaluation.outcomes import Outcome
+from verbatim.run.evaluation.pairs import difference
+from verbatim.run.evaluation.stored import read_outcomes
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +21,7 @@ _ONLY_WHERE_KNOWN = ("valid_format_before_rl", "success_best_constant_policy")
 """Left out where they mean nothing: no environment offers tools, or says what a policy reaches that ignores replies."""
 
 _MEANS = ("success_before_rl", "valid_format_before_rl", "success_after_rl", "success_best_constant_policy")
-_GAIN = ("gain", "gain_interval_95")
+_GAIN = ("gain", "gain_interval_95", "not_compared")
 
 
 def best_constants(environments: Mapping[str, Environment]) -> dict[str, float]:
@@ -32,7 +33,9 @@ def best_constants(environments: Mapping[str, Environment]) -> dict[str, float]:
     }
 
 
-def summary_of(metrics_path: Path, best_constant: Mapping[str, float], run: Path | None = None) -> dict[str, Any]:
+def summary_of(
+    metrics_path: Path, best_constant: Mapping[str, float], run: Path | None = None, max_failed: float = MAX_FAILED
+) -> dict[str, Any]:
     """Before, after, and how much it took, read from a metrics log.
 
     With several environments the top-level figures are means over them, and `environments` has each.
@@ -41,6 +44,7 @@ def summary_of(metrics_path: Path, best_constant: Mapping[str, float], run: Path
         metrics_path: The metrics log.
         best_constant: As `best_constants` gives it.
         run: The folder with the evaluated episodes, for the interval of what success gained.
+        max_failed: Largest share of failed episodes with which an evaluation is compared with another one.
 
     Raises:
         UsageError: the metrics log cannot be read.
@@ -63,10 +67,10 @@ def summary_of(metrics_path: Path, best_constant: Mapping[str, float], run: Path
             steps, final = record["step"], record["metrics"]
             rollouts += final.get("rollouts", 0)
             failed += final.get("rollouts/failed", 0)
-    intervals = _gain_intervals(run, last_step)
+    intervals = _gain_intervals(run, last_step, max_failed)
     each = {
         env: {
-            **_figures(first.get(env), metrics),
+            **_figures(first.get(env), metrics, max_failed),
             "success_best_constant_policy": best_constant.get(env),
             **({"gain_interval_95": intervals[env]} if env in intervals else {}),
         }
@@ -93,8 +97,9 @@ def summary_of(metrics_path: Path, best_constant: Mapping[str, float], run: Path
     return summary
 
 
-def _figures(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> dict[str, Any]:
-    """Success before and after; what it gained, unless an evaluation is missing, or was left out."""
+def _figures(before: Mapping[str, Any] | None, after: Mapping[str, Any], max_failed: float) -> dict[str, Any]:
+    """Success before and after; what it gained, unless an evaluation is missing or was left out, or too many episodes
+    of one failed, which `not_compared` says."""
     first = before or {}
     found = {
         "success_before_rl": first.get("success"),
@@ -103,10 +108,13 @@ def _figures(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> dict
     }
     if before is None or before is after or not after.get("episodes"):
         return found
+    for when, metrics in (("before", before), ("after", after)):
+        if clause := too_many_failed(int(metrics.get("failed", 0)), int(metrics.get("episodes", 0)), max_failed):
+            return {**found, "not_compared": f"{when} training, {clause}"}
     return {**found, "gain": round(float(after["success"]) - float(before["success"]), 4)}
 
 
-def _gain_intervals(run: Path | None, last_step: int) -> dict[str, list[float]]:
+def _gain_intervals(run: Path | None, last_step: int, max_failed: float) -> dict[str, list[float]]:
     """The 95% interval of that, by environment: over the pairs of episodes of the same example and seed that the first
     evaluation and the last one have in common. Episodes that cannot be read cost the intervals."""
     before: dict[str, list[Outcome]] = {}
@@ -119,9 +127,11 @@ def _gain_intervals(run: Path | None, last_step: int) -> dict[str, list[float]]:
     except (UsageError, OSError) as error:
         logger.error("the summary leaves out the interval of what was gained: %s", error)
         return {}
-    found = {env: difference(env, before[env], after[env]) for env in before if env in after}
+    found = {env: difference(env, before[env], after[env], max_failed) for env in before if env in after}
     return {
-        env: [round(gain.success.low, 4), round(gain.success.high, 4)] for env, gain in found.items() if gain.is_paired
+        env: [round(gain.success.low, 4), round(gain.success.high, 4)]
+        for env, gain in found.items()
+        if gain.is_paired and not any(gain.too_many_failed)
     }
 
 

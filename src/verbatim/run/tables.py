@@ -13,18 +13,18 @@ def component_tables(environments: Mapping[str, Any] | None = None) -> Component
 
     Imports no torch: components load it when they are called.
     """
-    from verbatim.credit import ADVANTAGES
+    from verbatim.algorithms.credit import ADVANTAGES
+    from verbatim.algorithms.filters import FILTERS
+    from verbatim.algorithms.losses import LOSSES
+    from verbatim.core.trajectories import STRATEGIES
     from verbatim.environments import ENVIRONMENTS
     from verbatim.environments.shapes import check_arguments
-    from verbatim.filters import FILTERS
     from verbatim.inference import SAMPLERS
-    from verbatim.losses import LOSSES
-    from verbatim.monitors import MONITORS
-    from verbatim.monitors.alarms import ALARMS
-    from verbatim.packing import PACKERS
-    from verbatim.renderers import ALIASES, RENDERERS
+    from verbatim.logs.monitors import MONITORS
+    from verbatim.logs.monitors.alarms import ALARMS
+    from verbatim.models.renderers import ALIASES, RENDERERS
     from verbatim.rollouts.backends import RUNNERS
-    from verbatim.trajectories import STRATEGIES
+    from verbatim.trainer.packing import PACKERS
 
     return ComponentTables(
         losses=LOSSES,

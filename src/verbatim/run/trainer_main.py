@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from verbatim.checkpoints import ORCHESTRATOR, CheckpointStore, RunFolder
 from verbatim.config import dump_config
 from verbatim.config.schema import RunConfig
-from verbatim.cores import CoreShare, own_cores
-from verbatim.errors import CheckpointError, RunStopped
-from verbatim.monitors.progress_bar import ProgressBar
+from verbatim.core.errors import CheckpointError, RunStopped
+from verbatim.logs.checkpoints import ORCHESTRATOR, CheckpointStore, RunFolder
+from verbatim.logs.monitors.progress_bar import ProgressBar
+from verbatim.models.native.cores import CoreShare, own_cores
 from verbatim.run.environments import Environments, make_environments
 from verbatim.run.hosts import fetch_run
 from verbatim.run.logs import last_lines
@@ -25,12 +25,12 @@ from verbatim.run.parts import needs_first_model
 from verbatim.run.rollouts import inference_settings
 from verbatim.run.trainer_ranks import open_ranks
 from verbatim.run.weight_transfer import own_address
-from verbatim.transport import TrainerReady, WeightFolders
-from verbatim.transport.exchange import Exchange
-from verbatim.transport.files import publish_bytes
-from verbatim.transport.heartbeat import Heartbeat, PeerWatch
-from verbatim.transport.mirror.link import Link
-from verbatim.transport.mirror.trainer_side import Mirror
+from verbatim.trainer.transport import TrainerReady, WeightFolders
+from verbatim.trainer.transport.exchange import Exchange
+from verbatim.trainer.transport.files import publish_bytes
+from verbatim.trainer.transport.heartbeat import Heartbeat, PeerWatch
+from verbatim.trainer.transport.mirror.link import Link
+from verbatim.trainer.transport.mirror.trainer_side import Mirror
 
 if TYPE_CHECKING:
     from verbatim.trainer.parallel.ranks import Ranks
@@ -71,7 +71,8 @@ def open_trainer(
     if found is not None:
         if trainer.adapters is not None:
             trainer.load_adapters(found.folder / "weights")
-        trainer.load_state(found.folder / "trainer")
+        left = (config.max_steps - found.step) * config.trainer.optimizer_steps_per_batch
+        trainer.load_state(found.folder / "trainer", left=left)
     shares_device = inference_settings(config).shares_device
     worker = TrainerWorker(
         trainer,
@@ -159,7 +160,7 @@ def serve_trainer(
     sends_from = own_address(config, link.url if link is not None else None)
     checkpoint = fetch_run(link, config, folder, console) if link is not None else None
     exchange = Exchange.open(folder.exchange, session)
-    publish_bytes(exchange.config, dump_config(config).encode())
+    publish_bytes(exchange.config, dump_config(config).encode(), private=True)
     on_beat = _end_with(parent) if parent is not None else None
     with (
         Heartbeat(exchange.trainer_beat, on_beat=on_beat) as heartbeat,
@@ -202,7 +203,7 @@ def _serve_by_itself(
     mirror: Mirror | None,
     look_at_ranks: Callable[[], None],
 ) -> None:
-    from verbatim.monitors.console import format_number
+    from verbatim.logs.monitors.console import format_number
     from verbatim.trainer.serve import serve
 
     def show(version: int, metrics: dict[str, float]) -> None:

@@ -20,26 +20,26 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from verbatim.checkpoints import TRAINER, RunFolder
-from verbatim.checkpoints.lock import is_locked
 from verbatim.config.schema import RunConfig
-from verbatim.cores import CoreShare, own_cores
-from verbatim.errors import RunStopped, UsageError
-from verbatim.imports import child_environment
+from verbatim.core.errors import RunStopped, UsageError
+from verbatim.core.imports import child_environment
+from verbatim.core.user_code import is_ctrl_c
 from verbatim.inference.http.server import as_others_reach
-from verbatim.monitors.progress_bar import ProgressBar
+from verbatim.logs.checkpoints import TRAINER, RunFolder
+from verbatim.logs.checkpoints.lock import is_locked
+from verbatim.logs.monitors.progress_bar import ProgressBar
+from verbatim.models.native.cores import CoreShare, own_cores
 from verbatim.run.environments import Environments
 from verbatim.run.hosts import serve_run
 from verbatim.run.logs import last_lines
 from verbatim.run.make_trainer import shares_cores, threads_of
 from verbatim.run.trainer_main import open_trainer
 from verbatim.run.weight_transfer import own_address
-from verbatim.transport import TrainerLink, TrainerReady
-from verbatim.transport.exchange import Exchange
-from verbatim.transport.heartbeat import Heartbeat, PeerWatch
-from verbatim.transport.mirror.server import Listen
-from verbatim.transport.remote_trainer import RemoteTrainer
-from verbatim.user_code import is_ctrl_c
+from verbatim.trainer.transport import TrainerLink, TrainerReady
+from verbatim.trainer.transport.exchange import Exchange
+from verbatim.trainer.transport.heartbeat import Heartbeat, PeerWatch
+from verbatim.trainer.transport.mirror.server import Listen
+from verbatim.trainer.transport.remote_trainer import RemoteTrainer
 
 T = TypeVar("T")
 

@@ -7,12 +7,16 @@ import os
 import threading
 import time
 
+from verbatim.core.redaction import WithoutSecrets
+
 
 def main() -> None:
     """Follow rank 0 until it ends."""
     parent = int(os.environ["VERBATIM_TRAINER_LEADER"])
     threading.Thread(target=_end_with, args=[parent], daemon=True).start()
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
+    handler = logging.StreamHandler()
+    handler.setFormatter(WithoutSecrets("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.info("started (process %d)", os.getpid())
 
     from verbatim.run.trainer_ranks import follow_leader

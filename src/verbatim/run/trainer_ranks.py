@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 from verbatim.config import dump_config
 from verbatim.config.schema import RunConfig
-from verbatim.errors import RunStopped, UsageError
-from verbatim.imports import child_environment
+from verbatim.core.disk import make_private
+from verbatim.core.errors import RunStopped, UsageError
+from verbatim.core.imports import child_environment
 from verbatim.run.logs import last_lines
 from verbatim.run.rollouts import inference_settings
 
@@ -283,6 +284,7 @@ class _Others:
                 "WORLD_SIZE": str(self._size),
                 "LOCAL_WORLD_SIZE": str(self._size),
             }
+            make_private(self._log(rank))
             with self._log(rank).open("ab") as log:
                 self._processes[rank] = subprocess.Popen(
                     [sys.executable, "-m", "verbatim.run.trainer_rank"],

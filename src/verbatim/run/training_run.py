@@ -13,30 +13,37 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from verbatim.checkpoints import CheckpointStore, RunFolder, read_loop_state
 from verbatim.config import dump_config
 from verbatim.config.schema import MonitorConfig, RunConfig
-from verbatim.config.secrets import redacted
-from verbatim.disk import making
-from verbatim.fates.retention import Retention
+from verbatim.core.disk import making
+from verbatim.core.redaction import redacted
+from verbatim.core.trajectories import Ledger
 from verbatim.inference.base import Sampler
 from verbatim.inference.chat.client import OpenAI
-from verbatim.monitors.alarm import Alarm
-from verbatim.monitors.alarms import AlarmWatch
-from verbatim.monitors.base import Monitor, OpenMonitor, RunInfo, open_monitors
-from verbatim.orchestrator.collector import seldom_collected
-from verbatim.orchestrator.sending_trainer import SendingTrainer
+from verbatim.logs.checkpoints import CheckpointStore, RunFolder, read_loop_state
+from verbatim.logs.fates.retention import Retention
+from verbatim.logs.monitors.alarm import Alarm
+from verbatim.logs.monitors.alarms import AlarmWatch
+from verbatim.logs.monitors.base import Monitor, OpenMonitor, RunInfo, open_monitors
 from verbatim.rollouts import EpisodeTally, RolloutSetup
 from verbatim.rollouts.main_loop import Ask
 from verbatim.run.check import find_routing
 from verbatim.run.ending import RunState
 from verbatim.run.environments import Environments
-from verbatim.run.parts import make_dispatcher, make_logprob_models, make_progress, make_rules, make_schedule
+from verbatim.run.orchestrator.collector import seldom_collected
+from verbatim.run.orchestrator.sending_trainer import SendingTrainer
+from verbatim.run.parts import (
+    make_dispatcher,
+    make_logprob_models,
+    make_progress,
+    make_rules,
+    make_schedule,
+    max_failed,
+)
 from verbatim.run.rollouts import make_renderer, make_sampler, make_setups, open_runner
 from verbatim.run.run_log import ALARMS, RunLog
 from verbatim.run.weight_transfer import refuse_unreachable
-from verbatim.trajectories import Ledger
-from verbatim.transport.mirror.server import Listen
+from verbatim.trainer.transport.mirror.server import Listen
 
 if TYPE_CHECKING:
     from verbatim.run.trainer_process import TrainerSide
@@ -155,6 +162,7 @@ class TrainingRun:
             environments={label: environment for label, (_, environment) in self.environments.eval.items()},
             earlier_seconds=state.get("seconds", 0.0),
             started=self.started,
+            max_failed=max_failed(config),
         )
         ended: RunState = "failed"
         try:
@@ -241,8 +249,8 @@ class TrainingRun:
         eval_setups: Mapping[str, RolloutSetup],
         tally: EpisodeTally,
     ) -> bool:
-        from verbatim.orchestrator.loop import Orchestrator
-        from verbatim.orchestrator.nothing_trained import why_nothing_was_trained
+        from verbatim.run.orchestrator.loop import Orchestrator
+        from verbatim.run.orchestrator.nothing_trained import why_nothing_was_trained
         from verbatim.run.trainer_process import while_telling
 
         config, ready, ledger = self.config, side.ready, Ledger()
@@ -275,9 +283,7 @@ class TrainingRun:
             if finished and orchestrator.has_learned:
                 await asyncio.to_thread(self._keep_final, orchestrator.weights or Path(ready.weights))
             elif finished:
-                self.nothing_trained = why_nothing_was_trained(
-                    ledger, tally, num_steps=orchestrator.step, seq_len=config.orchestrator.seq_len
-                )
+                self.nothing_trained = why_nothing_was_trained(ledger, tally, num_steps=orchestrator.step)
             return finished
 
         self.has_begun = True

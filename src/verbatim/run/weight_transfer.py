@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from verbatim.config.schema import RunConfig
 from verbatim.config.sections import BroadcastSettings, table_of
-from verbatim.errors import UsageError
+from verbatim.core.errors import UsageError
 from verbatim.inference.sending import WeightStore
 from verbatim.run.rollouts import inference_settings
 from verbatim.run.trainer_ranks import is_launched

@@ -11,8 +11,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from verbatim.config.schema import TrainerConfig
-from verbatim.errors import ModelError
-from verbatim.machine_faults import is_out_of_memory
+from verbatim.core.errors import ModelError
+from verbatim.core.machine_faults import is_out_of_memory
 from verbatim.models.attention import ATTENTION
 from verbatim.models.experts import router_modules
 from verbatim.models.refusal import describe

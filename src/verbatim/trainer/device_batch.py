@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verbatim.losses import LossInputs
+from verbatim.algorithms.losses import LossInputs
+from verbatim.core.types import MicroBatch, Targets
 from verbatim.models.attention import AttentionPlan
 from verbatim.models.experts import Choices, RouterPass
 from verbatim.models.head import CausalLM
@@ -21,7 +22,6 @@ from verbatim.trainer.attention.tree import TreePlan
 from verbatim.trainer.last_layer import Wanted
 from verbatim.trainer.linear import ROW_MULTIPLE
 from verbatim.trainer.parallel.sequence import SequenceGroup, SequencePlan
-from verbatim.types import MicroBatch, Targets
 
 
 class DeviceTargets:

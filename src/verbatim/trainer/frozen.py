@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from verbatim.config.schema import TrainerConfig
-from verbatim.errors import ModelError
+from verbatim.core.errors import ModelError
 from verbatim.models.adapters import fingerprint
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model

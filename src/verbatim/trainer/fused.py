@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
-from verbatim import native
+from verbatim.models import native
 
 SOURCE = native.CSource.read(Path(__file__).with_name("layers.c"))
 KNOWN = ("Llama", "Mistral", "Qwen2", "Qwen3")

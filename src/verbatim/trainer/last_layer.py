@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from verbatim.core.types import Int32
 from verbatim.models.attention import AttentionCall
 from verbatim.models.tiny import decoder_layers
 from verbatim.trainer.attention.native_tree import suits
 from verbatim.trainer.attention.tree import TreePlan
 from verbatim.trainer.linear import ROW_MULTIPLE
-from verbatim.types import Int32
 
 KNOWN = ("Llama", "Mistral", "Qwen2", "Qwen3")
 """Families whose layers are computed here: attention and a feed-forward part, each behind a norm and added to what goes

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
+from verbatim.core.types import TrainingSample
 from verbatim.inference.sending import SendOrder, SendReport
+from verbatim.trainer.transport import StepReport
 from verbatim.trainer.worker import TrainerWorker
-from verbatim.transport import StepReport
-from verbatim.types import TrainingSample
 
 
 class LocalTrainer:

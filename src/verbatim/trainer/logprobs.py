@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verbatim.core.types import Int32, MicroBatch, TrainingSample
 from verbatim.models.attention import WholeSequencePlan
 from verbatim.models.head import CausalLM
 from verbatim.trainer.device_batch import DeviceBatch
 from verbatim.trainer.parallel.sequence import SequenceGroup
-from verbatim.types import Int32, MicroBatch, TrainingSample
 
 BLOCKS_PER_CHUNK = 8
 """The softmax walks a chunk in blocks: its float32 temporaries are this much smaller than the chunk's logits."""

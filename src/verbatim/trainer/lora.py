@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from verbatim.config.schema import LoraConfig
-from verbatim.errors import CheckpointError, ModelError
-from verbatim.imports import refuse_without
-from verbatim.machine_faults import naming, rust_errors_as_oserror
+from verbatim.core.errors import CheckpointError, ModelError
+from verbatim.core.imports import refuse_without
+from verbatim.core.machine_faults import naming, rust_errors_as_oserror
 from verbatim.models.adapters import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,

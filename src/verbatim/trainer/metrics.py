@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from verbatim.losses.results import as_scalar
+from verbatim.algorithms.losses.results import as_scalar
 
 
 class MetricSums:

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verbatim.errors import ModelError
+from verbatim.core.errors import ModelError
+from verbatim.core.types import TrainingSample
 from verbatim.models.head import CausalLM
 from verbatim.models.own_attention import (
     LENGTH,
@@ -26,10 +27,9 @@ from verbatim.models.own_attention import (
 from verbatim.models.refusal import FAULTS, describe
 from verbatim.models.round_trip import check_round_trip
 from verbatim.models.tiny import NoTinyCopy
-from verbatim.packing import find_packer
 from verbatim.trainer.device_batch import DeviceBatch
 from verbatim.trainer.logprobs import whole_sample
-from verbatim.types import TrainingSample
+from verbatim.trainer.packing import find_packer
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from verbatim.config.schema import OptimConfig
-from verbatim.errors import RunStopped
+from verbatim.core.errors import RunStopped
 from verbatim.trainer.optimizer_state import local
 from verbatim.trainer.parallel.ranks import Ranks
 

@@ -23,8 +23,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from verbatim.errors import CheckpointError
-from verbatim.machine_faults import rust_errors_as_oserror
+from verbatim.core.errors import CheckpointError
+from verbatim.core.machine_faults import rust_errors_as_oserror
 from verbatim.models.shards import local_rows
 
 OPTIMIZER_FILE = "optimizer.safetensors"

@@ -12,22 +12,22 @@ from pathlib import Path
 
 import torch
 
+from verbatim.algorithms.losses import Loss
 from verbatim.config.schema import TrainerConfig
-from verbatim.losses import Loss
+from verbatim.core.types import MicroBatch, TrainingSample
 from verbatim.models.head import CausalLM
 from verbatim.models.positions import refuse_moving_positions
-from verbatim.packing import find_packer
-from verbatim.packing.cost import model_cost
-from verbatim.packing.ranks import deal_samples
 from verbatim.trainer.bfloat16 import in_float32
 from verbatim.trainer.frozen import packing_beside
 from verbatim.trainer.logprobs import TargetLogprobs
 from verbatim.trainer.model_check import packing_for
+from verbatim.trainer.packing import find_packer
+from verbatim.trainer.packing.cost import model_cost
+from verbatim.trainer.packing.ranks import deal_samples
 from verbatim.trainer.parallel.micro_batches import hand_out
 from verbatim.trainer.parallel.ranks import Ranks, together
 from verbatim.trainer.parallel.sharding import Sharding
 from verbatim.trainer.tree_check import pack_both_ways, trees_are_right
-from verbatim.types import MicroBatch, TrainingSample
 
 MICRO_BATCH_TOKENS = 16_384
 """Most tokens of one forward pass, where the configuration does not say."""

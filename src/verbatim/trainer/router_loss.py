@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verbatim.errors import ModelError
+from verbatim.core.errors import ModelError
 from verbatim.models.experts import RouterPass, Routers, find_routers
 from verbatim.models.refusal import refusing
 from verbatim.trainer.device_batch import DeviceBatch

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from verbatim.errors import UsageError
+from verbatim.core.errors import UsageError
+from verbatim.core.types import MicroBatch, TrainingSample
 from verbatim.models.experts import Routers, refuse_limited_groups
-from verbatim.types import MicroBatch, TrainingSample
 
 
 def check_experts(samples: Sequence[TrainingSample], routers: Routers | None, name: str) -> None:

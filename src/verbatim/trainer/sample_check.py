@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from verbatim.errors import UsageError
-from verbatim.losses import Loss
-from verbatim.types import TrainingSample
+from verbatim.algorithms.losses import Loss
+from verbatim.core.errors import UsageError
+from verbatim.core.types import TrainingSample
 
 
 def check_samples(samples: Sequence[TrainingSample], loss: Loss) -> None:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from verbatim.core.types import Float32, MicroBatch, TrainingSample
 from verbatim.trainer.logprobs import TargetLogprobs
 from verbatim.trainer.parallel.ranks import Ranks
-from verbatim.types import Float32, MicroBatch, TrainingSample
 
 
 def numbered(samples: Sequence[TrainingSample]) -> list[TrainingSample]:

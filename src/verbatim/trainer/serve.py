@@ -8,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from verbatim.errors import RunStopped
-from verbatim.machine_faults import describe
+from verbatim.core.errors import RunStopped
+from verbatim.core.machine_faults import describe
+from verbatim.trainer.transport.exchange import Exchange
+from verbatim.trainer.transport.heartbeat import Heartbeat
+from verbatim.trainer.transport.trainer_messages import TrainerMessage, path_to_json, to_json
 from verbatim.trainer.worker import TrainerWorker
-from verbatim.transport.exchange import Exchange
-from verbatim.transport.heartbeat import Heartbeat
-from verbatim.transport.trainer_messages import TrainerMessage, path_to_json, to_json
 
 _DOING = {"train": "training on batch {}", "save": "writing its state", "send": "sending version {} of the weights"}
 

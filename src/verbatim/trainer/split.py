@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from verbatim.types import TrainingSample
+from verbatim.core.types import TrainingSample
 
 
 def split_batch(samples: Sequence[TrainingSample], num_parts: int) -> list[list[TrainingSample]]:

@@ -12,20 +12,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verbatim.errors import ComponentError, RunStopped, VerbatimError
-from verbatim.losses import Loss, LossInputs
-from verbatim.losses.ratios import k3
-from verbatim.losses.results import checked_outputs
-from verbatim.machine_faults import describe, is_out_of_memory
-from verbatim.records.fields import REFERENCE
-from verbatim.texts import error_text
+from verbatim.algorithms.losses import Loss, LossInputs
+from verbatim.algorithms.losses.ratios import k3
+from verbatim.algorithms.losses.results import checked_outputs
+from verbatim.core.errors import ComponentError, RunStopped, VerbatimError
+from verbatim.core.machine_faults import describe, is_out_of_memory
+from verbatim.core.records.fields import REFERENCE
+from verbatim.core.texts import error_text
+from verbatim.core.types import MicroBatch
 from verbatim.trainer.device_batch import DeviceBatch, whole_trajectory
 from verbatim.trainer.logprobs import ChunkLogprobs, TargetLogprobs
 from verbatim.trainer.metrics import MetricSums
 from verbatim.trainer.parallel.ranks import Ranks
 from verbatim.trainer.router_loss import RouterLoss
 from verbatim.trainer.token_values import TokenValues
-from verbatim.types import MicroBatch
 
 logger = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verbatim.records.trained_tokens import TrainedTokens
+from verbatim.core.records.trained_tokens import TrainedTokens
+from verbatim.core.types import TrainingSample
 from verbatim.trainer.device_batch import DeviceBatch
 from verbatim.trainer.parallel.ranks import Ranks
-from verbatim.types import TrainingSample
 
 
 class TokenValues:

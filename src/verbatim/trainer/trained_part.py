@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from verbatim.packing import num_tokens
-from verbatim.records.trained_tokens import TrainedTokens
+from verbatim.core.records.trained_tokens import TrainedTokens
+from verbatim.core.types import MicroBatch, TrainingSample
+from verbatim.trainer.packing import num_tokens
 from verbatim.trainer.router_replay import replayed_share
-from verbatim.types import MicroBatch, TrainingSample
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -13,21 +13,22 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from verbatim.algorithms.losses import Loss
 from verbatim.config.schema import TrainerConfig
-from verbatim.errors import RunStopped
-from verbatim.freed_memory import keep_freed_memory
-from verbatim.losses import Loss
+from verbatim.core.errors import RunStopped
+from verbatim.core.records.trained_tokens import TrainedTokens
+from verbatim.core.types import Float32, MicroBatch, TrainingSample
 from verbatim.models.experts import find_routers
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model, resolve_device, save_model
-from verbatim.records.trained_tokens import TrainedTokens
+from verbatim.models.native.freed_memory import keep_freed_memory
 from verbatim.trainer.compile import choose_kernels, rounds_products, try_compiled
 from verbatim.trainer.frozen import FrozenModels
 from verbatim.trainer.logprobs import TargetLogprobs
 from verbatim.trainer.lora import Adapters
 from verbatim.trainer.metrics import MetricSums
 from verbatim.trainer.offload import activation_offload
-from verbatim.trainer.optim import build_optimizer, clip_gradients, learning_rate
+from verbatim.trainer.optim import build_optimizer, clip_gradients
 from verbatim.trainer.optimizer_state import load_optimizer, save_optimizer
 from verbatim.trainer.packer import StepPacker
 from verbatim.trainer.parallel.micro_batches import hand_out, take_in
@@ -41,12 +42,12 @@ from verbatim.trainer.rounded_layers import rounded_layers
 from verbatim.trainer.router_loss import router_loss
 from verbatim.trainer.router_replay import check_experts
 from verbatim.trainer.sample_check import check_samples
+from verbatim.trainer.schedule import Schedule
 from verbatim.trainer.scoring import by_sample, numbered, target_logprobs
 from verbatim.trainer.split import split_batch
 from verbatim.trainer.step import GradientPass
 from verbatim.trainer.token_values import TokenValues, in_order, lengths_of
 from verbatim.trainer.trained_part import TrainedPart, batch_metrics
-from verbatim.types import Float32, MicroBatch, TrainingSample
 
 
 class Trainer:
@@ -93,7 +94,6 @@ class Trainer:
         assert config.dtype != "auto", "resolve_dtypes comes first"
         self.config = config
         self.loss = loss
-        self.total_optimizer_steps = total_optimizer_steps
         self.tokenizer = tokenizer
         self.ranks = ranks
         self.device = resolve_device(config.device) if ranks is None else ranks.device
@@ -111,8 +111,8 @@ class Trainer:
         self.optimizer = build_optimizer(self.model, config.optim)
         self.before_pass: Callable[[], None] = lambda: None
         """Called before each micro-batch of this process."""
-        self.num_optimizer_steps = 0
-        """Optimizer steps done: what the schedule counts."""
+        self.schedule = Schedule(config.optim, total_optimizer_steps)
+        """The learning rates, and the optimizer steps that are done."""
         self._frozen = FrozenModels(
             frozen or {},
             self._targets,
@@ -193,6 +193,7 @@ class Trainer:
         metrics = MetricSums()
         split = split_batch(samples, self.config.optimizer_steps_per_batch)
         parts = [self._train_part(part, metrics, keep_tokens=on_tokens is not None) for part in split]  # on all ranks
+        self.schedule.batch_is_over(self.config.optimizer_steps_per_batch)
         found = batch_metrics(samples, parts)
         if on_tokens is not None:
             on_tokens(in_order(samples, split, [part.tokens for part in parts]))
@@ -259,7 +260,7 @@ class Trainer:
             grad_norm, lr = self._step()
         except RunStopped as error:
             raise RunStopped(
-                f"optimizer step {self.num_optimizer_steps}: {error}. No weight was touched by this optimizer step"
+                f"optimizer step {self.schedule.num_done}: {error}. No weight was touched by this optimizer step"
             ) from error
         finally:
             self.optimizer.zero_grad(set_to_none=True)
@@ -296,17 +297,12 @@ class Trainer:
 
     def _step(self) -> tuple[float, float]:
         """Clip, and take the optimizer step; the gradient's norm before clipping, and the learning rate."""
-        assert self.num_optimizer_steps < self.total_optimizer_steps, (
-            f"all {self.total_optimizer_steps} optimizer steps of the schedule are done"
-        )
         if self._sharding is not None:
             self._sharding.drop_unused()
         norm = clip_gradients(self.model, self.config.optim.max_grad_norm, self.ranks)
-        lr = learning_rate(self.config.optim, self.num_optimizer_steps, self.total_optimizer_steps)
+        lr = self.schedule.take()  # counted first: after memory ran out in the middle, the weights are between two
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        # Counted first: memory may run out in the middle, and such weights are between two optimizer steps.
-        self.num_optimizer_steps += 1
         self.optimizer.step()
         return norm, lr
 
@@ -343,7 +339,7 @@ class Trainer:
             case "save_state":
                 self._save_state(Path(order["folder"]))
             case "load_state":
-                self._on_all(partial(self._read_state, Path(order["folder"])))
+                self._on_all(partial(self._read_state, Path(order["folder"]), order["left"]))
             case "load_adapters":
                 assert self.adapters is not None
                 self._on_all(partial(self.adapters.load, Path(order["folder"])))
@@ -408,21 +404,23 @@ class Trainer:
             self.ranks.agree(lambda: save_optimizer(self.optimizer, self.model, folder, rank=rank, size=size))
             if rank:
                 return
-        write_progress(folder, self.num_optimizer_steps, self.total_optimizer_steps, self._scored)
+        write_progress(folder, self.schedule.progress, self._scored)
 
-    def load_state(self, folder: Path) -> None:
+    def load_state(self, folder: Path, *, left: int | None = None) -> None:
         """Take over what `save_state` wrote; the weights come from the constructor's `model_path`, adapters from
-        `load_adapters`.
+        `load_adapters`. A learning rate that jumps by changed keys is logged as a warning.
 
-        The schedule is stretched over this trainer's `total_optimizer_steps`, so a run may be made longer.
+        Args:
+            folder: Where `save_state` wrote.
+            left: Optimizer steps for the batches that are left; None = the total stays that of the constructor.
 
         Raises:
-            CheckpointError: the state is missing, damaged, or of another model or a longer run.
+            CheckpointError: the state is missing, damaged, of another model, or of a longer run.
         """
-        with self._together("load_state", folder=str(folder.resolve())):
-            self._on_all(partial(self._read_state, folder))
+        with self._together("load_state", folder=str(folder.resolve()), left=left):
+            self._on_all(partial(self._read_state, folder, left))
 
-    def _read_state(self, folder: Path) -> None:
-        done, scored = read_progress(folder, self.total_optimizer_steps, self._frozen.fingerprints)
+    def _read_state(self, folder: Path, left: int | None) -> None:
+        progress, self._scored = read_progress(folder, self._frozen.fingerprints)
         load_optimizer(self.optimizer, self.model, folder)
-        self.num_optimizer_steps, self._scored = done, scored
+        self.schedule.go_on(progress, left)

@@ -10,14 +10,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from verbatim.core.token_tree import common_prefix_length
+from verbatim.core.types import MicroBatch, TrainingSample
 from verbatim.models.own_attention import SMALL, Gradient, differences, gradient, weights_of
-from verbatim.packing import pack_rows, pack_tree
-from verbatim.packing.layout import token_order
-from verbatim.token_tree import common_prefix_length
 from verbatim.trainer.logprobs import ChunkLogprobs, TargetLogprobs
 from verbatim.trainer.optimizer_state import local
+from verbatim.trainer.packing import pack_rows, pack_tree
+from verbatim.trainer.packing.layout import token_order
 from verbatim.trainer.parallel.sharding import Sharding
-from verbatim.types import MicroBatch, TrainingSample
 
 logger = logging.getLogger(__name__)
 

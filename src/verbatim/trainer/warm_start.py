@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from verbatim.core.types import TrainingSample
 from verbatim.trainer.trainer import Trainer
-from verbatim.types import TrainingSample
 
 
 def warm_start(

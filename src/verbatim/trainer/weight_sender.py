@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verbatim.errors import SamplerFault
+from verbatim.core.errors import SamplerFault
 from verbatim.inference.sending import SendOrder, SendReport, WeightStore
 from verbatim.inference.vllm.plugin.verbatim_weight_group import GroupOver, WeightGroup
 from verbatim.trainer.parallel.publish import published_layout

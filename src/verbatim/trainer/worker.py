@@ -10,20 +10,20 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from verbatim.cores import CoreShare
-from verbatim.disk import link_or_copy
-from verbatim.errors import RunStopped, VerbatimError
+from verbatim.core.disk import link_or_copy
+from verbatim.core.errors import RunStopped, VerbatimError
+from verbatim.core.machine_faults import describe, is_out_of_memory
+from verbatim.core.records.trained_tokens import TrainedTokens
+from verbatim.core.types import TrainingSample
 from verbatim.inference.sending import SendOrder, SendReport
-from verbatim.machine_faults import describe, is_out_of_memory
-from verbatim.records.trained_tokens import TrainedTokens
+from verbatim.models.native.cores import CoreShare
 from verbatim.trainer.device_memory import DeviceMemory
 from verbatim.trainer.logprobs import whole_sample
 from verbatim.trainer.trainer import Trainer
+from verbatim.trainer.transport import StepReport, WeightFolders
+from verbatim.trainer.transport.canary import NUM_PROBES, Probes, probe_sequences
+from verbatim.trainer.transport.weights import folder_bytes
 from verbatim.trainer.weight_sender import WeightBroadcaster
-from verbatim.transport import StepReport, WeightFolders
-from verbatim.transport.canary import NUM_PROBES, Probes, probe_sequences
-from verbatim.transport.weights import folder_bytes
-from verbatim.types import TrainingSample
 
 
 @dataclass(eq=False)
@@ -54,7 +54,7 @@ class TrainerWorker:
     def __post_init__(self) -> None:
         probes = probe_sequences(self.trainer.lm.vocab_size, self.context_length)
         self._probe_samples = [whole_sample(ids) for ids in probes]
-        self._optimizer_steps = self.trainer.num_optimizer_steps
+        self._optimizer_steps = self.trainer.schedule.num_done
 
     def share(self, cores: CoreShare) -> None:
         """Compute from now on with as many threads as the sampler leaves free."""
@@ -107,7 +107,7 @@ class TrainerWorker:
             if self._cores is not None:
                 self._cores.compute(False)
         self.version = version
-        self._optimizer_steps = self.trainer.num_optimizer_steps
+        self._optimizer_steps = self.trainer.schedule.num_done
         if self.memory is not None:
             metrics["time/trainer_moving"] = moving
         return StepReport(
@@ -155,9 +155,9 @@ class TrainerWorker:
         return self.states / f"v{version:06d}"
 
     def _check_held(self, version: int) -> None:
-        if version != self.version or self.trainer.num_optimizer_steps != self._optimizer_steps:
+        if version != self.version or self.trainer.schedule.num_done != self._optimizer_steps:
             raise RunStopped(
-                f"the state after step {version} is gone: {self.trainer.num_optimizer_steps} optimizer steps are "
+                f"the state after step {version} is gone: {self.trainer.schedule.num_done} optimizer steps are "
                 f"done, {self._optimizer_steps} of them for the {self.version} steps that were published"
             )
 

@@ -1,7 +1,7 @@
 """Groups of recorded rollouts, from their rewards."""
 
 from verbatim import Group, Trajectory, Turn
-from verbatim.credit import AdvantageInputs
+from verbatim.algorithms.credit import AdvantageInputs
 
 
 def turn(tokens=1, reward=None, state=None):

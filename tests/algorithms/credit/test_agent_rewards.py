@@ -4,15 +4,15 @@ import math
 
 import pytest
 
-from credit.groups import group_of
+from algorithms.credit.groups import group_of
 from verbatim import Trajectory, Turn, build_samples
+from verbatim.algorithms.credit import ADVANTAGES, AdvantageOutputs, assign_advantages
+from verbatim.algorithms.credit.chunk_returns import chunk_returns_advantage
+from verbatim.algorithms.credit.default import default_advantage
+from verbatim.algorithms.curriculum.online_filter import flatness
+from verbatim.algorithms.filters.zero_advantage import ZeroAdvantage
 from verbatim.config.schema import LengthPenaltyConfig
-from verbatim.credit import ADVANTAGES, AdvantageOutputs, assign_advantages
-from verbatim.credit.chunk_returns import chunk_returns_advantage
-from verbatim.credit.default import default_advantage
-from verbatim.curriculum.online_filter import flatness
-from verbatim.errors import ComponentError, RecordError
-from verbatim.filters.zero_advantage import ZeroAdvantage
+from verbatim.core.errors import ComponentError, RecordError
 
 
 def played(agents: str, rewards: dict[str, float], *, reward: float = 0.0, untrained: str = "", tokens: int = 1):

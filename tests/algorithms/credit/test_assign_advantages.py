@@ -5,12 +5,12 @@ import math
 import numpy as np
 import pytest
 
-from credit.groups import group, group_of, rollout, turn
+from algorithms.credit.groups import group, group_of, rollout, turn
+from verbatim.algorithms.credit import ADVANTAGES, AdvantageOutputs, assign_advantages
+from verbatim.algorithms.credit.chunk_returns import TURN_REWARDS_SUM, chunk_returns_advantage
+from verbatim.algorithms.credit.default import default_advantage
 from verbatim.config.schema import LengthPenaltyConfig
-from verbatim.credit import ADVANTAGES, AdvantageOutputs, assign_advantages
-from verbatim.credit.chunk_returns import TURN_REWARDS_SUM, chunk_returns_advantage
-from verbatim.credit.default import default_advantage
-from verbatim.errors import ComponentError
+from verbatim.core.errors import ComponentError
 
 
 def returning(advantages):

@@ -2,12 +2,12 @@
 
 import pytest
 
-from credit.groups import advantages, group
-from verbatim.credit import ADVANTAGES
-from verbatim.credit.default import default_advantage
-from verbatim.credit.normalized import normalized_advantage
-from verbatim.credit.rloo import rloo_advantage
-from verbatim.errors import ComponentError
+from algorithms.credit.groups import advantages, group
+from verbatim.algorithms.credit import ADVANTAGES
+from verbatim.algorithms.credit.default import default_advantage
+from verbatim.algorithms.credit.normalized import normalized_advantage
+from verbatim.algorithms.credit.rloo import rloo_advantage
+from verbatim.core.errors import ComponentError
 
 
 def of(function, *rewards, **knobs):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from credit.groups import advantages, rollout, turn
-from verbatim.credit.chunk_returns import TURN_REWARDS_SUM, chunk_returns_advantage
-from verbatim.errors import ComponentError
+from algorithms.credit.groups import advantages, rollout, turn
+from verbatim.algorithms.credit.chunk_returns import TURN_REWARDS_SUM, chunk_returns_advantage
+from verbatim.core.errors import ComponentError
 
 
 def of(*rollouts, **knobs):

@@ -2,15 +2,15 @@
 
 import pytest
 
-from credit.groups import advantages, group, group_of, rollout, turn
+from algorithms.credit.groups import advantages, group, group_of, rollout, turn
 from verbatim import Trajectory
-from verbatim.credit import ADVANTAGES
-from verbatim.credit.length_penalty import with_relative_bonus
-from verbatim.curriculum import PoolRules, flatness
-from verbatim.evaluation.intervals import mean_interval, unpaired_mean
-from verbatim.filters.zero_advantage import ZeroAdvantage
-from verbatim.orchestrator.eval_progress import Criterion
-from verbatim.records.equality import are_equal, deviation
+from verbatim.algorithms.credit import ADVANTAGES
+from verbatim.algorithms.credit.length_penalty import with_relative_bonus
+from verbatim.algorithms.curriculum import PoolRules, flatness
+from verbatim.algorithms.filters.zero_advantage import ZeroAdvantage
+from verbatim.core.records.equality import are_equal, deviation
+from verbatim.run.evaluation.intervals import mean_interval, unpaired_mean
+from verbatim.run.orchestrator.eval_progress import Criterion
 
 NEARLY = [[0.7 + 0.1, 0.8], [0.1 + 0.2, 0.3, 0.3, 0.3], [0.5, 0.5 + 1e-8], [3e6, 3e6 + 1]]
 """In the first two, a sum misses the number that it is meant to be by a bit."""

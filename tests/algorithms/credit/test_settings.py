@@ -5,14 +5,14 @@ import math
 
 import pytest
 
-from credit.groups import group_of, rollout, turn
+from algorithms.credit.groups import group_of, rollout, turn
+from verbatim.algorithms.credit import ADVANTAGES
+from verbatim.algorithms.filters.zero_advantage import ZeroAdvantage
 from verbatim.config import load_config
 from verbatim.config.schema import LengthPenaltyConfig
-from verbatim.credit import ADVANTAGES
-from verbatim.errors import ConfigError
-from verbatim.filters.zero_advantage import ZeroAdvantage
-from verbatim.orchestrator.assemble import GroupRules, assemble_group, rollout_metrics
+from verbatim.core.errors import ConfigError
 from verbatim.run.environments import make_environments
+from verbatim.run.orchestrator.assemble import GroupRules, assemble_group, rollout_metrics
 from verbatim.run.parts import make_rules
 from verbatim.run.tables import component_tables
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verbatim import Example, Group, Trajectory
-from verbatim.curriculum import DifficultyPools, ExampleSchedule, PoolRules, flatness
-from verbatim.errors import NothingToSample
+from verbatim.algorithms.curriculum import DifficultyPools, ExampleSchedule, PoolRules, flatness
+from verbatim.core.errors import NothingToSample
 
 
 def rows(n, prefix="e"):

@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 
 from verbatim import Example
-from verbatim.curriculum import ExampleSchedule
-from verbatim.errors import RunStopped
+from verbatim.algorithms.curriculum import ExampleSchedule
+from verbatim.core.errors import RunStopped
 
 
 def rows(n, prefix="e"):

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from verbatim import Trajectory, Turn
-from verbatim.filters import apply_filters
-from verbatim.filters.zero_advantage import ZeroAdvantage
+from verbatim.algorithms.filters import apply_filters
+from verbatim.algorithms.filters.zero_advantage import ZeroAdvantage
 
 
 @dataclass(frozen=True)

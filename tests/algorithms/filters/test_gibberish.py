@@ -3,8 +3,8 @@
 import pytest
 
 from verbatim import Trajectory, Turn
-from verbatim.errors import ComponentError
-from verbatim.filters.gibberish import Gibberish
+from verbatim.algorithms.filters.gibberish import Gibberish
+from verbatim.core.errors import ComponentError
 
 
 def trajectory(*logprobs):

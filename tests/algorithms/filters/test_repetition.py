@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verbatim import Trajectory, Turn
-from verbatim.errors import ComponentError
-from verbatim.filters.repetition import Repetition
+from verbatim.algorithms.filters.repetition import Repetition
+from verbatim.core.errors import ComponentError
 
 
 def trajectory(*completions):

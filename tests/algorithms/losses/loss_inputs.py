@@ -2,7 +2,7 @@
 
 import torch
 
-from verbatim.losses import LossInputs
+from verbatim.algorithms.losses import LossInputs
 
 
 def inputs(trainer, inference, advantages, mask=None, chunks=None, teacher=None, dtype=torch.float64):

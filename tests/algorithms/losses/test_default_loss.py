@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from losses.loss_inputs import inputs, loss_and_gradient
-from verbatim.errors import ComponentError
-from verbatim.losses import LOSSES, LossInputs, default_loss
+from algorithms.losses.loss_inputs import inputs, loss_and_gradient
+from verbatim.algorithms.losses import LOSSES, LossInputs, default_loss
+from verbatim.core.errors import ComponentError
 
 
 def value_and_gradient(data, **knobs):

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from losses.toy_policy import PROMPT, VOCAB, Toy, context_of
+from algorithms.losses.toy_policy import PROMPT, VOCAB, Toy, context_of
 from verbatim import Group, build_samples
-from verbatim.credit import ADVANTAGES, assign_advantages
-from verbatim.losses import LOSSES, LossInputs
+from verbatim.algorithms.credit import ADVANTAGES, assign_advantages
+from verbatim.algorithms.losses import LOSSES, LossInputs
 
-DOCS = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+DOCS = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")
 DRIFT = 0.3
 """How far the policy has moved since it sampled, in the second table."""
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from losses.loss_inputs import log_inputs
-from verbatim.losses import LOSSES, LossInputs
+from algorithms.losses.loss_inputs import log_inputs
+from verbatim.algorithms.losses import LOSSES, LossInputs
 
 
 def clip(x, low, high):

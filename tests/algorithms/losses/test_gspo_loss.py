@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from losses.loss_inputs import inputs, log_inputs, loss_and_gradient, metrics_of
-from verbatim.errors import ComponentError
-from verbatim.losses import LOSSES, gspo_loss
+from algorithms.losses.loss_inputs import inputs, log_inputs, loss_and_gradient, metrics_of
+from verbatim.algorithms.losses import LOSSES, gspo_loss
+from verbatim.core.errors import ComponentError
 
 
 def test_one_ratio_for_the_trajectory_is_the_geometric_mean():

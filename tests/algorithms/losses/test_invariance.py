@@ -13,9 +13,9 @@ from drawn import counted
 from properties import reference
 from properties.episodes import random_batch
 from trainer.trainer_helpers import gradients, largest_difference, num_trained, write_model
-from verbatim.losses import LOSSES, LossInputs
-from verbatim.packing import PACKERS
-from verbatim.trajectories import STRATEGIES, build
+from verbatim.algorithms.losses import LOSSES, LossInputs
+from verbatim.core.trajectories import STRATEGIES, build
+from verbatim.trainer.packing import PACKERS
 
 LAYOUTS = list(product(sorted(STRATEGIES), sorted(PACKERS)))
 LIMITS = {18: 10_000, 17: 1, 20: 37, 16: 90}

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from losses.loss_inputs import inputs, log_inputs, loss_and_gradient, metrics_of
-from verbatim.errors import ComponentError
-from verbatim.losses import LOSSES, ipa_loss
-from verbatim.losses.ratios import segment_means
+from algorithms.losses.loss_inputs import inputs, log_inputs, loss_and_gradient, metrics_of
+from verbatim.algorithms.losses import LOSSES, ipa_loss
+from verbatim.algorithms.losses.ratios import segment_means
+from verbatim.core.errors import ComponentError
 
 
 def slopes(data, **knobs):

@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from losses.loss_inputs import inputs, log_inputs, loss_and_gradient
-from losses.test_gradients import some_tokens, with_teacher
-from verbatim.errors import ComponentError
-from verbatim.losses import LOSSES, Loss, LossInputs, LossOutputs, reference_term
-from verbatim.losses.ratios import k3
+from algorithms.losses.loss_inputs import inputs, log_inputs, loss_and_gradient
+from algorithms.losses.test_gradients import some_tokens, with_teacher
+from verbatim.algorithms.losses import LOSSES, Loss, LossInputs, LossOutputs, reference_term
+from verbatim.algorithms.losses.ratios import k3
+from verbatim.core.errors import ComponentError
 
 LOG2 = 0.6931471805599453
 LOSSES_WITH_A_REFERENCE = [name for name in LOSSES if name != "sft"]

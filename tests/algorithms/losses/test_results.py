@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from verbatim.errors import ComponentError
-from verbatim.losses import LOSSES, Loss, LossInputs, LossOutputs
-from verbatim.losses.results import as_scalar, try_loss
+from verbatim.algorithms.losses import LOSSES, Loss, LossInputs, LossOutputs
+from verbatim.algorithms.losses.results import as_scalar, try_loss
+from verbatim.core.errors import ComponentError
 
 
 def total(inputs: LossInputs) -> torch.Tensor:

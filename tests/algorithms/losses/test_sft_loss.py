@@ -4,7 +4,7 @@ import sys
 import pytest
 import torch
 
-from verbatim.losses import LOSSES, LossInputs, sft_loss
+from verbatim.algorithms.losses import LOSSES, LossInputs, sft_loss
 
 
 def test_loss_is_the_negative_log_likelihood_of_the_trained_tokens():
@@ -21,5 +21,5 @@ def test_loss_is_the_negative_log_likelihood_of_the_trained_tokens():
 
 @pytest.mark.realtime
 def test_importing_losses_imports_no_torch():
-    code = "import sys, verbatim.losses, verbatim.packing; sys.exit('torch' in sys.modules)"
+    code = "import sys, verbatim.algorithms.losses, verbatim.trainer.packing; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from verbatim import Trajectory, Turn
-from verbatim.credit import AdvantageInputs, AdvantageOutputs
-from verbatim.credit.chunk_returns import TURN_REWARDS_SUM
-from verbatim.losses import Loss, LossInputs
+from verbatim.algorithms.credit import AdvantageInputs, AdvantageOutputs
+from verbatim.algorithms.credit.chunk_returns import TURN_REWARDS_SUM
+from verbatim.algorithms.losses import Loss, LossInputs
 
 VOCAB = 5
 PROMPT = 7

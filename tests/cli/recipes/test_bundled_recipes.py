@@ -115,7 +115,7 @@ def test_the_recipe_of_imitation_takes_its_steps(place: Path):
 def test_a_runs_trajectories_are_read_by_the_lines_of_their_page(
     played: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ):
-    page = (Path(__file__).parents[2] / "docs" / "trajectories.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "trajectories.md").read_text(encoding="utf-8")
     (snippet,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     run = played("alphabet_sort")
     capsys.readouterr()

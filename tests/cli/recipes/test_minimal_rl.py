@@ -14,7 +14,7 @@ import pytest
 from e2e.tiny_runs import build_tiny_model
 from verbatim.cli.main import main
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPES = Path(__file__).parents[3] / "recipes"
 STEP_LINE = re.compile(r"step +(\d+)  reward (\d\.\d+)  trained tokens +(\d+)  grad norm (\d+\.\d+)")
 
 
@@ -40,11 +40,11 @@ def test_config_accepts_the_recipe_and_prints_what_it_says(
 ):
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)  # an environment may lie beside its recipe
-    build_tiny_model(tmp_path / "model")
+    build_tiny_model(tmp_path / "model", context_length=640)
     found = ["--inference.vllm.urls", '["http://127.0.0.1:8000"]'] if "vllm" in file.name else []  # needs no vLLM here
     model = tomllib.loads(file.read_text())["model"].get("name", "")
     if "runs/" in model or "smollm2" in model:  # another run's, or one that `verbatim models get` brings
-        found += ["--model.name", "model", "--orchestrator.seq-len", "384"]
+        found += ["--model.name", "model", "--orchestrator.seq-len", "640"]
         found += ["--orchestrator.teacher.model", "model"] if "opd" in file.name else []
     assert main(["config", str(file), *found]) == 0
     printed = tomllib.loads(capsys.readouterr().out)
@@ -68,6 +68,6 @@ def test_the_minimal_loop_trains(capsys):
 
 @pytest.mark.slow
 def test_the_recipe_in_the_readme_is_the_recipe():
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     recipe = (root / "recipes" / "guess_number.toml").read_text().strip()
     assert f"```toml\n{recipe}\n```" in (root / "README.md").read_text()

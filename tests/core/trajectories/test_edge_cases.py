@@ -11,16 +11,16 @@ from byte_renderer import VOCAB_SIZE, ByteRenderer, say
 from drawn import drawn, is_found
 from properties.episodes import random_batch
 from verbatim import Example, RolloutIdentity, Trajectory, Turn
-from verbatim.credit import assign_advantages
-from verbatim.credit.default import default_advantage
+from verbatim.algorithms.credit import assign_advantages
+from verbatim.algorithms.credit.default import default_advantage
+from verbatim.core.errors import RecordError, RunStopped
+from verbatim.core.trajectories import build, build_samples
+from verbatim.core.trajectories.extension import OpenSamples
+from verbatim.core.types import Group
 from verbatim.environments.base import Episode, Reply
-from verbatim.errors import RecordError, RunStopped
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import AgentLoop, EpisodeLimits, Recorder, run_episode
-from verbatim.trajectories import build, build_samples
-from verbatim.trajectories.extension import OpenSamples
-from verbatim.types import Group
 
 
 def turn(prompt, completion, **fields):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from verbatim.trajectories import Fate, build
-from verbatim.types import Trajectory, Turn
+from verbatim.core.trajectories import Fate, build
+from verbatim.core.types import Trajectory, Turn
 
 SAID = Turn(prompt_ids=[1], completion_ids=[2, 3], logprobs=[-0.5, -0.5])
 WITHOUT = Turn(prompt_ids=[1, 2, 3, 4], completion_ids=[5, 6, 7])

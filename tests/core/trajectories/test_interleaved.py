@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import verbatim.trajectories.samples
+import verbatim.core.trajectories.samples
 from drawn import drawn, is_found
 from verbatim import Trajectory, Turn, build_samples
-from verbatim.trajectories import build
-from verbatim.trajectories.extension import OpenSamples
+from verbatim.core.trajectories import build
+from verbatim.core.trajectories.extension import OpenSamples
 
 
 def turn(prompt, completion, **fields):
@@ -29,7 +29,7 @@ def trained(sample):
 
 
 def test_the_worked_example_in_the_docstring_holds():
-    assert doctest.testmod(verbatim.trajectories.samples).failed == 0
+    assert doctest.testmod(verbatim.core.trajectories.samples).failed == 0
 
 
 def test_three_turns_that_extend_each_other_are_one_sample():

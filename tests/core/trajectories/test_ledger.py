@@ -2,7 +2,7 @@
 
 import pytest
 
-from verbatim.trajectories import Ledger
+from verbatim.core.trajectories import Ledger
 
 
 def test_sampled_is_trained_plus_dropped_plus_pending():

@@ -10,7 +10,7 @@ import pytest
 from e2e.tiny_runs import workplace
 from verbatim import Trajectory, Turn, build_samples
 from verbatim.config import load_config
-from verbatim.errors import ComponentError, ConfigError
+from verbatim.core.errors import ComponentError, ConfigError
 from verbatim.run.tables import component_tables
 
 MINE = """

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawn import drawn
-from verbatim.records import spans as module
-from verbatim.records.spans import OUTSIDE, Span, expanded, of_trained, trained_places
+from verbatim.core.records import spans as module
+from verbatim.core.records.spans import OUTSIDE, Span, expanded, of_trained, trained_places
 
 
 def test_the_worked_examples_in_the_docstrings_hold():

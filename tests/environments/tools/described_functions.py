@@ -295,24 +295,9 @@ class Night(Sky):
 
 
 FUNCTIONS = (
-    plain,
-    unions,
-    containers,
-    choices,
-    choices_in_words,
-    long_words,
-    sections_after,
-    note_after,
-    no_arguments,
-    annotated,
-    decorated,
-    on_the_loop,
-    Sky().bound,
-    Sky.static,
-    Sky().static,
-    Sky.of_class,
-    Night().bound,
-)
+    plain, unions, containers, choices, choices_in_words, long_words, sections_after, note_after, no_arguments,
+    annotated, decorated, on_the_loop, Sky().bound, Sky.static, Sky().static, Sky.of_class, Night().bound,
+)  # fmt: skip
 
 
 def with_defaults(

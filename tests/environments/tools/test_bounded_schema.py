@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from verbatim.errors import ComponentError
-from verbatim.tools import json_arguments
-from verbatim.tools.base import ToolArgumentsError
-from verbatim.tools.json_arguments import JsonArguments
-from verbatim.tools.manager import ToolManager
-from verbatim.types import ToolCall
+from verbatim.core.errors import ComponentError
+from verbatim.core.types import ToolCall
+from verbatim.environments.tools import json_arguments
+from verbatim.environments.tools.base import ToolArgumentsError
+from verbatim.environments.tools.json_arguments import JsonArguments
+from verbatim.environments.tools.manager import ToolManager
 from waiting import HANGS
 
 SLOW = "^(a|aa)+$"

@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import BaseModel, Field
 
-from verbatim.errors import ComponentError
-from verbatim.tools import FunctionTool, Tool, ToolArgumentsError, ToolResult
+from verbatim.core.errors import ComponentError
+from verbatim.environments.tools import FunctionTool, Tool, ToolArgumentsError, ToolResult
 
 
 class Place(BaseModel):

@@ -1,10 +1,12 @@
 """What shuts a script in is tried out before it is trusted, and refused in words that help."""
 
+import resource
+
 import pytest
 
-from verbatim.errors import UsageError
-from verbatim.tools import isolation as module
-from verbatim.tools.isolation import ISOLATIONS, Isolation, SandboxLimits, find_isolation, why_not
+from verbatim.core.errors import UsageError
+from verbatim.environments.tools import isolation as module
+from verbatim.environments.tools.isolation import ISOLATIONS, Isolation, SandboxLimits, find_isolation, ulimits, why_not
 
 pytestmark = pytest.mark.realtime
 
@@ -88,3 +90,12 @@ def test_unsafe_allow_gives_up_isolation_only_where_there_is_none(monkeypatch):
 def test_a_limit_of_nothing_is_refused(limit):
     with pytest.raises(UsageError, match=f"{limit} = 0; expected more than 0"):
         SandboxLimits(**{limit: 0})
+
+
+def test_a_limit_above_what_this_process_may_set_is_lowered_to_that(monkeypatch: pytest.MonkeyPatch):
+    """`ulimit` would fail, and with it every sandbox."""
+    most = {resource.RLIMIT_NOFILE: 1024, resource.RLIMIT_DATA: 64 << 20, resource.RLIMIT_NPROC: 10_000}
+    monkeypatch.setattr(module.resource, "getrlimit", lambda kind: (0, most.get(kind, resource.RLIM_INFINITY)))
+    limits = SandboxLimits(open_files=4096, memory_mb=4096, processes=32, cpu_seconds=7)
+    set_limits = ulimits(limits, "open_files", "memory_mb", "processes", "cpu_seconds")
+    assert set_limits == "ulimit -c 0 && ulimit -n 1024 -d 65536 -u 32 -t 7"

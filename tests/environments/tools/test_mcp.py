@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import json
 import os
 import signal
 import socket
@@ -14,11 +15,11 @@ import pytest
 
 from byte_renderer import END, VOCAB_SIZE, ByteRenderer, say
 from byte_renderer import call as ask
-from verbatim.errors import ComponentError, UsageError
+from verbatim.core.errors import ComponentError, UsageError
+from verbatim.core.types import ToolCall
+from verbatim.environments.tools import McpTools, ToolManager
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import MultiTurnRollout
-from verbatim.tools import McpTools, ToolManager
-from verbatim.types import ToolCall
 from waiting import HANGS
 from waiting import wait_until as until
 
@@ -212,12 +213,18 @@ def test_a_server_that_cannot_be_started_again_fails_each_call_once_and_soon(tmp
     script.write_text(Path(SERVER).read_text())
     with McpTools.stdio(sys.executable, [str(script)], connect_timeout=HANGS) as source:
         manager = ToolManager(source.tools)
-        starts = tmp_path / "starts"
-        script.write_text(f"open({str(starts)!r}, 'a').write('x')\nraise SystemExit(1)")
+        starts, go = tmp_path / "starts", tmp_path / "go"
+        script.write_text(
+            f"import pathlib, time\nopen({str(starts)!r}, 'a').write('x')\n"
+            f"while not pathlib.Path({str(go)!r}).exists():\n    time.sleep(0.01)\nraise SystemExit(1)"
+        )
         run(manager, "die")
 
         async def together():
-            return await asyncio.gather(*(dispatch(manager, "add", a=1, b=1) for _ in range(20)))
+            calls = [asyncio.create_task(dispatch(manager, "add", a=1, b=1)) for _ in range(20)]
+            await asyncio.to_thread(until, starts.exists)
+            go.touch()  # by then all of them wait
+            return await asyncio.gather(*calls)
 
         answers = asyncio.run(together())
         assert {kind for kind, _ in answers} == {"exception"}
@@ -321,7 +328,7 @@ def test_a_server_that_is_not_there_is_refused_when_the_source_is_opened(source,
 
 def test_over_http_it_is_the_same_also_after_the_server_was_restarted(monkeypatch):
     """Two clients of one server: "legacy" speaks the protocol with sessions, which a restarted server does not know."""
-    from verbatim.tools import mcp_session
+    from verbatim.environments.tools import mcp_session
 
     client, managers = mcp_session.Client, []
     with contextlib.ExitStack() as stack:
@@ -342,7 +349,7 @@ def test_over_http_it_is_the_same_also_after_the_server_was_restarted(monkeypatc
 
 
 def test_a_session_that_the_server_has_forgotten_is_begun_again_once(monkeypatch):
-    from verbatim.tools import mcp_session
+    from verbatim.environments.tools import mcp_session
 
     left, pids = [], []
 
@@ -360,3 +367,49 @@ def test_a_session_that_the_server_has_forgotten_is_begun_again_once(monkeypatch
             left[:], pids[:] = [mcp_session.MCPError(-32600, "Session not found")] * times, []
             assert run(ToolManager(source.tools), "add", a=2, b=3) == expected
             assert len(set(pids)) == len(pids) == 2
+
+
+def raw(tools, result=None):
+    """A server that lists and answers with whatever JSON."""
+    server = str(Path(__file__).with_name("mcp_raw_server.py"))
+    return McpTools.stdio(sys.executable, [server, json.dumps([tools, result or {}])], connect_timeout=HANGS)
+
+
+GOOD = {"name": "good", "inputSchema": {"type": "object"}}
+
+
+@pytest.mark.parametrize(
+    ("bad", "where"),
+    [
+        ({"name": "bad"}, "tools.1.inputSchema"),
+        ({"inputSchema": {"type": "object"}}, "tools.1.name"),
+        ({"name": 3, "inputSchema": {"type": "object"}}, "tools.1.name"),
+        ("text", "tools.1"),
+        ({"name": "bad", "inputSchema": {"type": "array"}}, "tools.1.inputSchema.type"),
+        ({"name": "bad", "inputSchema": {"type": "object"}, "description": 5}, "tools.1.description"),
+    ],
+)
+def test_one_invalid_tool_of_a_list_is_named(bad, where):
+    with pytest.raises(
+        ComponentError, match=rf"MCP server .*: it lists what is no tool of MCP: {where}: found"
+    ) as told:
+        raw([GOOD, bad]).open()
+    assert "pydantic" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("result", "says"),
+    [
+        ({"content": "x"}, "no result of MCP: content: found 'x'"),
+        ({"content": [{"type": "nonsense"}]}, "no result of MCP: content.0"),
+        ({"content": [], "structuredContent": {"a": "x"}}, "a wrong result: "),
+    ],
+)
+def test_an_answer_that_is_no_result_is_a_failure_of_its_tool(result, says):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    with raw([{**GOOD, "outputSchema": schema}], result) as source:
+        kind, content = run(ToolManager(source.tools), "good")
+    assert (
+        kind == "exception" and content.startswith("Error: good failed: its server answered with ") and says in content
+    )
+    assert "pydantic" not in content and len(content) < 500

@@ -2,8 +2,8 @@
 
 import re
 
-from verbatim.tools.isolation import SandboxLimits
-from verbatim.tools.sandbox import Answer, ShellProtocol
+from verbatim.environments.tools.isolation import SandboxLimits
+from verbatim.environments.tools.sandbox import Answer, ShellProtocol
 
 
 def token_of(protocol: ShellProtocol) -> bytes:
@@ -49,7 +49,7 @@ def test_everything_is_killed_only_by_process_1_of_a_namespace():
 def test_limits_are_set_before_the_first_shell_starts():
     limits = SandboxLimits(cpu_seconds=3, memory_mb=5, disk_mb=7, open_files=11, processes=13)
     script = ShellProtocol().keeper(limits, has_namespaces=True)
-    assert "ulimit -t 3 -v 5120 -f 7168 -n 11 -u 13 || exit" in script
+    assert "ulimit -t 3 -d 5120 -f 7168 -n 11 -u 13 || exit" in script
     assert script.index("ulimit") < script.index("bash --noprofile")
 
 

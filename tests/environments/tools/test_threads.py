@@ -10,8 +10,8 @@ import weakref
 
 import pytest
 
-from verbatim.tools import threads
-from verbatim.tools.threads import in_thread
+from verbatim.environments.tools import threads
+from verbatim.environments.tools.threads import in_thread
 from waiting import HANGS, until, wait_until
 
 pytestmark = pytest.mark.realtime

@@ -14,10 +14,10 @@ import weakref
 
 import pytest
 
-from verbatim.errors import ComponentError, UsageError
-from verbatim.tools import FunctionTool, McpTools, ToolFailed, ToolManager, ToolResult
-from verbatim.types import ToolCall
-from verbatim.user_code import let_go
+from verbatim.core.errors import ComponentError, UsageError
+from verbatim.core.types import ToolCall
+from verbatim.core.user_code import let_go
+from verbatim.environments.tools import FunctionTool, McpTools, ToolFailed, ToolManager, ToolResult
 from waiting import HANGS, until
 
 
@@ -488,14 +488,15 @@ def test_what_only_holds_tools_is_refused_with_how_to_give_them():
 
 @pytest.mark.realtime
 def test_importing_the_tools_imports_no_mcp():
-    script = "import sys, verbatim.tools; print([m for m in ('mcp', 'anyio', 'jsonschema') if m in sys.modules])"
+    heavy = ("mcp", "anyio", "jsonschema")
+    script = f"import sys, verbatim.environments.tools; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
 def test_an_mcp_source_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "mcp", None)
-    monkeypatch.delitem(sys.modules, "verbatim.tools.mcp_session", raising=False)
+    monkeypatch.delitem(sys.modules, "verbatim.environments.tools.mcp_session", raising=False)
     with pytest.raises(UsageError, match=r"pip install 'verbatim-rl\[mcp\]'"):
         McpTools.stdio("server").open()
 

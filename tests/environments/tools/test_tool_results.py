@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from pydantic import BaseModel
 
-from verbatim.tools import FunctionTool, ToolResult
-from verbatim.tools.function_tool import as_result
+from verbatim.environments.tools import FunctionTool, ToolResult
+from verbatim.environments.tools.function_tool import as_result
 
 
 class Color(enum.Enum):

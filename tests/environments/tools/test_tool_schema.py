@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 from transformers.utils import get_json_schema
 
-from verbatim.errors import ComponentError
-from verbatim.tools import FunctionTool, ToolArgumentsError, ToolManager
+from verbatim.core.errors import ComponentError
+from verbatim.environments.tools import FunctionTool, ToolArgumentsError, ToolManager
 
 
 def as_text(schema):

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from verbatim.core.types import StopReason, ToolCall
 from verbatim.inference.chat.answer import read_arguments
 from verbatim.inference.chat.protocol import ChatDelta, ChatReply, ChatStream
-from verbatim.types import StopReason, ToolCall
 
 texts = st.text('ab \n\r\t"\\\u2028\x00ö€🙂', max_size=12)
 """Texts with line ends of all kinds, quotes, and characters of several bytes."""

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
+from verbatim.core.types import StopReason, ToolCall
 from verbatim.inference.chat import anthropic_form
 from verbatim.inference.chat.anthropic_messages import FIELDS, AnthropicMessages
 from verbatim.inference.chat.protocol import (
@@ -25,7 +26,6 @@ from verbatim.inference.chat.protocol import (
     RequestedSampling,
     Stamp,
 )
-from verbatim.types import StopReason, ToolCall
 
 HELLO = [{"role": "user", "content": "hi"}]
 ADD = {"name": "add", "description": "Add.", "input_schema": {"type": "object"}, "cache_control": {"type": "ephemeral"}}

@@ -11,7 +11,8 @@ import pytest
 from byte_renderer import VOCAB_SIZE, ByteRenderer, call
 from campaigns import Campaign, sized
 from faults.hostile_requests import CHATS, Case, body_cases, field_cases
-from verbatim.errors import VerbatimError
+from verbatim.core.errors import VerbatimError
+from verbatim.core.types import StopReason
 from verbatim.inference.base import Completion
 from verbatim.inference.chat.anthropic_messages import AnthropicMessages
 from verbatim.inference.chat.openai_chat import OpenAIChat
@@ -19,7 +20,6 @@ from verbatim.inference.chat.openai_responses import OpenAIResponses
 from verbatim.inference.chat.protocol import ChatProtocol, ProtocolRefusal, Stamp
 from verbatim.inference.http.chat_work import read_chat, read_completion
 from verbatim.inference.http.exchange import json_answer
-from verbatim.types import StopReason
 
 ALL: tuple[ChatProtocol, ...] = (OpenAIChat(), AnthropicMessages(), OpenAIResponses())
 PROTOCOLS = dict(zip(CHATS, ALL, strict=True))

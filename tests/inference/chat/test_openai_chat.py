@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from verbatim.core.types import StopReason, ToolCall
 from verbatim.inference.chat import messages, openai_form, protocol, streaming
 from verbatim.inference.chat.openai_chat import FIELDS, OpenAIChat
 from verbatim.inference.chat.protocol import (
@@ -26,7 +27,6 @@ from verbatim.inference.chat.protocol import (
     Stamp,
 )
 from verbatim.inference.chat.streaming import StreamDiverged, token_logprobs
-from verbatim.types import StopReason, ToolCall
 
 HELLO = [{"role": "user", "content": "hi"}]
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}, "strict": True}}
@@ -158,6 +158,20 @@ def test_a_conversation_becomes_canonical_messages():
     ]
 
 
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ({"reasoning_content": "", "reasoning": "hm"}, "hm"),
+        ({"reasoning_content": "hm", "reasoning": ""}, "hm"),
+        ({"reasoning": ""}, ""),
+        ({"reasoning_content": None, "reasoning": "hm"}, "hm"),
+    ],
+)
+def test_a_thought_is_read_under_either_name(given, read):
+    body = {"messages": [{"role": "assistant", "content": "so", **given}, {"role": "user", "content": "and?"}]}
+    assert OpenAIChat().read(body, {}).messages[0]["reasoning_content"] == read
+
+
 def test_a_session_comes_from_the_body_or_the_header():
     assert read(headers={"x-session-id": "a" * 2000}).session == "a" * 1024
     assert read(headers={"x-session-id": "a"}, verbatim={"session": "b", "seed": 9}).session == "b"
@@ -187,7 +201,7 @@ def test_a_session_comes_from_the_body_or_the_header():
         ({"temperature": -1}, "temperature", "temperature = -1"),
         ({"temperature": "hot"}, "temperature", "expected a number"),
         ({"temperature": 10**400}, "temperature", "expected a number"),
-        ({"top_p": 0}, "top_p", "top_p = 0.0; expected in (0, 1]"),
+        ({"top_p": 0}, "top_p", "top_p = 0.0; expected in [1e-30, 1]"),
         ({"seed": 2**63}, "seed", "seed"),
         ({"max_tokens": 0}, "max_tokens", "max_tokens = 0"),
         ({"max_tokens": 1.5}, "max_tokens", "expected an integer"),
@@ -232,7 +246,7 @@ def test_a_body_that_is_too_deep_is_refused():
     value: Any = {}
     for _ in range(100):
         value = {"a": value}
-    assert refused(metadata=value).message == "metadata is nested deeper than 64 levels"
+    assert refused(metadata=value).message == ("metadata is nested deeper than 64 levels, at metadata.a.a.a.a.a")
     assert refused(metadata={"a": [float("inf")]}).message == "metadata holds a number that is too large"
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from verbatim.core.types import StopReason, ToolCall
 from verbatim.inference.chat.openai_responses import FIELDS, OpenAIResponses
 from verbatim.inference.chat.protocol import (
     ChatDelta,
@@ -22,7 +23,6 @@ from verbatim.inference.chat.protocol import (
     RequestedSampling,
     Stamp,
 )
-from verbatim.types import StopReason, ToolCall
 
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}
 PATCH = {"type": "custom", "name": "patch", "description": "Change files."}
@@ -118,6 +118,7 @@ def test_items_of_one_turn_are_one_message():
             {"type": "message", "role": "assistant", "content": "one"},
             {"type": "reasoning", "summary": [{"type": "summary_text", "text": "then"}], "encrypted_content": "x"},
             {"type": "message", "role": "assistant", "content": "two"},
+            {"type": "message", "role": "user", "content": "so?"},
         ]
     )
     assert list(request.messages) == [
@@ -142,6 +143,7 @@ def test_items_of_one_turn_are_one_message():
         {"role": "tool", "content": "", "tool_call_id": "c3"},
         {"role": "assistant", "content": "one"},
         {"role": "assistant", "content": "two", "reasoning_content": "then"},
+        {"role": "user", "content": "so?"},
     ]
 
 

@@ -15,7 +15,7 @@ from verbatim.inference.embedded.engine import TorchSampler
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.inference.http.server import serve_sampler
 from verbatim.models.loading import load_tokenizer
-from verbatim.renderers import create_renderer
+from verbatim.models.renderers import create_renderer
 
 pytestmark = [pytest.mark.slow, pytest.mark.realtime]
 

@@ -5,14 +5,14 @@ import itertools
 
 import numpy as np
 
-from verbatim.errors import ModelError, SamplerFault
+from verbatim.core.errors import ModelError, SamplerFault
+from verbatim.core.types import StopReason
 from verbatim.inference import Completion, SampleRequest, SamplingParams
 from verbatim.inference.cut_off import cut_off
 from verbatim.inference.pool.base import ReplicaLoad, TooSlow
 from verbatim.inference.pool.loading import Limits
 from verbatim.inference.pool.pool import ReplicaPool
 from verbatim.inference.scripted import ScriptedSampler
-from verbatim.types import StopReason
 from waiting import HANGS
 
 VOCAB = 100

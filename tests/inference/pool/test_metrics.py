@@ -12,7 +12,7 @@ from verbatim.inference.pool.metrics import MOST_NAMED, PoolMetrics
 from verbatim.inference.pool.places import Places
 from verbatim.inference.pool.roster import Counts
 from verbatim.inference.pool.routing import Router
-from verbatim.orchestrator.step_metrics import ReportsMetrics
+from verbatim.run.orchestrator.step_metrics import ReportsMetrics
 from waiting import until
 
 

@@ -18,7 +18,7 @@ from inference.pool.scripted_replicas import (
     request,
     settled,
 )
-from verbatim.errors import EngineDead, RecordError, SamplerFault
+from verbatim.core.errors import EngineDead, RecordError, SamplerFault
 from verbatim.inference.base import Sampler, as_replicated, failure_of, watch_engine
 from verbatim.inference.cut_off import num_tokens_drawn, num_tokens_lost
 from verbatim.inference.pool.base import TooSlow

@@ -7,7 +7,7 @@ import pytest
 
 from inference.pool.scripted_replicas import LIMITS, Restarts, ScriptedCheck, ScriptedReplica, request, settled
 from inference.pool.test_pool import opened
-from verbatim.errors import EngineDead
+from verbatim.core.errors import EngineDead
 from waiting import until
 
 pytestmark = pytest.mark.realtime

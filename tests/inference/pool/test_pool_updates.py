@@ -17,7 +17,7 @@ from inference.pool.scripted_replicas import (
     settled,
 )
 from inference.pool.test_pool import opened
-from verbatim.errors import EngineDead, RunStopped
+from verbatim.core.errors import EngineDead, RunStopped
 from verbatim.inference.cut_off import num_tokens_drawn, num_tokens_lost
 from verbatim.inference.pool import loading
 from waiting import HANGS, until
@@ -370,8 +370,8 @@ async def test_weights_that_are_not_the_trainers_at_the_start_end_the_run_by_nam
         with pytest.raises(
             RunStopped,
             match=(
-                r"^replicas do not hold policy version 0, with which the run begins\. replica 1: its logprobs are those of "
-                r"version 5$"
+                r"^replicas do not hold policy version 0, with which the run begins\. replica 1: its logprobs are "
+                r"those of version 5$"
             ),
         ):
             await pool.check_replicas(ScriptedCheck(0))

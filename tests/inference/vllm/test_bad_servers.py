@@ -12,7 +12,7 @@ import pytest
 from inference.vllm.tiny_model import TinyModel
 from inference.vllm.vllm_double import VllmDouble, serving
 from private_ca import make_private_ca
-from verbatim.errors import SamplerFault, UsageError
+from verbatim.core.errors import SamplerFault, UsageError
 from verbatim.inference.backends import BackendInputs
 from verbatim.inference.http.server import serve_sampler
 from verbatim.inference.scripted import ScriptedSampler

@@ -17,7 +17,7 @@ from inference.vllm.group_sender import GroupSender
 from inference.vllm.test_server_pool import Trained
 from inference.vllm.tiny_model import TinyModel
 from inference.vllm.vllm_double import VllmDouble, serving
-from verbatim.errors import RunStopped, UsageError
+from verbatim.core.errors import RunStopped, UsageError
 from verbatim.inference import SampleRequest, SamplingParams
 from verbatim.inference.backends import BackendInputs
 from verbatim.inference.pool.base import TooSlow

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from pydantic import ValidationError
 
-from verbatim.errors import UsageError
+from verbatim.core.errors import UsageError
 from verbatim.inference.vllm.command import PLUGIN, server_command, server_environment
 from verbatim.inference.vllm.facts import ServerFacts, refuse_inexact
 from verbatim.inference.vllm.settings import VllmSettings

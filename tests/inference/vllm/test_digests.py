@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from verbatim.errors import ModelError, SamplerFault
+from verbatim.core.errors import ModelError, SamplerFault
 from verbatim.inference.vllm.command import PLUGIN
 from verbatim.inference.vllm.digests import Piece, PublishedFolder, WorkerReport, digest, open_folder, read_reports
 

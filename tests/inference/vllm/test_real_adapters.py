@@ -16,10 +16,10 @@ import pytest
 from inference.vllm.real_servers import TOLERANCE, Served, end_all_requests, served, until_drawn
 from inference.vllm.test_vllm_adapters import RANK, AdaptedModel, request
 from inference.vllm.tiny_model import CONTEXT
-from verbatim.errors import SamplerFault
+from verbatim.core.errors import SamplerFault
 from verbatim.inference.vllm.replica import VllmReplica
-from verbatim.orchestrator.weight_sync import WeightSync
-from verbatim.transport import StepReport
+from verbatim.run.orchestrator.weight_sync import WeightSync
+from verbatim.trainer.transport import StepReport
 
 pytestmark = [
     pytest.mark.vllm,

@@ -12,7 +12,7 @@ import torch
 
 from inference.vllm.real_servers import SIZES, TOLERANCE, Served, served
 from inference.vllm.tiny_model import MoeModel
-from verbatim.errors import SamplerFault
+from verbatim.core.errors import SamplerFault
 from verbatim.inference.base import SampleRequest, SamplingParams
 
 pytestmark = [pytest.mark.vllm, pytest.mark.realtime, pytest.mark.xdist_group("experts")]

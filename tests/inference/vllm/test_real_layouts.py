@@ -10,8 +10,8 @@ import pytest
 
 from inference.vllm.real_servers import SIZES, TOLERANCE, Served, served
 from inference.vllm.tiny_model import TinyModel
-from verbatim.errors import SamplerFault
-from verbatim.transport.canary import tolerance_of
+from verbatim.core.errors import SamplerFault
+from verbatim.trainer.transport.canary import tolerance_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.realtime]
 GROUPS = {"halves": "plain servers", "untied_halves": "other layouts", "bfloat16": "other layouts"}

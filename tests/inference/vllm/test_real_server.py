@@ -34,7 +34,8 @@ from inference.vllm.test_server_pool import PLANTED
 from inference.vllm.tiny_model import CONTEXT, TinyModel
 from inference.vllm.vllm_double import VllmDouble, as_json, serving, shape_of
 from verbatim.config.schema import TeacherConfig
-from verbatim.errors import ModelError, SamplerFault, UsageError
+from verbatim.core.errors import ModelError, SamplerFault, UsageError
+from verbatim.core.types import StopReason
 from verbatim.inference import SampleRequest, SamplingParams
 from verbatim.inference.http.client import HttpClient, encode, read_json
 from verbatim.inference.http.protocol import read_completion
@@ -42,7 +43,6 @@ from verbatim.inference.teacher import make_teacher
 from verbatim.inference.vllm.process import free_port, make_process
 from verbatim.inference.vllm.replica import VllmReplica
 from verbatim.inference.vllm.settings import VllmSettings
-from verbatim.types import StopReason
 from waiting import HANGS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.realtime, pytest.mark.xdist_group("plain servers")]

@@ -18,13 +18,13 @@ from safetensors.torch import load_file, save_file
 
 from inference.vllm.tiny_model import TinyModel
 from inference.vllm.vllm_double import VllmDouble, serving
-from verbatim.errors import ModelError, RecordError, SamplerFault, UsageError
+from verbatim.core.errors import ModelError, RecordError, SamplerFault, UsageError
+from verbatim.core.types import StopReason
 from verbatim.inference import Sampler, SampleRequest, SamplingParams
 from verbatim.inference.pool.base import ReplicaLoad
 from verbatim.inference.vllm.facts import ServerFacts
 from verbatim.inference.vllm.metrics import read_metrics
 from verbatim.inference.vllm.replica import VllmReplica
-from verbatim.types import StopReason
 from waiting import HANGS, until
 
 pytestmark = pytest.mark.realtime

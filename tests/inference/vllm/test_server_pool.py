@@ -23,8 +23,8 @@ from verbatim.inference.backends import BackendInputs
 from verbatim.inference.pool.servers import ServerPool
 from verbatim.inference.vllm.backend import vllm_backend
 from verbatim.inference.vllm.settings import VllmSettings
-from verbatim.orchestrator.weight_sync import Canary
-from verbatim.transport.canary import Probes, probe_sequences
+from verbatim.run.orchestrator.weight_sync import Canary
+from verbatim.trainer.transport.canary import Probes, probe_sequences
 from waiting import until
 
 pytestmark = pytest.mark.realtime

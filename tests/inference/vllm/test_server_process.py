@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from verbatim.errors import SamplerFault
+from verbatim.core.errors import SamplerFault
 from verbatim.inference.vllm.process import ServerProcess, free_port
 from waiting import HANGS, until, wait_until
 

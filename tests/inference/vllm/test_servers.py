@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from e2e.tiny_runs import build_tiny_model
-from verbatim.errors import SamplerFault, UsageError
+from verbatim.core.errors import SamplerFault, UsageError
 from verbatim.inference.backends import BackendInputs
 from verbatim.inference.vllm.backend import vllm_backend
 from verbatim.inference.vllm.process import free_port

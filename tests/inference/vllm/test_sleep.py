@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from inference.vllm.test_replica import connected, request, tied, trainer
-from verbatim.errors import SamplerFault
+from verbatim.core.errors import SamplerFault
 from verbatim.inference.vllm.command import server_command
 from verbatim.inference.vllm.settings import VllmSettings
 from waiting import until

@@ -19,16 +19,16 @@ from safetensors.torch import load_file, save_file
 from inference.vllm.lora_double import RANK, LoraDouble
 from inference.vllm.tiny_model import TinyModel
 from inference.vllm.vllm_double import serving
-from verbatim.errors import ModelError, SamplerFault, UsageError
+from verbatim.core.errors import ModelError, SamplerFault, UsageError
 from verbatim.inference import BackendInputs, SampleRequest, SamplingParams
 from verbatim.inference.vllm.command import server_command, server_environment
 from verbatim.inference.vllm.digests import Piece, PublishedFolder, digest
 from verbatim.inference.vllm.replica import VllmReplica
 from verbatim.inference.vllm.servers import vllm_servers
 from verbatim.inference.vllm.settings import VllmSettings
-from verbatim.orchestrator.weight_sync import WeightSync
-from verbatim.transport import StepReport
-from verbatim.transport.canary import Probes, probe_sequences
+from verbatim.run.orchestrator.weight_sync import WeightSync
+from verbatim.trainer.transport import StepReport
+from verbatim.trainer.transport.canary import Probes, probe_sequences
 from waiting import HANGS, until
 
 pytestmark = [pytest.mark.realtime, pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:peft")]

@@ -11,25 +11,25 @@ from pathlib import Path
 import pytest
 
 from verbatim import Trajectory
-from verbatim.checkpoints.lock import FolderLock
-from verbatim.checkpoints.origin import Origin, write_origin
 from verbatim.cli.main import main
-from verbatim.comparison.compared import compare_runs, comparison_to_json, state_line
-from verbatim.comparison.configs import config_differences, told
-from verbatim.comparison.evals import compare_evals
-from verbatim.comparison.figures import figures, seconds_per_step
-from verbatim.comparison.read_run import alarm_counts, read_run
-from verbatim.comparison.show import show_comparison
-from verbatim.comparison.text_plot import text_plot
 from verbatim.config import dump_config, load_config
-from verbatim.errors import UsageError
-from verbatim.evaluation.intervals import paired_share
-from verbatim.fates.files import FateFolder
-from verbatim.monitors import MetricsLog
-from verbatim.monitors.alarm import Alarm
-from verbatim.monitors.alarm_log import AlarmLog
-from verbatim.plain_console import PlainConsole
-from verbatim.trajectories import Fate
+from verbatim.core.errors import UsageError
+from verbatim.core.plain_console import PlainConsole
+from verbatim.core.trajectories import Fate
+from verbatim.inspection.comparison.compared import compare_runs, comparison_to_json, state_line
+from verbatim.inspection.comparison.configs import config_differences, told
+from verbatim.inspection.comparison.evals import compare_evals
+from verbatim.inspection.comparison.figures import figures, seconds_per_step
+from verbatim.inspection.comparison.read_run import alarm_counts, read_run
+from verbatim.inspection.comparison.show import show_comparison
+from verbatim.inspection.comparison.text_plot import text_plot
+from verbatim.logs.checkpoints.lock import FolderLock
+from verbatim.logs.checkpoints.origin import Origin, write_origin
+from verbatim.logs.fates.files import FateFolder
+from verbatim.logs.monitors import MetricsLog
+from verbatim.logs.monitors.alarm import Alarm
+from verbatim.logs.monitors.alarm_log import AlarmLog
+from verbatim.run.evaluation.intervals import paired_share
 
 TOML = '[model]\nname = "x"\n[[orchestrator.train.env]]\nid = "guess_number"\n'
 
@@ -188,10 +188,11 @@ def test_mistakes_are_told(tmp_path: Path, capsys):
 
 def test_only_keys_that_differ_are_listed_with_their_places_and_without_secrets(tmp_path: Path):
     first = make_run(tmp_path / "a", "--trainer.optim.lr", "1e-4")
-    second = make_run(tmp_path / "b", "--seed", "3", "--orchestrator.train.env.0.args", '{ api_key = "sk-canary" }')
+    args = ["--orchestrator.train.env.0.args", '{ api_key = "sk-canary" }']
+    second = make_run(tmp_path / "b", "--seed", "3", "--keys-in-config", *args)
     runs = [read_run(first), read_run(second)]
     found = {each.key: each for each in config_differences(runs)}
-    assert set(found) == {"seed", "trainer.optim.lr", "orchestrator.train.env.0.args.api_key"}
+    assert set(found) == {"seed", "keys_in_config", "trainer.optim.lr", "orchestrator.train.env.0.args.api_key"}
     rate = found["trainer.optim.lr"]
     assert (rate.values, rate.default) == ([1e-4, 1e-6], 1e-6)
     assert not rate.is_default(0) and rate.is_default(1)
@@ -200,6 +201,31 @@ def test_only_keys_that_differ_are_listed_with_their_places_and_without_secrets(
     assert found["orchestrator.train.env.0.args.api_key"].values == [None, "[redacted]"]
     text = shown([first, second])
     assert "1e-06 (default)" in text and "sk-canary" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "told"),
+    [
+        ("key", ["answer", "question"], ["answer", "question"]),
+        ("password", ["swordfish"] * 2, None),
+        ("password", ["swordfish", "marlin"], ["[redacted]", "[redacted]"]),
+    ],
+)
+def test_settings_are_compared_before_they_are_redacted(tmp_path: Path, name: str, values: list[str], told):
+    runs = [
+        read_run(
+            make_run(
+                tmp_path / str(place),
+                "--keys-in-config",
+                "--orchestrator.train.env.0.args",
+                f'{{ {name} = "{value}" }}',
+            )
+        )
+        for place, value in enumerate(values)
+    ]
+    found = {each.key: each.values for each in config_differences(runs)}
+    assert found == ({} if told is None else {f"orchestrator.train.env.0.args.{name}": told})
+    assert "swordfish" not in repr(runs)
 
 
 def test_defaults_of_a_table_that_a_run_does_not_have_are_one_row(tmp_path: Path):

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verbatim import Trajectory, Turn
-from verbatim.doctor import BreakClass, LoggedTrajectory
+from verbatim.inspection.doctor import BreakClass, LoggedTrajectory
 from verbatim.models.build import build_tokenizer
 
-QWEN3 = Path(__file__).parents[1] / "renderers" / "data" / "trl_templates" / "qwen3.jinja"
+QWEN3 = Path(__file__).parents[2] / "models" / "renderers" / "data" / "trl_templates" / "qwen3.jinja"
 
 TEXTS = [
     "system\nYou are a careful assistant. Be brief.",

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verbatim.doctor.alignment import Change, align
-from verbatim.token_tree import common_prefix_length
+from verbatim.core.token_tree import common_prefix_length
+from verbatim.inspection.doctor.alignment import Change, align
 
 
 def change(start, end, now_start, now_end):

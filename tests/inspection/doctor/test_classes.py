@@ -6,12 +6,12 @@ from collections import Counter
 
 import pytest
 
-from doctor.corpus import ASK, END, NEXT, assistant, cases, render, tokenizer, turn, user
+from inspection.doctor.corpus import ASK, END, NEXT, assistant, cases, render, tokenizer, turn, user
 from verbatim import Trajectory, Turn
-from verbatim.doctor import BreakClass, Diagnosis, Doctor, LoggedTrajectory
-from verbatim.doctor.template_lines import template_lines
-from verbatim.doctor.text import TokenText, printable
-from verbatim.renderers import BreakReason
+from verbatim.inspection.doctor import BreakClass, Diagnosis, Doctor, LoggedTrajectory
+from verbatim.inspection.doctor.template_lines import template_lines
+from verbatim.inspection.doctor.text import TokenText, printable
+from verbatim.models.renderers import BreakReason
 
 
 @pytest.fixture(scope="module")

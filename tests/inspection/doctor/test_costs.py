@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verbatim import Trajectory, Turn, build_samples
-from verbatim.doctor import Doctor, LoggedTrajectory
-from verbatim.doctor.samples import find_samples
+from verbatim.inspection.doctor import Doctor, LoggedTrajectory
+from verbatim.inspection.doctor.samples import find_samples
 
 
 def turns_of(*pairs, agent="main"):

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from verbatim import Trajectory, Turn
-from verbatim.doctor import LogFile, LoggedTrajectory, known_formats, recognise
-from verbatim.errors import UsageError
-from verbatim.monitors.trajectory_log import TrajectoryLog
-from verbatim.types import StopReason
+from verbatim.core.errors import UsageError
+from verbatim.core.types import StopReason
+from verbatim.inspection.doctor import LogFile, LoggedTrajectory, known_formats, recognise
+from verbatim.logs.monitors.trajectory_log import TrajectoryLog
 
 
 def read(path: Path, *lines) -> tuple[list[LoggedTrajectory], LogFile, str]:

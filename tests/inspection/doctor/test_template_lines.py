@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from doctor.corpus import QWEN3
-from verbatim.doctor import BreakClass
-from verbatim.doctor.template_lines import template_lines
-from verbatim.errors import ModelError
+from inspection.doctor.corpus import QWEN3
+from verbatim.core.errors import ModelError
+from verbatim.inspection.doctor import BreakClass
+from verbatim.inspection.doctor.template_lines import template_lines
 from verbatim.models.build import chat_template
 
 CUT_ALWAYS = """\

@@ -8,7 +8,7 @@ import threading
 
 from verbatim import Example
 from verbatim.environments import Demonstration, Episode, Reply, tool_call, tool_exchange
-from verbatim.tools import FunctionTool, ToolResult
+from verbatim.environments.tools import FunctionTool, ToolResult
 
 COLOURS = ("red", "green", "blue", "black", "white")
 
@@ -175,6 +175,15 @@ class _Long(Guess):
 
 class LongPrompt(Sound):
     episode = _Long
+
+
+class _NeverAsks(Guess):
+    async def run(self, agent):
+        """The task is done before the agent was asked."""
+
+
+class NeverAsks(Sound):
+    episode = _NeverAsks
 
 
 class _LongAnswer(Guess):

@@ -20,4 +20,4 @@ def warm_replay(monkeypatch: pytest.MonkeyPatch) -> None:
         return warm.run(command, env={name: v for name, v in env.items() if name != "PYTHONHASHSEED"}, **more)
 
     forking = SimpleNamespace(run=run, TimeoutExpired=subprocess.TimeoutExpired)
-    monkeypatch.setattr("verbatim.envcheck.replay.subprocess", forking)
+    monkeypatch.setattr("verbatim.inspection.envcheck.replay.subprocess", forking)

@@ -7,7 +7,7 @@ import random
 import jsonschema
 import pytest
 
-from verbatim.envcheck.arguments import random_arguments
+from verbatim.inspection.envcheck.arguments import random_arguments
 
 
 @pytest.mark.parametrize(

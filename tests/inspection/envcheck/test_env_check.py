@@ -10,12 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from envcheck import broken_environments
-from envcheck.forked_replay import warm_replay
+from inspection.envcheck import broken_environments
+from inspection.envcheck.forked_replay import warm_replay
 from verbatim.cli.main import main
-from verbatim.envcheck import KINDS, CheckSettings, check_environment
-from verbatim.envcheck.watch import LoopWatch
 from verbatim.environments import ENVIRONMENTS, EXTRAS
+from verbatim.inspection.envcheck import KINDS, CheckSettings, check_environment
+from verbatim.inspection.envcheck.watch import LoopWatch
 from waiting import HANGS
 
 __all__ = ["warm_replay"]
@@ -27,14 +27,14 @@ def kinds(name: str, **settings) -> dict[str, str]:
     """What was found, by kind."""
     how = CheckSettings(**{"num_examples": 3, "timeout": HANGS, **settings})
     found: dict[str, str] = {}
-    for finding in check_environment(f"envcheck.broken_environments.{name}", {}, how).findings:
+    for finding in check_environment(f"inspection.envcheck.broken_environments.{name}", {}, how).findings:
         found[finding.kind] = f"{found.get(finding.kind, '')}{finding.found}\n"
     return found
 
 
 @pytest.mark.slow
 def test_a_sound_environment_is_clean_and_its_solution_succeeds():
-    report = check_environment("envcheck.broken_environments.Sound", {}, QUICK)
+    report = check_environment("inspection.envcheck.broken_environments.Sound", {}, QUICK)
     assert report.findings == ()
     assert report.num_examples == {"train": 3, "eval": 2}
     assert report.players["solution"].success == 1.0
@@ -54,7 +54,8 @@ BROKEN = [
     ("NeverReached", "score_unreached", "the episode's own solution earned 0.1"),
     ("AlwaysTheSame", "score_constant", "the score was 0.5 in all 18 episodes"),
     ("NoDescription", "no_description", "what other does"),
-    ("LongPrompt", "too_long", "about 2,5"),
+    ("LongPrompt", "too_long", "of 3 of 3 examples leave no room in seq_len = 2,048, tools included: 'red' (about 2,5"),
+    ("NeverAsks", "no_turns", "the policy sampled nothing before the episode ended (stop)"),
     ("LongAnswer", "too_long", "answer was cut"),
     ("NeverEnds", "endless", "ended by itself within 16 turns"),
     ("ToolRaises", "tool_raises", "KeyError: 'hint'"),
@@ -95,7 +96,7 @@ def test_a_tool_that_blocks_is_found_with_its_place(monkeypatch, warm_replay):
             super().__init__(*given, **more)
             self.blocked = Noted()
 
-    monkeypatch.setattr("verbatim.envcheck.check.LoopWatch", Watch)
+    monkeypatch.setattr("verbatim.inspection.envcheck.check.LoopWatch", Watch)
     monkeypatch.setattr(broken_environments, "seen", threading.Event())
     found = kinds("Blocks", num_examples=1)
     assert list(found) == ["blocks"]
@@ -104,7 +105,7 @@ def test_a_tool_that_blocks_is_found_with_its_place(monkeypatch, warm_replay):
 
 @pytest.mark.slow
 def test_code_that_never_gives_the_loop_back_is_given_up(monkeypatch):
-    monkeypatch.setattr("verbatim.envcheck.check.LoopWatch", lambda give_up_after, own: LoopWatch(0.5, own))
+    monkeypatch.setattr("verbatim.inspection.envcheck.check.LoopWatch", lambda give_up_after, own: LoopWatch(0.5, own))
     found = kinds("Freezes", num_examples=1)
     assert "in reply held up the event loop and was given up" in found["blocks"]
 
@@ -121,8 +122,8 @@ def test_code_is_at_fault_for_the_time_in_which_it_was_looked_at(looks, blocked,
         now[0] += left.pop(0)
 
     thread = SimpleNamespace(ident=1, is_alive=lambda: bool(left), join=join)
-    monkeypatch.setattr("verbatim.envcheck.watch.time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr("verbatim.envcheck.watch._place", lambda frame, own: "my_env.py:1 in f")
+    monkeypatch.setattr("verbatim.inspection.envcheck.watch.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("verbatim.inspection.envcheck.watch._place", lambda frame, own: "my_env.py:1 in f")
     watch = LoopWatch(5.0)
     watch._beat = 99.0
     watch._look_until(thread)
@@ -146,7 +147,9 @@ NEED_MORE = (*EXTRAS, "single_turn", "judged", "program")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in ENVIRONMENTS if name not in NEED_MORE])
-def test_the_bundled_environments_are_clean(name: str, capsys):
+def test_the_bundled_environments_are_clean(name: str, capsys, monkeypatch):
+    """Whether code blocks is measured on the clock, so a busy machine may find it anywhere: it has its own tests."""
+    monkeypatch.setattr("verbatim.inspection.envcheck.watch.BLOCKED", HANGS)
     args = {"limits": {"timeout": HANGS}} if name == "terminal" else {}
     settings = {"examples": 2, "timeout": HANGS, "args": json.dumps(args)}
     options = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
@@ -215,16 +218,24 @@ def test_the_environments_of_a_run_are_checked_with_its_settings(mine: Path, cap
         'import_path = "echo_of_mine.Echoes"\nargs = { shout = true }\n'
     )
     assert main(["env", "check", str(run)]) == 1
-    said = capsys.readouterr().out
+    said, aside = capsys.readouterr()
+    assert "note: the tokens of opening prompts are estimated: there is no folder 'some/model' here" in aside
     assert "too_long" in said
     assert "seq_len = 2 tokens" in said
+    assert "continues what was sampled" not in aside  # without the model nothing is known of it
+    run.write_text(
+        run.read_text().replace('name = "some/model"', "build = { }")
+        + '[orchestrator.renderer]\nthinking_retention = "all"\n'
+    )
+    assert main(["env", "check", str(run)]) == 1
+    assert "note: a user's message, after a thought continues what was sampled" in capsys.readouterr().err
     run.write_text(run.read_text() + '[orchestrator.advantage]\ntype = "chunk_returns"\ngama = 0.5\n')
     assert main(["env", "check", str(run)]) == 2
     assert 'did you mean "gamma"' in capsys.readouterr().err
 
 
 def test_a_report_says_what_was_found_and_expected_and_what_to_change(capsys, warm_replay):
-    assert main(["env", "check", "envcheck.broken_environments:NoDescription", "--examples", "1"]) == 1
+    assert main(["env", "check", "inspection.envcheck.broken_environments:NoDescription", "--examples", "1"]) == 1
     said = capsys.readouterr().out
     assert "  found: the model is not told what other does\n" in said
     assert "  expected: a description in every tool's schema\n" in said

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from verbatim import Trajectory, Turn, build_samples
-from verbatim.envcheck.exactness import TellingSampler, num_differences
 from verbatim.inference import SampleRequest, SamplingParams
+from verbatim.inspection.envcheck.exactness import TellingSampler, num_differences
 
 
 def played():

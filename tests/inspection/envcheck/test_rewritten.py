@@ -7,12 +7,12 @@ import copy
 import numpy as np
 import pytest
 
-from verbatim.envcheck.rewritten import Rewritten, answers_in, ways_of
+from verbatim.core.types import ToolCall
 from verbatim.inference.chat.anthropic_messages import AnthropicMessages
 from verbatim.inference.chat.openai_chat import OpenAIChat
 from verbatim.inference.chat.openai_responses import OpenAIResponses
 from verbatim.inference.chat.protocol import ChatReply, ChatRequest, Stamp
-from verbatim.types import ToolCall
+from verbatim.inspection.envcheck.rewritten import Rewritten, answers_in, ways_of
 
 REPLY = ChatReply(
     content="so",

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from verbatim.types import TrainingSample
+from verbatim.core.types import TrainingSample
 
 
 def write_model(

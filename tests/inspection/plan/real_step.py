@@ -83,8 +83,8 @@ def main(job, rank):
     import torch.distributed as dist
     from plan_helpers import groups, write_model
 
+    from verbatim.algorithms.losses import LOSSES
     from verbatim.config.schema import TrainerConfig
-    from verbatim.losses import LOSSES
     from verbatim.trainer.parallel.ranks import Ranks
     from verbatim.trainer.trainer import Trainer
 

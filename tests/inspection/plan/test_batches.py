@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from verbatim.config import make_config
-from verbatim.errors import UsageError
-from verbatim.fates.files import FateFolder
-from verbatim.plan.batches import assumed_batch, batch_of_run
-from verbatim.trajectories import Fate
-from verbatim.types import Trajectory, Turn
+from verbatim.core.errors import UsageError
+from verbatim.core.trajectories import Fate
+from verbatim.core.types import Trajectory, Turn
+from verbatim.inspection.plan.batches import assumed_batch, batch_of_run
+from verbatim.logs.fates.files import FateFolder
 
 
 def config(**orchestrator):

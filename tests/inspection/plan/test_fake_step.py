@@ -5,11 +5,19 @@ import torch
 from plan_helpers import groups, write_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from verbatim.algorithms.losses import LOSSES
 from verbatim.config.schema import LoraConfig, ParallelConfig, TrainerConfig
-from verbatim.errors import ModelError
-from verbatim.losses import LOSSES
-from verbatim.plan.fake_step import StepCase, measure
-from verbatim.plan.live_memory import ACTIVATIONS, GRADIENTS, LOGITS, OPTIMIZER, REFERENCE, WEIGHTS, LiveMemory
+from verbatim.core.errors import ModelError
+from verbatim.inspection.plan.fake_step import StepCase, measure
+from verbatim.inspection.plan.live_memory import (
+    ACTIVATIONS,
+    GRADIENTS,
+    LOGITS,
+    OPTIMIZER,
+    REFERENCE,
+    WEIGHTS,
+    LiveMemory,
+)
 
 VOCAB = 1000
 

@@ -10,9 +10,9 @@ from plan_helpers import groups, write_model
 from real_step import peaks
 
 from campaigns import sized
+from verbatim.algorithms.losses import LOSSES
 from verbatim.config.schema import TrainerConfig
-from verbatim.losses import LOSSES
-from verbatim.plan.fake_step import StepCase, measure
+from verbatim.inspection.plan.fake_step import StepCase, measure
 
 SHAPES = {
     "10 million": {"hidden_size": 320, "layers": 7, "vocab_size": 4096},

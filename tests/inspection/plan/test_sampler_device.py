@@ -3,7 +3,7 @@
 import pytest
 
 from verbatim.config import make_config
-from verbatim.plan.placement import place
+from verbatim.inspection.plan.placement import place
 
 
 def placed(sampler, trainer, *, is_cuda=True, gpus=None):

@@ -7,11 +7,11 @@ import pytest
 from plan_helpers import groups
 
 from verbatim.config.schema import LoraConfig, TrainerConfig
-from verbatim.packing import pack_rows
-from verbatim.packing.cost import CostModel, model_cost
-from verbatim.plan.batches import PlannedBatch
-from verbatim.plan.devices import GIB, GPUS, Device
-from verbatim.plan.speed import Replicas, cache_bytes_per_token, sampler_speed, step_seconds, trainer_speed
+from verbatim.inspection.plan.batches import PlannedBatch
+from verbatim.inspection.plan.devices import GIB, GPUS, Device
+from verbatim.inspection.plan.speed import Replicas, cache_bytes_per_token, sampler_speed, step_seconds, trainer_speed
+from verbatim.trainer.packing import pack_rows
+from verbatim.trainer.packing.cost import CostModel, model_cost
 
 DEVICE = Device(name="round", memory=100 * GIB, flops={"bfloat16": 1e12, "float32": 1e11}, bandwidth=1e9, link=1e8)
 COST = CostModel(attention=(), per_target=0.0, unit=1e6)

@@ -8,9 +8,9 @@ from typing import Any
 
 from viewer_runs import make_run, trained, trajectory
 
-from verbatim.monitors.jsonl import JsonlWriter
-from verbatim.trajectories import Fate
-from verbatim.types import ToolCall, Trajectory, Turn
+from verbatim.core.trajectories import Fate
+from verbatim.core.types import ToolCall, Trajectory, Turn
+from verbatim.logs.monitors.jsonl import JsonlWriter
 
 ELSEWHERE = "https://elsewhere.invalid"
 """No page may ask for it."""

@@ -11,8 +11,8 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from viewer_runs import make_run
 
-from verbatim.trajectories import Fate
-from verbatim.types import Trajectory, Turn
+from verbatim.core.trajectories import Fate
+from verbatim.core.types import Trajectory, Turn
 
 HOSTILE = {
     "script": "<script>window.hacked = 1; alert(1)</script>",

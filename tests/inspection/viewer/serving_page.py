@@ -10,15 +10,15 @@ from pathlib import Path
 
 from chromium import Page
 
-from verbatim.viewer.assets import load_assets
-from verbatim.viewer.run_view import RunView
-from verbatim.viewer.serve import serve_runs
+from verbatim.inspection.viewer.assets import load_assets
+from verbatim.inspection.viewer.run_view import RunView
+from verbatim.inspection.viewer.serve import serve_runs
 from waiting import HANGS, wait_until
 
 
 @contextlib.contextmanager
-def serving_page(*folders: Path) -> Iterator[str]:
-    """The address of the page, once the runs are indexed: before that it may not know a trajectory that is linked."""
+def serving_page(*folders: Path, indexed: bool = True) -> Iterator[str]:
+    """The address of the page, once the runs are indexed, or at once."""
     views = [RunView(folder) for folder in folders]
     loop = asyncio.new_event_loop()
     ready: asyncio.Future[str] = loop.create_future()
@@ -41,7 +41,7 @@ def serving_page(*folders: Path) -> Iterator[str]:
     thread.start()
     try:
         url = asyncio.run_coroutine_threadsafe(address(), loop).result(HANGS)
-        wait_until(lambda: all(view.about()["indexed"] == 1 for view in views))
+        wait_until(lambda: not indexed or all(view.about()["indexed"] == 1 for view in views))
         yield url
     finally:
         loop.call_soon_threadsafe(ended.set)

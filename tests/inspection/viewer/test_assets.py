@@ -11,9 +11,9 @@ import pytest
 
 import verbatim
 
-ASSETS = Path(verbatim.__file__).parent / "viewer" / "assets"
-SOURCES = Path(__file__).parents[2] / "viewer"
-BUILD = "the page was not built from these sources: type make viewer, and commit src/verbatim/viewer/assets"
+ASSETS = Path(verbatim.__file__).parent / "inspection" / "viewer" / "assets"
+SOURCES = Path(__file__).parents[3] / "viewer"
+BUILD = "the page was not built from these sources: type make viewer, and commit src/verbatim/inspection/viewer/assets"
 
 
 def hash_of_sources(folder: Path) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pyarrow as pa
@@ -9,13 +10,15 @@ import pyarrow.parquet as pq
 import pytest
 from viewer_runs import PAGE, make_run, read, trained, trajectory
 
-from verbatim.checkpoints.json_files import read_json
 from verbatim.cli.main import main
-from verbatim.comparison.read_run import read_run
-from verbatim.disk import is_inside, open_regular
-from verbatim.errors import CheckpointError, UsageError
-from verbatim.viewer.export import export
-from verbatim.viewer.run_state import config_text, read_config, read_state, summary_text
+from verbatim.core.disk import is_inside, open_regular
+from verbatim.core.errors import CheckpointError, UsageError
+from verbatim.inspection.comparison.read_run import read_run
+from verbatim.inspection.viewer.export import export
+from verbatim.inspection.viewer.run_state import config_text, read_config, read_state, summary_text
+from verbatim.logs.checkpoints.json_files import read_json
+from verbatim.logs.monitors.trajectory_log import EVALUATED_LINES, EVALUATIONS, read_evaluated
+from verbatim.run.evaluation.stored import read_outcomes
 
 STEPS = {1: [trained(trajectory("a")), trained(trajectory("b"))]}
 SECRET = "zqsecret"
@@ -88,11 +91,70 @@ def test_a_trajectory_file_that_is_a_link_is_not_in_the_table(tmp_path: Path):
     view = read(tmp_path / "run")
     view.read_all()
     assert view.about()["num_trajectories"] == 0
+    assert "is reached by a link, which is not followed" in view.about()["problems"][0]
     (tmp_path / "run" / "trajectories").rename(tmp_path / "was")
     (tmp_path / "run" / "trajectories").symlink_to(tmp_path / "other" / "trajectories")
     view = read(tmp_path / "run")
     view.read_all()
     assert view.about()["num_trajectories"] == 0
+    assert len([told for told in view.about()["problems"] if "by a link" in told]) == count
+
+
+LINKED = {
+    "the folder": lambda run, other: run.rename(run.with_name("was")) and run.symlink_to(other),
+    "a file": lambda run, other: [_swapped(file, other / file.name) for file in list(run.iterdir())],
+    "a pipe": lambda run, other: [(file.unlink(), os.mkfifo(file)) for file in list(run.iterdir())],
+}
+
+
+def _swapped(file: Path, other: Path) -> None:
+    file.unlink()
+    file.symlink_to(other)
+
+
+@pytest.mark.parametrize("how", LINKED)
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["doctor", "run"],
+        ["export", "run", "--out", "out.jsonl"],
+        ["rl", "--replay", "1", "--run-dir", "run"],
+    ],
+    ids=" ".join,
+)
+def test_trajectories_that_lie_elsewhere_are_refused_in_a_sentence(tmp_path: Path, monkeypatch, capfd, command, how):
+    monkeypatch.chdir(tmp_path)
+    secret = trajectory("a", example_id=SECRET)
+    make_run(tmp_path / "other", {1: [trained(secret)]})
+    make_run(tmp_path / "run", STEPS)
+    LINKED[how](tmp_path / "run" / "trajectories", tmp_path / "other" / "trajectories")
+    assert main(command) == 2
+    said = capfd.readouterr()
+    assert SECRET not in said.out + said.err
+    place = r"run/trajectories" + ("" if how == "the folder" else r"/step-000001\.parquet")
+    what = "is no regular file" if how == "a pipe" else "is a link, which is not followed"
+    assert re.search(rf"{place} {what}", said.err)
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_folder_of_trajectories_that_was_typed_is_read_wherever_it_leads(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "other", STEPS)
+    (tmp_path / "named").symlink_to(tmp_path / "other" / "trajectories")
+    assert main(["export", "named", "--out", "out.jsonl"]) == 0
+    (tmp_path / "latest").symlink_to(tmp_path / "other")
+    assert main(["export", "latest", "--out", "again.jsonl"]) == 0
+    assert (tmp_path / "out.jsonl").read_text() == (tmp_path / "again.jsonl").read_text() != ""
+
+
+def test_evaluations_that_lie_elsewhere_are_refused(tmp_path: Path):
+    make_run(tmp_path / "run", STEPS)
+    for name in (EVALUATIONS, EVALUATED_LINES):
+        (tmp_path / "run" / name).symlink_to(tmp_path)
+        for reads in (read_outcomes, read_evaluated):
+            with pytest.raises(UsageError, match=rf"run/{name} is a link, which is not followed"):
+                list(reads(tmp_path / "run"))
+        (tmp_path / "run" / name).unlink()
 
 
 def test_pipes_and_devices_are_neither_waited_for_nor_read(tmp_path: Path):

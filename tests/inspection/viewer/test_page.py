@@ -12,8 +12,8 @@ from page_runs import HOSTILE, encoder, episode, fate, make_page_run, step_metri
 from serving_page import serving_page, serving_to
 from viewer_runs import make_run
 
-from verbatim.fates.files import FateFolder
-from verbatim.monitors.metrics_log import MetricsLog
+from verbatim.logs.fates.files import FateFolder
+from verbatim.logs.monitors.metrics_log import MetricsLog
 
 pytestmark = pytest.mark.realtime
 

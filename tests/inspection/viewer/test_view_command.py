@@ -15,9 +15,9 @@ import pytest
 from viewer_runs import make_run, trained, trajectory
 
 from verbatim.cli.main import main
-from verbatim.fates.files import FateFolder
-from verbatim.imports import child_environment
-from verbatim.monitors.metrics_log import MetricsLog
+from verbatim.core.imports import child_environment
+from verbatim.logs.fates.files import FateFolder
+from verbatim.logs.monitors.metrics_log import MetricsLog
 from waiting import HANGS, wait_until
 
 COMMAND = [sys.executable, "-m", "verbatim.cli", "view", "--no-open"]
@@ -75,7 +75,7 @@ def test_a_port_that_is_taken_is_refused_where_it_was_asked_for(tmp_path: Path, 
 def test_without_its_packages_the_command_says_what_to_install(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("verbatim.imports.is_installed", lambda package: package != "aiohttp")
+    monkeypatch.setattr("verbatim.core.imports.is_installed", lambda package: package != "starlette")
     assert main(["view", str(make_run(tmp_path / "run"))]) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "verbatim view needs the package aiohttp: pip install 'verbatim-rl[viewer]'" in said
+    assert "verbatim view needs the package starlette: pip install 'verbatim-rl[viewer]'" in said

@@ -14,9 +14,9 @@ import pytest
 from serving_page import serving_page
 from viewer_runs import make_run, serving, trained, trajectory
 
-from verbatim.checkpoints.origin import Origin, write_origin
-from verbatim.trajectories import Fate
-from verbatim.types import Trajectory, Turn, TurnTiming
+from verbatim.core.trajectories import Fate
+from verbatim.core.types import Trajectory, Turn, TurnTiming
+from verbatim.logs.checkpoints.origin import Origin, write_origin
 from waiting import HANGS
 
 pytestmark = pytest.mark.realtime
@@ -139,8 +139,8 @@ async def test_the_configuration_is_shown_without_secrets(tmp_path: Path):
 
 
 def test_a_run_says_whether_it_goes_on(tmp_path: Path):
-    from verbatim.checkpoints.lock import FolderLock
-    from verbatim.viewer.run_state import read_state
+    from verbatim.inspection.viewer.run_state import read_state
+    from verbatim.logs.checkpoints.lock import FolderLock
 
     folder = make_run(tmp_path / "run")
     assert read_state(folder).state == "unknown"
@@ -387,39 +387,14 @@ async def test_messages_are_searched_while_pages_ask_again(tmp_path: Path):
 
 
 HOSTILE_KEYS = [
-    "~4294967296.0",
-    "~999999999999.5",
-    "~1.99999999999999999999",
-    "~1.9223372036854775808",
-    "~e9223372036854775808",
-    "~o-1",
-    "~-1.0",
-    "~1.",
-    "~.1",
-    "~v",
-    "~v5",
-    "~e1.5",
-    "~",
-    "~~",
-    "~1.1.1",
-    "~١.٢",
-    *(
-        "~" + base64.urlsafe_b64encode(json.dumps(parts).encode()).decode().rstrip("=")
-        for parts in (
-            ["eval", "game", 10**30, "g"],
-            ["eval", "game", -(2**63), "g"],
-            ["eval", "game", True, "g"],
-            [1, 2, 3, 4],
-            {},
-            ["eval", "\ud800", 5, "g"],
-            ["eval", "game", 5, "\ud800"],
-            ["eval", "game", 5, ["g"]],
-            "1234",
-        )
-    ),
-    "~" + base64.urlsafe_b64encode(b"[" * 300).decode(),
-    "~" + base64.urlsafe_b64encode(b"\xff\xfe1").decode(),
-]
+    "~4294967296.0", "~999999999999.5", "~1.99999999999999999999", "~1.9223372036854775808", "~e9223372036854775808",
+    "~o-1", "~-1.0", "~1.", "~.1", "~v", "~v5", "~e1.5", "~", "~~", "~1.1.1", "~١.٢",
+    *("~" + base64.urlsafe_b64encode(json.dumps(parts).encode()).decode().rstrip("=") for parts in (
+        ["eval", "game", 10**30, "g"], ["eval", "game", -(2**63), "g"], ["eval", "game", True, "g"], [1, 2, 3, 4], {},
+        ["eval", "\ud800", 5, "g"], ["eval", "game", 5, "\ud800"], ["eval", "game", 5, ["g"]], "1234",
+    )),
+    "~" + base64.urlsafe_b64encode(b"[" * 300).decode(), "~" + base64.urlsafe_b64encode(b"\xff\xfe1").decode(),
+]  # fmt: skip
 """Names that look like keys, and are none of this run's."""
 
 
@@ -446,7 +421,7 @@ async def test_what_cannot_be_answered_is_said_in_a_sentence(folder: Path):
 
 
 def test_the_script_of_the_documentation_reads_the_api(folder: Path, capsys: pytest.CaptureFixture[str]):
-    page = (Path(__file__).parents[2] / "docs" / "viewer.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "viewer.md").read_text(encoding="utf-8")
     (script,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     with serving_page(folder) as url:
         exec(compile(script.replace("http://127.0.0.1:8642", url), "viewer.md", "exec"), {})
@@ -495,3 +470,26 @@ async def test_the_server_listens_on_the_loopback_only(folder: Path):
             pytest.skip("this machine has no other address")
         with pytest.raises(aiohttp.ClientConnectorError):
             await client.session.get(f"http://{address}:{port}/api/runs")
+
+
+@pytest.mark.parametrize("hosts", [b"host: 127.0.0.1\r\nhost: evil.example\r\n", b"", b"host: a\r\nhost: a\r\n"])
+async def test_a_request_without_one_host_is_refused_without_a_word_in_the_log(tmp_path, hosts, caplog):
+    async with serving(make_run(tmp_path / "run")) as client:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(client.url.rpartition(":")[2]))
+        writer.write(b"GET /api/runs HTTP/1.1\r\n" + hosts + b"\r\n")
+        assert b" 400 " in await reader.readline()
+        writer.close()
+    assert caplog.records == []
+
+
+async def test_half_a_head_holds_no_viewer(tmp_path, monkeypatch):
+    monkeypatch.setattr("verbatim.inspection.viewer.serve._CONNECTIONS", 8)
+    async with serving(make_run(tmp_path / "run")) as client:
+        port = int(client.url.rpartition(":")[2])
+        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(40)]
+        for _, writer in held:
+            writer.write(b"GET /api/runs HTTP/1.1\r\nhost: 127.0.0.1\r\n")
+        async with client.session.get(f"{client.url}/api/runs") as answer:
+            assert answer.status == 200
+        for _, writer in held:
+            writer.close()

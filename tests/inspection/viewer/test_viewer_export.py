@@ -15,12 +15,12 @@ import pytest
 from viewer_runs import make_run, read, trained, trajectory
 
 from verbatim.cli.main import main
-from verbatim.errors import UsageError
-from verbatim.viewer import assets as assets_module
-from verbatim.viewer.assets import Asset
-from verbatim.viewer.encoding import to_json
-from verbatim.viewer.export import export
-from verbatim.viewer.query import Filters
+from verbatim.core.errors import UsageError
+from verbatim.inspection.viewer import assets as assets_module
+from verbatim.inspection.viewer.assets import Asset
+from verbatim.inspection.viewer.encoding import to_json
+from verbatim.inspection.viewer.export import export
+from verbatim.inspection.viewer.query import Filters
 
 SCRIPT = "console.log('a </script> inside a text')"
 PAGE = {

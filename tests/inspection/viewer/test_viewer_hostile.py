@@ -12,9 +12,9 @@ from hostile import ELSEWHERE, LONG, TEXTS, make_hostile_run
 from serving_page import serving_to
 from viewer_runs import read, serving
 
-from verbatim.viewer.assets import load_assets
-from verbatim.viewer.export import export
-from verbatim.viewer.query import Filters
+from verbatim.inspection.viewer.assets import load_assets
+from verbatim.inspection.viewer.export import export
+from verbatim.inspection.viewer.query import Filters
 from waiting import wait_until
 
 pytestmark = pytest.mark.realtime

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from viewer_runs import make_run, read, serving, trained, trajectory
 
-from verbatim.errors import UsageError
-from verbatim.fates.files import FateFolder
-from verbatim.fates.retention import Retention
-from verbatim.monitors.trajectory_log import TrajectoryLog
-from verbatim.types import Turn
-from verbatim.viewer.query import Filters
-from verbatim.viewer.run_view import RunView
+from verbatim.core.errors import UsageError
+from verbatim.core.types import Turn
+from verbatim.inspection.viewer.query import Filters
+from verbatim.inspection.viewer.run_view import RunView
+from verbatim.logs.fates.files import FateFolder
+from verbatim.logs.fates.retention import Retention
+from verbatim.logs.monitors.trajectory_log import TrajectoryLog
 
 
 def names(run: RunView, **filters: list[str]) -> list[str]:
@@ -155,7 +155,7 @@ def test_a_run_folder_of_an_earlier_version_is_read(tmp_path: Path):
     assert names(run) == ["new", "odd", "old"]
     row = run.rows(Filters(), sort="-num_turns")["rows"][0]
     assert (row["kind"], row["step"], row["num_turns"], row["num_sampled_tokens"]) == ("train", 1, 4, 4 + 3)
-    assert row["num_breaks"] == old.num_breaks == 2  # neither of the last two extends the turn before
+    assert row["num_breaks"] == old.num_breaks == 1  # the last one extends the second, and the third one none
     assert row["num_trained_tokens"] is None and row["reason"] is None and row["error"] == "é" * 300
     found = run.trajectory("old")
     assert found["error"] == "é" * 400 and [turn["fate"] for turn in found["turns"]] == [None] * 4

@@ -2,7 +2,7 @@
 
 import pytest
 
-from verbatim.viewer.metrics import intervals
+from verbatim.inspection.viewer.metrics import intervals
 
 
 def test_logged_intervals_are_shown_as_they_are():

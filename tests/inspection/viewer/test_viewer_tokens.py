@@ -9,8 +9,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from viewer_runs import make_run, read, trained, trajectory
 
-from verbatim.types import Turn
-from verbatim.viewer.tokenizer import RunTokenizer, find_tokenizer
+from verbatim.core.types import Turn
+from verbatim.inspection.viewer.tokenizer import RunTokenizer, find_tokenizer
 
 
 def byte_level(folder: Path) -> RunTokenizer:

@@ -10,14 +10,14 @@ from typing import Any
 
 import aiohttp
 
-from verbatim.fates.files import FateFolder
-from verbatim.monitors.metrics_log import MetricsLog
-from verbatim.monitors.trajectory_log import TrajectoryLog
-from verbatim.trajectories import Fate
-from verbatim.types import Trajectory, Turn
-from verbatim.viewer.assets import Asset
-from verbatim.viewer.run_view import RunView
-from verbatim.viewer.serve import serve_runs
+from verbatim.core.trajectories import Fate
+from verbatim.core.types import Trajectory, Turn
+from verbatim.inspection.viewer.assets import Asset
+from verbatim.inspection.viewer.run_view import RunView
+from verbatim.inspection.viewer.serve import serve_runs
+from verbatim.logs.fates.files import FateFolder
+from verbatim.logs.monitors.metrics_log import MetricsLog
+from verbatim.logs.monitors.trajectory_log import TrajectoryLog
 
 PAGE = {"index.html": Asset(b"<!doctype html><title>a page</title>", "text/html")}
 CONFIG = 'name = "tries"\nmax_steps = 7\nseed = 0\n[model]\nname = "somewhere/else"\n'

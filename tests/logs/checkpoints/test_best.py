@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from verbatim.checkpoints import CheckpointStore, RunFolder, find_checkpoint, read_json
 from verbatim.config import load_config
-from verbatim.errors import ConfigError, UsageError
+from verbatim.core.errors import ConfigError, UsageError
+from verbatim.logs.checkpoints import CheckpointStore, RunFolder, find_checkpoint, read_json
 
 BEST = {"step": 20, "value": 0.75, "metric": "success", "mode": "max", "env": None}
 

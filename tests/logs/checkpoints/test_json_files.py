@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from verbatim.checkpoints import read_json, write_json
-from verbatim.errors import CheckpointError
+from verbatim.core.errors import CheckpointError
+from verbatim.logs.checkpoints import read_json, write_json
 
 
 def test_a_value_comes_back(tmp_path: Path):

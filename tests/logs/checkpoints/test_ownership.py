@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from campaigns import sized
-from verbatim.checkpoints.ownership import MARKER, NAMES, claim, remove_from, remove_run, require_ours
-from verbatim.checkpoints.run_folder import RunFolder
 from verbatim.cli.main import main
 from verbatim.config import load_config
 from verbatim.config.schema import RunConfig
-from verbatim.errors import UsageError
+from verbatim.core.errors import UsageError
+from verbatim.logs.checkpoints.ownership import MARKER, NAMES, claim, remove_from, remove_run, require_ours
+from verbatim.logs.checkpoints.run_folder import RunFolder
 
 NOON = datetime(2026, 1, 31, 12)
 OTHERS = (
@@ -116,7 +116,7 @@ def test_a_run_that_removes_what_it_finds_is_noticed(tmp_path: Path, monkeypatch
     fill(tmp_path / "mine", random.Random(0))
     (tmp_path / "mine" / "states").mkdir(exist_ok=True)
     before = seen(tmp_path)
-    monkeypatch.setattr("verbatim.checkpoints.run_folder.claim", lambda path: True)
+    monkeypatch.setattr("verbatim.logs.checkpoints.hold.claim", lambda path: None)
     RunFolder.join(config, role="orchestrator").close()
     assert seen(tmp_path) != before
 
@@ -151,10 +151,10 @@ def test_a_command_in_a_project_changes_nothing(tmp_path: Path, typed, monkeypat
 
 
 def test_a_folder_that_is_empty_or_a_runs_is_taken(tmp_path: Path):
-    assert claim(tmp_path / "new") is False
-    assert claim(tmp_path / "new") is True
+    for _ in range(2):
+        claim(tmp_path / "new")
     (tmp_path / "disk" / "lost+found").mkdir(parents=True)
-    assert claim(tmp_path / "disk") is True
+    claim(tmp_path / "disk")
     require_ours(tmp_path / "disk")
     assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == ["lost+found", MARKER]
     assert set(json.loads((tmp_path / "new" / MARKER).read_text())["names"]) == NAMES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import stat
 import subprocess
 import sys
 from datetime import datetime
@@ -10,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from verbatim.checkpoints import RunFolder
 from verbatim.config import RunConfig, load_config
-from verbatim.errors import CheckpointError, UsageError
+from verbatim.core.errors import CheckpointError, ConfigError, UsageError
+from verbatim.logs.checkpoints import CheckpointStore, RunFolder, load_stored_config
+from verbatim.logs.checkpoints.stored_config import damage_of_stored
 
 NOON = datetime(2026, 1, 31, 12, 0, 5)
 
@@ -47,6 +49,26 @@ def test_runs_of_the_same_second_have_their_own_folders(tmp_path: Path, root: Pa
         assert second.path.name == "20260131-120005-2"
         second.link_latest()
         assert (root / "guess" / "latest").resolve() == second.path
+
+
+def is_private(path: Path) -> bool:
+    return stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_what_may_hold_keys_is_for_its_owners_eyes(tmp_path: Path, root: Path):
+    config = config_of(tmp_path)
+    with RunFolder.create(config, name="guess", now=NOON, root=root) as run:
+        log = run.log("orchestrator")
+        log.write_text("a line of before\n")
+        log.chmod(0o644)
+        assert is_private(run.path / "config.toml") and is_private(run.log("orchestrator"))
+        assert log.read_text() == "a line of before\n"
+        (run.path / "config.toml").chmod(0o644)  # of an earlier version
+        run.link_latest()
+    with RunFolder.resume(config, name="guess", root=root) as run:
+        assert is_private(run.path / "config.toml")
+    with RunFolder.join(config_of(tmp_path, "--run-dir", str(tmp_path / "met")), role="trainer") as run:
+        assert is_private(run.path / "config.toml")
 
 
 def create_and_link(config, root: Path) -> None:
@@ -104,12 +126,32 @@ def test_a_changed_model_is_refused_naming_both(tmp_path: Path, root: Path):
 
 
 def test_a_changed_key_is_listed_without_its_value(tmp_path: Path, root: Path, caplog):
-    create_and_link(config_of(tmp_path, "--orchestrator.train.env.0.args", "{api_key = 'open sesame'}"), root)
-    changed = config_of(tmp_path, "--orchestrator.train.env.0.args", "{api_key = 'shut sesame'}")
+    typed = ["--keys-in-config", "--orchestrator.train.env.0.args"]
+    create_and_link(config_of(tmp_path, *typed, "{api_key = 'open sesame'}"), root)
+    changed = config_of(tmp_path, *typed, "{api_key = 'shut sesame'}")
     with caplog.at_level(logging.WARNING), RunFolder.resume(changed, name="guess", root=root):
         pass
     (message,) = [record.getMessage().partition(": ")[2] for record in caplog.records]
     assert message == "orchestrator.train.env.0.args.api_key: '[redacted]' -> '[redacted]'"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        ("{key = 'answer'}", "{key = 'question'}", "key: 'answer' -> 'question'"),
+        ("{}", "{api_key = 'open sesame'}", "api_key: 'not set' -> '[redacted]'"),
+        ("{}", "{max_completion_tokens = 4}", "max_completion_tokens: 'not set' -> 4"),
+    ],
+)
+def test_what_is_no_secret_is_told_of_a_changed_key(tmp_path, root, caplog, before: str, after: str, told: str):
+    typed = ["--keys-in-config", "--orchestrator.train.env.0.args"]
+    create_and_link(config_of(tmp_path, *typed, before), root)
+    with (
+        caplog.at_level(logging.WARNING),
+        RunFolder.resume(config_of(tmp_path, *typed, after), name="guess", root=root),
+    ):
+        pass
+    assert told in caplog.records[-1].getMessage()
 
 
 def test_a_model_to_build_instead_of_the_named_one_is_refused(tmp_path: Path, root: Path):
@@ -133,7 +175,7 @@ def test_other_changes_are_listed_and_stored(tmp_path: Path, root: Path, caplog)
 HOLD = """
 import sys
 from pathlib import Path
-from verbatim.checkpoints.lock import FolderLock
+from verbatim.logs.checkpoints.lock import FolderLock
 lock = FolderLock(Path(sys.argv[1]), "orchestrator.lock")
 print("locked", flush=True)
 sys.stdin.read()
@@ -169,7 +211,7 @@ def test_a_read_only_folder_is_refused_early(tmp_path: Path, monkeypatch):
     def refuse(**_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("verbatim.checkpoints.ownership.tempfile.TemporaryFile", refuse)
+    monkeypatch.setattr("verbatim.logs.checkpoints.ownership.tempfile.TemporaryFile", refuse)
     config = config_of(tmp_path, "--run-dir", str(tmp_path / "run"))
     with pytest.raises(UsageError, match=r"cannot be written to: Permission denied .*another folder with --run-dir"):
         RunFolder.create(config, name="guess", now=NOON)
@@ -241,14 +283,14 @@ def test_a_trainer_waits_for_the_one_before_to_end(tmp_path: Path, monkeypatch):
         if len(looks) == 3:
             leaving.close()
 
-    monkeypatch.setattr("verbatim.checkpoints.lock.time.sleep", sleep)
+    monkeypatch.setattr("verbatim.logs.checkpoints.lock.time.sleep", sleep)
     joined(config, "trainer").close()
     assert len(looks) == 3
 
 
 def test_a_second_orchestrator_is_refused_at_once(tmp_path: Path, monkeypatch):
     config = config_of(tmp_path, "--run-dir", str(tmp_path / "mine"))
-    monkeypatch.setattr("verbatim.checkpoints.lock.time.sleep", lambda seconds: pytest.fail("it waits"))
+    monkeypatch.setattr("verbatim.logs.checkpoints.lock.time.sleep", lambda seconds: pytest.fail("it waits"))
     with joined(config, "orchestrator"), pytest.raises(UsageError, match=r"mine is in use by process \d+; wait"):
         joined(config, "orchestrator")
 
@@ -335,6 +377,63 @@ def test_a_damaged_configuration_is_restored_from_a_checkpoint_or_says_what_to_t
     assert stored.read_bytes() == whole
     assert stored.with_name("config.toml.damaged-1").read_bytes() == content
     assert f"it is restored from {tmp_path / 'mine' / 'checkpoints' / 'step_000001' / 'config.toml'}" in caplog.text
+
+
+def with_a_checkpoint(tmp_path: Path, config: RunConfig) -> tuple[Path, Path]:
+    """The stored configuration of a run, and its copy in a sealed checkpoint."""
+    RunFolder.create(config, name="x", now=NOON).close()
+    stored = tmp_path / "mine" / "config.toml"
+    with CheckpointStore(tmp_path / "mine" / "checkpoints").writing(1) as folder:
+        (folder / "config.toml").write_bytes(stored.read_bytes())
+    return stored, tmp_path / "mine" / "checkpoints" / "step_000001" / "config.toml"
+
+
+@pytest.mark.slow
+def test_a_configuration_that_is_cut_off_between_two_keys_is_damaged_though_it_is_toml(tmp_path: Path, caplog):
+    config = config_of(tmp_path, "--run-dir", str(tmp_path / "mine"), "--trainer.optim.lr", "0.5")
+    stored, copy = with_a_checkpoint(tmp_path, config)
+    whole = stored.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    cuts = [sum(map(len, lines[:number])) for number in range(1, len(lines))]
+    cuts.append(whole.index(b"lr = 0.5") + len(b"lr = 0."))  # in the middle of a number
+    for size in cuts:
+        stored.write_bytes(whole[:size])
+        assert damage_of_stored(stored) is not None, whole[:size][-80:]
+        with pytest.raises(ConfigError) as told:
+            load_stored_config(stored, load_config)
+        assert str(told.value).endswith(f"to restore it:  cp {copy} {stored}")
+    before = whole.index(b"lr = 0.5")
+    stored.write_bytes(whole[:before])
+    assert load_config(stored).model_dump() != config.model_dump(), "it would train with other keys"
+    RunFolder.resume(config, name="x").close()
+    assert stored.read_bytes() == whole
+    assert f"it is cut off, after {len(whole[:before].rstrip()):,} of the {len(whole.rstrip()):,} bytes" in caplog.text
+    assert "the configuration changed" not in caplog.text and "edited" not in caplog.text
+
+
+def test_a_stored_configuration_that_is_not_that_of_the_checkpoint_is_told_key_by_key(tmp_path: Path, caplog):
+    """Whether it was edited or damaged cannot be known; it is the configuration that the run goes on with."""
+    config = config_of(tmp_path, "--run-dir", str(tmp_path / "mine"))
+    stored, copy = with_a_checkpoint(tmp_path, config)
+    edited = stored.read_text().replace("max_steps = 100\n", "max_steps = 900\n").replace("seed = 0\n", "", 1)
+    stored.write_text(edited)
+    RunFolder.resume(load_stored_config(stored, load_config), name="x").close()
+    assert (
+        f"{stored} is not what {copy} has; it was edited or damaged, or the run was resumed with other keys and "
+        "has had no checkpoint since: max_steps: 100 -> 900; seed: 0 -> 'not set'"
+    ) in caplog.text
+    assert load_config(stored).max_steps == 900
+    caplog.clear()
+    copy.write_text(edited.replace("900", "800"))  # not what its manifest lists: it is no witness
+    RunFolder.resume(load_stored_config(stored, load_config), name="x").close()
+    assert "is not what" not in caplog.text
+
+
+def test_a_stored_configuration_that_is_that_of_the_checkpoint_is_no_news(tmp_path: Path, caplog):
+    config = config_of(tmp_path, "--run-dir", str(tmp_path / "mine"))
+    stored, _ = with_a_checkpoint(tmp_path, config)
+    RunFolder.resume(load_stored_config(stored, load_config), name="x").close()
+    assert caplog.text == ""
 
 
 def test_a_damaged_lock_file_locks(tmp_path: Path):

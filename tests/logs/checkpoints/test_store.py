@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from verbatim.checkpoints import CheckpointStore, read_json, write_json
-from verbatim.checkpoints import store as module
-from verbatim.errors import CheckpointError, CheckpointNotWritten, RunStopped
-from verbatim.machine_faults import is_machine_fault
+from verbatim.core.errors import CheckpointError, CheckpointNotWritten, RunStopped
+from verbatim.core.machine_faults import is_machine_fault
+from verbatim.logs.checkpoints import CheckpointStore, read_json, write_json
+from verbatim.logs.checkpoints import store as module
 
 
 def save(store: CheckpointStore, step: int, text: str = "weights") -> None:
@@ -142,7 +142,7 @@ def test_a_disk_that_fills_while_sealing_leaves_no_half_checkpoint(store: Checkp
     def full(path: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("verbatim.disk.sync", full)
+    monkeypatch.setattr("verbatim.core.disk.sync", full)
     with pytest.raises(CheckpointNotWritten, match="No space left"), store.writing(2) as folder:
         (folder / "a").write_text("x")
     assert list(store.folder.iterdir()) == []
@@ -239,7 +239,7 @@ def test_a_process_killed_at_any_moment_leaves_only_whole_checkpoints(tmp_path: 
     assert last == 5 and at > 20
 
 
-@pytest.mark.parametrize("reads", ["verbatim.checkpoints.json_files.read_regular", "pathlib.Path.open"])
+@pytest.mark.parametrize("reads", ["verbatim.logs.checkpoints.json_files.read_regular", "pathlib.Path.open"])
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES])
 def test_a_checkpoint_that_this_process_cannot_read_is_not_taken_for_damaged(
     store: CheckpointStore, monkeypatch, reads: str, number: int

@@ -12,14 +12,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from verbatim.errors import UsageError
-from verbatim.fates.files import FateFolder, files_in, read_fates, read_figures
-from verbatim.fates.retention import Retention
-from verbatim.fates.schema import SCHEMA, TURN
-from verbatim.monitors.trajectory_log import TrajectoryLog, read_trajectories
-from verbatim.trajectories import Fate
-from verbatim.trajectory_json import NOT_WRITTEN, plain, trajectory_to_json
-from verbatim.types import ToolCall, Trajectory, Turn, TurnTiming
+from verbatim.core.errors import UsageError
+from verbatim.core.trajectories import Fate
+from verbatim.core.trajectory_json import NOT_WRITTEN, plain, trajectory_to_json
+from verbatim.core.types import ToolCall, Trajectory, Turn, TurnTiming
+from verbatim.logs.fates.files import FateFolder, files_in, read_fates, read_figures
+from verbatim.logs.fates.retention import Retention
+from verbatim.logs.fates.schema import SCHEMA, TURN
+from verbatim.logs.monitors.trajectory_log import TrajectoryLog, read_trajectories
 
 
 def text_of(trajectory: Trajectory) -> str:
@@ -46,26 +46,12 @@ SECOND = Turn(prompt_ids=[1, 2, 3, 4, 5, 9], completion_ids=[8])
 PLAYED = Turn(prompt_ids=[1, 2, 99], completion_ids=[7, 7], logprobs=[-1.0, -1.0], trained=False)
 EMPTY = Turn(prompt_ids=[5], completion_ids=[])
 FULL = Trajectory(
-    example_id="x",
-    turns=(FIRST, SECOND, PLAYED, EMPTY),
-    messages=({"role": "user", "content": "é\u202e <b>"},),
-    tools=({"type": "function"},),
-    reward=0.1 + 0.2,
-    reward_parts={"right": 1.0, "short": float("nan")},
-    agent_rewards={"sub/1": 0.5},
-    env="game",
-    trajectory_id="g-0",
-    run_id="r",
-    group_id="g",
-    sample_index=3,
-    seed=2**63 - 1,
-    advantage=-1.5,
-    stop_reason="stop",
-    truncated=True,
-    info={"task": {"n": [1]}},
-    num_unrecorded_tokens=5,
-    num_unrecorded_turns=2,
-)
+    example_id="x", turns=(FIRST, SECOND, PLAYED, EMPTY), messages=({"role": "user", "content": "é\u202e <b>"},),
+    tools=({"type": "function"},), reward=0.1 + 0.2, reward_parts={"right": 1.0, "short": float("nan")},
+    agent_rewards={"sub/1": 0.5}, env="game",
+    trajectory_id="g-0", run_id="r", group_id="g", sample_index=3, seed=2**63 - 1, advantage=-1.5, stop_reason="stop",
+    truncated=True, info={"task": {"n": [1]}}, num_unrecorded_tokens=5, num_unrecorded_turns=2,
+)  # fmt: skip
 FATE = Fate(
     trajectory=FULL,
     turns=("trained", "missing_logprobs", "untrained", "trained"),
@@ -171,7 +157,7 @@ def test_the_figures_are_read_without_tokens(tmp_path: Path):
     found = read_figures(tmp_path).to_pydict()
     assert found["step"] == [1, 2]
     assert found["num_sampled_tokens"] == [2 + 1 + 2 + 5, 0] and found["num_trained_tokens"] == [2, 0]
-    assert found["reason"] == [None, "error"] and found["num_breaks"] == [2, 0]
+    assert found["reason"] == [None, "error"] and found["num_breaks"] == [1, 0]
     assert found["flags"] == [["gibberish", "repetition"], []]
     assert "turns" not in found and "messages" not in found
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verbatim.monitors.alarms import ALARMS, AlarmWatch, StepFigures, Window
-from verbatim.monitors.alarms.base import Finding
-from verbatim.monitors.alarms.watch import KEPT_FIRST, KEPT_STEPS
+from verbatim.logs.monitors.alarms import ALARMS, AlarmWatch, StepFigures, Window
+from verbatim.logs.monitors.alarms.base import Finding
+from verbatim.logs.monitors.alarms.watch import KEPT_FIRST, KEPT_STEPS
 
 Column = float | Sequence[float | None]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verbatim.monitors import background
+from verbatim.logs.monitors import background
 from waiting import HANGS
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from verbatim import Trajectory, Turn
-from verbatim.trajectories import Fate
+from verbatim.core.trajectories import Fate
 
 HOSTILE = "<script>alert(1)</script> [x](javascript:alert(1)) \x1b[31mred"
 

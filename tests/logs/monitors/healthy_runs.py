@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from verbatim.monitors.alarms import AlarmWatch, StepFigures
+from verbatim.logs.monitors.alarms import AlarmWatch, StepFigures
 
 MIXTURE = [{"id": "one", "ratio": 2.0}, {"id": "two"}]
 CONFIG = {"orchestrator": {"max_async_level": 1, "group_size": 8, "train": {"env": MIXTURE}}}

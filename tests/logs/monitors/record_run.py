@@ -1,6 +1,6 @@
 """Writes down what the alarms keep of every step of a finished run, for `test_alarm_false_ones`.
 
-python tests/monitors/record_run.py runs/calculator/latest calculator
+python tests/logs/monitors/record_run.py runs/calculator/latest calculator
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from verbatim.fates.files import read_fates
-from verbatim.monitors.alarms.figures import error_counts, rollout_figures
-from verbatim.monitors.jsonl import read_jsonl
+from verbatim.logs.fates.files import read_fates
+from verbatim.logs.monitors.alarms.figures import error_counts, rollout_figures
+from verbatim.logs.monitors.jsonl import read_jsonl
 
 OUT = Path(__file__).parent / "recorded_runs"
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from campaigns import Campaign, sized
-from monitors.healthy_runs import CONFIG, HealthyRun, alarms_of
-from verbatim.monitors.alarm import Alarm
-from verbatim.monitors.alarms import ALARMS, AlarmWatch, StepFigures
+from logs.monitors.healthy_runs import CONFIG, HealthyRun, alarms_of
+from verbatim.logs.monitors.alarm import Alarm
+from verbatim.logs.monitors.alarms import ALARMS, AlarmWatch, StepFigures
 
 RECORDED = Path(__file__).parent / "recorded_runs"
 """What the alarms keep of every step of real runs, and of their evaluations."""

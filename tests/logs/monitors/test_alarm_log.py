@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from verbatim.errors import UsageError
-from verbatim.monitors import Alarm, AlarmLog, read_alarms
-from verbatim.monitors.alarm_log import is_alarm, standing_alarms
+from verbatim.core.errors import UsageError
+from verbatim.logs.monitors import Alarm, AlarmLog, read_alarms
+from verbatim.logs.monitors.alarm_log import is_alarm, standing_alarms
 
 RAISED = Alarm(
     name="reward_hacking",

@@ -7,11 +7,11 @@ import itertools
 
 import pytest
 
-from monitors.alarm_series import findings, level, steps_of, told, window_of
-from verbatim.evaluation.intervals import wilson
-from verbatim.monitors.alarms import ALARMS, Finding, StepFigures, Window, base
-from verbatim.monitors.alarms.base import TRAINING, TRAINING_ERROR
-from verbatim.monitors.alarms.change import chance_of_rise, falls, rises
+from logs.monitors.alarm_series import findings, level, steps_of, told, window_of
+from verbatim.logs.monitors.alarms import ALARMS, Finding, StepFigures, Window, base
+from verbatim.logs.monitors.alarms.base import TRAINING, TRAINING_ERROR
+from verbatim.logs.monitors.alarms.change import chance_of_rise, falls, rises
+from verbatim.run.evaluation.intervals import wilson
 
 UP = [0.30, 0.31, 0.29, 0.30, 0.32, 0.28, 0.30, 0.31]
 """Eight values around 0.30."""
@@ -601,6 +601,23 @@ def test_a_reward_drops_though_the_success_does_not():
     )
 
 
+@pytest.mark.parametrize(("failed", "named"), [((0, 0), True), ((30, 30), True), ((31, 0), False), ((0, 31), False)])
+def test_a_mean_reward_of_survivors_is_not_compared(failed, named):
+    """Of 300 episodes."""
+    before = {
+        "reward/mean": 0.9,
+        "reward/low": 0.88,
+        "reward/high": 0.92,
+        "reward/std": 0.2,
+        "success": 0.5,
+        "episodes": 300,
+        "failed": failed[0],
+    }
+    after = {**before, "reward/mean": 0.7, "reward/low": 0.68, "reward/high": 0.72, "failed": failed[1]}
+    window = Window(steps=[], evaluations={"game": [(0, before), (10, after)]})
+    assert any("mean reward" in finding.message for finding in ALARMS["evaluation_drop"]()(window)) is named
+
+
 @pytest.mark.parametrize(
     ("best", "last", "episodes", "expected"),
     [
@@ -632,7 +649,7 @@ def test_an_evaluation_that_drops_names_the_cause_that_its_metrics_point_to():
         return only
 
     assert "updates have made the policy worse" in found().cause and "the checkpoint at step 10" in found().advice
-    assert found(failed=0.3).cause == "30% of its episodes failed, 0% of the best one's"
+    assert found(failed=90).cause == "30% of its episodes failed, 0% of the best one's"
     window = measured(0.5, 0.8, 0.5)
     for _, metrics in window.evaluations["game"]:
         metrics |= {TRAINING: 0.8, TRAINING_ERROR: 0.02}

@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from monitors.alarm_series import steps_of
+from logs.monitors.alarm_series import steps_of
 from verbatim import Trajectory, Turn
 from verbatim.config.backends import schema_with_backends
 from verbatim.config.fields import keys
-from verbatim.monitors import alarms
-from verbatim.monitors.alarms import ALARMS, AlarmWatch, Finding, Window
-from verbatim.monitors.alarms.base import TRAINING, TRAINING_ERROR
-from verbatim.monitors.alarms.figures import (
+from verbatim.core.trajectories import Fate
+from verbatim.core.types import StopReason, ToolCall
+from verbatim.logs.monitors import alarms
+from verbatim.logs.monitors.alarms import ALARMS, AlarmWatch, Finding, Window
+from verbatim.logs.monitors.alarms.base import TRAINING, TRAINING_ERROR
+from verbatim.logs.monitors.alarms.figures import (
     Groups,
     error_counts,
     looks_like_a_call,
@@ -26,8 +28,6 @@ from verbatim.monitors.alarms.figures import (
 )
 from verbatim.rollouts.loop import TOOLS_OFFERED
 from verbatim.run.tables import component_tables
-from verbatim.trajectories import Fate
-from verbatim.types import StopReason, ToolCall
 
 
 def turn(completion: list[int], prompt: list[int] | None = None, **fields: object) -> Turn:

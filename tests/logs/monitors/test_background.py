@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from verbatim.monitors import background
-from verbatim.monitors.background import Background
+from verbatim.logs.monitors import background
+from verbatim.logs.monitors.background import Background
 from waiting import HANGS, wait_until
 
 pytestmark = pytest.mark.realtime

@@ -13,9 +13,17 @@ import pyte
 import pytest
 import rich.console
 
-from verbatim.monitors import Alarm, Console
-from verbatim.monitors.console import COLUMNS, eval_line, format_number, header, known_columns, step_line, what_waits
-from verbatim.plain_console import PlainConsole
+from verbatim.core.plain_console import PlainConsole
+from verbatim.logs.monitors import Alarm, Console
+from verbatim.logs.monitors.console import (
+    COLUMNS,
+    eval_line,
+    format_number,
+    header,
+    known_columns,
+    step_line,
+    what_waits,
+)
 
 METRICS = {
     "rollouts/failed_share": 0.125,

@@ -12,8 +12,8 @@ import sys
 
 import pytest
 
-from verbatim.monitors import Alarm
-from verbatim.monitors.json_lines import JsonLines
+from verbatim.logs.monitors import Alarm
+from verbatim.logs.monitors.json_lines import JsonLines
 
 
 def test_steps_evaluations_alarms_and_the_end_are_one_line_each():
@@ -71,7 +71,7 @@ def test_a_program_ends_well_though_its_reader_has_gone():
     """As `verbatim rl ... --json | head -1`: lines that no one takes are still in the stream as it is closed."""
     program = """
 from verbatim.cli.own_stdout import own_stdout
-from verbatim.monitors.json_lines import JsonLines
+from verbatim.logs.monitors.json_lines import JsonLines
 import sys
 with own_stdout() as stdout:
     monitor = JsonLines(stdout)

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from verbatim.errors import UsageError
-from verbatim.monitors import JsonlWriter, read_jsonl
-from verbatim.monitors.jsonl import measure
+from verbatim.core.errors import UsageError
+from verbatim.logs.monitors import JsonlWriter, read_jsonl
+from verbatim.logs.monitors.jsonl import measure
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from verbatim.errors import UsageError
-from verbatim.monitors import LearningCurve, MetricsLog
-from verbatim.monitors import learning_curve as module
-from verbatim.monitors.learning_curve import Curve, draw_curve, read_curve
+from verbatim.core.errors import UsageError
+from verbatim.logs.monitors import LearningCurve, MetricsLog
+from verbatim.logs.monitors import learning_curve as module
+from verbatim.logs.monitors.learning_curve import Curve, draw_curve, read_curve
 
 
 @pytest.fixture

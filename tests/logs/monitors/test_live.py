@@ -8,8 +8,8 @@ import pyte
 import pytest
 import rich.console
 
-from verbatim.monitors.live import LiveView, Stage
-from verbatim.monitors.progress_bar import ProgressBar
+from verbatim.logs.monitors.live import LiveView, Stage
+from verbatim.logs.monitors.progress_bar import ProgressBar
 
 
 def terminal(**options: object) -> tuple[rich.console.Console, io.StringIO]:

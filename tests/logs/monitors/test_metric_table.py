@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from losses.loss_inputs import inputs, metrics_of
-from orchestrator import loop_runs
-from verbatim.losses import LOSSES
-from verbatim.monitors.metric_table import METRICS, about, descriptions
+from algorithms.losses.loss_inputs import inputs, metrics_of
+from run.orchestrator import loop_runs
+from verbatim.algorithms.losses import LOSSES
+from verbatim.logs.monitors.metric_table import METRICS, about, descriptions
 
 FIELD = re.compile(r"\{[^{}]*\}")
 

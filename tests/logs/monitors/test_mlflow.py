@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from monitors.fates import fate
-from verbatim.errors import UsageError
-from verbatim.monitors import Alarm, AlarmLog, RunInfo
-from verbatim.monitors.mlflow import RUN_ID, Mlflow, MlflowMonitor
+from logs.monitors.fates import fate
+from verbatim.core.errors import UsageError
+from verbatim.logs.monitors import Alarm, AlarmLog, RunInfo
+from verbatim.logs.monitors.mlflow import RUN_ID, Mlflow, MlflowMonitor
 from waiting import HANGS
 
 pytestmark = [pytest.mark.extras, pytest.mark.slow, pytest.mark.realtime]
@@ -183,7 +183,7 @@ def test_what_mlflow_would_not_take_is_refused_before_the_run(settings, says, mo
     ("missing", "says"), [("mlflow", "needs mlflow"), ("sqlalchemy", "a database needs sqlalchemy")]
 )
 def test_without_a_package_the_run_is_refused_before_it_starts(monkeypatch, missing, says):
-    monkeypatch.setattr("verbatim.monitors.mlflow.is_installed", lambda name: name != missing)
+    monkeypatch.setattr("verbatim.logs.monitors.mlflow.is_installed", lambda name: name != missing)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with pytest.raises(UsageError, match=rf"{says}.*pip install 'verbatim-rl\[mlflow\]'") as refused:
         Mlflow(experiment="e", tracking_uri="postgresql://me:hunter2secret@host/runs")

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from verbatim import Trajectory
-from verbatim.monitors import Alarm, MetricsLog, Monitor, Monitors, RunInfo
-from verbatim.monitors.base import METHODS, NO_DISTRIBUTIONS, Distributions, Metrics, fault_of, open_monitors
-from verbatim.trajectories import Fate
+from verbatim.core.trajectories import Fate
+from verbatim.logs.monitors import Alarm, MetricsLog, Monitor, Monitors, RunInfo
+from verbatim.logs.monitors.base import METHODS, NO_DISTRIBUTIONS, Distributions, Metrics, fault_of, open_monitors
 
 ALARM = Alarm(
     name="entropy_collapse",

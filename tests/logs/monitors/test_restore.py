@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from verbatim.monitors.jsonl import JsonlWriter, LogMark, measure
-from verbatim.monitors.metrics_log import is_metrics
-from verbatim.monitors.restore import Restored, restore
-from verbatim.monitors.trajectory_log import TrajectoryLog, is_trajectory
-from verbatim.types import Trajectory, Turn
+from verbatim.core.types import Trajectory, Turn
+from verbatim.logs.monitors.jsonl import JsonlWriter, LogMark, measure
+from verbatim.logs.monitors.metrics_log import is_metrics
+from verbatim.logs.monitors.restore import Restored, restore
+from verbatim.logs.monitors.trajectory_log import TrajectoryLog, is_trajectory
 
 
 def line_of(step: int) -> bytes:

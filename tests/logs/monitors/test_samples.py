@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from monitors.fates import HOSTILE, fate
-from verbatim.errors import UsageError
-from verbatim.monitors.conversation import conversation_text
-from verbatim.monitors.samples import LONGEST, SampleRule, chosen, sample_row
+from logs.monitors.fates import HOSTILE, fate
+from verbatim.core.errors import UsageError
+from verbatim.logs.monitors.conversation import conversation_text
+from verbatim.logs.monitors.samples import LONGEST, SampleRule, chosen, sample_row
 
 
 def names(found: list) -> list[str]:

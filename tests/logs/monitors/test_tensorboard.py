@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from monitors.fates import HOSTILE, fate
-from verbatim.errors import UsageError
-from verbatim.monitors import Alarm, RunInfo
-from verbatim.monitors.tensorboard import Tensorboard, TensorboardMonitor
+from logs.monitors.fates import HOSTILE, fate
+from verbatim.core.errors import UsageError
+from verbatim.logs.monitors import Alarm, RunInfo
+from verbatim.logs.monitors.tensorboard import Tensorboard, TensorboardMonitor
 
 CONFIG = {"max_steps": 9, "model": {"name": "m"}, "orchestrator": {"train": {"env": [{"id": "game"}]}}}
 

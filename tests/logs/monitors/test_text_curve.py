@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from verbatim.monitors.learning_curve import Curve
-from verbatim.monitors.text_curve import ASCII, text_curve
+from verbatim.logs.monitors.learning_curve import Curve
+from verbatim.logs.monitors.text_curve import ASCII, text_curve
 
 EVALS = {"game": [(0, 0.0), (50, 0.5), (100, 1.0)]}
 RISING = Curve(rewards=[(step, step / 100) for step in range(1, 101)], evals=EVALS)

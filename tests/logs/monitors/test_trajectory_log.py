@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verbatim.errors import UsageError
-from verbatim.monitors import TrajectoryLog, read_trajectories
-from verbatim.trajectory_json import plain, trajectory_from_json, trajectory_to_json
-from verbatim.types import StopReason, ToolCall, Trajectory, Turn, TurnTiming
+from verbatim.core.errors import UsageError
+from verbatim.core.trajectory_json import plain, trajectory_from_json, trajectory_to_json
+from verbatim.core.types import StopReason, ToolCall, Trajectory, Turn, TurnTiming
+from verbatim.logs.monitors import TrajectoryLog, read_trajectories
 
 
 def full() -> Trajectory:

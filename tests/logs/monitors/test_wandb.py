@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from monitors.fates import fate
-from verbatim.errors import UsageError
-from verbatim.monitors import Alarm, RunInfo, wandb
-from verbatim.monitors.wandb import Wandb, WandbMonitor
+from logs.monitors.fates import fate
+from verbatim.core.errors import UsageError
+from verbatim.logs.monitors import Alarm, RunInfo, wandb
+from verbatim.logs.monitors.wandb import Wandb, WandbMonitor
 from waiting import HANGS
 
 KEY = "0123456789abcdef0123456789abcdef01234567"

@@ -4,8 +4,8 @@ import multiprocessing
 
 import pytest
 
-from verbatim import cores
-from verbatim.cores import FIRST_PASS, CoreShare
+from verbatim.models.native import cores
+from verbatim.models.native.cores import FIRST_PASS, CoreShare
 from waiting import HANGS
 
 

@@ -7,7 +7,7 @@ import pytest
 
 CODE = """
 import ctypes, os
-from verbatim.freed_memory import keep_freed_memory
+from verbatim.models.native.freed_memory import keep_freed_memory
 if getattr(ctypes.CDLL(None), "gnu_get_libc_version", None) is None:
     print("other")
     raise SystemExit

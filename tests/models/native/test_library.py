@@ -5,12 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import stat
+import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
-from verbatim import native
+from verbatim.cli import doctor_machine
+from verbatim.models import native
+from verbatim.models.native import ownership
+from waiting import wait_until as until
 
 pytestmark = pytest.mark.realtime
 SUM = """
@@ -121,12 +127,130 @@ def test_a_damaged_library_is_made_anew(tmp_path, caplog, damage):
     assert not caplog.text
 
 
+def planted(tmp_path: Path, text: str) -> Path:
+    """A whole library under the name of another source: its digest is right, and it does something else."""
+    source, compiler = write(tmp_path, text), native.find_compiler()
+    flags = (*native._FLAGS, *native._VARIANTS[0])
+    folder = native.library_folder()
+    name = native._name(source, compiler, flags)
+    evil = native._compiled(write(tmp_path, text.replace("a + b", "666")), compiler, flags, folder / "other-0")
+    target = folder / f"{name}-{native._digest(evil.read_bytes())}.so"
+    evil.rename(target)
+    return target
+
+
 @needs_compiler
-def test_a_library_that_another_process_removes_meanwhile_is_made_with_the_same_options(tmp_path, caplog):
+def test_a_library_that_was_made_from_something_else_is_not_loaded(tmp_path, caplog):
+    target = planted(tmp_path, SUM)
+    with caplog.at_level(logging.WARNING):
+        assert native.library(write(tmp_path, SUM)).add(40, 2) == 42
+    assert f"{target} is made from something else, and is made anew" in caplog.text
+    assert not target.exists()
+
+
+@needs_compiler
+@pytest.mark.parametrize("how", ["group", "all", "link"])
+def test_a_library_that_others_can_write_is_not_loaded(tmp_path, caplog, monkeypatch, how):
+    source = write(tmp_path, SUM)
+    assert native.library(source).add(40, 2) == 42
+    native.build.cache_clear()
+    (kept,) = libraries(tmp_path)
+    monkeypatch.setattr(ownership, "_is_own_group", lambda gid: False)
+    if how == "link":
+        kept.rename(tmp_path / "elsewhere.so")
+        kept.symlink_to(tmp_path / "elsewhere.so")
+    else:
+        kept.chmod(0o720 if how == "group" else 0o702)
+    with caplog.at_level(logging.WARNING):
+        assert native.library(source).add(40, 2) == 42
+    assert f"{kept} is not ours alone, and is made anew" in caplog.text
+    assert stat.S_IMODE(kept.lstat().st_mode) == 0o700 and not kept.is_symlink()
+
+
+@needs_compiler
+@pytest.mark.parametrize("step", ["cache/verbatim/native", "cache/verbatim", "cache"])
+def test_a_folder_that_others_can_write_is_not_used(tmp_path, caplog, step):
+    target = planted(tmp_path, SUM)
+    (tmp_path / step).chmod(0o777)
+    native.library_folder.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert native.library(write(tmp_path, SUM)).add(40, 2) == 42
+    assert f"others may write to {tmp_path / step} (mode 0777)" in caplog.text
+    assert libraries(tmp_path) == [target], "nothing was loaded from there, or written there"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_folder_or_a_file_of_another_user_is_not_used(tmp_path):
+    (tmp_path / "theirs").mkdir()
+    os.chown(tmp_path / "theirs", 65534, 65534)
+    assert "belongs to the user nobody" in ownership.why_not_own(tmp_path / "theirs")
+    (tmp_path / "theirs" / "mine").mkdir()
+    assert "theirs belongs to the user nobody" in ownership.why_not_own(tmp_path / "theirs" / "mine")
+    (tmp_path / "file").write_bytes(b"x")
+    assert ownership.read_own(tmp_path / "file") == b"x"
+    os.chown(tmp_path / "file", 65534, 65534)
+    assert ownership.read_own(tmp_path / "file") is None
+
+
+def test_a_folder_of_ones_own_below_a_shared_one_is_fine(tmp_path):
+    """As below /tmp, where each may rename only what is his own."""
+    (tmp_path / "shared" / "mine").mkdir(parents=True)
+    (tmp_path / "shared").chmod(0o1777)
+    assert ownership.why_not_own(tmp_path / "shared" / "mine") is None
+    (tmp_path / "shared").chmod(0o777)
+    assert "others may write" in ownership.why_not_own(tmp_path / "shared" / "mine")
+
+
+@needs_compiler
+def test_another_compiler_of_the_same_version_makes_another_library(tmp_path, monkeypatch):
+    real = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    for name in ("one", "two"):
+        compiler = tmp_path / name / "cc"
+        compiler.parent.mkdir()
+        compiler.write_text(f'#!/bin/sh\nexec {real} "$@"\n')
+        compiler.chmod(0o755)
+        monkeypatch.setenv("CC", str(compiler))
+        native.build.cache_clear()
+        assert native.library(write(tmp_path, SUM)).add(1, 1) == 2
+    assert len(libraries(tmp_path)) == 2
+
+
+def test_a_compiler_that_does_not_end_is_tried_once_and_told_as_that(tmp_path, monkeypatch, caplog):
+    tried, popen = [], subprocess.Popen
+    script = tmp_path / "cc"
+    script.write_text("#!/bin/sh\nif [ $1 = --version ]; then exit; fi\nsleep 1234567 & wait\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("CC", str(script))
+    monkeypatch.setattr(native, "_PATIENCE", 0.5)
+    monkeypatch.setattr(native, "_HUNG", set())
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **how: tried.append(command) or popen(command, **how))
+    with caplog.at_level(logging.WARNING):
+        for text in (SUM, SUM.replace("a + b", "a - b")):
+            found = native.build(write(tmp_path, text))
+            assert found.functions is None and found.reason == f"{script} took more than 0.5 s"
+    assert len([command for command in tried if "--version" not in command]) <= 1, "no other options are tried"
+    assert "could not be compiled" not in caplog.text
+    until(lambda: not any("1234567" in (process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])))
+
+
+def test_a_compiler_that_does_not_say_its_version_is_told_too(tmp_path, monkeypatch):
+    compiler = tmp_path / "cc"
+    compiler.write_text("#!/bin/sh\nsleep 1000000\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setattr(native, "_PATIENCE", 0.1)
+    monkeypatch.setattr(native, "_HUNG", set())
+    assert native.build(write(tmp_path, SUM)).reason == f"{compiler} took more than 0.1 s"
+    assert doctor_machine._version((str(compiler),)) == []
+
+
+@needs_compiler
+def test_a_library_that_another_process_removes_meanwhile_is_made_with_the_same_options(tmp_path, caplog, monkeypatch):
     source = write(tmp_path, SUM)
     flags = (*native._FLAGS, *native._VARIANTS[0])
     name = native._name(source, native.find_compiler(), flags)
-    (native.library_folder() / f"{name}-{'0' * 24}.so").symlink_to(tmp_path / "gone")  # listed, and not there
+    (native.library_folder() / f"{name}-{'0' * 24}.so").write_text("listed, and then not there")
+    monkeypatch.setattr(native, "read_own", lambda path: path.unlink() or path.read_bytes())
     with caplog.at_level(logging.WARNING):
         found = native.build(source)
     assert found.functions.add(40, 2) == 42

@@ -6,16 +6,16 @@ import re
 from functools import cache
 from pathlib import Path
 
-from bridge_oracle import ids
+from bridge_oracle import behind, ids, wrong
 from families import FAMILIES, MORE, family_tokenizer
 from random_dialogues import byte_tokenizer
 
-from verbatim.errors import EnvironmentFault
-from verbatim.renderers import BreakReason, Conversation, create_renderer
-from verbatim.renderers.tool_support import COMPLETE
+from verbatim.core.errors import EnvironmentFault
+from verbatim.models.renderers import BreakReason, Conversation, create_renderer
+from verbatim.models.renderers.tool_support import COMPLETE
 
-PAGE = Path(__file__).parents[2] / "docs" / "renderers.md"
-BEGIN, END = (f"<!-- tests/renderers/test_bridge_table.py: {place} -->" for place in ("begin", "end"))
+PAGE = Path(__file__).parents[3] / "docs" / "renderers.md"
+BEGIN, END = (f"<!-- tests/models/renderers/test_bridge_table.py: {place} -->" for place in ("begin", "end"))
 FOLDER = Path(__file__).parent / "data" / "trl_templates"
 TEXTLESS = ("llava", "idefics", "smolvlm")
 TEMPLATES = {
@@ -87,6 +87,8 @@ def body(renderer, what):
     """The text of a turn without its thought and its end; None where the format writes no such turn."""
     if what == "answer":
         return "<|channel|>final<|message|>About 20." if renderer.name == "gpt-oss" else "About 20."
+    if what == "talk" and renderer.name == "gpt-oss":
+        return f"<|channel|>commentary<|message|>Let me see.<|end|><|start|>assistant{body(renderer, 'call')}"
     calls = [call(0), call(1)] if what == "calls" else [call()]
     content = "Let me see." if what == "talk" else ""
     new = [sees(number) for number in range(len(calls))]
@@ -178,6 +180,30 @@ def outcome(name, kind, retention):
     conversation, new = made
     found = conversation.bridged(new, TOOLS)
     return LETTERS[found] if isinstance(found, BreakReason) else "yes"
+
+
+def faults_of(name):
+    """(bridges of a format, what is wrong with them)"""
+    num_bridges, faults = 0, {}
+    for kind in KINDS:
+        for retention in ("tool_cycle", "all"):
+            renderer = renderer_of(name, retention)
+            made = conversation_of(renderer, kind)
+            if made is None:
+                continue
+            conversation, new = made
+            found = conversation.bridged(new, TOOLS)
+            if isinstance(found, BreakReason):
+                continue
+            num_bridges += 1
+            said = conversation.said
+            calls = [(call.name, call.id) for call in said.calls]
+            thought = "hm" if renderer.decode(conversation.prompt_ids).rstrip().endswith("<think>") else None
+            expected = behind(renderer, conversation.messages, TOOLS, new, calls, thought)
+            fault = wrong(renderer, conversation.prompt_ids, said.completion_ids, found.prompt_ids, expected)
+            if fault:
+                faults[name, kind, retention] = fault
+    return num_bridges, faults
 
 
 def cell(name, kind):

@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 
-from verbatim.errors import EnvironmentFault
+from verbatim.core.errors import EnvironmentFault
 
 MARK = "zqmark"
 

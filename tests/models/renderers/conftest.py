@@ -5,7 +5,7 @@ import pytest
 from verbatim.environments.guess_number import GuessNumber
 from verbatim.environments.resolve import corpus
 from verbatim.models.build import build_tokenizer
-from verbatim.renderers import create_renderer
+from verbatim.models.renderers import create_renderer
 
 
 @pytest.fixture(scope="session")

@@ -4,16 +4,19 @@ The chat templates are the published ones (data/trl_templates/README.md). No tem
 MiniMax M2 can be had without the model hub: those families are tested against prompts that are written down.
 """
 
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import renderers
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from verbatim.renderers import create_renderer
-from verbatim.renderers.tool_support import COMPLETE
+from verbatim.core.errors import ModelError
+from verbatim.models.renderers import create_renderer
+from verbatim.models.renderers.tool_support import COMPLETE
 
 TEMPLATES = Path(__file__).parent / "data" / "trl_templates"
 
@@ -58,26 +61,11 @@ KIMI = (
     "<|tool_call_end|>",
 )
 KIMI_MEDIA = ("<|endoftext|>", "<|media_begin|>", "<|media_content|>", "<|media_end|>", "<|media_pad|>")
-DEEPSEEK = tuple(
-    map(
-        _deepseek,
-        (
-            "begin of sentence",
-            "end of sentence",
-            "User",
-            "Assistant",
-            "tool calls begin",
-            "tool calls end",
-            "tool call begin",
-            "tool call end",
-            "tool sep",
-            "tool outputs begin",
-            "tool outputs end",
-            "tool output begin",
-            "tool output end",
-        ),
-    )
-)
+DEEPSEEK = tuple(map(_deepseek, (
+    "begin of sentence", "end of sentence", "User", "Assistant", "tool calls begin", "tool calls end",
+    "tool call begin", "tool call end", "tool sep", "tool outputs begin", "tool outputs end", "tool output begin",
+    "tool output end",
+)))  # fmt: skip
 HARMONY = (
     "<|startoftext|>",
     "<|endoftext|>",
@@ -140,3 +128,48 @@ def family_renderer(name):
     if name == "deepseek-v3":  # shows no tools, so a run refuses them; the rest is tested all the same
         renderer.tool_support = COMPLETE
     return renderer
+
+
+WITHOUT_TEMPLATE = (
+    "prime-qwen3",
+    "deepseek-r1",
+    "deepseek-v4",
+    "gemma4",
+    "glm-5.1",
+    "glm-5.3",
+    "hy3",
+    "inkling",
+    "laguna-m.1",
+    "laguna-s-2.1",
+    "laguna-xs-2.1",
+    "laguna-xs.2",
+    "nemotron-3.5",
+)
+"""The rest of the package's families. No template of theirs can be had; what they write is read back."""
+TOKENS_OF = {"prime-qwen3": "qwen3.5", "nemotron-3.5": "nemotron-3"}
+"""Of these the family with the same tokens."""
+_TOKEN = re.compile(r"""["'`](<[^"'`\s<>]{1,40}>|[<〈]/?[|｜][^\s"'`<>〈〉]{1,40}[|｜][>〉]|\[[A-Za-z]+\])["'`]""")
+
+
+@cache
+def source_renderer(name):
+    """With the tokens that the sources of the package name; those of other families do not matter to it."""
+    if name in TOKENS_OF:
+        return create_renderer(name, family_tokenizer(TOKENS_OF[name]))
+    tokens = {"<bos>", "<eos>", "<pad>", "｜DSML｜"}
+    for file in sorted(Path(renderers.__file__).parent.glob("*.py")):
+        tokens |= {token for token in _TOKEN.findall(file.read_text(encoding="utf-8")) if "{" not in token}
+    while True:
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        backend = Tokenizer(BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        backend.add_special_tokens([AddedToken(token, special=True) for token in sorted(tokens)])
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", bos_token="<bos>")
+        try:
+            return create_renderer(name, tokenizer)
+        except ModelError as error:  # its name is put together in the source
+            named = set(re.findall(r"'([^']+)'(?:,| not found)", str(error))) - tokens
+            if not named:
+                raise
+            tokens |= named

@@ -17,14 +17,14 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from verbatim.errors import EnvironmentFault
-from verbatim.renderers import BreakReason, Conversation
-from verbatim.renderers.template import TemplateRenderer, with_arguments
-from verbatim.renderers.tool_support import COMPLETE
+from verbatim.core.errors import EnvironmentFault
+from verbatim.models.renderers import BreakReason, Conversation
+from verbatim.models.renderers.template import TemplateRenderer, with_arguments
+from verbatim.models.renderers.tool_support import COMPLETE
 
 SPECIAL = re.compile(
     r'<\|[\w/"]+\|?>|<\w+\|>|<｜[^｜<>]+｜>|<(?:start|end)_of_\w+>|</?s>|\[gMASK\]|<sop>|\[/?INST\]|</?think>'
-    r"|</?tool_call>|</?tool_response>|</?arg_(?:key|value)>"
+    r"|</?tool_call>|</?tool_response>|</?arg_(?:key|value)>|</?seed:\w+>|\]~!?b\[?\]|\[e~\["
 )
 """What looks like a special token in a template."""
 
@@ -158,7 +158,7 @@ def check(renderer: TemplateRenderer, tokenizer: Any, tally: Tally, seed: int, h
         try:
             if conversation is None:
                 conversation = Conversation.open(renderer, messages, tools)
-                given = renderer._wrapped(messages, tools)
+                given = renderer._wrapped(list(renderer.message_support.folded(messages, tools).messages), tools)
                 theirs = tokenizer.apply_chat_template(
                     [with_arguments(m, as_text=renderer._arguments_as_text) for m in given],
                     tools=renderer._given(tools),

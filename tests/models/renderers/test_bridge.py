@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from random_dialogues import byte_tokenizer
 
-from verbatim.errors import TemplateFault
-from verbatim.renderers import Conversation
-from verbatim.renderers.template import TemplateRenderer
+from verbatim.core.errors import TemplateFault
+from verbatim.models.renderers import Conversation
+from verbatim.models.renderers.template import TemplateRenderer
 
 TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
 PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

@@ -9,8 +9,8 @@ from random_dialogues import Dialogues, Tally, byte_tokenizer, check
 from random_templates import random_template
 
 from campaigns import sized
-from verbatim.errors import ModelError
-from verbatim.renderers import BreakReason, create_renderer
+from verbatim.core.errors import ModelError
+from verbatim.models.renderers import BreakReason, create_renderer
 
 FOLDER = Path(__file__).parent / "data" / "trl_templates"
 TEMPLATES = {file.stem: file.read_text(encoding="utf-8") for file in sorted(FOLDER.glob("*.jinja"))}

@@ -8,9 +8,9 @@ import sys
 import pytest
 from families import FAMILIES, MORE, family_tokenizer
 
-from verbatim.errors import ModelError, UsageError
-from verbatim.renderers import ALIASES, AUTO_FAMILIES, RENDERERS, create_renderer
-from verbatim.renderers.recognise import PROBES
+from verbatim.core.errors import ModelError, UsageError
+from verbatim.models.renderers import ALIASES, AUTO_FAMILIES, RENDERERS, create_renderer
+from verbatim.models.renderers.recognise import PROBES
 
 
 def with_template(tokenizer, old, new):
@@ -157,6 +157,7 @@ def test_probes_cover_what_templates_do_differently():
 
 @pytest.mark.realtime
 def test_importing_renderers_loads_no_heavy_library():
-    code = "import sys, verbatim.renderers; print(sorted({'torch', 'transformers', 'renderers'} & set(sys.modules)))"
+    heavy = {"torch", "transformers", "renderers"}
+    code = f"import sys, verbatim.models.renderers; print(sorted({heavy} & set(sys.modules)))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[]"

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from families import family_renderer, family_tokenizer
 
-from verbatim.errors import EnvironmentFault, ModelError
-from verbatim.renderers import create_renderer
-from verbatim.renderers.harmony import HarmonyRenderer
+from verbatim.core.errors import EnvironmentFault, ModelError
+from verbatim.models.renderers import create_renderer
+from verbatim.models.renderers.harmony import HarmonyRenderer
 
 ASK = {"role": "user", "content": "How warm is it?"}
 CALL = {
@@ -155,6 +155,14 @@ def test_arguments_given_as_json_text_are_not_quoted_twice(harmony):
 
 def test_messages_that_the_template_refuses_are_the_environments_fault(harmony):
     with pytest.raises(EnvironmentFault, match=r"no previous assistant message with a tool call.*roles are user, tool"):
+        harmony.write_ids([ASK, SEES], TOOLS, True)
+
+
+def test_an_answer_where_no_call_was_read_is_a_users_message_and_one_before_all_turns_is_refused(harmony):
+    turn, said_by_user = {"role": "assistant", "content": "Hm."}, {"role": "user", "content": SEES["content"]}
+    folded = harmony.render_ids([ASK, turn, SEES], TOOLS)
+    assert folded.tolist() == harmony.render_ids([ASK, turn, said_by_user], TOOLS).tolist()
+    with pytest.raises(EnvironmentFault, match=r"messages\[1\].*no previous assistant message with a tool call"):
         harmony.render_ids([ASK, SEES], TOOLS)
 
 

@@ -10,27 +10,13 @@ from hypothesis import strategies as st
 
 from campaigns import Campaign, sized
 from drawn import drawn, is_found
-from verbatim.errors import EnvironmentFault, ModelError
-from verbatim.renderers.guard import BREAK, ESCAPE, GuardedTokenizer
-from verbatim.renderers.recognise import check_guarded
-from verbatim.renderers.template import TemplateRenderer
+from verbatim.core.errors import EnvironmentFault, ModelError
+from verbatim.models.renderers.guard import BREAK, ESCAPE, GuardedTokenizer
+from verbatim.models.renderers.recognise import check_guarded
+from verbatim.models.renderers.template import TemplateRenderer
 
-FIELDS = (
-    "system",
-    "user",
-    "said",
-    "thought",
-    "function",
-    "parameter",
-    "key",
-    "value",
-    "deep",
-    "call id",
-    "answer",
-    "tool",
-    "description",
-    "choice",
-)
+FIELDS = ("system", "user", "said", "thought", "function", "parameter", "key", "value", "deep", "call id", "answer",
+          "tool", "description", "choice")  # fmt: skip
 
 
 def dialogue(words):
@@ -119,8 +105,9 @@ def hostile(name):
 def test_no_text_changes_the_special_tokens_of_a_prompt(name, data):
     words = {field: data.draw(hostile(name), label=field) for field in FIELDS}
     renderer = family_renderer(name)
-    assert specials(name, renderer.render_ids(*dialogue(words))) == specials(
-        name, renderer.render_ids(*dialogue(HARMLESS))
+    # Also where a part is left out: Llama 3 writes no text beside a call.
+    assert specials(name, renderer.write_ids(*dialogue(words), True)) == specials(
+        name, renderer.write_ids(*dialogue(HARMLESS), True)
     )
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawn import drawn, is_found
-from verbatim.errors import EnvironmentFault
+from verbatim.core.errors import EnvironmentFault
 
 
 def with_text_arguments(message):
@@ -81,7 +81,8 @@ def test_the_ids_are_those_of_the_published_chat_template(name):
             theirs = template_ids(name, messages, tools, generation)
             if theirs is None or (name in DIFFERENT and DIFFERENT[name](messages)):
                 continue
-            assert family_renderer(name).render_ids(messages, tools, generation).tolist() == theirs
+            # Also where a part is left out: `render_ids` folds or refuses it.
+            assert family_renderer(name).write_ids(messages, tools, generation).tolist() == theirs
             compared += 1
     assert compared >= 34  # of 56
 
@@ -138,7 +139,7 @@ def has_the_ids_of_the_template(name, rounds, system, last, tools, change=lambda
         given = dialogue if system is None else [{"role": "system", "content": system}, *dialogue]
         theirs = template_ids(name, given, TOOLS if tools else None, generation)
         if theirs is not None:  # gpt-oss: a text before a call beside its analysis
-            ours = family_renderer(name).render_ids(change(given), TOOLS if tools else None, generation)
+            ours = family_renderer(name).write_ids(change(given), TOOLS if tools else None, generation)
             assert ours.tolist() == theirs
 
 

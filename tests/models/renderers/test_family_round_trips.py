@@ -29,20 +29,21 @@ TOOLS = [
     for name in ("look", "look_again")
 ]
 
-# Formats that write arguments as text do not keep the space around them, nor does any keep it around what is said.
-TEXT = st.text(st.sampled_from('aB5. \n"\\{}[]:<>é日🙂'), max_size=12).map(str.strip)
+VALUE = st.text(st.sampled_from('aB5. \n"\\{}[]:<>é日🙂'), max_size=12)
+# No format keeps the space around what is said.
+TEXT = VALUE.map(str.strip)
 WORDS = st.sampled_from(["5", "true", "null", "None", '{"a": 1}', "[1]", "1e3"])
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-9, 9**20) | TEXT,
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(TEXT, inner, max_size=2),
+    st.none() | st.booleans() | st.integers(-9, 9**20) | VALUE,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(VALUE, inner, max_size=2),
     max_leaves=4,
 )
 ARGUMENTS = st.fixed_dictionaries(
     {},
     optional={
-        "place": WORDS | TEXT.filter(bool),
+        "place": WORDS | VALUE,
         "days": st.lists(JSON, max_size=3),
-        "deep": st.dictionaries(TEXT, JSON, max_size=2),
+        "deep": st.dictionaries(VALUE, JSON, max_size=2),
         "count": st.integers(),
         "warm": st.booleans(),
         "least": st.floats(allow_nan=False, allow_infinity=False),

@@ -11,46 +11,26 @@ from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
 from drawn import drawn, is_found
-from verbatim.errors import EnvironmentFault, ModelError
+from verbatim.core.errors import EnvironmentFault, ModelError
 from verbatim.models.build import CONTROL_TOKENS, MARKUP_TOKENS
-from verbatim.renderers import create_renderer
-from verbatim.renderers.guard import BREAK, Guard, GuardedTokenizer
+from verbatim.models.renderers import create_renderer
+from verbatim.models.renderers.guard import BREAK, Guard, GuardedTokenizer
 
 CONTROL = CONTROL_TOKENS + MARKUP_TOKENS
 # Whole control tokens, halves of them, the guard's own noncharacters, and spaces that templates strip.
-FRAGMENTS = [
-    *CONTROL,
-    "<",
-    "|",
-    ">",
-    "<|",
-    "|>",
-    "<|im_",
-    "end|>",
-    "im_end|>",
-    "<tool",
-    "_call>",
-    "</",
-    "think>",
-    "\n",
-    " ",
-    "\ufdd0",
-    "\ufdd1",
-    "\ufdd2",
-    "\ufdd3",
-    "\ufdd4",
-    "{",
-    '"',
-    "\\",
-    "é",
-    "🙂",
-    "a",
-]
+FRAGMENTS = [*CONTROL, "<", "|", ">", "<|", "|>", "<|im_", "end|>", "im_end|>", "<tool", "_call>", "</", "think>", "\n",
+             " ", "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3", "\ufdd4", "{", '"', "\\", "é", "🙂", "a"]  # fmt: skip
 TRICKY = (
     st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=8)
     .map("".join)
     .filter(lambda text: not any("\ud800" <= c <= "\udfff" for c in text))
 )
+
+
+@pytest.mark.parametrize("depth", [65, 600, 900, 100_000])
+def test_json_that_cannot_be_walked_through_is_refused(depth):
+    with pytest.raises(EnvironmentFault, match="a call's arguments are JSON that is nested deeper than 64 levels"):
+        Guard(["<|im_end|>"]).json_text('{"a": ' + "[" * depth + "]" * depth + "}")
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 from random_dialogues import byte_tokenizer
 
-from verbatim.errors import ModelError
-from verbatim.renderers import create_renderer
+from verbatim.core.errors import ModelError
+from verbatim.models.renderers import create_renderer
 
 TURN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n%s<|im_end|>\n{% endfor %}"

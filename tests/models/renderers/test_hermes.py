@@ -9,8 +9,8 @@ from random_dialogues import Tally, check
 from random_dialogues import byte_tokenizer as tokenizer_of
 from test_template_renderer import byte_tokenizer
 
-from verbatim.errors import EnvironmentFault, ModelError, UsageError
-from verbatim.renderers import create_renderer
+from verbatim.core.errors import EnvironmentFault, ModelError, UsageError
+from verbatim.models.renderers import create_renderer
 from verbatim.rollouts import trajectory_from_messages
 
 TEMPLATES = Path(__file__).parent / "data" / "trl_templates"

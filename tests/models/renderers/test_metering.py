@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from random_dialogues import byte_tokenizer
 
-from verbatim.errors import EnvironmentFault, ModelError, TemplateFault
-from verbatim.renderers import create_renderer
-from verbatim.renderers.chat_template import ChatTemplate
-from verbatim.renderers.metering.meter import MAX_DEPTH, Meter
-from verbatim.renderers.recognise import PROBES
+from verbatim.core.errors import EnvironmentFault, ModelError, TemplateFault
+from verbatim.models.renderers import create_renderer
+from verbatim.models.renderers.chat_template import ChatTemplate
+from verbatim.models.renderers.metering.meter import MAX_DEPTH, Meter
+from verbatim.models.renderers.recognise import PROBES
 
 FOLDER = Path(__file__).parent / "data"
 SOURCES = {file.stem: file.read_text(encoding="utf-8") for file in sorted(FOLDER.glob("*_templates/*.jinja"))}
@@ -60,7 +60,7 @@ EXPRESSIONS = {
     "{{ messages[0].content[:4] }} {{ [1, 2, 3][::-1] }} {{ messages[0]['role'] }}": "word [3, 2, 1] user",
     "{{ {'a': 1, 2: 'b'}.items() | list }} {{ {'a': 1} | tojson }}": "[('a', 1), (2, 'b')] {\"a\": 1}",
     "{{ ['b', 'a'] | sort | join(', ') }} {{ [1, 2] | map('string') | join('-') }}": "a, b 1-2",
-    "{% for a in [1, 2, 3] if a > 1 %}{{ loop.index }}{{ loop.last }}{{ a }};{% else %}none{% endfor %}": "1False2;2True3;",
+    "{% for a in [1, 2, 3] if a > 1 %}{{ loop.index }}{{ loop.last }}{{ a }};{% else %}none{% endfor %}": "1False2;2True3;",  # noqa: E501
     "{% for x in [[1, [2]]] recursive %}{{ loop(x) if x is iterable else x }}{% endfor %}": "12",
     "{% macro f(a, b=2) %}<{{ a }}{{ b }}{{ caller() if caller }}>{% endmacro %}{{ f(1) }}"
     "{% call f(3) %}x{% endcall %}": "<12><32x>",
@@ -70,7 +70,7 @@ EXPRESSIONS = {
     "{% generation %}{{ messages[0].role }}{% endgeneration %}": "user",
     "{{ 'a<b>' | e }}{{ 'a' is in ['a'] }}{{ missing is defined }}{{ missing }}": "a&lt;b&gt;TrueFalse",
     "{{ 'a,b'.split(',')[1] }}{{ ' x '.strip() }}{{ 'abc'.replace('b', '--') }}{{ 'x'.encode().decode() }}": "bxa--cx",
-    "{{ 'k' in messages[0] }}{{ messages[0].get('k', 'd') }}{{ messages[0].keys() | list }}": "Falsed['role', 'content']",
+    "{{ 'k' in messages[0] }}{{ messages[0].get('k', 'd') }}{{ messages[0].keys() | list }}": "Falsed['role', 'content']",  # noqa: E501
     "{% for k, v in {'a': 1}.items() %}{{ k }}{{ v }}{% endfor %}{% block x %}y{% endblock %}": "a1y",
     "{% set c = cycler('a', 'b') %}{{ c.next() }}{{ c.next() }}{% set j = joiner('|') %}{{ j() }}x{{ j() }}": "abx|",
     "{{ strftime_now('%Y') | length }}{{ 0.1 + 0.2 }}{{ 10 ** 30 }}": "40.30000000000000004" + "1" + "0" * 30,

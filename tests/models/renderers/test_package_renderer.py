@@ -5,13 +5,14 @@ import json
 import numpy as np
 import pytest
 from dialogues import ANSWER, ASK, CALL, DIALOGUES, SEES, THOUGHT, TOOLS
+from families import family_renderer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verbatim.errors import ModelError
-from verbatim.renderers import Renderer
-from verbatim.renderers.package import PackageRenderer
-from verbatim.renderers.responses import MAX_DEPTH
+from verbatim.core.errors import EnvironmentFault, ModelError
+from verbatim.models.renderers import Renderer
+from verbatim.models.renderers.nesting import MAX_DEPTH
+from verbatim.models.renderers.package import PackageRenderer
 
 
 def template_ids(tokenizer, messages, tools, generation=True):
@@ -168,7 +169,7 @@ def test_what_is_rendered_is_parsed_back(qwen3, tokenizer):
         ('{"name": 7, "arguments": {}}', "malformed_structure", None),
         ('{"name": null, "arguments": {}}', "missing_name", None),
         ('{"arguments": {}}', "missing_name", None),
-        ('["look", {}]', "missing_name", None),
+        ('["look", {}]', "malformed_structure", None),
         ('{"name": "look", "arguments": {"place": NaN}}', "invalid_json", "look"),
         ('{"name": "look", "arguments": {"place": 1e999}}', "invalid_json", "look"),
         ('{"name": "look", "arguments": {"place": "\\ud83d"}}', "invalid_json", "look"),
@@ -183,6 +184,58 @@ def test_a_call_that_cannot_be_used_has_a_status_that_says_why(qwen3, tokenizer,
     assert (call.status, call.name) == (status, name)
     assert (call.arguments is None) == (status != "ok")
     assert body.strip()[:100] in call.raw
+
+
+def called(arguments):
+    return [
+        ASK,
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "look", "arguments": arguments}}],
+        },
+    ]
+
+
+@pytest.mark.parametrize("depth", [MAX_DEPTH + 1, 100, 300, 600, 700, 900, 5000, 100_000])
+@pytest.mark.parametrize("shape", ['{"a": %s}', "%s"])
+def test_arguments_whose_json_text_is_nested_too_deeply_are_refused(qwen3, template, depth, shape):
+    for renderer in (qwen3, template):
+        with pytest.raises(EnvironmentFault, match=f"message 1 .*nested deeper than {MAX_DEPTH} levels"):
+            renderer.render_ids(called(shape % ("[" * depth + "]" * depth)), TOOLS)
+    shallow = shape % ("[" * (MAX_DEPTH - 2) + "]" * (MAX_DEPTH - 2))
+    assert "[" * 9 in qwen3.decode(qwen3.render_ids(called(shallow), TOOLS))
+
+
+@pytest.mark.parametrize(
+    "messages, said",
+    [
+        ([], "writes no conversation without messages"),
+        ("hi", "the messages are of type str"),
+        ([ASK, {"content": "x"}], 'message 1 has no role; expected "role"'),
+        ([{**ASK, "more": {("a", 1): 2}}], "message 0 holds a key of type tuple"),
+        ([{**ASK, "tool_calls": ["look"]}], 'message 0 has "tool_calls" that are none'),
+    ],
+)
+def test_invalid_messages_are_refused_in_a_sentence(qwen3, messages, said):
+    with pytest.raises(EnvironmentFault) as refused:
+        qwen3.render_ids(messages)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"type": "object", "properties": None},
+        {"properties": ["at"]},
+        {"properties": {"at": "string"}},
+        {"properties": {"at": {"type": "string", "description": 5}}},
+    ],
+)
+def test_a_schema_that_a_family_cannot_write_is_the_environments_fault(parameters):
+    tool = {"type": "function", "function": {"name": "look", "parameters": parameters}}
+    with pytest.raises(EnvironmentFault, match='renderer "nemotron-3" refuses these messages, or the tools'):
+        family_renderer("nemotron-3").render_ids([ASK], [tool])
 
 
 def test_an_unclosed_call_is_no_call(qwen3, tokenizer):

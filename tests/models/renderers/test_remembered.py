@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from verbatim.renderers.remembered import Remembered
+from verbatim.models.renderers.remembered import Remembered
 
 
 def test_the_oldest_is_forgotten():

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from test_stable_text import completions
 
 from drawn import drawn, is_found
+from verbatim.core.types import StopReason
 from verbatim.inference.base import Completion
 from verbatim.inference.chat.partial import Growing, partial_texts
 from verbatim.inference.chat.protocol import ChatRequest
 from verbatim.inference.chat.reply import read_reply
 from verbatim.inference.chat.stops import StopWatch
-from verbatim.renderers import create_renderer
-from verbatim.types import StopReason
+from verbatim.models.renderers import create_renderer
 
 STOPS = ["look", "\n\n", " I", "ö", "🙂", "<", "</think>", "{", "call>", "so so"]
 FORMATS = ["qwen3", "glm-4.5", "deepseek-v3", "kimi-k2", "minimax-m2", "template qwen3", "template llama-3"]

@@ -10,9 +10,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from verbatim.errors import EnvironmentFault, ModelError
-from verbatim.renderers import create_renderer
-from verbatim.renderers.template import TemplateRenderer
+from verbatim.core.errors import EnvironmentFault, ModelError
+from verbatim.models.renderers import create_renderer
+from verbatim.models.renderers.template import TemplateRenderer
 
 PLAIN = (
     "{% for m in messages %}{% if m.role == 'tool' and not tools %}{{ raise_exception('no tools, no answers') }}"
@@ -264,6 +264,9 @@ def with_call_arguments(arguments):
     return calling([{"type": "function", "function": {"name": "look", "arguments": arguments}}])
 
 
+ARGUMENTS = "has tool_calls[0].function.arguments"
+
+
 @pytest.mark.parametrize(
     ("message", "complaint"),
     [
@@ -277,9 +280,17 @@ def with_call_arguments(arguments):
         (calling([{"function": None}]), 'has "tool_calls" that are none'),
         (calling([{"name": "look", "arguments": {}}]), 'has "tool_calls" that are none'),
         (with_call_arguments(nested(5000)), "is nested deeper than 64 levels"),
-        (with_call_arguments({"a": ENDLESS}), "is nested deeper than 64 levels, or holds itself"),
-        (with_call_arguments('{"a": ' + "[" * 500 + "]" * 500 + "}"), "has arguments whose JSON text is nested deeper"),
-        (with_call_arguments("[" * 99999), "has arguments whose JSON text is nested deeper"),
+        (with_call_arguments({"a": ENDLESS}), "is nested deeper than 64 levels, or holds itself: tool_calls[0]"),
+        (with_call_arguments('{"a": ' + "[" * 500 + "]" * 500 + "}"), "is nested deeper than 64 levels: tool_calls[0]"),
+        (with_call_arguments("[" * 99999), "is nested deeper than 64 levels: tool_calls[0].function.arguments"),
+        (with_call_arguments('{"a": 1, "a": 2}'), f"{ARGUMENTS} with a key twice"),
+        (with_call_arguments('{"a": [{"b": 1, "b": 1}]}'), f"{ARGUMENTS} with a key twice"),
+        (with_call_arguments('{"a": 1e400}'), f"{ARGUMENTS} with a number that JSON"),
+        (with_call_arguments('{"a": [NaN]}'), f"{ARGUMENTS} with a number that JSON"),
+        (with_call_arguments({"a": [float("-inf")]}), f"{ARGUMENTS} with a number that JSON"),
+        (with_call_arguments([1]), f"{ARGUMENTS} of type list; expected an object"),
+        ({**with_call_arguments({}), "role": "user"}, "has \"tool_calls\" and the role 'user'"),
+        ({"role": "assistant", "content": "", "function_call": {"name": "look"}}, 'has a "function_call", which no'),
         (with_call_arguments({(1, 2): 3}), "holds a key of type tuple"),
     ],
 )
@@ -296,6 +307,17 @@ def test_messages_that_are_none_are_the_environments_fault(plain, message, compl
 def test_messages_that_are_no_list_are_the_environments_fault(plain, messages):
     with pytest.raises(EnvironmentFault, match="expected a list of messages"):
         plain.render_ids(messages)
+
+
+@pytest.mark.parametrize("given", [None, "", " "])
+@pytest.mark.parametrize("arguments", ["c.function.arguments.items() | list", "c.function.arguments | tojson"])
+def test_a_call_without_arguments_is_written_as_one_with_an_empty_object(arguments, given):
+    written = f"{{% for c in m.tool_calls or [] %}}{{{{ c.function.name ~ {arguments} }}}}{{% endfor %}}<eot>"
+    renderer = TemplateRenderer(byte_tokenizer(PLAIN.replace("<eot>", written)))
+    calls = (with_call_arguments(value) for value in (given, {}))
+    texts = [renderer.decode(renderer.write_ids([ASK, call], None, True)) for call in calls]
+    assert texts[0] == texts[1]
+    assert "look" in texts[1]
 
 
 def test_arguments_that_are_text_but_no_json_stay_text():

@@ -6,8 +6,8 @@ from families import FAMILIES, MORE, family_tokenizer
 from test_hermes import CHATML, chatml_tokenizer
 from test_template_renderer import byte_tokenizer
 
-from verbatim.errors import ModelError, UsageError
-from verbatim.renderers import create_renderer
+from verbatim.core.errors import EnvironmentFault, ModelError, UsageError
+from verbatim.models.renderers import create_renderer
 from verbatim.rollouts import trajectory_from_messages
 
 CALLING = CHATML.replace(
@@ -77,9 +77,17 @@ def test_schemas_that_are_only_shown_below_a_system_message_are_refused_without_
         renderer.render_ids([ASK], TOOLS)
 
 
-def test_a_demonstrated_call_that_reads_back_as_something_else_is_refused(untold):
-    # The template writes one of two calls.
+def test_a_demonstrated_call_that_reads_back_as_something_else_is_refused():
+    both = CALLING.replace(
+        "[0].function | tojson",
+        "[0].function | tojson + (message.tool_calls[1:] | string if message.tool_calls | length > 1 else '')",
+    )
     with pytest.raises(UsageError, match=r"message 1 calls look, look, but .*read back"):
+        trajectory_from_messages(made(both), [ASK, {**CALLS, "content": ""}])
+
+
+def test_the_second_call_of_a_template_that_writes_one_is_refused(untold):
+    with pytest.raises(EnvironmentFault, match=r"^messages\[1\]\.tool_calls\[1\]: the model's chat template writes "):
         trajectory_from_messages(untold, [ASK, {**CALLS, "content": ""}])
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_dialogues import byte_tokenizer
 
-from verbatim.renderers.template import TemplateRenderer
+from verbatim.models.renderers.template import TemplateRenderer
 
 FOLDER = Path(__file__).parent / "data" / "trl_templates"
 MISTRAL = (
@@ -102,6 +102,31 @@ def test_calls_written_as_python_are_read_and_never_run():
     assert call.status == "malformed_structure"
 
 
+LOOK_AND_GO = (
+    '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>',
+    ('<tool_call>\n{"name": "go", "arguments": {}}\n</tool_call>'),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content"),
+    [
+        ("qwen2_5", " So.\n{}\n and \n{}\n Done.\n".format(*LOOK_AND_GO), " So.\nand\nDone."),
+        ("qwen2_5", "{}\n{}".format(*LOOK_AND_GO), ""),
+        ("lfm2_v2", "<|tool_call_start|>[look()]<|tool_call_end|>I look.<|im_end|>", "I look."),
+    ],
+)
+def test_the_text_between_and_behind_calls_is_content_too(name, text, content):
+    """LFM says what it does behind the call that does it."""
+    parsed = read(renderer(name), text)
+    assert (parsed.content, {call.status for call in parsed.tool_calls}) == (content, {"ok"})
+
+
+def test_what_is_behind_a_call_that_cannot_be_read_may_be_a_part_of_it():
+    parsed = read(renderer("qwen2_5"), "So.\n<tool_call>\n{\n</tool_call>\n}\n</tool_call>")
+    assert (parsed.content, [call.status for call in parsed.tool_calls]) == ("So.", ["invalid_json"])
+
+
 @pytest.mark.parametrize(
     ("text", "status"),
     [
@@ -161,6 +186,10 @@ def test_a_bare_call_that_is_cut_off_is_an_attempt():
         "{**{}}",
         '{"a": 1, "a": 2}',
         'f"{x}"',
+        "0x10",
+        "1_000",
+        "-0b1",
+        "1.",
     ],
 )
 def test_what_is_python_but_not_json_is_no_argument(value):
@@ -181,8 +210,40 @@ def test_python_is_read_as_the_json_that_it_means():
     assert call.arguments == {"a": -1.5, "b": None, "c": None, "d": [1, True], "e": {"f": [False]}}
 
 
+def python_calls_of(text):
+    return read(renderer("lfm2_v2"), f"<|tool_call_start|>{text}<|tool_call_end|>").tool_calls
+
+
+@pytest.mark.parametrize("name", ["files.read", "get-weather", "a.b-c.d", "mcp__git__log", "看", "ｌook", "x/y"])
+def test_the_name_of_a_call_in_python_is_the_text_before_its_bracket(name):
+    (call,) = python_calls_of(f'[{name}(at="x", far=[1,\n2])]')
+    assert (call.name, call.arguments, call.status) == (name, {"at": "x", "far": [1, 2]}, "ok")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "look(ａt=1)",
+        "look(at=ｔrue)",
+        "[look(at=1) # or so\n]",
+        "[look(at=1)\n# go(to=2)\n]",
+        "look(at=1)-go(to=2)",
+        "look(at=1).go(to=2)",
+        "2 * look(at=1)",
+        "(look)(at=1)",
+        "-look(at=1)",
+        "look[0](at=1)",
+    ],
+)
+def test_a_call_in_python_that_says_more_or_other_than_is_read_is_none(call):
+    """Letters of full width would become plain ones, and a comment would be left out."""
+    (read,) = python_calls_of(call if call.startswith("[") else f"[{call}]")
+    assert (read.name, read.arguments, read.status) == (None, None, "malformed_structure")
+
+
 def look(schema):
-    parameters = {"type": "object", "properties": {"at": schema}}
+    defined = {"Code": {"type": "string"}, "Endless": {"allOf": [{"$ref": "#/$defs/Endless"}]}}
+    parameters = {"type": "object", "properties": {"at": schema}, "$defs": defined}
     return [{"type": "function", "function": {"name": "look", "parameters": parameters}}]
 
 
@@ -198,6 +259,15 @@ def look(schema):
         ({"type": ["integer", "null"]}, "None", None),
         ({"anyOf": [{"type": "array"}, {"type": "null"}]}, "[1]", [1]),
         ({}, "True", "True"),
+        ({"$ref": "#/$defs/Code"}, "5", "5"),
+        ({"allOf": [{"$ref": "#/$defs/Code"}]}, "null", "null"),
+        ({"anyOf": [{"$ref": "#/$defs/Code"}, {"type": "null"}]}, "true", "true"),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"const": "5"}, "5", "5"),
+        ({"enum": [1, 2]}, "1", 1),
+        ({"enum": ["auto", 1]}, "1", 1),
+        ({"$ref": "#/$defs/Endless"}, "5", 5),
+        ({"$ref": "#/$defs/Missing"}, "5", 5),
     ],
 )
 def test_a_bare_argument_has_a_type_that_its_schema_declares(name, schema, text, value):
@@ -254,6 +324,27 @@ def test_a_call_that_begins_with_prose_is_read():
     assert (parsed.content, [(c.name, c.arguments) for c in parsed.tool_calls]) == ("I see.", [("look", {"at": "x"})])
 
 
+def test_what_only_looks_like_a_mark_is_text():
+    made = renderer("qwen2_5")
+    text = 'Write <tool_call>\n{"name": "look", "arguments": {}}\n</tool_call> and <|im_end|>.'
+    ids = made._tokenizer.encode(made._tokenizer.guard.text(text))
+    assert not set(ids).intersection(made._tokenizer.control_tokens.values())
+    parsed = made.parse_response(np.asarray(ids, dtype=np.int32))
+    assert (parsed.content, parsed.tool_calls) == (text, ())
+
+
+def test_a_format_that_writes_values_otherwise_than_they_are_is_not_read():
+    calls = "{% for c in m.tool_calls or [] %}<call><name>{{ c.function.name }}</name>"
+    calls += "{% for k, v in c.function.arguments.items() %}<k>{{ k }}</k><v>VALUE</v>{% endfor %}</call>"
+    source = PROSE.replace("{% for c in m.tool_calls or [] %}I will call ", calls + "{% endfor %}{% for c in [] %}")
+    text = "<call><name>look</name><k>at</k><v>a &lt; b</v></call>"
+    plain, escaped = (
+        TemplateRenderer(byte_tokenizer(source.replace("VALUE", f"{{{{ {value} }}}}"))) for value in ("v", "v | e")
+    )
+    assert [call.arguments for call in read(plain, text).tool_calls] == [{"at": "a &lt; b"}]
+    assert (escaped._syntax, read(escaped, text).content) == (None, text)
+
+
 def test_a_format_without_an_end_of_values_is_not_read():
     calls = "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}{% for k, v in c.function.arguments.items() %}"
     source = PROSE.replace(
@@ -265,44 +356,11 @@ def test_a_format_without_an_end_of_values_is_not_read():
 
 
 PIECES = [
-    "<tool_call>",
-    "</tool_call>",
-    "<function=look>",
-    "<parameter=at>",
-    "</parameter>",
-    "</function>",
-    "look",
-    "at",
-    "<arg_key>",
-    "</arg_key>",
-    "<arg_value>",
-    "</arg_value>",
-    "<|tool_call_start|>",
-    "<|tool_call_end|>",
-    "[",
-    "]",
-    "{",
-    "}",
-    "(",
-    ")",
-    '"',
-    ":",
-    ",",
-    "=",
-    "name",
-    "arguments",
-    "{[1]}",
-    "None",
-    "5",
-    "\n",
-    "<think>",
-    "</think>",
-    "**",
-    "[TOOL_CALLS]",
-    '{"name": "look", "arguments": {}}',
-    "\ufdd5",
-    "0x" + "f" * 4000,
-]
+    "<tool_call>", "</tool_call>", "<function=look>", "<parameter=at>", "</parameter>", "</function>", "look", "at",
+    "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|tool_call_start|>", "<|tool_call_end|>", "[", "]", "{",
+    "}", "(", ")", '"', ":", ",", "=", "name", "arguments", "{[1]}", "None", "5", "\n", "<think>", "</think>", "**",
+    "[TOOL_CALLS]", '{"name": "look", "arguments": {}}', "\ufdd5", "0x" + "f" * 4000,
+]  # fmt: skip
 SYNTAXES = ["qwen2_5", "llama3_1", "mistral", "qwen3_5_think", "glm4moe", "lfm2_v2"]
 
 

@@ -7,9 +7,9 @@ import json
 import numpy as np
 
 from byte_renderer import CALL, ROLES, VOCAB_SIZE, ByteRenderer, call, say
-from verbatim.gateway import Gateway
 from verbatim.inference.proxy import SamplerProxy
 from verbatim.inference.scripted import ScriptedSampler
+from verbatim.rollouts.gateway import Gateway
 
 
 def last_text(request) -> str:

@@ -6,6 +6,7 @@ program in clients/; what it sampled is recorded once, and a conversation that o
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import sys
@@ -15,12 +16,19 @@ from typing import Any
 
 import pytest
 
-from verbatim.envcheck.program_check import ProgramReport, check_program
-from verbatim.gateway.program.environment import Program
+from lost_messages import renderer_of, sampler_for
+from verbatim.inference.base import SamplingParams
+from verbatim.inspection.envcheck.play import SilentTally
+from verbatim.inspection.envcheck.program_check import ProgramReport, check_program
+from verbatim.rollouts.gateway.program.environment import Program
+from verbatim.rollouts.group import GroupRun
+from verbatim.rollouts.loop import EpisodeLimits
+from verbatim.rollouts.runner import RolloutSetup
+from waiting import until
 
 pytestmark = [pytest.mark.clients, pytest.mark.realtime]
 CLIENTS = Path(__file__).parent / "clients"
-PAGE = (Path(__file__).parents[2] / "docs" / "gateway_clients.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "gateway_clients.md").read_text(encoding="utf-8")
 
 
 def installed(path: str) -> str:
@@ -41,8 +49,15 @@ def check(
 ) -> ProgramReport:
     python = installed(f"{environment}/bin/python") if environment else sys.executable
     variables = {} if environment else {"CODEX": installed("node/node_modules/.bin/codex")}
+    # A sub-agent of codex may still be listening when its program ends.
     played = Program(
-        [python, program], [{"id": "0", **example}], cwd=str(CLIENTS), sandbox=False, timeout=300.0, env=variables
+        [python, program],
+        [{"id": "0", **example}],
+        cwd=str(CLIENTS),
+        sandbox=False,
+        timeout=300.0,
+        env=variables,
+        train_undelivered=True,
     )
     report = check_program(played, said, reasoning=reasoning, seconds=300.0)
     assert report.error is None, report.error
@@ -147,3 +162,65 @@ def test_the_programs_of_the_page_are_recorded(environment: str, name: str, text
     (tmp_path / name).write_text(text)
     report = check(str(tmp_path / name), environment=environment)
     assert (report.num_turns, report.num_samples, report.branches, report.reward) == (1, 1, [], 1.0)
+
+
+class Requests:
+    """Keeps the bodies of requests as clients wrote them."""
+
+    def __init__(self) -> None:
+        self.bodies: list[Mapping[str, Any]] = []
+
+    def placed(self, request: Any, body: Mapping[str, Any], turns: Mapping[int, int]) -> None:
+        self.bodies.append(body)
+
+    def answered(self, request: Any, reply: Any, turn: int) -> None:
+        pass
+
+
+def texts_of(body: Mapping[str, Any]) -> list[str]:
+    """Instructions and messages of a request that holds no turn yet, in order."""
+    contents = [body.get("instructions"), *(item.get("content") for item in body.get("input") or body["messages"])]
+    parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
+    return [part["text"] if isinstance(part, dict) else part for part in parts if part]
+
+
+@pytest.mark.parametrize("template", ["gptoss", "qwen3_5_think"])
+@pytest.mark.parametrize(
+    ("program", "example", "least"),
+    [
+        ("codex.py", {}, 4),
+        ("mini_swe_agent.py", {"kind": "litellm"}, 2),
+        ("mini_swe_agent.py", {"kind": "litellm_response"}, 2),
+    ],
+)
+async def test_all_instructions_of_a_coding_agent_are_in_the_prompt(program, example, least, template):
+    """Some are system or developer messages behind the first one, which most templates leave out or refuse."""
+    python = sys.executable if program == "codex.py" else installed("litellm/bin/python")
+    variables = {"CODEX": installed("node/node_modules/.bin/codex")} if program == "codex.py" else {}
+    played = Program(
+        [python, program], [{"id": "0", **example}], cwd=str(CLIENTS), sandbox=False, timeout=300.0, env=variables
+    )
+    played.watch = requests = Requests()
+    renderer = renderer_of(template)
+    sampler = sampler_for(renderer)
+    setup = RolloutSetup(
+        env="program",
+        environment=played,
+        sampler=sampler,
+        renderer=renderer,
+        slots=asyncio.Semaphore(1),
+        params=SamplingParams(max_tokens=64),
+        tally=SilentTally(),
+        limits=EpisodeLimits(max_turns=2, max_context=100_000, timeout=310.0),
+    )
+    run = asyncio.create_task(GroupRun(setup, played.examples("train")[0], index=0, size=1, run_seed=0).run())
+    await until(lambda: run.done() or (requests.bodies and sampler.requests))
+    run.cancel()
+    await asyncio.wait([run])
+    prompt = renderer.decode(sampler.requests[0].prompt_ids)
+    texts = texts_of(requests.bodies[0])
+    assert len(texts) >= least
+    place = 0
+    for text in texts:
+        assert prompt.count(text.strip()) == 1, text[:200]
+        place = prompt.index(text.strip(), place)

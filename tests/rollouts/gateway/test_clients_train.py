@@ -10,7 +10,7 @@ from test_clients import CLIENTS, installed
 
 from verbatim import build_samples
 from verbatim.cli.main import main
-from verbatim.monitors.trajectory_log import read_trajectories
+from verbatim.logs.monitors.trajectory_log import read_trajectories
 
 pytestmark = [pytest.mark.clients, pytest.mark.realtime, pytest.mark.slow]
 

@@ -10,11 +10,11 @@ from scripted_gateway import Client, Held, Whole, gateway_over, last_text, scrip
 
 from byte_renderer import END, ByteRenderer, call, say
 from verbatim import Example, build_samples
-from verbatim.errors import EnvironmentFault
-from verbatim.gateway import Gateway
-from verbatim.gateway.session import INFO
+from verbatim.core.errors import EnvironmentFault
 from verbatim.inference import SamplingParams
 from verbatim.rollouts import EpisodeLimits
+from verbatim.rollouts.gateway import Gateway
+from verbatim.rollouts.gateway.session import INFO
 from waiting import HANGS, until
 
 pytestmark = pytest.mark.realtime
@@ -321,6 +321,19 @@ class TestLimits:
             trajectory = await episode.finish()
         assert (len(trajectory.turns), trajectory.stop_reason, trajectory.truncated) == (1, "max_turns", True)
 
+    async def test_no_token_of_the_episode_is_left(self, http):
+        limits = EpisodeLimits(max_turns=9, max_context=1000, max_total_completion_tokens=5)
+        async with gateway_over(limits=limits) as gateway:
+            episode = gateway.episode()
+            client = Client(http, episode)
+            answer = await client.chat([user("hello")])
+            assert answer["choices"][0]["finish_reason"] == "length"
+            refused = await client.chat([user("b")])
+            assert client.status == 403 and "5 sampled tokens are used up" in refused["error"]["message"]
+            trajectory = await episode.finish()
+        assert [len(turn.completion_ids) for turn in trajectory.turns] == [5]
+        assert (trajectory.stop_reason, trajectory.truncated) == ("length", True)
+
     async def test_a_completion_that_was_cut_off_can_be_continued(self, http):
         async with gateway_over() as gateway:
             episode = gateway.episode()
@@ -383,6 +396,20 @@ class TestSampling:
         assert trajectory.num_unrecorded_tokens == num_behind
         assert sampler.num_drawn == sum(len(t.completion_ids) for t in trajectory.turns) + num_behind
 
+    @pytest.mark.parametrize(
+        ("asked", "said"), [({}, "Thought"), ({"stop": ["ght"]}, "Thou"), ({"stop": ["z"]}, "Thought")]
+    )
+    async def test_the_runs_stop_strings_hold_beside_those_of_requests(self, http, asked, said):
+        sampler = scripted(lambda r: np.array(say("Thought\nObs: made up"), np.int32))
+        async with gateway_over(sampler, params=SamplingParams(stop=("\nObs:",))) as gateway:
+            episode = gateway.episode()
+            message = await Client(http, episode).say([user("hi")], **asked)
+            trajectory = await episode.finish()
+        assert message["content"] == said
+        wanted = b"Thought" if asked.get("stop") == ["ght"] else b"Thought\nObs:"
+        assert bytes(trajectory.turns[0].completion_ids.tolist()) == wanted
+        assert (trajectory.num_unrecorded_tokens, sampler.requests[0].params.stop) == (0, ())
+
     async def test_a_field_that_cannot_be_honoured_is_refused_and_counted(self, http):
         async with gateway_over() as gateway:
             episode = gateway.episode()
@@ -437,6 +464,7 @@ class TestKeys:
             assert client.status == 400, wrong
         await client.post("reward", {"reward": {"right": 1.0, "short": 0.5}})
         assert client.status == 200
+        await client.chat([user("hi")])
         trajectory = await episode.finish()
         assert (trajectory.reward, trajectory.reward_parts) == (1.5, {"right": 1.0, "short": 0.5})
         with pytest.raises(EnvironmentFault):
@@ -451,7 +479,7 @@ class TestBadRequests:
         assert client.status == 400 and answer["error"]["message"]
 
     async def test_an_unknown_route_and_a_large_body(self, http):
-        from verbatim.gateway.service import ServiceLimits
+        from verbatim.rollouts.gateway.service import ServiceLimits
 
         async with gateway_over(service_limits=ServiceLimits(max_body=1000)) as gateway:
             client = Client(http, gateway.episode())
@@ -534,7 +562,16 @@ async def test_a_failure_after_its_client_has_gone_is_no_fault_of_the_episode(ht
         await asyncio.wait([asking])
         await until(lambda: not episode.session.exchanges._under_way)
         trajectory = await episode.finish()
-    assert trajectory.error == (None if leaves else "sampler: request 0 fails, as scripted")
+    assert trajectory.error.startswith("no_turns: " if leaves else "sampler: request 0 fails, as scripted")
+
+
+async def test_an_episode_without_a_sampled_token_has_failed_and_has_no_reward(http, gateway):
+    silent, answered = gateway.episode(), gateway.episode()
+    await Client(http, answered).chat([user("hi")])
+    trajectory = await silent.finish(reward={"right": 1.0})
+    assert (trajectory.reward, dict(trajectory.reward_parts)) == (None, {})
+    assert trajectory.error.startswith("no_turns: the policy sampled nothing before the episode ended (stop)")
+    assert (await answered.finish(reward=1.0)).error is None
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -608,14 +645,14 @@ async def test_anthropics_sdk_goes_on_where_it_was():
 
 
 def test_the_package_imports_neither_torch_nor_transformers():
-    folder = Path(__file__).parents[2] / "src/verbatim/gateway"
+    folder = Path(__file__).parents[3] / "src/verbatim/rollouts/gateway"
     text = "".join(path.read_text() for path in folder.rglob("*.py"))
     assert "import torch" not in text and "import transformers" not in text
 
 
 async def test_the_doctor_says_which_branch_it_is_and_why(http):
-    from verbatim.doctor.diagnosis import Doctor
-    from verbatim.doctor.logs.base import LoggedTrajectory
+    from verbatim.inspection.doctor.diagnosis import Doctor
+    from verbatim.inspection.doctor.logs.base import LoggedTrajectory
 
     async with gateway_over() as gateway:
         episode = gateway.episode()

@@ -10,11 +10,11 @@ import pytest
 from scripted_gateway import Client, Held, gateway_over, scripted
 
 from byte_renderer import say
-from verbatim.gateway import service
-from verbatim.gateway.service import ServiceLimits
-from verbatim.gateway.session import INFO
-from verbatim.gateway.session_settings import SessionSettings
 from verbatim.rollouts import EpisodeLimits
+from verbatim.rollouts.gateway import service
+from verbatim.rollouts.gateway.service import ServiceLimits
+from verbatim.rollouts.gateway.session import INFO
+from verbatim.rollouts.gateway.session_settings import SessionSettings
 from waiting import HANGS, until
 
 pytestmark = pytest.mark.realtime
@@ -48,7 +48,7 @@ async def only_the_head(gateway, key, route):
     """The reader of a connection that has said a large body follows, and sends none of it."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
     path = f"v1/{route}".removeprefix("v1/../")
-    writer.write(f"POST /s/{key}/{path} HTTP/1.1\r\nhost: x\r\ncontent-length: 50000000\r\n\r\n".encode())
+    writer.write(f"POST /s/{key}/{path} HTTP/1.1\r\nhost: x\r\ncontent-length: 5000000\r\n\r\n".encode())
     yield reader
     writer.close()
 
@@ -119,6 +119,30 @@ async def test_what_is_nested_too_deeply_is_refused(http, gateway):
             "responses", {"input": "hi", "tools": [{"type": "function", "name": "add", "parameters": nested(levels)}]}
         )
         assert client.status == status
+
+
+async def test_a_name_that_is_too_long_is_refused_and_long_keys_are_told_apart(http, gateway):
+    """They were cut: two names, or two keys of requests, that began alike were one."""
+    episode = gateway.episode()
+    client = Client(http, episode)
+    answer = await client.chat([user("hi")], {"x-verbatim-agent": "x" * 201})
+    assert client.status == 400
+    assert answer["error"]["message"] == "the header X-Verbatim-Agent has 201 characters; expected at most 200"
+    for end in "ab":
+        await client.say([user(end)], {"x-verbatim-agent": "x" * 199 + end})
+        said = await client.say([user(f"key {end}")], {"idempotency-key": "k" * 300 + end})
+        assert said["content"].endswith(f":key {end}")
+    agents = [turn.agent for turn in (await episode.finish()).turns]
+    assert len(agents) == 4 and {"x" * 199 + "a", "x" * 199 + "b"} < set(agents)
+
+
+async def test_whatever_host_a_client_names_its_key_decides(http, gateway):
+    client = Client(http, gateway.episode(), host="evil.example")
+    await client.chat([user("hi")])
+    assert client.status == 200
+    for headers, status in (({"host": "evil.example"}, 401), ({"host": "127.0.0.1"}, 401)):
+        async with http.get(f"{gateway.url}/v1/models", headers=headers) as answer:
+            assert answer.status == status
 
 
 async def test_a_session_has_no_more_requests_than_it_may(http, gateway):
@@ -205,41 +229,20 @@ async def test_every_key_is_compared_in_constant_time(http, gateway, monkeypatch
 
 
 FIELDS = {
-    "chat/completions": (
-        {"messages": [user("hi")]},
-        [
-            {"logit_bias": {"5": 1}},
-            {"presence_penalty": 1.0},
-            {"frequency_penalty": 0.5},
-            {"response_format": {"type": "json_object"}},
-            {"n": 1000},
-            {"top_logprobs": 5, "logprobs": True},
-            {"temperature": -1},
-            {"max_tokens": 0},
-            {"made_up": 1},
-        ],
-    ),
-    "responses": (
-        {"input": "hi"},
-        [
-            {"text": {"format": {"type": "json_object"}}},
-            {"previous_response_id": "r"},
-            {"truncation": "auto"},
-            {"made_up": 1},
-            {"background": True},
-        ],
-    ),
-    "messages": (
-        {"messages": [user("hi")], "max_tokens": 9},
-        [
-            {"output_format": {"type": "json_schema"}},
-            {"thinking": {"type": "disabled"}},
-            {"container": "c"},
-            {"made_up": 1},
-            {"mcp_servers": [{"type": "url"}]},
-        ],
-    ),
-}
+    "chat/completions": ({"messages": [user("hi")]}, [
+        {"logit_bias": {"5": 1}}, {"presence_penalty": 1.0}, {"frequency_penalty": 0.5},
+        {"response_format": {"type": "json_object"}}, {"n": 1000}, {"top_logprobs": 5, "logprobs": True},
+        {"temperature": -1}, {"max_tokens": 0}, {"made_up": 1},
+    ]),
+    "responses": ({"input": "hi"}, [
+        {"text": {"format": {"type": "json_object"}}}, {"previous_response_id": "r"}, {"truncation": "auto"},
+        {"made_up": 1}, {"background": True},
+    ]),
+    "messages": ({"messages": [user("hi")], "max_tokens": 9}, [
+        {"output_format": {"type": "json_schema"}}, {"thinking": {"type": "disabled"}}, {"container": "c"},
+        {"made_up": 1}, {"mcp_servers": [{"type": "url"}]},
+    ]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("route", FIELDS)

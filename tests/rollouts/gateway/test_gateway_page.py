@@ -18,7 +18,7 @@ from waiting import HANGS
 
 pytestmark = pytest.mark.realtime
 
-PAGE = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "gateway.md").read_text(encoding="utf-8")
 QUESTION = {"question": "Who wrote Emma?", "answer": "Austen"}
 
 

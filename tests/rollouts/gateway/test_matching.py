@@ -1,12 +1,15 @@
 """Requests are matched to the conversations that they continue, however a client writes them down."""
 
+import doctest
+import random
 import sys
+import uuid
 
 import pytest
 
-from verbatim.gateway import canonical
-from verbatim.gateway.canonical import canonical_arguments, digests, text_of
-from verbatim.gateway.threads import BranchReason, Threads
+from verbatim.rollouts.gateway import canonical
+from verbatim.rollouts.gateway.canonical import canonical_arguments, digests, frame_of, text_of
+from verbatim.rollouts.gateway.threads import BranchReason, Threads
 
 SYSTEM, HELLO = {"role": "system", "content": "You help."}, {"role": "user", "content": "hello"}
 MORE, OTHER = {"role": "user", "content": "more"}, {"role": "user", "content": "something else"}
@@ -339,3 +342,173 @@ def test_what_was_refused_is_forgotten_and_what_others_have_is_kept():
     assert nodes_of(threads) == before
     again = threads.match([_user("a"), _user("b"), said("x"), _user("c")])
     assert (again.reason, again.known.turn) == (None, 0)
+
+
+def _system(text):
+    return {"role": "system", "content": text}
+
+
+class TestAnOpeningThatChanges:
+    """A system prompt with a clock or a counter: still one agent. With other words: another one."""
+
+    @staticmethod
+    def played(prompts, *, answers=("one", "two", "three", "four")):
+        """A client that sends its whole history each time, under the next system prompt: agent and reason of each."""
+        threads, history, found = Threads(), [HELLO], []
+        for number, (prompt, text) in enumerate(zip(prompts, answers, strict=False)):
+            match = asked(threads, [{"role": "system", "content": prompt}, *history], said(text), turn=number)
+            found.append((match.agent, match.reason, match.found))
+            history += [said(text), {"role": "user", "content": f"go on {number}"}]
+        return found
+
+    @pytest.mark.parametrize(
+        "prompt",
+        [
+            "You help. It is Thu Nov 26 15:4{}:10 UTC 2026.",
+            "You are a careful agent. This is step {} of 20.",
+            "You help people. {}",
+            "step {}",
+            "You help. Left: {} tokens, {} steps, $0.{}.",
+            "You help. Session 3f{}a9c1e-77b{}-4d1f-9aa1-5{}c0ffee1234.",
+        ],
+    )
+    def test_a_conversation_that_goes_on_is_that_of_the_agent_who_spoke(self, prompt):
+        found = self.played([prompt.replace("{}", str(number)) for number in range(4)])
+        assert [agent for agent, _, _ in found] == ["main"] * 4
+        edited = (BranchReason.EDITED_HISTORY, "the system prompt is new, and others are not")
+        assert [one[1:] for one in found] == [(None, ""), edited, edited, edited]
+
+    def test_days_months_and_plurals_go_on_with_a_clock_or_a_counter(self):
+        found = self.played(
+            [
+                "You help. It is Saturday, 31 January, 11:59 PM. There are 2 steps left [#-].",
+                "You help. It is Sunday, 1 February, 12:03 AM. There is 1 step left [##].",
+            ]
+        )
+        assert [agent for agent, _, _ in found] == ["main"] * 2
+
+    @pytest.mark.parametrize(
+        ("one", "other"),
+        [
+            (
+                "You are the planner of a team that repairs programs. Answer in short sentences, and never guess.",
+                "You are the worker of a team that repairs programs. Answer in short sentences, and never guess.",
+            ),
+            ("You are agent 1 of 3 in a team: plan. Be short.", "You are agent 2 of 3 in a team: review. Be short."),
+            (
+                "You help to write letters. Be polite, and ask before you send.",
+                "You help to write letters. Be polite, and ask before you send. Review the draft.",
+            ),
+        ],
+    )
+    def test_variants_of_one_prompt_are_agents_though_they_share_the_history(self, one, other):
+        found = self.played([one, other])
+        assert [found_one[:2] for found_one in found] == [("main", None), ("sub/1", BranchReason.SUB_AGENT)]
+
+    def test_numbered_agents_with_other_tools_are_two_though_they_share_the_history(self):
+        def tools(name):
+            return [{"type": "function", "function": {"name": name, "parameters": {}}}]
+
+        for own, agent in ((tools("plan"), "main"), (tools("work"), "sub/1")):
+            threads = Threads()
+            asked(threads, [_system("You are agent 1 of 3."), HELLO], said("a plan"), turn=0, tools=tools("plan"))
+            shared = [_system("You are agent 2 of 3."), HELLO, said("a plan"), MORE]
+            assert asked(threads, shared, tools=own).agent == agent
+
+    def test_a_request_that_is_repeated_under_a_later_counter_is_the_same_agents(self):
+        threads = Threads()
+        asked(threads, [_system("Step 1."), HELLO], said("ok"), turn=0)
+        for _ in range(3):
+            assert asked(threads, [_system("Step 2."), HELLO, said("ok"), MORE]).agent == "main"
+
+    @pytest.mark.parametrize(
+        "prompts",
+        [
+            ("You are agent {} of 3.",) * 2,
+            (
+                "You argue for the motion. Speak to the house in three sentences.",
+                "You argue against the motion. Speak to the house in three sentences.",
+            ),
+        ],
+    )
+    def test_two_who_are_given_each_others_text_stay_two(self, prompts):
+        threads = Threads()
+        texts = [f"{name} says at some length what it thinks of the matter" for name in ("one", "two", "three", "four")]
+        own = [[_system(prompt.format(number))] for number, prompt in enumerate(prompts, 1)]
+        own[0].append(HELLO)
+        agents = []
+        for number, text in enumerate(texts):
+            conversation = own[number % 2]
+            agents.append(asked(threads, conversation, said(text), turn=number).agent)
+            conversation.append(said(text))
+            own[1 - number % 2].append(_user(text))
+        assert agents == ["main", "sub/1", "main", "sub/1"]
+
+    def test_a_prompt_of_many_characters_is_not_looked_into(self, monkeypatch):
+        """It would hold up the other sessions; one that does not change is known by its digest."""
+        monkeypatch.setattr("verbatim.rollouts.gateway.agents.LONGEST", 100)
+        for length, agents in ((80, ["main"] * 3), (100, ["main", "sub/1", "sub/2"])):
+            found = self.played([f"Step {number}. " + "x" * length for number in range(3)])
+            assert [agent for agent, _, _ in found] == agents
+        looked = []
+        monkeypatch.setattr("verbatim.rollouts.gateway.agents.frame_of", lambda opening: looked.append(opening) or b"")
+        assert [agent for agent, _, _ in self.played(["the same prompt"] * 4)] == ["main"] * 4
+        assert looked == []
+
+    def test_a_short_answer_of_another_agent_takes_no_conversation_away(self):
+        threads = Threads()
+        asked(threads, [_system("You help. Step 1."), HELLO], said("ok"), turn=0)
+        asked(threads, [_system("Another."), OTHER], said("ok"), turn=1)
+        later = asked(threads, [_system("You help. Step 2."), HELLO, said("ok"), MORE])
+        assert later.agent == "main"
+
+    def test_another_prompt_is_another_agent_though_it_is_given_the_history(self):
+        found = self.played(["You help people to write letters.", "Review what was done so far, and list mistakes."])
+        assert [one[:2] for one in found] == [("main", None), ("sub/1", BranchReason.SUB_AGENT)]
+
+    def test_workers_with_numbers_are_agents_of_their_own(self):
+        threads = Threads()
+        for number in (1, 2):
+            task = {"role": "user", "content": f"task {number}"}
+            messages = [{"role": "system", "content": f"You are worker {number}."}, task]
+            match = asked(threads, messages, said("ok"), turn=0)
+            assert match.agent == ("main" if number == 1 else "sub/1")
+
+    def test_a_new_conversation_at_another_time_is_the_same_agent(self):
+        threads = Threads()
+        first = [{"role": "system", "content": "You help. It is 2026-11-26 15:47."}, HELLO]
+        later = [{"role": "system", "content": "You help. It is 2026-11-26 15:48."}, OTHER]
+        asked(threads, first, said("so"), turn=0)
+        match = asked(threads, later)
+        assert (match.agent, match.reason) == ("main", BranchReason.NEW_CONVERSATION)
+
+    @pytest.mark.parametrize(
+        ("prompt", "found"),
+        [
+            ("You help. It is 15:4{}.", ("main", BranchReason.COMPACTION)),
+            ("You help. Step {}.", ("sub/1", BranchReason.SUB_AGENT)),  # as an agent 2 that is given what agent 1 said
+        ],
+    )
+    def test_a_summary_under_a_later_clock_is_a_compaction_and_under_a_counter_another_agents(self, prompt, found):
+        threads, answer = Threads(), said("we have found the key under the old stone")
+        asked(threads, [_system(prompt.format(0)), HELLO, said("a"), MORE], answer, turn=0)
+        summary = _user(f"so far: {answer['content']}; go on")
+        match = asked(threads, [_system(prompt.format(1)), summary])
+        assert (match.agent, match.reason) == found
+
+    def test_a_name_that_the_client_gives_holds(self):
+        threads = Threads()
+        asked(threads, [SYSTEM, HELLO], said("a"), turn=0, thread="x")
+        changed = [{"role": "system", "content": "You help. 2"}, HELLO, said("a"), MORE]
+        assert asked(threads, changed, thread="y").agent == "sub/1"
+        assert asked(threads, changed, agent="critic").agent == "critic"
+
+
+def test_the_frame_of_a_prompt_has_no_random_id():
+    """Four in a hundred UUIDs have a group without a digit."""
+    assert doctest.testmod(canonical).failed == 0
+    rng = random.Random(0)
+    ids = [str(uuid.UUID(int=rng.getrandbits(128), version=4)) for _ in range(400)]
+    assert any(group.isalpha() for name in ids for group in name.split("-"))
+    assert {frame_of([f"Work in session {name}."]) for name in ids} == {frame_of(["Work in session."])}
+    assert frame_of(["Work in run_3f2a91."]) == frame_of(["Work in run_bc07d2."]) == frame_of(["Work in run."])

@@ -13,17 +13,18 @@ from scripted_gateway import play
 
 from byte_renderer import VOCAB_SIZE, ByteRenderer
 from verbatim import build_samples
+from verbatim.core import redaction
+from verbatim.core.errors import EnvironmentFault, UsageError
 from verbatim.environments.resolve import create_environment
-from verbatim.errors import EnvironmentFault, UsageError
-from verbatim.gateway.program.launch import _prefixes
-from verbatim.gateway.program.leftovers import VARIABLE, kill_marked
-from verbatim.gateway.program.process import ProgramProcess
-from verbatim.gateway.program.reused import ReusedPrograms
-from verbatim.gateway.program.rewards import read_reward
-from verbatim.gateway.service import Service
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import EpisodeLimits, GroupRun, RolloutSetup
+from verbatim.rollouts.gateway.program.launch import _prefixes
+from verbatim.rollouts.gateway.program.leftovers import VARIABLE, kill_marked
+from verbatim.rollouts.gateway.program.process import ProgramProcess
+from verbatim.rollouts.gateway.program.reused import ReusedPrograms
+from verbatim.rollouts.gateway.program.rewards import read_reward
+from verbatim.rollouts.gateway.service import Service
 from waiting import HANGS, until
 
 pytestmark = pytest.mark.realtime
@@ -155,10 +156,26 @@ async def test_what_goes_wrong_is_counted_under_its_own_reason(sandbox, how, kin
     assert len(trajectory.turns) == (how not in ("crash", "silent"))
 
 
+@pytest.mark.parametrize("sandbox", WAYS)
+async def test_a_variable_of_ours_reaches_a_program_by_its_name_and_stands_in_no_error(sandbox, monkeypatch):
+    monkeypatch.setattr(redaction, "_hidden", set())
+    monkeypatch.setenv("PLAIN_NAME", "open sesame")
+    environment = make(sandbox, rows=[{"texts": ["hi"], "how": "tell"}], env_from={"SEARCH_KEY": "PLAIN_NAME"})
+    (trajectory,) = await run_all(environment)
+    assert trajectory.error == "program_crashed: the program ended with exit status 1; it said 'my key is [redacted].'"
+
+
+@pytest.mark.parametrize("sandbox", WAYS)
+async def test_a_program_whose_processes_hold_too_much_together_is_ended(sandbox):
+    (trajectory,) = await run_all(make(sandbox, rows=[{"texts": ["hi"], "how": "share"}], memory_mb=100))
+    assert "program_crashed: the program ended with more than 100 MiB held by its processes" in trajectory.error
+
+
 async def test_a_failure_can_have_a_reward():
     rows = [{"texts": ["hi"], "how": "late"}, {"texts": ["hi"], "how": "silent"}, {"texts": ["hi"]}]
     late, silent, well = await run_all(make(rows=rows, failed_reward=-1.0))
-    assert [(t.error, t.reward) for t in (late, silent, well)] == [(None, -1.0), (None, -1.0), (None, 4.0)]
+    assert [(t.error, t.reward) for t in (late, well)] == [(None, -1.0), (None, 4.0)]
+    assert silent.error.startswith("program_silent: ") and silent.reward is None  # nothing of it is the policy's
     assert late.info["program"]["end"] == "program_crashed" and "end" not in well.info["program"]
 
 
@@ -254,7 +271,7 @@ async def test_what_a_program_plants_in_its_home_is_not_run_by_the_scoring_comma
 @pytest.mark.slow
 @pytest.mark.parametrize("sandbox", WAYS)
 async def test_a_scoring_command_that_hangs_is_told_as_such(sandbox, monkeypatch):
-    monkeypatch.setattr("verbatim.gateway.program.environment.SCORE_SECONDS", 1.0)
+    monkeypatch.setattr("verbatim.rollouts.gateway.program.environment.SCORE_SECONDS", 1.0)
     (trajectory,) = await run_all(make(sandbox, reward="score", score="echo 1; sleep 1000000"))
     assert trajectory.error == "environment: program: the scoring command did not end within 1 s"
 
@@ -301,9 +318,12 @@ async def test_a_reused_program_that_cannot_be_started_takes_no_place(monkeypatc
 
 
 async def test_a_cut_off_or_refused_last_request_is_the_end():
-    (trajectory,) = await run_all(make(rows=[{"texts": ["x" * 6000], "how": "late"}], failed_reward=0.0))
-    assert (trajectory.stop_reason, trajectory.truncated, trajectory.reward) == ("length", True, 0.0)
-    assert trajectory.info["gateway"]["counts"] == {"requests": 1}
+    rows = [{"texts": ["hi", "x" * 6000], "how": "late"}, {"texts": ["x" * 6000], "how": "late"}]
+    later, at_once = await run_all(make(rows=rows, failed_reward=0.0))
+    assert (later.stop_reason, later.truncated, later.reward, later.error) == ("length", True, 0.0, None)
+    assert later.info["gateway"]["counts"] == {"requests": 2}
+    assert (at_once.stop_reason, at_once.truncated, at_once.reward) == ("length", True, None)
+    assert at_once.error.startswith("no_turns: the policy sampled nothing, because its prompt of 6003 tokens")
 
 
 class TestReuse:
@@ -400,7 +420,7 @@ class TestRefusals:
             make(True, visible=["/tmp/pytest"])
 
     async def test_there_are_no_demonstrations_without_a_file(self):
-        from verbatim.errors import NoDemonstrations
+        from verbatim.core.errors import NoDemonstrations
 
         with pytest.raises(NoDemonstrations, match=r"args\.demonstrations"):
             make().demonstrations(1, 0)

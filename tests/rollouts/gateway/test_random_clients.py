@@ -20,8 +20,9 @@ from scripted_gateway import GrowingRenderer, scripted
 from byte_renderer import call, say
 from campaigns import sized
 from verbatim import build_samples
-from verbatim.gateway import Gateway, canonical
 from verbatim.rollouts import EpisodeLimits
+from verbatim.rollouts.gateway import Gateway, canonical
+from verbatim.rollouts.gateway.session import INFO
 
 pytestmark = pytest.mark.realtime
 
@@ -96,7 +97,9 @@ def check(trajectory, returned, clients):
         for sample in build_samples(replace(trajectory, error=None))
         for index in np.unique(sample.chunk_ids[sample.loss_mask]).tolist()
     ]
-    assert sorted(trained) == [n for n, t in enumerate(trajectory.turns) if len(t.completion_ids)]
+    assert sorted(trained) == [n for n, t in enumerate(trajectory.turns) if len(t.completion_ids) and t.trained]
+    undelivered = trajectory.info[INFO]["counts"].get("undelivered", 0)
+    assert sum(not t.trained for t in trajectory.turns) == undelivered and (gave_up(clients) or not undelivered)
     for turn in trajectory.turns:
         np.testing.assert_array_equal(turn.logprobs, np.float32(-1.0 / (1 + turn.completion_ids)))
     turns = [reads([*t.prompt_ids.tolist(), *t.completion_ids.tolist()]) for t in trajectory.turns]

@@ -9,13 +9,13 @@ import pytest
 from scripted_gateway import Client, GrowingRenderer, Whole, gateway_over, scripted
 
 from byte_renderer import VOCAB_SIZE, ByteRenderer, call, say
-from verbatim.gateway import Gateway
-from verbatim.gateway.session import INFO
 from verbatim.inference.http.sampler import HttpSampler
 from verbatim.inference.http.server import serve_sampler
 from verbatim.inference.pool.pool import ReplicaPool
 from verbatim.inference.proxy import SamplerProxy
-from verbatim.renderers.base import ReadsGrowingText
+from verbatim.models.renderers.base import ReadsGrowingText
+from verbatim.rollouts.gateway import Gateway
+from verbatim.rollouts.gateway.session import INFO
 from waiting import until
 
 pytestmark = pytest.mark.realtime
@@ -68,7 +68,7 @@ def test_the_renderer_reads_growing_text():
 @pytest.mark.parametrize("route", BODIES)
 async def test_a_stream_has_the_text_as_it_is_sampled(http, route, monkeypatch):
     """Also what is sampled while the stream is busy with what came before, and pauses."""
-    monkeypatch.setattr("verbatim.gateway.chat._QUIET_SECONDS", 600)
+    monkeypatch.setattr("verbatim.rollouts.gateway.chat._QUIET_SECONDS", 600)
     texts = []
 
     class ShowsAndWaits(SamplerProxy):

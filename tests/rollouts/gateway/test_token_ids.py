@@ -8,10 +8,10 @@ from scripted_gateway import Client, gateway_over, scripted
 
 from byte_renderer import END, VOCAB_SIZE, ByteRenderer, say
 from verbatim import build_samples
-from verbatim.gateway.session import INFO
 from verbatim.inference import SampleRequest, SamplingParams
 from verbatim.inference.http.sampler import HttpSampler
 from verbatim.rollouts import EpisodeLimits
+from verbatim.rollouts.gateway.session import INFO
 from waiting import until
 
 pytestmark = pytest.mark.realtime
@@ -48,6 +48,16 @@ async def test_our_own_client_samples_through_it_and_every_turn_is_recorded(http
     assert len(build_samples(trajectory)) == 1
 
 
+async def test_the_runs_stop_strings_end_turns_of_exact_ids_too(http):
+    sampler = scripted(lambda request: np.array(say("one;two"), np.int32))
+    async with gateway_over(sampler, params=SamplingParams(stop=(";",))) as gateway:
+        episode = gateway.episode()
+        answer = await Client(http, episode).post(ROUTE, body(prompt("hi")))
+        trajectory = await episode.finish()
+    assert answer["choices"][0]["token_ids"] == trajectory.turns[0].completion_ids.tolist() == say("one;")[:-1]
+    assert answer["choices"][0]["finish_reason"] == "stop"
+
+
 async def test_the_run_says_how_is_sampled_and_headers_name_the_agent(http):
     sampler = scripted()
     async with gateway_over(sampler, params=SamplingParams(temperature=0.7, max_tokens=50)) as gateway:
@@ -58,6 +68,22 @@ async def test_the_run_says_how_is_sampled_and_headers_name_the_agent(http):
     (turn,) = trajectory.turns
     assert (turn.agent, turn.trained, turn.temperature) == ("solver", False, 0.7)
     assert sampler.requests[0].params.max_tokens == 9
+
+
+@pytest.mark.parametrize("route", [ROUTE, "chat/completions", "responses", "messages"])
+@pytest.mark.parametrize("word", ["maybe", "", "no", "tru"])
+async def test_a_request_that_says_otherwise_whether_it_is_trained_is_refused(http, route, word):
+    sent = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
+    given = {ROUTE: body(prompt("hi")), "responses": {"model": "m", "input": "hi"}}.get(route, sent)
+    async with gateway_over(scripted()) as gateway:
+        episode = gateway.episode()
+        client = Client(http, episode)
+        answer = await client.post(route, given, **{"x-verbatim-trained": word})
+        assert client.status == 400
+        assert answer["error"]["message"] == (f'the header X-Verbatim-Trained is {word!r}; expected "true" or "false"')
+        await client.post(route, given, **{"x-verbatim-trained": " FALSE "})
+        trajectory = await episode.finish()
+    assert [turn.trained for turn in trajectory.turns] == [False]
 
 
 async def test_a_repeated_request_is_recorded_once(http):

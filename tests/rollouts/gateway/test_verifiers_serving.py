@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from verbatim.gateway.verifiers.serving import Reception, Serving
+from verbatim.rollouts.gateway.verifiers.serving import Reception, Serving
 from waiting import until
 
 pytestmark = pytest.mark.realtime

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from verbatim.evaluation.intervals import (
+from verbatim.run.evaluation.intervals import (
     effective_size,
     gain_interval,
     mean_interval,
@@ -18,8 +18,8 @@ from verbatim.evaluation.intervals import (
     unpaired_share,
     wilson,
 )
-from verbatim.evaluation.pass_at_k import pass_at_k, pass_hat_k
-from verbatim.evaluation.student import t_quantile
+from verbatim.run.evaluation.pass_at_k import pass_at_k, pass_hat_k
+from verbatim.run.evaluation.student import t_quantile
 
 
 def test_wilsons_interval_has_published_figures():

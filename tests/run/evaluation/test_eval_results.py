@@ -7,19 +7,21 @@ import numpy as np
 import pytest
 
 from verbatim import Trajectory, Turn
+from verbatim.core.errors import UsageError
+from verbatim.core.trajectories import Fate
+from verbatim.core.types import StopReason, ToolCall
 from verbatim.environments.base import succeeded
 from verbatim.environments.guess_number import GuessNumber
-from verbatim.errors import UsageError
-from verbatim.evaluation.outcomes import Outcome, outcome_of
-from verbatim.evaluation.pairs import difference
-from verbatim.evaluation.results import env_result
-from verbatim.evaluation.stored import evaluated_steps, read_outcomes
-from verbatim.fates.files import FateFolder
-from verbatim.monitors import MetricsLog, TrajectoryLog
-from verbatim.orchestrator.assemble import episode_metrics, judge_metrics, reward_part_metrics
+from verbatim.logs.fates.files import FateFolder
+from verbatim.logs.monitors import MetricsLog, TrajectoryLog
+from verbatim.run.evaluation.as_json import difference_to_json
+from verbatim.run.evaluation.outcomes import Outcome, outcome_of
+from verbatim.run.evaluation.pairs import difference
+from verbatim.run.evaluation.results import env_result
+from verbatim.run.evaluation.rows import Compared, difference_rows
+from verbatim.run.evaluation.stored import evaluated_steps, read_outcomes
+from verbatim.run.orchestrator.assemble import episode_metrics, judge_metrics, reward_part_metrics
 from verbatim.run.summary import summary_of
-from verbatim.trajectories import Fate
-from verbatim.types import StopReason, ToolCall
 
 
 def outcome(example: str, number: int, reward: float | None, error: str | None = None, **fields) -> Outcome:
@@ -173,7 +175,7 @@ def test_pairs_are_of_the_same_example_number_and_seed():
 def test_a_failed_episode_leaves_its_pair_out_of_rewards_only():
     before = [outcome("a", 0, 1.0), outcome("b", 0, 0.5), outcome("c", 0, 0.0)]
     after = [outcome("a", 0, None, "api: 500"), outcome("b", 0, 1.0), outcome("c", 0, 1.0)]
-    found = difference("game", before, after)
+    found = difference("game", before, after, max_failed=0.5)
     assert (found.num_pairs, found.success.num_values, found.reward.num_values) == (3, 3, 2)
     assert (found.gained, found.lost) == (2, 1)
     assert found.reward.value == pytest.approx(0.75)
@@ -275,7 +277,7 @@ def test_a_summary_says_what_was_gained_in_pairs(tmp_path: Path):
     assert found["gain"] == 0.5
     # Examples 2 to 6 gain both of their episodes, and none loses one.
     pairs = {str(example): [float(2 <= example <= 6)] * 2 for example in range(10)}
-    from verbatim.evaluation.intervals import paired_share
+    from verbatim.run.evaluation.intervals import paired_share
 
     low, high = found["gain_interval_95"]
     assert (low, high) == pytest.approx((paired_share(pairs).low, paired_share(pairs).high), abs=1e-4)
@@ -302,3 +304,31 @@ def test_a_gain_with_several_environments_stands_with_each(tmp_path: Path):
     found = summary_of(metrics, {}, tmp_path)
     assert "gain" not in found and found["environments"]["b"]["gain"] == 0.5
     assert "gain_interval_95" in found["environments"]["a"] and "gain_interval_95" not in found["environments"]["b"]
+
+
+@pytest.mark.parametrize(("failed", "is_compared"), [((0, 1), True), ((2, 0), False), ((0, 7), False)])
+def test_two_evaluations_are_compared_where_few_episodes_failed(failed, is_compared):
+    """Of ten, in pairs. 3 survivors that all succeed say nothing of the other seven."""
+    before, after = (
+        [outcome("a", n, 1.0, "timeout: slow" if n < many else None) for n in range(10)] for many in failed
+    )
+    found = difference("game", before, after)
+    assert any(found.too_many_failed) is not is_compared
+    assert math.isnan(found.reward.value) is not is_compared
+    clauses = tuple(f"{many} of 10 episodes failed" if many > 1 else None for many in failed)
+    assert found.too_many_failed == clauses
+    (row,) = difference_rows([Compared(before="A", after="B", environments={"game": found})], "game")
+    expected = "not compared: " + ", ".join(f"{n}: {c}" for n, c in zip("AB", clauses, strict=True) if c)
+    assert row[3] == ("0 gained, 1 lost of 10" if is_compared else expected)
+    said = difference_to_json(found)
+    assert said["too_many_failed"] == list(clauses) and (said["gained"] is None) is not is_compared
+    assert difference("game", before, after, 0.7).too_many_failed == (None, None)
+
+
+def test_a_summary_does_not_compare_survivors(tmp_path: Path):
+    metrics, episodes = write_run(tmp_path, {0: 4, 9: 14})
+    lines = metrics.read_text().splitlines()
+    metrics.write_text("\n".join([lines[0], lines[1].replace('"episodes"', '"failed": 3, "episodes"')]) + "\n")
+    found = summary_of(metrics, {}, episodes.parent)
+    assert found["not_compared"] == "after training, 3 of 20 episodes failed" and "gain" not in found
+    assert summary_of(metrics, {}, episodes.parent, 0.2)["gain"] == 0.5

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from orchestrator.virtual_runs import JumpingLoop
+from run.orchestrator.virtual_runs import JumpingLoop
 
 
 def pytest_asyncio_loop_factories(

@@ -18,16 +18,16 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from byte_renderer import END, VOCAB_SIZE, call, say
-from orchestrator.loop_runs import Coins, FailingTrainer, FakeTrainer, Notes, make, until
+from run.orchestrator.loop_runs import Coins, FailingTrainer, FakeTrainer, Notes, make, until
+from verbatim.core.errors import SamplerFault, VerbatimError
 from verbatim.environments.base import Episode, Reply
-from verbatim.errors import SamplerFault, VerbatimError
+from verbatim.environments.tools import FunctionTool
 from verbatim.inference import SamplingParams
 from verbatim.inference.embedded.engine import TorchSampler
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.inference.proxy import SamplerProxy
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import EpisodeLimits
-from verbatim.tools import FunctionTool
 
 CONTEXT = 160
 

@@ -11,21 +11,21 @@ import numpy as np
 
 from byte_renderer import VOCAB_SIZE, ByteRenderer, say
 from verbatim import Example
-from verbatim.credit.default import default_advantage
-from verbatim.curriculum import ExampleSchedule
+from verbatim.algorithms.credit.default import default_advantage
+from verbatim.algorithms.curriculum import ExampleSchedule
+from verbatim.core.errors import RunStopped
+from verbatim.core.trajectories import Ledger
+from verbatim.core.types import Group, StopReason
 from verbatim.environments.base import Episode
-from verbatim.errors import RunStopped
 from verbatim.inference import Completion, SamplingParams
 from verbatim.inference.scripted import ScriptedSampler, default_logprob
-from verbatim.orchestrator.assemble import GroupRules
-from verbatim.orchestrator.base import RunSchedule
-from verbatim.orchestrator.dispatcher import Dispatcher
-from verbatim.orchestrator.eval_progress import EvalProgress
-from verbatim.orchestrator.loop import Orchestrator
 from verbatim.rollouts import EpisodeLimits, RolloutSetup
-from verbatim.trajectories import Ledger
-from verbatim.transport import StepReport
-from verbatim.types import Group, StopReason
+from verbatim.run.orchestrator.assemble import GroupRules
+from verbatim.run.orchestrator.base import RunSchedule
+from verbatim.run.orchestrator.dispatcher import Dispatcher
+from verbatim.run.orchestrator.eval_progress import EvalProgress
+from verbatim.run.orchestrator.loop import Orchestrator
+from verbatim.trainer.transport import StepReport
 
 GROUP, GROUPS = 2, 3
 

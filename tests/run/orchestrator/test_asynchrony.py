@@ -17,8 +17,8 @@ from loop_runs import (
 )
 
 from byte_renderer import VOCAB_SIZE, say
+from verbatim.core.trajectories import build, first_version
 from verbatim.inference.scripted import ScriptedSampler
-from verbatim.trajectories import build, first_version
 
 BATCH = GROUP * GROUPS
 

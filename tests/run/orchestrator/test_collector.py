@@ -9,8 +9,8 @@ import weakref
 
 import pytest
 
-from verbatim.orchestrator import collector
-from verbatim.orchestrator.collector import (
+from verbatim.run.orchestrator import collector
+from verbatim.run.orchestrator.collector import (
     CHECK_EVERY,
     FEW,
     ONE_IN,

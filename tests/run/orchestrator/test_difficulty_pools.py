@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
-from orchestrator.loop_runs import GROUPS, Coin, Coins, make
-from verbatim.checkpoints import read_loop_state, write_loop_state
-from verbatim.curriculum import PoolRules
-from verbatim.errors import RunStopped
+from run.orchestrator.loop_runs import GROUPS, Coin, Coins, make
+from verbatim.algorithms.curriculum import PoolRules
+from verbatim.core.errors import RunStopped
+from verbatim.logs.checkpoints import read_loop_state, write_loop_state
 
 TRIVIAL, IMPOSSIBLE = {"e0", "e1"}, {"e2", "e3"}
 

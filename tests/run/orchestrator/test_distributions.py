@@ -3,7 +3,7 @@
 import dataclasses
 
 from verbatim import Group, Trajectory, Turn
-from verbatim.orchestrator.assemble import rollout_distributions
+from verbatim.run.orchestrator.assemble import rollout_distributions
 
 
 def rollout(reward, num_tokens, *, version=0, advantage=None, turn_advantages=(), error=None, num=0) -> Trajectory:

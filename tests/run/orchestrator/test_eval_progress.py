@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.loop_runs import GROUP, GROUPS, FakeTrainer, GatedTrainer, Notes, make, nothing_left_behind, until
-from orchestrator.test_difficulty_pools import RULES, Uneven
+from run.orchestrator.loop_runs import GROUP, GROUPS, FakeTrainer, GatedTrainer, Notes, make, nothing_left_behind, until
+from run.orchestrator.test_difficulty_pools import RULES, Uneven
 from verbatim.config.orchestrator import EVAL_METRICS
-from verbatim.orchestrator import eval_progress, loop
-from verbatim.orchestrator.eval_progress import BestEvaluation, Criterion, EarlyStopping, EvalProgress
-from verbatim.orchestrator.evaluate import Evaluation
+from verbatim.run.orchestrator import eval_progress, loop
+from verbatim.run.orchestrator.eval_progress import BestEvaluation, Criterion, EarlyStopping, EvalProgress
+from verbatim.run.orchestrator.evaluate import Evaluation
 
 
 def evaluation(value: float | None, *, env: str = "coins", episodes: int = 10, failed: int = 0) -> Evaluation:
@@ -51,8 +51,6 @@ def test_the_examples_of_the_docstrings_hold():
         ("a", {"a": evaluation(0.25), "b": evaluation(math.nan)}, 0.25),
         (None, {"a": evaluation(None)}, None),
         (None, {"a": evaluation(math.inf)}, None),
-        (None, {"a": evaluation(0.0, failed=10)}, None),
-        (None, {"a": evaluation(0.5, failed=9)}, 0.5),
         (None, {"a": evaluation(math.nan, episodes=0)}, None),
     ],
 )
@@ -91,8 +89,34 @@ def test_what_was_measured_by_another_criterion_is_not_compared_with(caplog):
         progress.load_state_dict(state)
     assert same.state_dict() == before.state_dict()
     assert (other.best.step, other.early_stopping.best) == (None, None)
-    assert none.state_dict() == {"best": None, "early_stopping": None}
+    assert none.state_dict() == {"best": None, "early_stopping": None, "played": {}}
     assert caplog.text.count("has changed") == 2
+
+
+@pytest.mark.parametrize(
+    ("env", "failed", "most", "is_compared"),
+    [
+        (None, {"a": 1, "b": 0}, 0.1, True),
+        (None, {"a": 2, "b": 0}, 0.1, False),
+        ("b", {"a": 2, "b": 0}, 0.1, True),  # the other one counts
+        (None, {"a": 1, "b": 0}, 0.0, False),
+        (None, {"a": 9, "b": 9}, 1.0, True),
+        (None, {"a": 10, "b": 0}, 1.0, False),  # nothing is left
+    ],
+)
+def test_an_evaluation_of_survivors_is_not_compared_and_says_so(env, failed, most, is_compared, caplog):
+    progress = watched(patience=1, env=env)
+    progress.max_failed = most
+    evaluations = {name: evaluation(0.6, env=name, failed=number) for name, number in failed.items()}
+    assert progress.observe(5, evaluations) is is_compared
+    assert (progress.early_stopping.best is not None) is is_compared
+    said = "the evaluation after step 5 is not counted as the best, nor for early stopping: "
+    assert (said in caplog.text) is not is_compared
+    if not is_compared:
+        assert f"{failed['a']} of 10 episodes failed in a" in caplog.text
+        caplog.clear()
+        progress.observe(10, evaluations)
+        assert "after step 10" in caplog.text  # each of them is said, not the first alone
 
 
 # ---- in a run

@@ -7,9 +7,9 @@ import pytest
 from virtual_runs import on_virtual_time
 
 from verbatim import Example, Trajectory
-from verbatim.orchestrator.evaluate import evaluate
 from verbatim.rollouts import EpisodeTally, GroupRun
 from verbatim.rollouts.group import MOST_IN_LINE
+from verbatim.run.orchestrator.evaluate import evaluate
 
 
 class OneSecond:

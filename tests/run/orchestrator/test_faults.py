@@ -20,10 +20,10 @@ from loop_runs import (
 )
 
 from byte_renderer import VOCAB_SIZE, say
-from verbatim.errors import CheckpointNotWritten, EngineDead, ModelError, RunStopped, SamplerFault
+from verbatim.core.errors import CheckpointNotWritten, EngineDead, ModelError, RunStopped, SamplerFault
 from verbatim.inference.scripted import ScriptedSampler, default_logprob
-from verbatim.transport import StepReport
-from verbatim.transport.canary import Probes
+from verbatim.trainer.transport import StepReport
+from verbatim.trainer.transport.canary import Probes
 
 BATCH = GROUP * GROUPS
 
@@ -217,8 +217,8 @@ async def test_a_sampler_that_holds_other_weights_samples_nothing_that_is_traine
         with pytest.raises(
             RunStopped,
             match=(
-                r"the sampler does not hold policy version 2, which it was told to load: its logprobs differ by 0\.5 on "
-                r"average, more than 0\.0001\. It samples nothing more"
+                r"the sampler does not hold policy version 2, which it was told to load: its logprobs differ by 0\.5 "
+                r"on average, more than 0\.0001\. It samples nothing more"
             ),
         ):
             await orchestrator.run()

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from campaigns import Campaign, sized
-from orchestrator.faulty_runs import Tally, faulty_run, tiny_model
+from run.orchestrator.faulty_runs import Tally, faulty_run, tiny_model
 from verbatim.rollouts import draws
 
 pytestmark = pytest.mark.campaign

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from byte_renderer import VOCAB_SIZE, say
-from orchestrator.loop_runs import GROUP, GROUPS, Coin, Coins, GatedTrainer, make, tokens_by_fate, until
-from verbatim.errors import RecordError, RunStopped
+from run.orchestrator.loop_runs import GROUP, GROUPS, Coin, Coins, GatedTrainer, make, tokens_by_fate, until
+from verbatim.core.errors import RecordError, RunStopped
+from verbatim.core.records.experts import Routing
+from verbatim.core.trajectories.ledger import REASONS
 from verbatim.inference.scripted import ScriptedSampler
-from verbatim.records.experts import Routing
-from verbatim.trajectories.ledger import REASONS
 
 BATCH = GROUP * GROUPS
 

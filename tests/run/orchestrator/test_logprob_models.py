@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from orchestrator.loop_runs import Coins, FakeTrainer, make
-from verbatim.errors import RunStopped
-from verbatim.orchestrator.assemble import AssembledGroup
-from verbatim.orchestrator.logprob_streams import add_logprob_streams
-from verbatim.types import Group, TrainingSample
+from run.orchestrator.loop_runs import Coins, FakeTrainer, make
+from verbatim.core.errors import RunStopped
+from verbatim.core.types import Group, TrainingSample
+from verbatim.run.orchestrator.assemble import AssembledGroup
+from verbatim.run.orchestrator.logprob_streams import add_logprob_streams
 
 
 class Counting:

@@ -6,10 +6,10 @@ from collections import Counter
 import pytest
 from loop_runs import GROUP, GROUPS, Coins, FakeTrainer, make, until, versions
 
-from verbatim.credit.default import default_advantage
-from verbatim.errors import RunStopped
-from verbatim.filters.zero_advantage import ZeroAdvantage
-from verbatim.orchestrator.assemble import GroupRules, assemble_group
+from verbatim.algorithms.credit.default import default_advantage
+from verbatim.algorithms.filters.zero_advantage import ZeroAdvantage
+from verbatim.core.errors import RunStopped
+from verbatim.run.orchestrator.assemble import GroupRules, assemble_group
 
 
 async def test_a_synchronous_run_samples_every_batch_with_the_newest_weights(tmp_path):

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from verbatim.orchestrator.loop_lag import INTERVAL, LoopLag
+from verbatim.run.orchestrator.loop_lag import INTERVAL, LoopLag
 from waiting import wait_until
 
 

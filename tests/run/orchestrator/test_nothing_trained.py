@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from verbatim.orchestrator.nothing_trained import why_nothing_was_trained
+from verbatim.core.trajectories import Ledger
+from verbatim.core.types import Trajectory
 from verbatim.rollouts import EpisodeTally
-from verbatim.trajectories import Ledger
-from verbatim.types import Trajectory
+from verbatim.run.orchestrator.nothing_trained import why_nothing_was_trained
 
 
 def why(dropped, *, failed=0, trained=0):
@@ -18,7 +18,7 @@ def why(dropped, *, failed=0, trained=0):
     ledger.settle_group(0, trained=trained, dropped=dropped)
     for _ in range(failed):
         tally.ended(Trajectory(example_id="x", error="environment: score raised KeyError: 'x'"))
-    return why_nothing_was_trained(ledger, tally, num_steps=3, seq_len=64)
+    return why_nothing_was_trained(ledger, tally, num_steps=3)
 
 
 @pytest.mark.parametrize(

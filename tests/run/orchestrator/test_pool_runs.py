@@ -10,15 +10,15 @@ import pytest
 
 from byte_renderer import VOCAB_SIZE, say
 from inference.pool.scripted_replicas import LIMITS, Restarts, ScriptedReplica, logprob_of
-from orchestrator.loop_runs import FakeTrainer, make, nothing_left_behind
-from orchestrator.test_process_runs import in_processes
-from orchestrator.test_ray_runs import on_actors
 from rollouts.players import Doublings, scripted, two_turns
 from rollouts.ray_session import local_ray
-from verbatim.errors import EngineDead
+from run.orchestrator.loop_runs import FakeTrainer, make, nothing_left_behind
+from run.orchestrator.test_process_runs import in_processes
+from run.orchestrator.test_ray_runs import on_actors
+from verbatim.core.errors import EngineDead
 from verbatim.inference.pool.pool import ReplicaPool
-from verbatim.transport.canary import Probes
-from waiting import HANGS, until
+from verbatim.trainer.transport.canary import Probes
+from waiting import HANGS
 
 __all__ = ["local_ray"]
 
@@ -129,17 +129,24 @@ async def test_a_run_without_a_replica_left_ends_with_a_checkpoint_and_says_what
 # ---- episodes elsewhere
 
 
-class HeldOnFirst(ScriptedReplica):
-    """Replica 0 answers its first requests, and from then on waits after the second token until it dies."""
+class FrozenOnFirst(ScriptedReplica):
+    """Replica 0 answers its first requests. It freezes in the middle of a later one, of which a token was drawn."""
 
     def __init__(self, index=0, *, answers=6, **arguments):
         super().__init__(index, script=two_turns, vocab_size=VOCAB_SIZE, context_length=500, **arguments)
-        self.answers = answers
+        self.answers, self.later = answers, []
+        if index == 0:
+            self.pause = self.freeze_in_the_middle
 
-    async def generate(self, request):
-        if self.index == 0 and len(self.requests) >= self.answers:
-            self.seconds_per_token = 0.05
-        return await super().generate(request)
+    async def _answer(self, index, request, versions, watch):
+        if index >= self.answers:
+            self.later.append(versions)
+        return await super()._answer(index, request, versions, watch)
+
+    async def freeze_in_the_middle(self, seconds):
+        await asyncio.sleep(seconds)
+        if any(self.later):
+            self.freeze()  # its requests end with the number of tokens drawn
 
 
 def trajectories(notes):
@@ -156,7 +163,7 @@ async def same_trajectories_although_a_replica_dies(tmp_path, elsewhere):
     local, expected, _ = make(tmp_path, sampler=scripted(), environment=Doublings(), max_length=500)
     assert await local.run()
     replicas, restarts = (
-        [HeldOnFirst(i) for i in range(2)],
+        [FrozenOnFirst(i) for i in range(2)],
         Restarts(
             **{
                 "script": two_turns,
@@ -169,12 +176,7 @@ async def same_trajectories_although_a_replica_dies(tmp_path, elsewhere):
     pool = ReplicaPool(replicas, restart=restarts, limits=limits)
     orchestrator, notes, _ = make(tmp_path, sampler=pool, environment=Doublings(), max_length=500)
     async with nothing_left_behind(), elsewhere(orchestrator, pool):
-        running = asyncio.create_task(orchestrator.run())
-        await until(lambda: replicas[0].seconds_per_token and replicas[0].num_in_flight)
-        before = replicas[0].num_drawn
-        await until(lambda: replicas[0].num_drawn >= before + 2)
-        replicas[0].freeze()  # its requests end with the number of tokens drawn
-        assert await running
+        assert await orchestrator.run()
         ledger, lost = orchestrator.ledger_for_tests, pool.metrics()["replicas/tokens_lost"]
         await pool.close()
     assert trajectories(notes) == trajectories(expected)

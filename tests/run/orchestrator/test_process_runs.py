@@ -15,11 +15,11 @@ import pytest
 
 from byte_renderer import ByteRenderer
 from e2e.tiny_runs import LOTS, TOML, build_tiny_model, num_sampled, train_lines, trajectory_lines, workplace
-from orchestrator.loop_runs import Coins, HeldInTheMiddle, go_on_and_check, make, nothing_left_behind
 from rollouts.players import Doublings, SecondTurnsWait, scripted, two_turns
+from run.orchestrator.loop_runs import Coins, HeldInTheMiddle, go_on_and_check, make, nothing_left_behind
 from verbatim.cli.main import main
 from verbatim.config import load_config
-from verbatim.errors import ConfigError, RunStopped
+from verbatim.core.errors import ConfigError, RunStopped
 from verbatim.inference import SamplingParams
 from verbatim.rollouts import EpisodeLimits
 from verbatim.rollouts.backends import RunnerInputs
@@ -30,7 +30,7 @@ from waiting import HANGS, until, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.realtime]
 
-FLIPS = "orchestrator.test_process_runs.Flips"
+FLIPS = "run.orchestrator.test_process_runs.Flips"
 PROCESSES = ["--orchestrator.rollout.backend", "processes", "--orchestrator.rollout.workers", "1"]
 ISOLATED = ["--orchestrator.train.env.0.isolated", "true", "--orchestrator.rollout.workers", "1"]
 

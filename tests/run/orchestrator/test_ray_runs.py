@@ -14,11 +14,11 @@ import pytest
 
 from byte_renderer import ByteRenderer
 from e2e.tiny_runs import LOTS, TOML, build_tiny_model, num_sampled, train_lines, trajectory_lines, workplace
-from orchestrator.loop_runs import Coins, HeldInTheMiddle, go_on_and_check, make, nothing_left_behind
 from rollouts.players import Doublings, SecondTurnsWait, scripted, two_turns
 from rollouts.ray_session import local_ray
+from run.orchestrator.loop_runs import Coins, HeldInTheMiddle, go_on_and_check, make, nothing_left_behind
 from verbatim.cli.main import main
-from verbatim.errors import RunStopped
+from verbatim.core.errors import RunStopped
 from verbatim.inference import SamplingParams
 from verbatim.rollouts import EpisodeLimits
 from verbatim.rollouts.backends import RunnerInputs
@@ -32,7 +32,7 @@ __all__ = ["local_ray"]
 RAY = ["--orchestrator.rollout.backend", "ray", "--orchestrator.rollout.workers", "2"]
 
 
-FLIPS = "orchestrator.test_ray_runs.Flips"
+FLIPS = "run.orchestrator.test_ray_runs.Flips"
 
 
 class Flips(Coins):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from verbatim.orchestrator.assemble import AssembledGroup, episode_metrics, rollout_metrics
-from verbatim.trajectories import Fate
-from verbatim.types import Group, Trajectory, Turn
+from verbatim.core.trajectories import Fate
+from verbatim.core.types import Group, Trajectory, Turn
+from verbatim.run.orchestrator.assemble import AssembledGroup, episode_metrics, rollout_metrics
 
 
 def episode(reward: float | None, env: str = "a", **fields) -> Trajectory:

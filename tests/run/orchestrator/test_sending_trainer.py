@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from verbatim.errors import RunStopped
+from verbatim.core.errors import RunStopped
 from verbatim.inference.sending import SendOrder, SendReport, WeightStore
-from verbatim.orchestrator.sending_trainer import SendingTrainer
+from verbatim.run.orchestrator.sending_trainer import SendingTrainer
 
 
 class Link:

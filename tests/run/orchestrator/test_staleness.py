@@ -3,8 +3,8 @@
 import pytest
 
 from verbatim import Group, Trajectory, Turn
-from verbatim.orchestrator.staleness import age_metrics, newest_batch, too_old
-from verbatim.trajectories import age, first_version
+from verbatim.core.trajectories import age, first_version
+from verbatim.run.orchestrator.staleness import age_metrics, newest_batch, too_old
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.loop_runs import Coin, Coins, make
-from verbatim.credit import AdvantageInputs
-from verbatim.credit.chunk_returns import chunk_returns_advantage
+from run.orchestrator.loop_runs import Coin, Coins, make
+from verbatim.algorithms.credit import AdvantageInputs
+from verbatim.algorithms.credit.chunk_returns import chunk_returns_advantage
 from verbatim.environments.base import Reply
 
 

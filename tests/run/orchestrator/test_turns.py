@@ -10,12 +10,12 @@ import pytest
 
 from byte_renderer import VOCAB_SIZE, say
 from inference.pool.scripted_replicas import LIMITS, Restarts, ScriptedReplica
-from orchestrator.loop_runs import Coins, go_on_and_check, make, nothing_left_behind
-from orchestrator.test_pool_runs import TALKS, Trainer, check, probes
-from verbatim.errors import EngineDead, RunStopped
+from run.orchestrator.loop_runs import Coins, go_on_and_check, make, nothing_left_behind
+from run.orchestrator.test_pool_runs import TALKS, Trainer, check, probes
+from verbatim.core.errors import EngineDead, RunStopped
 from verbatim.inference.pool.pool import ReplicaPool
 from verbatim.inference.scripted import ScriptedSampler
-from verbatim.orchestrator import turns
+from verbatim.run.orchestrator import turns
 
 
 class Device:

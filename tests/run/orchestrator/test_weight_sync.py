@@ -5,12 +5,12 @@ import dataclasses
 import numpy as np
 import pytest
 
-from verbatim.errors import RunStopped
+from verbatim.core.errors import RunStopped
 from verbatim.inference.base import as_replicated
 from verbatim.inference.scripted import ScriptedSampler
-from verbatim.orchestrator.weight_sync import Canary, WeightSync
-from verbatim.transport import StepReport
-from verbatim.transport.canary import Probes
+from verbatim.run.orchestrator.weight_sync import Canary, WeightSync
+from verbatim.trainer.transport import StepReport
+from verbatim.trainer.transport.canary import Probes
 
 IDS = (np.array([5, 9, 4], np.int32), np.arange(1, 9, dtype=np.int32))
 

@@ -6,10 +6,10 @@ import selectors
 from types import SimpleNamespace
 
 from verbatim import Example, Trajectory, Turn
-from verbatim.curriculum import ExampleSchedule
-from verbatim.orchestrator.dispatcher import Dispatcher
+from verbatim.algorithms.curriculum import ExampleSchedule
+from verbatim.core.trajectories import Ledger, age
 from verbatim.rollouts import EpisodeTally
-from verbatim.trajectories import Ledger, age
+from verbatim.run.orchestrator.dispatcher import Dispatcher
 
 
 class JumpingLoop(asyncio.SelectorEventLoop):

@@ -1,6 +1,6 @@
 """A packer of one's own: rows, the last micro-batch first."""
 
-from verbatim.packing import pack_rows
+from verbatim.trainer.packing import pack_rows
 
 
 def pack_backwards(samples, *, micro_batch_tokens, keep_whole):

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawn import drawn, is_found
-from packing.test_tree import sample
-from verbatim.packing import pack_rows, pack_tree
-from verbatim.packing.cost import CostModel, model_cost
-from verbatim.packing.deal import Piece, deal, idle_share, lock_step_time
+from trainer.packing.test_tree import sample
+from verbatim.trainer.packing import pack_rows, pack_tree
+from verbatim.trainer.packing.cost import CostModel, model_cost
+from verbatim.trainer.packing.deal import Piece, deal, idle_share, lock_step_time
 
 pieces = st.lists(
     st.builds(

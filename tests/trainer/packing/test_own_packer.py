@@ -8,19 +8,19 @@ import pytest
 
 from e2e.tiny_runs import build_tiny_model, workplace
 from verbatim.config import load_config
-from verbatim.errors import ComponentError, ConfigError, ModelError
+from verbatim.core.errors import ComponentError, ConfigError, ModelError
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model
-from verbatim.packing import find_packer, pack_rows
 from verbatim.run.tables import component_tables
 from verbatim.trainer.model_check import packing_for
+from verbatim.trainer.packing import find_packer, pack_rows
 
 MINE = """
 import dataclasses
 
 import numpy as np
 
-from verbatim.packing import pack_rows, pack_tree
+from verbatim.trainer.packing import pack_rows, pack_tree
 
 
 def pack(samples, *, micro_batch_tokens, keep_whole):

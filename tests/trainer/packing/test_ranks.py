@@ -11,17 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawn import drawn, is_found
-from packing.test_tree import sample
 from properties.episodes import batches, limits
+from trainer.packing.test_tree import sample
 from verbatim import build_samples
-from verbatim.packing import find_packer, unique_tokens
-from verbatim.packing.cost import CostModel
-from verbatim.packing.ranks import FORWARD_TWICE, deal_samples
+from verbatim.trainer.packing import find_packer, unique_tokens
+from verbatim.trainer.packing.cost import CostModel
+from verbatim.trainer.packing.ranks import FORWARD_TWICE, deal_samples
 
 COST = CostModel(attention=((0, 0.05), (3, 0.02)), per_target=0.5)
 
 
-PACKINGS = ("rows", "tree", "auto", "packing.backwards.pack_backwards")
+PACKINGS = ("rows", "tree", "auto", "trainer.packing.backwards.pack_backwards")
 
 
 def equal(one, other):

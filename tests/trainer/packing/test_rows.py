@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from drawn import drawn, is_found
 from verbatim import Trajectory, Turn, build_samples
-from verbatim.errors import UsageError
-from verbatim.packing import PACKERS, pack_rows
-from verbatim.types import TrainingSample
+from verbatim.core.errors import UsageError
+from verbatim.core.types import TrainingSample
+from verbatim.trainer.packing import PACKERS, pack_rows
 
 
 def make_sample(ids, mask, trajectory_id="t", *, base=0.0, teacher=False):

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from drawn import drawn, is_found
 from trainer.trainer_helpers import make_sample
-from verbatim.packing import PACKERS, pack_tree, unique_tokens
-from verbatim.packing.cost import CostModel
-from verbatim.packing.ranks import deal_samples
-from verbatim.packing.tree import _cuts
-from verbatim.types import RoutedExperts
+from verbatim.core.types import RoutedExperts
+from verbatim.trainer.packing import PACKERS, pack_tree, unique_tokens
+from verbatim.trainer.packing.cost import CostModel
+from verbatim.trainer.packing.ranks import deal_samples
+from verbatim.trainer.packing.tree import _cuts
 
 
 def sample(ids, trained, name="t"):

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from mirror_hosts import KEY
 
-from verbatim.transport.mirror import app as app_module
-from verbatim.transport.mirror import link as link_module
-from verbatim.transport.mirror import trainer_side
-from verbatim.transport.mirror.app import MirrorApp
-from verbatim.transport.mirror.protocol import files_of
-from verbatim.transport.mirror.server import Listen, serve_mirror
+from verbatim.trainer.transport.mirror import app as app_module
+from verbatim.trainer.transport.mirror import link as link_module
+from verbatim.trainer.transport.mirror import trainer_side
+from verbatim.trainer.transport.mirror.app import MirrorApp
+from verbatim.trainer.transport.mirror.protocol import files_of
+from verbatim.trainer.transport.mirror.server import Listen, serve_mirror
 from waiting import HANGS
 
 

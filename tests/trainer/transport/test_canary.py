@@ -8,15 +8,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from trainer.trainer_helpers import VOCAB, make_batch, write_model
+from verbatim.algorithms.losses import LOSSES
 from verbatim.config.schema import OptimConfig, TrainerConfig
 from verbatim.inference.embedded import engine as torch_engine
 from verbatim.inference.embedded.engine import TorchSampler
 from verbatim.inference.embedded.settings import TorchSettings
-from verbatim.losses import LOSSES
 from verbatim.trainer.trainer import Trainer
-from verbatim.trainer.worker import TrainerWorker
-from verbatim.transport import WeightFolders
-from verbatim.transport.canary import (
+from verbatim.trainer.transport import WeightFolders
+from verbatim.trainer.transport.canary import (
     Probes,
     allowed_difference,
     cached_prefixes,
@@ -25,6 +24,7 @@ from verbatim.transport.canary import (
     probe_sequences,
     tolerance_of,
 )
+from verbatim.trainer.worker import TrainerWorker
 
 
 def probes(*rows):

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from transport_samples import make_sample
 
-from verbatim.errors import RunStopped
-from verbatim.transport import StepReport
-from verbatim.transport import exchange as module
-from verbatim.transport.exchange import Exchange
-from verbatim.transport.remote_trainer import RemoteTrainer
-from verbatim.transport.trainer_messages import TrainerMessage, to_json
+from verbatim.core.errors import RunStopped
+from verbatim.trainer.transport import StepReport
+from verbatim.trainer.transport import exchange as module
+from verbatim.trainer.transport.exchange import Exchange
+from verbatim.trainer.transport.remote_trainer import RemoteTrainer
+from verbatim.trainer.transport.trainer_messages import TrainerMessage, to_json
 from waiting import HANGS, until
 
 pytestmark = pytest.mark.realtime

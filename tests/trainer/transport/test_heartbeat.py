@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from verbatim.transport import heartbeat as heartbeat_module
-from verbatim.transport.files import publish_json
-from verbatim.transport.heartbeat import Heartbeat, PeerWatch
+from verbatim.trainer.transport import heartbeat as heartbeat_module
+from verbatim.trainer.transport.files import publish_json
+from verbatim.trainer.transport.heartbeat import Heartbeat, PeerWatch
 from waiting import wait_until
 
 LOOK = 0.25

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import functools
 import hashlib
@@ -21,22 +22,21 @@ from mirror_hosts import KEY, SESSION, Network, Pump, folder_with
 from transport_samples import make_sample
 
 from private_ca import PrivateCa, make_private_ca
-from verbatim.errors import RunStopped, UsageError
-from verbatim.inference.http import limits
-from verbatim.transport import StepReport, TrainerReady, WeightFolders
-from verbatim.transport.exchange import Exchange
-from verbatim.transport.heartbeat import Heartbeat, read_beat
-from verbatim.transport.mirror import app as app_module
-from verbatim.transport.mirror import link as link_module
-from verbatim.transport.mirror import protocol, trainer_side
-from verbatim.transport.mirror.app import MirrorApp
-from verbatim.transport.mirror.incoming import Incoming, IncomingFile
-from verbatim.transport.mirror.link import Busy, Link, SessionGone
-from verbatim.transport.mirror.protocol import RUN, SESSIONS, files_of, is_file_name, is_uploaded
-from verbatim.transport.mirror.server import Listen, serve_mirror
-from verbatim.transport.mirror.trainer_side import Mirror
-from verbatim.transport.remote_trainer import RemoteTrainer
-from verbatim.transport.trainer_messages import TrainerMessage, to_json
+from verbatim.core.errors import RunStopped, UsageError
+from verbatim.trainer.transport import StepReport, TrainerReady, WeightFolders
+from verbatim.trainer.transport.exchange import Exchange
+from verbatim.trainer.transport.heartbeat import Heartbeat, read_beat
+from verbatim.trainer.transport.mirror import app as app_module
+from verbatim.trainer.transport.mirror import link as link_module
+from verbatim.trainer.transport.mirror import protocol, trainer_side
+from verbatim.trainer.transport.mirror.app import MirrorApp
+from verbatim.trainer.transport.mirror.incoming import Incoming, IncomingFile
+from verbatim.trainer.transport.mirror.link import Busy, Link, SessionGone
+from verbatim.trainer.transport.mirror.protocol import RUN, SESSIONS, files_of, is_file_name, is_uploaded
+from verbatim.trainer.transport.mirror.server import Listen, serve_mirror
+from verbatim.trainer.transport.mirror.trainer_side import Mirror
+from verbatim.trainer.transport.remote_trainer import RemoteTrainer
+from verbatim.trainer.transport.trainer_messages import TrainerMessage, to_json
 from waiting import HANGS, until
 
 pytestmark = pytest.mark.realtime
@@ -511,7 +511,7 @@ async def test_https_with_an_authority_that_the_environment_names(app, ca, tmp_p
 
 
 def test_connections_that_never_finish_their_handshake_are_counted(app, ca, monkeypatch):
-    monkeypatch.setattr(limits, "ServerLimits", functools.partial(limits.ServerLimits, head_seconds=HANGS))
+    monkeypatch.setattr(app_module, "LIMITS", dataclasses.replace(app_module.LIMITS, head_seconds=HANGS))
     where = Listen(host="127.0.0.1", port=0, key=KEY, certificate=ca.certificate, private_key=ca.key)
     with serve_mirror(app, where) as it, contextlib.ExitStack() as stack:
         port = int(it.url.rpartition(":")[2])
@@ -639,3 +639,14 @@ async def test_a_trainer_that_waits_is_found_by_the_next_orchestrator(here, app,
         for each in (app, second):
             with serve_mirror(each, Listen(host="127.0.0.1", port=port, key=KEY)):
                 await until(lambda: each.session is not None and each.session.exchange.read_ready() is not None)  # noqa: B023
+
+
+async def test_a_body_that_does_not_come_is_refused_in_time(app, monkeypatch):
+    monkeypatch.setattr(app_module, "LIMITS", dataclasses.replace(app_module.LIMITS, body_seconds=0.1))
+    head = f"POST {RUN} HTTP/1.1\r\nhost: x\r\nauthorization: bearer {KEY}\r\n"
+    with serve_mirror(app, Listen(host="127.0.0.1", port=0, key=KEY)) as it:
+        for about, status in (("content-length: 9", b"408"), ("transfer-encoding: chunked", b"411")):
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(it.url.rpartition(":")[2]))
+            writer.write(f"{head}{about}\r\n\r\n".encode())
+            assert (await reader.readline()).split()[1] == status
+            writer.close()

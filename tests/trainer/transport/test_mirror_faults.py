@@ -16,20 +16,20 @@ import pytest
 from mirror_hosts import KEY, SESSION, Network, Pump, folder_with
 from rich.console import Console
 
-from verbatim.errors import RunStopped
+from verbatim.core.errors import RunStopped
 from verbatim.run.trainer_main import _look
 from verbatim.run.trainer_process import _find_ready
-from verbatim.transport import TrainerReady
-from verbatim.transport.exchange import Exchange
-from verbatim.transport.heartbeat import Heartbeat, read_beat
-from verbatim.transport.mirror import app as app_module
-from verbatim.transport.mirror import link as link_module
-from verbatim.transport.mirror import trainer_side
-from verbatim.transport.mirror.link import Link
-from verbatim.transport.mirror.protocol import SESSIONS
-from verbatim.transport.mirror.server import Listen, serve_mirror
-from verbatim.transport.mirror.trainer_side import Mirror
-from verbatim.transport.trainer_messages import TrainerMessage
+from verbatim.trainer.transport import TrainerReady
+from verbatim.trainer.transport.exchange import Exchange
+from verbatim.trainer.transport.heartbeat import Heartbeat, read_beat
+from verbatim.trainer.transport.mirror import app as app_module
+from verbatim.trainer.transport.mirror import link as link_module
+from verbatim.trainer.transport.mirror import trainer_side
+from verbatim.trainer.transport.mirror.link import Link
+from verbatim.trainer.transport.mirror.protocol import SESSIONS
+from verbatim.trainer.transport.mirror.server import Listen, serve_mirror
+from verbatim.trainer.transport.mirror.trainer_side import Mirror
+from verbatim.trainer.transport.trainer_messages import TrainerMessage
 from waiting import HANGS, until
 
 pytestmark = pytest.mark.realtime
@@ -57,15 +57,15 @@ class FreezingNetwork(Network):
 class Disk:
     """A disk without room for one file, while `is_full`; everything else is published."""
 
-    def __init__(self, publish: Callable[[Path, Any], None], name: str) -> None:
+    def __init__(self, publish: Callable[..., None], name: str) -> None:
         self._publish, self._name, self.is_full = publish, name, True
         self.refused = 0
 
-    def publish(self, path: Path, value: Any) -> None:
+    def publish(self, path: Path, value: Any, **how: Any) -> None:
         if self.is_full and path.name == self._name:
             self.refused += 1
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        self._publish(path, value)
+        self._publish(path, value, **how)
 
 
 @pytest.fixture

@@ -2,14 +2,15 @@
 
 import errno
 import os
+import stat
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from verbatim.errors import RunStopped
-from verbatim.transport.files import publish_bytes, publish_json, read_published_json
+from verbatim.core.errors import RunStopped
+from verbatim.trainer.transport.files import publish_bytes, publish_json, read_published_json
 from waiting import HANGS
 
 
@@ -109,3 +110,17 @@ def test_a_damaged_file_between_processes_stops_the_run_and_says_which(tmp_path,
     (tmp_path / "ready.json").write_bytes(content)
     with pytest.raises(RunStopped, match=r"ready\.json, which one process of the run wrote for the other, is damaged"):
         read_published_json(tmp_path / "ready.json")
+
+
+def test_a_file_that_may_hold_keys_is_never_readable_by_others(tmp_path, monkeypatch):
+    modes = []
+    path = tmp_path / "config.toml"
+    replace = os.replace
+
+    def seen(source, target):
+        modes.append(stat.S_IMODE(os.stat(source).st_mode))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", seen)
+    publish_bytes(path, b"key", private=True)
+    assert modes == [0o600] and stat.S_IMODE(path.stat().st_mode) == 0o600 and path.read_bytes() == b"key"

@@ -10,13 +10,13 @@ import pytest
 from transport_samples import assert_same_sample, make_sample
 
 from verbatim import TrainingSample, Trajectory, Turn, build_samples
-from verbatim.errors import RunStopped
+from verbatim.core.errors import RunStopped
+from verbatim.core.records.spans import Span
 from verbatim.inference.sending import SendOrder, WeightStore
-from verbatim.records.spans import Span
-from verbatim.transport import StepReport, TrainerReady
-from verbatim.transport.canary import Probes
-from verbatim.transport.files import publish_bytes
-from verbatim.transport.trainer_messages import (
+from verbatim.trainer.transport import StepReport, TrainerReady
+from verbatim.trainer.transport.canary import Probes
+from verbatim.trainer.transport.files import publish_bytes
+from verbatim.trainer.transport.trainer_messages import (
     TrainerMessage,
     message_to_bytes,
     read_message,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from verbatim.transport import WeightFolders
+from verbatim.trainer.transport import WeightFolders
 
 
 def write(folder):

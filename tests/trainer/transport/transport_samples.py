@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from verbatim.records.experts import RoutedExperts
-from verbatim.types import TrainingSample
+from verbatim.core.records.experts import RoutedExperts
+from verbatim.core.types import TrainingSample
 
 NAN_WITH_A_MESSAGE = np.array([0x7FC0BEEF], dtype=np.uint32).view(np.float32)[0]
 

@@ -12,12 +12,14 @@ interface Props {
   run: number;
   trajectory: Trajectory;
   params: URLSearchParams;
+  /** Changes as long as more of the group may come. */
+  part: string;
 }
 
-export function Siblings({ source, run, trajectory, params }: Props) {
+export function Siblings({ source, run, trajectory, params, part }: Props) {
   const { group_key: group } = trajectory;
   const { value } = useAnswer(
-    group ? (signal) => source.rows(run, { ...NO_QUERY, group, sort: "sample_index" }, 0, 64, signal) : null, `${run} ${group}`,
+    group ? (signal) => source.rows(run, { ...NO_QUERY, group, sort: "sample_index" }, 0, 64, signal) : null, `${run} ${group} ${part}`,
   );
   if (!group || !value || value.rows.length < 2) return null;
   const keep = new URLSearchParams(params);

@@ -7,30 +7,34 @@ import { mark } from "../marks";
 import { Empty } from "../parts/empty";
 import { RowFate } from "../parts/fate";
 import { Message } from "../parts/message";
+import { Missing, partOf } from "../parts/missing";
 import { Tree } from "../parts/tree";
 import { go, link, type Route } from "../route";
 import type { Source } from "../source";
-import type { Group, Row } from "../types";
+import type { Group, Row, Run } from "../types";
 import { side } from "./trajectories";
 import { Text } from "../parts/text";
 
 interface Props {
   source: Source;
+  shown: Run;
+  /** Changes where a group that was not there may have come. */
+  news: string;
   route: Route;
 }
 
-export function GroupPage({ source, route }: Props) {
+export function GroupPage({ source, shown, news, route }: Props) {
   const { run, id } = route;
   const asked = useRef({ key: "", start: 0 });
   const key = `${run}/${id}`;
   if (asked.current.key !== key) asked.current = { key, start: performance.now() };
-  const { value, error, fresh } = useAnswer((signal) => source.group(run, id, signal), key);
+  const { value, error, fresh } = useAnswer((signal) => source.group(run, id, signal), `${key} ${partOf(shown)}`, news);
   useEffect(() => {
     if (!value || !fresh) return;
     mark("group", asked.current.start, id);
   }, [value, fresh]);
   useKeys({ Escape: () => go(link("trajectories", run)) });
-  if (error) return <Empty title="This group could not be read" why={error} />;
+  if (error) return <Missing what="group" why={error} run={shown} />;
   if (!value) return <p class="loading" role="status">Reading the group.</p>;
   return <Shown key={key} source={source} run={run} id={id} group={value} />;
 }

@@ -39,7 +39,7 @@ const COLUMNS: Column[] = [
   { name: "stop_reason", text: true, title: "ended by", cell: (row) => <><Text value={row.stop_reason ?? "–"} />{row.truncated && <span class="tag warn" title="something was cut off">cut</span>}</> },
   { name: "num_turns", title: "turns", number: true, cell: (row) => count(row.num_turns) },
   { name: "num_sampled_tokens", title: "tokens", number: true, about: "sampled tokens", cell: (row) => count(row.num_sampled_tokens) },
-  { name: "num_breaks", title: "breaks", number: true, about: "turns that do not extend the turn before", cell: (row) => (row.num_breaks ? <span class="tag warn">{row.num_breaks}</span> : <span class="none">0</span>) },
+  { name: "num_breaks", title: "breaks", number: true, about: "turns of agents that had spoken before, whose prompt extends no sample", cell: (row) => (row.num_breaks ? <span class="tag warn">{row.num_breaks}</span> : <span class="none">0</span>) },
   { name: "flags", sort: "error", text: true, title: "flags and error", about: "filters that flagged it, and its error", cell: (row) => <Notes row={row} /> },
 ];
 

@@ -9,6 +9,7 @@ import { Empty } from "../parts/empty";
 import { fateColour, RowFate } from "../parts/fate";
 import { Inspector } from "../parts/inspector";
 import { json } from "../parts/message";
+import { Missing, partOf } from "../parts/missing";
 import { Siblings } from "../parts/siblings";
 import { LongText, Text } from "../parts/text";
 import { TurnView } from "../parts/turn";
@@ -23,22 +24,24 @@ import { isCut, type Run, type Trajectory } from "../types";
 
 interface Props {
   source: Source;
-  runs: Run[];
+  run: Run;
+  /** Changes where a trajectory that was not there may have come. */
+  news: string;
   route: Route;
 }
 
-export function TrajectoryPage({ source, route }: Props) {
+export function TrajectoryPage({ source, run, news, route }: Props) {
   const asked = useRef({ key: "", start: 0 });
   const key = `${route.run}/${route.id}`;
   if (asked.current.key !== key) asked.current = { key, start: performance.now() };
-  const { value, error, fresh } = useAnswer((signal) => source.trajectory(route.run, route.id, signal), key);
+  const { value, error, fresh } = useAnswer((signal) => source.trajectory(route.run, route.id, signal), key, news);
   useEffect(() => {
     if (!value || !fresh) return;
     mark("trajectory", asked.current.start, route.id);
   }, [value, fresh]);
-  if (error) return <Empty title="This trajectory could not be read" why={error} />;
+  if (error) return <Missing what="trajectory" why={error} run={run} />;
   if (!value) return <p class="loading" role="status">Reading the trajectory.</p>;
-  return <Shown key={value.key} source={source} route={route} trajectory={value} />;
+  return <Shown key={value.key} source={source} route={route} trajectory={value} part={partOf(run)} />;
 }
 
 function readPlace(text: string | null): Place | null {
@@ -46,7 +49,7 @@ function readPlace(text: string | null): Place | null {
   return match ? { turn: Number(match[1]), index: Number(match[2]) } : null;
 }
 
-function Shown({ source, route, trajectory }: { source: Source; route: Route; trajectory: Trajectory }) {
+function Shown({ source, route, trajectory, part }: { source: Source; route: Route; trajectory: Trajectory; part: string }) {
   const { run, id } = route;
   const texts = useMemo(() => new Texts(trajectory), [trajectory]);
   const turns = useMemo(
@@ -117,7 +120,7 @@ function Shown({ source, route, trajectory }: { source: Source; route: Route; tr
           <Copy label="Copy raw record" what={() => source.raw(run, id)} title="the record as verbatim export writes it" />
         </div>
         <Inspector trajectory={trajectory} turns={turns} hover={hover} chosen={chosen} />
-        <Siblings source={source} run={run} trajectory={trajectory} params={route.params} />
+        <Siblings source={source} run={run} trajectory={trajectory} params={route.params} part={part} />
         <TurnList trajectory={trajectory} turns={turns} />
         <p class="keys">1–7 colour · c context · n p turn · b break · [ ] list · g group</p>
       </aside>

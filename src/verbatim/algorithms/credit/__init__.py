@@ -1,11 +1,17 @@
 """Computes advantages: pure functions of one group's rollouts."""
 
-from verbatim.credit.base import Advantage, AdvantageFunction, AdvantageInputs, AdvantageOutputs, assign_advantages
-from verbatim.credit.chunk_returns import chunk_returns_advantage
-from verbatim.credit.default import default_advantage
-from verbatim.credit.gigpo import gigpo_advantage
-from verbatim.credit.normalized import normalized_advantage
-from verbatim.credit.rloo import rloo_advantage
+from verbatim.algorithms.credit.base import (
+    Advantage,
+    AdvantageFunction,
+    AdvantageInputs,
+    AdvantageOutputs,
+    assign_advantages,
+)
+from verbatim.algorithms.credit.chunk_returns import chunk_returns_advantage
+from verbatim.algorithms.credit.default import default_advantage
+from verbatim.algorithms.credit.gigpo import gigpo_advantage
+from verbatim.algorithms.credit.normalized import normalized_advantage
+from verbatim.algorithms.credit.rloo import rloo_advantage
 
 ADVANTAGES: dict[str, Advantage] = {
     "default": Advantage(default_advantage, compares_rewards=True),

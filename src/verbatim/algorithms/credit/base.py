@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from verbatim.algorithms.credit.length_penalty import penalised
+from verbatim.algorithms.credit.shares import Share, agents_with_rewards, share_of
 from verbatim.config.schema import LengthPenaltyConfig
-from verbatim.credit.length_penalty import penalised
-from verbatim.credit.shares import Share, agents_with_rewards, share_of
-from verbatim.errors import ComponentError
-from verbatim.machine_faults import is_out_of_memory
-from verbatim.types import Group, Trajectory
+from verbatim.core.errors import ComponentError
+from verbatim.core.machine_faults import is_out_of_memory
+from verbatim.core.types import Group, Trajectory
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,12 @@ class Advantage:
 
 
 def assign_advantages(
-    group: Group, function: AdvantageFunction, length_penalty: LengthPenaltyConfig | None = None
+    group: Group,
+    function: AdvantageFunction,
+    length_penalty: LengthPenaltyConfig | None = None,
+    *,
+    max_length: int | None = None,
+    needs_logprobs: bool = False,
 ) -> Group:
     """The group with advantages on its completed trajectories.
 
@@ -75,7 +80,8 @@ def assign_advantages(
 
     A rollout whose reward or advantage is missing, NaN, infinite or beyond float32 fails alone: it gets an error and
     never reaches the trainer. A bad reward enters no baseline. A length penalty shapes the rewards that the
-    function sees; the trajectories keep their own.
+    function sees; the trajectories keep their own. It charges what is trained, for which it has to know
+    `max_length` and `needs_logprobs` as `trajectories.build` takes them.
 
     Raises:
         ComponentError: the function raised, or returned something else than one number, or one list of numbers with
@@ -89,7 +95,11 @@ def assign_advantages(
     for agent in agents_with_rewards(group.completed):
         shares = [s for s in (share_of(t, agent) for t in group.completed) if s is not None]
         views = [share.view for share in shares]
-        seen = views if length_penalty is None else penalised(views, length_penalty)
+        seen = (
+            views
+            if length_penalty is None
+            else penalised(views, length_penalty, max_length=max_length, needs_logprobs=needs_logprobs)
+        )
         said = f"{where}, agent {agent}" if agent is not None else where
         for share, advantage in zip(shares, _call(function, seen, said), strict=True):
             key = id(share.whole)

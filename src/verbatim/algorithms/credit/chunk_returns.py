@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+from verbatim.algorithms.credit.base import AdvantageInputs, AdvantageOutputs
+from verbatim.algorithms.credit.moments import mean
 from verbatim.config.schema import Fraction
-from verbatim.credit.base import AdvantageInputs, AdvantageOutputs
-from verbatim.credit.moments import mean
-from verbatim.errors import ComponentError
-from verbatim.records.equality import difference
-from verbatim.types import Trajectory
+from verbatim.core.errors import ComponentError
+from verbatim.core.records.equality import difference
+from verbatim.core.types import Trajectory
 
 TURN_REWARDS_SUM = "turn_rewards_sum_to_reward"
 """The key of `Trajectory.info` by which an environment says that the reward is the sum of the turns' own."""

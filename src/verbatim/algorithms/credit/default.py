@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from verbatim.credit.base import AdvantageInputs, AdvantageOutputs
-from verbatim.credit.moments import centered
+from verbatim.algorithms.credit.base import AdvantageInputs, AdvantageOutputs
+from verbatim.algorithms.credit.moments import centered
 
 
 def default_advantage(inputs: AdvantageInputs) -> AdvantageOutputs:

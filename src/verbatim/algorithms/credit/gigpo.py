@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
+from verbatim.algorithms.credit.base import AdvantageInputs, AdvantageOutputs
+from verbatim.algorithms.credit.chunk_returns import turn_returns
+from verbatim.algorithms.credit.moments import centered, standardized
 from verbatim.config.schema import Fraction, NonNegativeFloat
-from verbatim.credit.base import AdvantageInputs, AdvantageOutputs
-from verbatim.credit.chunk_returns import turn_returns
-from verbatim.credit.moments import centered, standardized
-from verbatim.errors import ComponentError
+from verbatim.core.errors import ComponentError
 
 
 def gigpo_advantage(

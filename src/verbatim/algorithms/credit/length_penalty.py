@@ -3,39 +3,58 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Sequence
 
 from verbatim.config.schema import LengthPenaltyConfig
-from verbatim.records.equality import are_equal
-from verbatim.types import Trajectory
+from verbatim.core.records.equality import are_equal
+from verbatim.core.trajectories.fate import TRAINED
+from verbatim.core.trajectories.samples import fate_of
+from verbatim.core.types import Trajectory
 
 SLOPES = {"tokens": 0.001, "turns": 0.05}
 """What one too many costs, where the configuration does not say."""
 
 
-def penalised(rollouts: Sequence[Trajectory], penalty: LengthPenaltyConfig) -> list[Trajectory]:
+def penalised(
+    rollouts: Sequence[Trajectory],
+    penalty: LengthPenaltyConfig,
+    *,
+    max_length: int | None = None,
+    needs_logprobs: bool = False,
+) -> list[Trajectory]:
     """The completed rollouts of one group with the rewards that their advantages are to see.
 
-    What was sampled and is not trained costs nothing.
+    What was sampled and is not trained costs nothing: turns that are context only, that end beyond a sample's length or
+    have no logprobs, and what was cut off and is in no turn. A relative bonus goes to rollouts of which something is
+    trained, and compares them alone.
+
+    Args:
+        rollouts: With their rewards.
+        penalty: What a token or a turn costs.
+        max_length: Most tokens of a sample; None = any number.
+        needs_logprobs: Whether a turn without logprobs is context only.
 
     Example: rewards 1 and 1 for 100 and 700 sampled tokens, with a target of 200 tokens and the slope 0.001: 1 and 0.5.
     """
     rewards = [float(rollout["reward"]) for rollout in rollouts]
-    if penalty.type == "tokens":
-        costs = [rollout.num_sampled_tokens - _num_untrained_tokens(rollout) for rollout in rollouts]
-    else:
-        costs = [sum(turn.trained for turn in rollout.turns) for rollout in rollouts]
+    longest = sys.maxsize if max_length is None else max_length
+    costs = []
+    for rollout in rollouts:
+        trained = [turn for turn in rollout.turns if fate_of(turn, longest, needs_logprobs) == TRAINED]
+        costs.append(sum(len(turn.completion_ids) for turn in trained) if penalty.type == "tokens" else len(trained))
     if penalty.kind == "relative":
-        shaped = with_relative_bonus(rewards, costs)
+        shaped = list(rewards)
+        places = [place for place, cost in enumerate(costs) if cost]
+        if places and are_equal((max(rewards), max(rewards[place] for place in places))):
+            bonus = with_relative_bonus([rewards[place] for place in places], [costs[place] for place in places])
+            for place, reward in zip(places, bonus, strict=True):
+                shaped[place] = reward
     else:
         assert penalty.target is not None
         slope = SLOPES[penalty.type] if penalty.slope is None else penalty.slope
         shaped = above_target(rewards, costs, target=penalty.target, slope=slope)
     return [rollout.replace(reward=reward) for rollout, reward in zip(rollouts, shaped, strict=True)]
-
-
-def _num_untrained_tokens(rollout: Trajectory) -> int:
-    return sum(len(turn.completion_ids) for turn in rollout.turns if not turn.trained)
 
 
 def above_target(rewards: Sequence[float], costs: Sequence[int], *, target: int, slope: float) -> list[float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from verbatim.records.equality import are_equal, deviation
+from verbatim.core.records.equality import are_equal, deviation
 
 
 def mean(values: Sequence[float]) -> float:

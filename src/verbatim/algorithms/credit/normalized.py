@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from verbatim.algorithms.credit.base import AdvantageInputs, AdvantageOutputs
+from verbatim.algorithms.credit.moments import standardized
 from verbatim.config.schema import NonNegativeFloat
-from verbatim.credit.base import AdvantageInputs, AdvantageOutputs
-from verbatim.credit.moments import standardized
-from verbatim.errors import ComponentError
+from verbatim.core.errors import ComponentError
 
 
 def normalized_advantage(inputs: AdvantageInputs, *, eps: NonNegativeFloat = 1e-8) -> AdvantageOutputs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from verbatim.types import Trajectory
+from verbatim.core.types import Trajectory
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,7 +1,7 @@
 """Chooses the next example and filters groups without a gradient; owns its random numbers; has `state_dict`."""
 
-from verbatim.curriculum.online_filter import Flatness, flatness
-from verbatim.curriculum.pools import DifficultyPools, PoolRules
-from verbatim.curriculum.schedule import ExampleSchedule, ScheduledExample
+from verbatim.algorithms.curriculum.online_filter import Flatness, flatness
+from verbatim.algorithms.curriculum.pools import DifficultyPools, PoolRules
+from verbatim.algorithms.curriculum.schedule import ExampleSchedule, ScheduledExample
 
 __all__ = ["DifficultyPools", "ExampleSchedule", "Flatness", "PoolRules", "ScheduledExample", "flatness"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from typing import Literal, TypeAlias
 
-from verbatim.records.equality import are_equal, is_at_least, is_at_most
-from verbatim.types import Group
+from verbatim.core.records.equality import are_equal, is_at_least, is_at_most
+from verbatim.core.types import Group
 
 Flatness: TypeAlias = Literal["easy", "hard", "flat"]
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from verbatim.records.equality import is_at_least, is_at_most
+from verbatim.core.records.equality import is_at_least, is_at_most
 
 Pool: TypeAlias = Literal["easy", "hard"]
 POOLS: tuple[Pool, ...] = ("easy", "hard")

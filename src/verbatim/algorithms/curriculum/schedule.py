@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from verbatim.curriculum.pools import DifficultyPools, PoolRules
-from verbatim.errors import NothingToSample, RunStopped
-from verbatim.types import Example
+from verbatim.algorithms.curriculum.pools import DifficultyPools, PoolRules
+from verbatim.core.errors import NothingToSample, RunStopped
+from verbatim.core.types import Example
 
 logger = logging.getLogger(__name__)
 

@@ -1,13 +1,15 @@
 """Filters: flag trajectories between scoring and training."""
 
-from verbatim.filters.base import Filter, FilterVerdict, apply_filters
-from verbatim.filters.gibberish import Gibberish
-from verbatim.filters.repetition import Repetition
-from verbatim.filters.zero_advantage import ZeroAdvantage
+from verbatim.algorithms.filters.base import Filter, FilterVerdict, apply_filters
+from verbatim.algorithms.filters.gibberish import Gibberish
+from verbatim.algorithms.filters.repetition import Repetition
+from verbatim.algorithms.filters.truncated import Truncated
+from verbatim.algorithms.filters.zero_advantage import ZeroAdvantage
 
 FILTERS: dict[str, type[Filter]] = {
     "gibberish": Gibberish,
     "repetition": Repetition,
+    "truncated": Truncated,
     "zero_advantage": ZeroAdvantage,
 }
 

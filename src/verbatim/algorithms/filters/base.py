@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from verbatim.types import Trajectory
+from verbatim.core.types import Trajectory
 
 Action = Literal["drop", "monitor"]
 

@@ -8,9 +8,9 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from verbatim.errors import ComponentError
-from verbatim.filters.base import Action, Reads
-from verbatim.types import Trajectory
+from verbatim.algorithms.filters.base import Action, Reads
+from verbatim.core.errors import ComponentError
+from verbatim.core.types import Trajectory
 
 
 @dataclass(frozen=True, kw_only=True)

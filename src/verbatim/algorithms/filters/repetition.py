@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from verbatim.algorithms.filters.base import Action
 from verbatim.config.schema import Fraction, PositiveInt
-from verbatim.errors import ComponentError
-from verbatim.filters.base import Action
-from verbatim.types import Int32, Trajectory
+from verbatim.core.errors import ComponentError
+from verbatim.core.types import Int32, Trajectory
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from verbatim.filters.base import Action, Reads
-from verbatim.records.equality import are_equal
-from verbatim.types import Trajectory
+from verbatim.algorithms.filters.base import Action, Reads
+from verbatim.core.records.equality import are_equal
+from verbatim.core.types import Trajectory
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,15 +1,15 @@
 """Losses: pure tensor functions with their formula and source. Importing this package imports no torch."""
 
-from verbatim.losses.base import Loss, LossInputs, LossOutputs
-from verbatim.losses.cispo import cispo_loss
-from verbatim.losses.default import default_loss
-from verbatim.losses.gspo import gspo_loss
-from verbatim.losses.ipa import ipa_loss
-from verbatim.losses.opd import opd_loss
-from verbatim.losses.ppo import ppo_loss
-from verbatim.losses.reference import ReferenceTerm, reference_term
-from verbatim.losses.sft import sft_loss
-from verbatim.losses.tis import tis_loss
+from verbatim.algorithms.losses.base import Loss, LossInputs, LossOutputs
+from verbatim.algorithms.losses.cispo import cispo_loss
+from verbatim.algorithms.losses.default import default_loss
+from verbatim.algorithms.losses.gspo import gspo_loss
+from verbatim.algorithms.losses.ipa import ipa_loss
+from verbatim.algorithms.losses.opd import opd_loss
+from verbatim.algorithms.losses.ppo import ppo_loss
+from verbatim.algorithms.losses.reference import ReferenceTerm, reference_term
+from verbatim.algorithms.losses.sft import sft_loss
+from verbatim.algorithms.losses.tis import tis_loss
 
 LOSSES: dict[str, Loss] = {
     "default": Loss(default_loss, level="token", reward_weight="adv_tau", teacher_weight="teacher_tau"),
@@ -23,18 +23,6 @@ LOSSES: dict[str, Loss] = {
 }
 
 __all__ = [
-    "LOSSES",
-    "Loss",
-    "LossInputs",
-    "LossOutputs",
-    "ReferenceTerm",
-    "cispo_loss",
-    "default_loss",
-    "gspo_loss",
-    "ipa_loss",
-    "opd_loss",
-    "ppo_loss",
-    "reference_term",
-    "sft_loss",
-    "tis_loss",
-]
+    "LOSSES", "Loss", "LossInputs", "LossOutputs", "ReferenceTerm", "cispo_loss", "default_loss", "gspo_loss",
+    "ipa_loss", "opd_loss", "ppo_loss", "reference_term", "sft_loss", "tis_loss",
+]  # fmt: skip

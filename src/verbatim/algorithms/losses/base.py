@@ -10,8 +10,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from verbatim.config.knobs import check_knobs
-from verbatim.errors import ComponentError
-from verbatim.records.fields import NO_STREAMS, TEACHER, fill
+from verbatim.core.errors import ComponentError
+from verbatim.core.records.fields import NO_STREAMS, TEACHER, fill
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from verbatim.algorithms.losses.base import LossInputs, LossOutputs, refuse_bad_knobs
+from verbatim.algorithms.losses.ratios import ratio_metrics, share, trained_tokens
+from verbatim.algorithms.losses.reference import Estimator, ReferenceTerm, reference_term
 from verbatim.config.schema import Fraction, NonNegativeFloat
-from verbatim.losses.base import LossInputs, LossOutputs, refuse_bad_knobs
-from verbatim.losses.ratios import ratio_metrics, share, trained_tokens
-from verbatim.losses.reference import Estimator, ReferenceTerm, reference_term
 
 
 def cispo_loss(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from verbatim.algorithms.losses.base import LossInputs, LossOutputs, refuse_bad_knobs
+from verbatim.algorithms.losses.ppo import clipped_surrogate
+from verbatim.algorithms.losses.ratios import share, trained_tokens
+from verbatim.algorithms.losses.reference import Estimator, reference_term
 from verbatim.config.schema import Fraction, NonNegativeFloat
-from verbatim.losses.base import LossInputs, LossOutputs, refuse_bad_knobs
-from verbatim.losses.ppo import clipped_surrogate
-from verbatim.losses.ratios import share, trained_tokens
-from verbatim.losses.reference import Estimator, reference_term
 
 
 def gspo_loss(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from verbatim.algorithms.losses.base import LossInputs, LossOutputs, refuse_bad_knobs
+from verbatim.algorithms.losses.ratios import segment_means, share, trained_tokens
+from verbatim.algorithms.losses.reference import Estimator, reference_term
 from verbatim.config.schema import NonNegativeFloat, PositiveFloat
-from verbatim.errors import ComponentError
-from verbatim.losses.base import LossInputs, LossOutputs, refuse_bad_knobs
-from verbatim.losses.ratios import segment_means, share, trained_tokens
-from verbatim.losses.reference import Estimator, reference_term
+from verbatim.core.errors import ComponentError
 
 
 def ipa_loss(

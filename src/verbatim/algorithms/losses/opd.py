@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from verbatim.algorithms.losses.base import LossInputs, LossOutputs, refuse_bad_knobs
+from verbatim.algorithms.losses.ratios import clamped_ratio, ratio_metrics, share, trained_teacher, trained_tokens
+from verbatim.algorithms.losses.reference import Estimator, reference_term
 from verbatim.config.schema import NonNegativeFloat, PositiveFloat
-from verbatim.losses.base import LossInputs, LossOutputs, refuse_bad_knobs
-from verbatim.losses.ratios import clamped_ratio, ratio_metrics, share, trained_teacher, trained_tokens
-from verbatim.losses.reference import Estimator, reference_term
 
 
 def opd_loss(

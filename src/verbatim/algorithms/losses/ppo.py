@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
+from verbatim.algorithms.losses.base import LossInputs, LossOutputs, refuse_bad_knobs
+from verbatim.algorithms.losses.ratios import ratio_metrics, share, trained_tokens
+from verbatim.algorithms.losses.reference import Estimator, reference_term
 from verbatim.config.schema import Fraction, NonNegativeFloat
-from verbatim.losses.base import LossInputs, LossOutputs, refuse_bad_knobs
-from verbatim.losses.ratios import ratio_metrics, share, trained_tokens
-from verbatim.losses.reference import Estimator, reference_term
 
 if TYPE_CHECKING:
     from torch import Tensor

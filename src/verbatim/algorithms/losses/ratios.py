@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from verbatim.errors import ComponentError
-from verbatim.losses.base import LossInputs
+from verbatim.algorithms.losses.base import LossInputs
+from verbatim.core.errors import ComponentError
 
 if TYPE_CHECKING:
     from torch import Tensor

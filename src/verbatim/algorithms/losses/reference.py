@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from verbatim.errors import ComponentError
-from verbatim.losses.base import LossInputs
-from verbatim.losses.ratios import clamped_ratio, k3
-from verbatim.records.fields import REFERENCE
+from verbatim.algorithms.losses.base import LossInputs
+from verbatim.algorithms.losses.ratios import clamped_ratio, k3
+from verbatim.core.errors import ComponentError
+from verbatim.core.records.fields import REFERENCE
 
 if TYPE_CHECKING:
     from torch import Tensor

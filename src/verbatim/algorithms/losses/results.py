@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
-from verbatim.errors import ComponentError
-from verbatim.losses.base import Loss, LossInputs
-from verbatim.machine_faults import is_out_of_memory
-from verbatim.records.fields import TEACHER
+from verbatim.algorithms.losses.base import Loss, LossInputs
+from verbatim.core.errors import ComponentError
+from verbatim.core.machine_faults import is_out_of_memory
+from verbatim.core.records.fields import TEACHER
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,27 +19,27 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from verbatim import Group, TrainingSample
+from verbatim.algorithms import LOSSES
+from verbatim.algorithms.credit import assign_advantages
+from verbatim.algorithms.credit.default import default_advantage
+from verbatim.algorithms.curriculum import ExampleSchedule
+from verbatim.algorithms.filters import apply_filters
+from verbatim.algorithms.filters.zero_advantage import ZeroAdvantage
 from verbatim.config.schema import BuildConfig, OptimConfig, TrainerConfig
-from verbatim.credit import assign_advantages
-from verbatim.credit.default import default_advantage
-from verbatim.curriculum import ExampleSchedule
+from verbatim.core.trajectories import Ledger, build
 from verbatim.environments.guess_number import GuessNumber
 from verbatim.environments.resolve import corpus
-from verbatim.filters import apply_filters
-from verbatim.filters.zero_advantage import ZeroAdvantage
 from verbatim.inference import SamplingParams
 from verbatim.inference.embedded.engine import TorchSampler
 from verbatim.inference.embedded.settings import TorchSettings
-from verbatim.losses import LOSSES
 from verbatim.models.build import build_model
 from verbatim.models.loading import load_tokenizer
-from verbatim.renderers import create_renderer
-from verbatim.renderers.base import Renderer
+from verbatim.models.renderers import create_renderer
+from verbatim.models.renderers.base import Renderer
 from verbatim.rollouts import EpisodeLimits, GroupRun, RolloutSetup, trajectory_from_messages
 from verbatim.trainer.trainer import Trainer
+from verbatim.trainer.transport import WeightFolders
 from verbatim.trainer.warm_start import warm_start
-from verbatim.trajectories import Ledger, build
-from verbatim.transport import WeightFolders
 
 SEED = 0
 GROUP_SIZE = 16

@@ -3,8 +3,7 @@
 import random
 
 from verbatim import Example, Trajectory
-from verbatim.environments import Demonstration, Episode, tool_exchange
-from verbatim.tools import FunctionTool, ToolResult
+from verbatim.environments import Demonstration, Episode, FunctionTool, ToolResult, tool_exchange
 
 RIGHT_ACTION = {"lost": "refund", "late": "wait", "damaged": "replace", "delivered": "close"}
 ACTIONS = list(RIGHT_ACTION.values())

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from verbatim.errors import RecordError
-from verbatim.records.fields import Bool, read_only
+from verbatim.core.errors import RecordError
+from verbatim.core.records.fields import Bool, read_only
 
 Experts: TypeAlias = NDArray[np.uint8] | NDArray[np.uint16]
 """Numbers of experts, [N, D, K]: of N tokens, in each of D decoder layers (0 in those without experts), K each."""

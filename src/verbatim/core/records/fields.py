@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from verbatim.errors import RecordError
+from verbatim.core.errors import RecordError
 
 Float32: TypeAlias = NDArray[np.float32]
 Bool: TypeAlias = NDArray[np.bool_]

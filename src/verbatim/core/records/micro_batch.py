@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from verbatim.records.experts import RoutedExperts
-from verbatim.records.fields import Float32
-from verbatim.token_tree import Int32
+from verbatim.core.records.experts import RoutedExperts
+from verbatim.core.records.fields import Float32
+from verbatim.core.token_tree import Int32
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from verbatim.records.experts import RoutedExperts
-from verbatim.records.fields import NO_STREAMS, TEACHER, Bool, Float32, fill, read_only
-from verbatim.records.spans import OUTSIDE, Span, expanded, of_trained, trained_places
-from verbatim.token_tree import Int32
+from verbatim.core.records.experts import RoutedExperts
+from verbatim.core.records.fields import NO_STREAMS, TEACHER, Bool, Float32, fill, read_only
+from verbatim.core.records.spans import OUTSIDE, Span, expanded, of_trained, trained_places
+from verbatim.core.token_tree import Int32
 
 _PER_TOKEN = ("token_ids", *OUTSIDE)
 

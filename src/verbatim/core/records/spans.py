@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from verbatim.records.fields import Float32
+from verbatim.core.records.fields import Float32
 
 OUTSIDE: dict[str, tuple[type, float]] = {
     "loss_mask": (np.bool_, False),

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from verbatim.records.fields import Float32
-from verbatim.records.samples import TrainingSample
+from verbatim.core.records.fields import Float32
+from verbatim.core.records.samples import TrainingSample
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

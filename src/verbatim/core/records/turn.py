@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from verbatim.errors import RecordError
-from verbatim.records.experts import Experts, as_experts
-from verbatim.records.fields import Float32, as_number
-from verbatim.records.messages import ParseStatus, StopReason, ToolCall
-from verbatim.token_tree import LARGEST_ID, Ids, Int32, TokenPath, TokenTree, as_ids, of_list
+from verbatim.core.errors import RecordError
+from verbatim.core.records.experts import Experts, as_experts
+from verbatim.core.records.fields import Float32, as_number
+from verbatim.core.records.messages import ParseStatus, StopReason, ToolCall
+from verbatim.core.token_tree import LARGEST_ID, Ids, Int32, TokenPath, TokenTree, as_ids, of_list
 
 MAX_POSITIVE_LOGPROB = 1e-4
 """Rounding may leave a logprob this far above 0; it is stored as 0. Anything above is refused."""
@@ -183,24 +183,9 @@ _SETTERS: dict[str, Callable[[Turn, Any], None]] = {
     field.name: getattr(Turn, field.name).__set__ for field in dataclasses.fields(Turn)
 }
 """Set a field of a turn that is being made: several times as fast as by the field's name."""
-(
-    _set_path,
-    _set_completion_ids,
-    _set_logprobs,
-    _set_policy_versions,
-    _set_routed_experts,
-    _set_stop_reason,
-    _set_temperature,
-    _set_reward,
-    _set_advantage,
-    _set_state_key,
-    _set_agent,
-    _set_parse_status,
-    _set_tool_calls,
-    _set_timing,
-    _set_trained,
-    _set_attachments,
-) = _SETTERS.values()
+(_set_path, _set_completion_ids, _set_logprobs, _set_policy_versions, _set_routed_experts, _set_stop_reason,
+ _set_temperature, _set_reward, _set_advantage, _set_state_key, _set_agent, _set_parse_status, _set_tool_calls,
+ _set_timing, _set_trained, _set_attachments) = _SETTERS.values()  # fmt: skip
 _values_of = operator.attrgetter(*_SETTERS)
 _BESIDE = frozenset({"reward", "advantage", "timing", "parse_status", "state_key", "agent", "trained"})
 """Fields that ids and logprobs do not depend on."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from verbatim.token_tree import Int32
-from verbatim.trajectories.record import TrajectoryRecord
+from verbatim.core.token_tree import Int32
+from verbatim.core.trajectories.record import TrajectoryRecord
 
 
 def first_version(trajectory: TrajectoryRecord) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from verbatim.records.turn import Turn
+from verbatim.core.records.turn import Turn
 
 
 def branching(turns: Sequence[Turn]) -> list[list[int]]:

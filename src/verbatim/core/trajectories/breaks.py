@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from verbatim.errors import RunStopped
-from verbatim.records.turn import Turn
-from verbatim.token_tree import Int32
-from verbatim.trajectories.record import TrajectoryRecord
+from verbatim.core.errors import RunStopped
+from verbatim.core.records.turn import Turn
+from verbatim.core.token_tree import Int32
+from verbatim.core.trajectories.openings import spoken_before
+from verbatim.core.trajectories.record import TrajectoryRecord
 
 SHOWN = 8
 """Ids that are shown on either side of the first difference."""
@@ -16,9 +17,7 @@ SHOWN = 8
 def refuse_breaks(
     trajectory: TrajectoryRecord, kept: Sequence[tuple[int, Turn]], runs: Sequence[Sequence[int]]
 ) -> None:
-    """Stop at the first turn that opens a sample although its agent had spoken before.
-
-    An agent's first turn is no break: it has no history that could have changed.
+    """Stop at the first break.
 
     Args:
         trajectory: The trajectory of the turns.
@@ -28,14 +27,11 @@ def refuse_breaks(
     Raises:
         RunStopped: names trajectory, turn and position, and shows the ids there.
     """
-    for first in sorted(run[0] for run in runs):
-        index, turn = kept[first]
-        earlier = kept[:first]
-        if any(t.agent == turn.agent for _, t in earlier):
-            raise RunStopped(
-                f"trajectory {trajectory.trajectory_id!r}: {explain_break(index, turn, earlier)}. The run has "
-                'on_break = "error"; with "split" the turn would start a training sample of its own'
-            )
+    for first in spoken_before((run[0] for run in runs), [turn for _, turn in kept]):
+        raise RunStopped(
+            f"trajectory {trajectory.trajectory_id!r}: {explain_break(*kept[first], kept[:first])}. The run has "
+            'on_break = "error"; with "split" the turn would start a training sample of its own'
+        )
 
 
 def explain_break(index: int, turn: Turn, earlier: Sequence[tuple[int, Turn]]) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verbatim.records.turn import Turn
-from verbatim.token_tree import Segment, TokenPath
+from verbatim.core.records.turn import Turn
+from verbatim.core.token_tree import Segment, TokenPath
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from verbatim.records.fields import Float32
-from verbatim.trajectories.record import TrajectoryRecord
+from verbatim.core.records.fields import Float32
+from verbatim.core.trajectories.record import TrajectoryRecord
 
 TRAINED = "trained"
 """The fate of tokens that an optimizer step is taken on."""

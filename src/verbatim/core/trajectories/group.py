@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verbatim.records.fields import fill
-from verbatim.trajectories.trajectory import Trajectory
+from verbatim.core.records.fields import fill
+from verbatim.core.trajectories.trajectory import Trajectory
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from verbatim.records.turn import Turn
-from verbatim.trajectories.extension import SampleEnds
+from verbatim.core.records.turn import Turn
+from verbatim.core.trajectories.extension import SampleEnds
 
 
 def interleaved(turns: Sequence[Turn]) -> list[list[int]]:

@@ -6,15 +6,15 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, Self
 
-from verbatim.errors import RecordError
-from verbatim.records.fields import as_number, fill
-from verbatim.records.identity import RolloutIdentity
-from verbatim.records.messages import Message, StopReason
-from verbatim.records.turn import Turn
-from verbatim.token_tree import Segment, TokenTree
+from verbatim.core.errors import RecordError
+from verbatim.core.records.fields import as_number, fill
+from verbatim.core.records.identity import RolloutIdentity
+from verbatim.core.records.messages import Message, StopReason
+from verbatim.core.records.turn import Turn
+from verbatim.core.token_tree import Segment, TokenTree
+from verbatim.core.trajectories.openings import breaks
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -117,8 +117,8 @@ class TrajectoryRecord:
 
     @property
     def num_breaks(self) -> int:
-        """Turns whose prompt does not extend the turn before it exactly."""
-        return sum(1 for before, turn in pairwise(self.turns) if not turn.extends(before))
+        """Turns of agents that had spoken before whose prompt extends no open sample exactly."""
+        return len(breaks(self.turns))
 
     @classmethod
     def of(cls, identity: RolloutIdentity, **fields: Any) -> Self:

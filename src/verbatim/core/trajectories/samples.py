@@ -11,19 +11,19 @@ from typing import Any, Literal
 
 import numpy as np
 
-from verbatim.errors import ComponentError
-from verbatim.imports import import_object, is_import_path
-from verbatim.records.experts import RoutedExperts
-from verbatim.records.samples import TrainingSample
-from verbatim.records.spans import Span
-from verbatim.records.turn import Turn
-from verbatim.texts import shown
-from verbatim.token_tree import Int32, PathReader, TokenPath
-from verbatim.trajectories.branching import branching
-from verbatim.trajectories.breaks import refuse_breaks
-from verbatim.trajectories.fate import TRAINED, Fate
-from verbatim.trajectories.interleaved import interleaved
-from verbatim.trajectories.record import TrajectoryRecord
+from verbatim.core.errors import ComponentError
+from verbatim.core.imports import import_object, is_import_path
+from verbatim.core.records.experts import RoutedExperts
+from verbatim.core.records.samples import TrainingSample
+from verbatim.core.records.spans import Span
+from verbatim.core.records.turn import Turn
+from verbatim.core.texts import shown
+from verbatim.core.token_tree import Int32, PathReader, TokenPath
+from verbatim.core.trajectories.branching import branching
+from verbatim.core.trajectories.breaks import refuse_breaks
+from verbatim.core.trajectories.fate import TRAINED, Fate
+from verbatim.core.trajectories.interleaved import interleaved
+from verbatim.core.trajectories.record import TrajectoryRecord
 
 Strategy = Callable[[Sequence[Turn]], list[list[int]]]
 
@@ -113,7 +113,7 @@ def build(
     if failed and not include_failed:
         return BuiltSamples(samples=[], fate=Fate.of_dropped(trajectory, "error"))
     longest = sys.maxsize if max_length is None else max_length
-    fates = [_fate(turn, longest, needs_logprobs) for turn in trajectory.turns]
+    fates = [fate_of(turn, longest, needs_logprobs) for turn in trajectory.turns]
     kept = [
         (index, turn)
         for index, turn in enumerate(trajectory.turns)
@@ -180,7 +180,8 @@ def _is_lists(runs: object) -> bool:
     )
 
 
-def _fate(turn: Turn, longest: int, needs_logprobs: bool) -> str:
+def fate_of(turn: Turn, longest: int, needs_logprobs: bool) -> str:
+    """`TRAINED`, or why no token of a turn is: `untrained`, `over_length` or `missing_logprobs`."""
     if not turn.trained:
         return "untrained"
     if turn.path.length > longest:

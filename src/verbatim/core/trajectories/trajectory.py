@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from verbatim.errors import NoFlatList
-from verbatim.records.fields import TEACHER
-from verbatim.records.samples import TrainingSample
-from verbatim.trajectories.record import TrajectoryRecord
-from verbatim.trajectories.samples import build_samples
+from verbatim.core.errors import NoFlatList
+from verbatim.core.records.fields import TEACHER
+from verbatim.core.records.samples import TrainingSample
+from verbatim.core.trajectories.openings import is_one_list
+from verbatim.core.trajectories.record import TrajectoryRecord
+from verbatim.core.trajectories.samples import build_samples
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,7 +61,7 @@ class Trajectory(TrajectoryRecord, Mapping[str, Any]):
 
     def __iter__(self) -> Iterator[str]:
         yield from _FIELDS
-        if not self.num_breaks:
+        if is_one_list(self.turns):
             yield from _FLAT
         yield from ("samples", "id")
         yield from (name for name in self._beside_messages() if name not in TRAJECTORY_KEYS)
@@ -83,9 +84,10 @@ class Trajectory(TrajectoryRecord, Mapping[str, Any]):
         return self is other
 
     def _flat(self) -> _Flat:
-        if self.num_breaks:
+        if not is_one_list(self.turns):
+            why = f"{self.num_breaks} break(s)" if self.num_breaks else "turns of several agents"
             raise NoFlatList(
-                f"trajectory {self.trajectory_id or self.example_id!r} has {self.num_breaks} break(s): one list "
+                f"trajectory {self.trajectory_id or self.example_id!r} has {why}: one list "
                 "cannot hold two contexts. Read trajectory['samples'] instead, or build_samples(trajectory)"
             )
         if not self.turns:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from verbatim.errors import RolloutError
+from verbatim.core.errors import RolloutError
 
 
 class ToolArgumentsError(RolloutError, ValueError):
@@ -31,7 +31,7 @@ class ToolResult:
 
 @runtime_checkable
 class Tool(Protocol):
-    """A function that the model can call. `verbatim.tools.FunctionTool` makes one from a typed function."""
+    """A function that the model can call. `verbatim.environments.FunctionTool` makes one from a typed function."""
 
     name: str
     """Its name for the model."""

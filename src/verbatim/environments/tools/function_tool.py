@@ -16,14 +16,15 @@ import numpy as np
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
-from verbatim.errors import ComponentError
-from verbatim.texts import shown
-from verbatim.tools.base import ToolResult
-from verbatim.tools.signature import Signature, Subject, read_docstring, read_signature
-from verbatim.tools.threads import in_thread
+from verbatim.core.errors import ComponentError
+from verbatim.core.texts import shown
+from verbatim.core.user_values import as_atom, why_refused
+from verbatim.environments.tools.base import ToolResult
+from verbatim.environments.tools.signature import Signature, Subject, read_docstring, read_signature
+from verbatim.environments.tools.threads import in_thread
 
 if TYPE_CHECKING:
-    from verbatim.tools.json_arguments import JsonArguments
+    from verbatim.environments.tools.json_arguments import JsonArguments
 
 
 class FunctionTool:
@@ -88,7 +89,7 @@ class FunctionTool:
         self._arguments: Signature | JsonArguments
         said, value = "", None
         if parameters is not None:
-            from verbatim.tools.json_arguments import JsonArguments  # here: most tools need no jsonschema
+            from verbatim.environments.tools.json_arguments import JsonArguments  # here: most tools need no jsonschema
 
             self._arguments = JsonArguments(parameters, f"tool {self.name}")
             said = read_docstring(subject.doc, tuple(parameters.get("properties", ()))).description
@@ -159,7 +160,11 @@ def as_result(value: object) -> ToolResult:
     value = value.value if isinstance(value, Enum) else value
     if value is None:
         return ToolResult(content="")
-    return ToolResult(content=value if isinstance(value, str) else json.dumps(_plain(value), ensure_ascii=False))
+    if (why := why_refused(value, of_json=False)) is not None:
+        raise TypeError(f"what it returned has no JSON form: {why}")
+    return ToolResult(
+        content=as_atom(value) if isinstance(value, str) else json.dumps(_plain(value), ensure_ascii=False)
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -167,7 +172,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Enum):
         return _plain(value.value)
     if value is None or isinstance(value, str | int | float):
-        return value
+        return as_atom(value)
     if isinstance(value, BaseModel):
         return _plain(value.model_dump())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

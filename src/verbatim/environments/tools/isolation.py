@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping
@@ -10,7 +11,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 
-from verbatim.errors import UsageError
+from verbatim.core.errors import UsageError
 
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "LANG": "C.UTF-8", "TERM": "dumb"}
 """All variables that an isolated script inherits."""
@@ -31,7 +32,7 @@ class SandboxLimits:
     cpu_seconds: int = 10
     """CPU seconds of one process."""
     memory_mb: int = 256
-    """MiB of address space of one process."""
+    """MiB of data that one process may have, and that all of them may hold together."""
     processes: int = 32
     """Processes at a time; the sandbox's own shell needs two."""
     open_files: int = 128
@@ -46,6 +47,29 @@ class SandboxLimits:
             value = getattr(self, field.name)
             if value <= 0:
                 raise UsageError(f"sandbox: {field.name} = {value}; expected more than 0, as in {field.default}")
+
+
+def ulimits(limits: SandboxLimits, *names: str) -> str:
+    """The bash command that sets limits of processes, for good. One that is above what this process may set is lowered
+    to that: a system that allows 1,024 open files has sandboxes with as many.
+
+    Args:
+        limits: Of the sandbox. `memory_mb` is the kernel's RLIMIT_DATA, memory that can be written to; address space
+            that is only reserved, as by WebAssembly and the JVM, is free.
+        names: Those that are set, of `limits`.
+    """
+    kinds = {  # the option, its value, the kernel's limit, and bytes of one unit
+        "cpu_seconds": ("-t", limits.cpu_seconds, resource.RLIMIT_CPU, 1),
+        "memory_mb": ("-d", limits.memory_mb << 10, resource.RLIMIT_DATA, 1024),
+        "disk_mb": ("-f", limits.disk_mb << 10, resource.RLIMIT_FSIZE, 1024),
+        "open_files": ("-n", limits.open_files, resource.RLIMIT_NOFILE, 1),
+        "processes": ("-u", limits.processes, resource.RLIMIT_NPROC, 1),
+    }
+    words = ["ulimit -c 0 && ulimit"]
+    for option, value, kind, unit in (kinds[name] for name in names):
+        _, most = resource.getrlimit(kind)
+        words += [option, str(value if most == resource.RLIM_INFINITY else min(value, most // unit))]
+    return " ".join(words)
 
 
 @dataclass(frozen=True, kw_only=True)

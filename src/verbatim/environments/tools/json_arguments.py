@@ -17,8 +17,8 @@ from jsonschema.protocols import Validator
 from jsonschema.validators import extend, validator_for
 from referencing import Registry
 
-from verbatim.errors import ComponentError
-from verbatim.tools.base import ToolArgumentsError
+from verbatim.core.errors import ComponentError
+from verbatim.environments.tools.base import ToolArgumentsError
 
 SECONDS = 1.0
 """Processor seconds to check the arguments of one call: a machine that stands still refuses no call."""
@@ -42,7 +42,7 @@ class JsonArguments:
         >>> schema = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
         >>> JsonArguments(schema, "tool look").validate({"place": 3})
         Traceback (most recent call last):
-        verbatim.tools.base.ToolArgumentsError: place: 3 is not of type 'string'
+        verbatim.environments.tools.base.ToolArgumentsError: place: 3 is not of type 'string'
 
     Raises:
         ComponentError: not a schema of an object, or one that cannot be checked in bounded time.

@@ -20,9 +20,9 @@ from pydantic_core import core_schema
 _SCALARS = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
 _BARE: Mapping[Any, Mapping[str, str]] = {
     list: {"type": "array"},
-    typing.List: {"type": "array"},
-    tuple: {"type": "array"},  # noqa: UP006
-    typing.Tuple: {"type": "array"},
+    typing.List: {"type": "array"},  # noqa: UP006
+    tuple: {"type": "array"},
+    typing.Tuple: {"type": "array"},  # noqa: UP006
     dict: {"type": "object"},
     typing.Dict: {"type": "object"},  # noqa: UP006
 }

@@ -16,13 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from verbatim.errors import ComponentError
-from verbatim.texts import cut, error_text, shown
-from verbatim.tools.base import Tool, ToolArgumentsError, ToolFailed, ToolResult
-from verbatim.tools.function_tool import FunctionTool, as_result
-from verbatim.tools.mcp import McpTools
-from verbatim.types import Message, ToolCall
-from verbatim.user_code import is_ctrl_c, is_running, is_told_to_end, let_go
+from verbatim.core.errors import ComponentError
+from verbatim.core.texts import cut, error_text, shown
+from verbatim.core.types import Message, ToolCall
+from verbatim.core.user_code import is_ctrl_c, is_running, is_told_to_end, let_go
+from verbatim.core.user_values import as_atom
+from verbatim.environments.tools.base import Tool, ToolArgumentsError, ToolFailed, ToolResult
+from verbatim.environments.tools.function_tool import FunctionTool, as_result
+from verbatim.environments.tools.mcp import McpTools
 
 MAX_ERROR_CHARACTERS = 500
 """Most characters of an exception's text."""
@@ -59,7 +60,7 @@ class ToolOutcome:
     "exception", "timeout", "oversize" (the tool ran, its answer was cut)."""
     fault: BaseException | None = None
     """An exception of the tool other than `ToolFailed`: a fault of the tool. Its traceback holds the frames of the tool
-    and of its callers with all their variables: `verbatim.user_code.let_go` frees them."""
+    and of its callers with all their variables: `verbatim.core.user_code.let_go` frees them."""
 
 
 class ToolManager(Mapping[str, Tool]):
@@ -268,7 +269,8 @@ def _settled(
 def _outcome(
     call: ToolCall, result: ToolResult, kind: str | None, limit: int | None, fault: BaseException | None = None
 ) -> ToolOutcome:
-    content = result.content if result.content.isascii() else _SURROGATES.sub("\ufffd", result.content)
+    content: str = as_atom(result.content)
+    content = content if content.isascii() else _SURROGATES.sub("\ufffd", content)
     if limit is not None and len(content) > limit:
         note = f"\n[cut: the answer had {len(content)} characters]"
         content = content[: max(0, limit - len(note))] + note[:limit]

@@ -11,9 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from verbatim.errors import ComponentError, UsageError
-from verbatim.tools.base import Tool, ToolFailed, ToolResult
-from verbatim.tools.function_tool import FunctionTool
+from verbatim.core.errors import ComponentError, UsageError
+from verbatim.core.redaction import hide_in, without_secrets
+from verbatim.environments.tools.base import Tool, ToolFailed, ToolResult
+from verbatim.environments.tools.function_tool import FunctionTool
+from verbatim.environments.tools.variables import EnvFrom, further_variables
 
 INSTALL = "MCP servers need the mcp package: pip install 'verbatim-rl[mcp]'"
 
@@ -48,6 +50,7 @@ class McpTools:
         args: Sequence[str] = (),
         *,
         env: Mapping[str, str] | None = None,
+        env_from: EnvFrom = (),
         cwd: str | Path | None = None,
         prefix: str = "",
         connect_timeout: float = 30.0,
@@ -58,12 +61,13 @@ class McpTools:
             command: The program.
             args: Its arguments.
             env: Variables beside the few harmless ones that it inherits (PATH, HOME, ...).
+            env_from: Further variables of this process that it gets: their names, or `{name there: name here}`.
             cwd: Its working directory.
             prefix: In front of each tool's name, where two servers have tools of one name.
             connect_timeout: Seconds until it has answered.
 
         Raises:
-            UsageError: a command or arguments of a wrong type.
+            UsageError: a command or arguments of a wrong type, or a variable that is not set.
         """
         if not isinstance(command, str) or isinstance(args, str) or not all(isinstance(arg, str) for arg in args):
             raise UsageError(
@@ -71,14 +75,14 @@ class McpTools:
                 'arguments: McpTools.stdio("python", ["server.py"])'
             )
 
-        server = {"command": command, "args": list(args), "env": dict(env or {}), "cwd": cwd}
+        server = {"command": command, "args": list(args), "env": further_variables(env, env_from, command), "cwd": cwd}
 
         def connect(on_end: Callable[[], None]) -> Any:
-            from verbatim.tools.mcp_session import start_server
+            from verbatim.environments.tools.mcp_session import start_server
 
             return start_server(server, on_end)
 
-        return cls(" ".join([command, *args]), connect, prefix=prefix, timeout=connect_timeout)
+        return cls(without_secrets(" ".join([command, *args])), connect, prefix=prefix, timeout=connect_timeout)
 
     @classmethod
     def http(
@@ -93,12 +97,15 @@ class McpTools:
             connect_timeout: Seconds until it has answered.
         """
 
+        for name, value in (headers or {}).items():
+            hide_in(name, value)
+
         def connect(on_end: Callable[[], None]) -> Any:
-            from verbatim.tools.mcp_session import reach_server
+            from verbatim.environments.tools.mcp_session import reach_server
 
             return reach_server(url, headers or {})
 
-        return cls(url, connect, prefix=prefix, timeout=connect_timeout)
+        return cls(without_secrets(url), connect, prefix=prefix, timeout=connect_timeout)
 
     def __repr__(self) -> str:
         return f"McpTools({self.name!r})"
@@ -122,7 +129,7 @@ class McpTools:
         try:
             from anyio.from_thread import start_blocking_portal
 
-            from verbatim.tools.mcp_session import McpSession
+            from verbatim.environments.tools.mcp_session import McpSession
         except ImportError as error:
             raise UsageError(INSTALL) from error
         stack = self._stack = ExitStack()

@@ -18,8 +18,10 @@ from mcp import Client, MCPError
 from mcp.client.stdio import StdioServerParameters, stdio_client
 from mcp.client.streamable_http import streamable_http_client
 from mcp_types import CONNECTION_CLOSED, CallToolResult, Tool
+from pydantic import ValidationError
 
-from verbatim.tools.base import ToolFailed
+from verbatim.core.texts import cut, printable
+from verbatim.environments.tools.base import ToolFailed
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +74,8 @@ class McpSession:
                     group.cancel_scope.cancel()
 
     async def tools(self) -> list[Tool]:
-        """The server's present tools; a ToolFailed where it cannot be reached, or does not answer."""
+        """The server's present tools; a ToolFailed where it cannot be reached, does not answer, or lists what is no
+        tool."""
         client = (await self._connected()).client
         found: list[Tool] = []
         cursor: str | None = None
@@ -88,9 +91,12 @@ class McpSession:
             raise ToolFailed(f"it did not list its tools within {self._timeout:g} s") from None
         except MCPError as error:
             raise ToolFailed(f"it did not list its tools: {error.message}") from error
+        except ValidationError as error:
+            raise ToolFailed(f"it lists what is no tool of MCP: {_found_wrong(error)}") from None
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> CallToolResult:
-        """Run one tool; a ToolFailed if the server refused, cannot be reached, or was lost meanwhile."""
+        """Run one tool; a ToolFailed if the server refused, cannot be reached, was lost meanwhile, or answered with
+        what is no result."""
         for is_last in (False, True):
             link = await self._connected()
             try:
@@ -105,6 +111,12 @@ class McpSession:
                 if is_last or not _UNKNOWN_SESSION.search(error.message):
                     raise ToolFailed(f"its server refused: {error.message}") from error
                 link.over.set()
+            except ValidationError as error:
+                raise ToolFailed(f"its server answered with what is no result of MCP: {_found_wrong(error)}") from None
+            except RuntimeError as error:  # the client's word for a result that the tool's own output schema refuses
+                raise ToolFailed(
+                    f"its server answered with a wrong result: {cut(printable(str(error)), 300)}"
+                ) from None
         raise AssertionError("the second attempt returns or raises")
 
     async def _connected(self) -> _Link:
@@ -172,6 +184,15 @@ async def reach_server(url: str, headers: Mapping[str, str]) -> AsyncIterator[tu
         streamable_http_client(url, http_client=http) as streams,
     ):
         yield streams
+
+
+def _found_wrong(error: ValidationError) -> str:
+    """The first thing that is wrong, in a sentence: where it is, what was found, what was expected."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    where = ".".join(map(str, first["loc"])) or "the answer"
+    return cut(
+        printable(f"{where}: found {first['input']!r:.120}, and {first['msg'][:1].lower()}{first['msg'][1:]}"), 300
+    )
 
 
 def _reason(error: BaseException) -> str:

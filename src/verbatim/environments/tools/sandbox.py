@@ -6,6 +6,7 @@ Commands go in on one pipe, output comes back on another, split by marks with a 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import secrets
@@ -18,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-from verbatim.errors import EnvironmentFault, UsageError
-from verbatim.tools.isolation import ENVIRONMENT, Isolation, SandboxLimits, find_isolation
+from verbatim.core.errors import EnvironmentFault, UsageError
+from verbatim.environments.tools.group_memory import WATCH, Watched
+from verbatim.environments.tools.isolation import ENVIRONMENT, Isolation, SandboxLimits, find_isolation, ulimits
 
 START_SECONDS = 60.0
 """Seconds to start; many sandboxes may start at a time on few cores."""
@@ -38,7 +40,7 @@ _FRESH = "a fresh shell has started, files are kept"
 _KEEPER = """
 exec 3<&0 4>&1 </dev/null
 {stop}
-ulimit -c 0 && ulimit -t {cpu_seconds} -v {memory_kb} -f {disk_kb} -n {open_files} {processes} || exit
+{ulimits} || exit
 echo 1000 >/proc/$$/oom_score_adj || exit
 trap '' XFSZ
 exec >/dev/null 2>&1
@@ -83,12 +85,10 @@ class ShellProtocol:
         return _KEEPER.format(
             token=self._token,
             stop=_STOP if has_namespaces else "",
-            cpu_seconds=limits.cpu_seconds,
-            memory_kb=limits.memory_mb << 10,
-            disk_kb=limits.disk_mb << 10,
-            open_files=limits.open_files,
-            # Outside a user namespace the limit would count all processes of the user.
-            processes=f"-u {limits.processes}" if has_namespaces else "",
+            # Outside a user namespace the limit on processes would count all of the user's.
+            ulimits=ulimits(
+                limits, "cpu_seconds", "memory_mb", "disk_mb", "open_files", *(("processes",) if has_namespaces else ())
+            ),
         )
 
     def line(self, command: str, number: int) -> bytes:
@@ -149,6 +149,11 @@ class Sandbox:
         self._one_at_a_time = asyncio.Lock()
         self._process: Process | None = None
         self._keeper: int | None = None
+        self._watched: Watched | None = None
+        self._deadline: asyncio.Timeout | None = None
+        self._holds_too_much = False
+        self._stopping: asyncio.Task[None] | None = None
+        self._notes: tuple[str, ...] = ()
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     @classmethod
@@ -189,6 +194,9 @@ class Sandbox:
 
     async def close(self) -> None:
         """Kill all processes inside and delete the files. May be called again."""
+        WATCH.remove(self._watched)
+        if self._stopping is not None:
+            self._stopping.cancel()
         self._kill()
         process, keeper, folder = self._process, self._keeper, self._folder
         self._process = self._keeper = self._folder = None
@@ -230,6 +238,37 @@ class Sandbox:
             raise EnvironmentFault(f"sandbox: {self.isolation.name} did not start; it said {said!r}") from error
         if self.isolation.has_namespaces:
             self._keeper = _open_child(self._process.pid)
+        self._watch()
+
+    def _watch(self) -> None:
+        """Look at the memory of all processes inside from now on."""
+        assert self._process is not None
+        loop = asyncio.get_running_loop()
+
+        def on_too_much() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._stop_too_much)
+
+        WATCH.remove(self._watched)
+        self._holds_too_much = False
+        self._watched = WATCH.add(self._process.pid, self.limits.memory_mb, on_too_much, files_mb=self.limits.disk_mb)
+
+    def _stop_too_much(self) -> None:
+        """Stop the command that runs, or what the last one has left."""
+        self._holds_too_much = True
+        if self._deadline is not None and not self._deadline.expired():
+            self._deadline.reschedule(0)
+        elif self._process is not None:
+            self._stopping = asyncio.create_task(self._stop_left(), name="sandbox-memory")
+
+    async def _stop_left(self) -> None:
+        async with self._one_at_a_time:
+            if self._holds_too_much:
+                with contextlib.suppress(EnvironmentFault):  # it has ended; the next command is told
+                    self._notes = (await self._stop(self._why_too_much())).notes
+
+    def _why_too_much(self) -> str:
+        return f"its processes held more than {self.limits.memory_mb} MiB together"
 
     async def _run(self, command: str) -> CommandResult:
         process = self._running()
@@ -237,14 +276,17 @@ class Sandbox:
         self._num_commands += 1
         number = self._num_commands
         try:
-            async with asyncio.timeout(self.limits.timeout):
+            async with asyncio.timeout(self.limits.timeout) as self._deadline:
                 process.stdin.write(self._protocol.line(command, number))
                 await process.stdin.drain()
                 answer = await self._answer(number, most=max(MOST_OUTPUT, self.limits.output_bytes))
         except TimeoutError:
-            return await self._stop(f"it took more than {self.limits.timeout:g} s")
+            took = f"it took more than {self.limits.timeout:g} s"
+            return await self._stop(self._why_too_much() if self._holds_too_much else took)
         except _TooMuch:
             return await self._stop(f"it wrote more than {MOST_OUTPUT >> 20} MiB")
+        finally:
+            self._deadline = None
         notes = (f"the shell has ended; {_FRESH}",) if answer.to == "ready" else ()
         return self._result(answer.output, answer.status, *notes)
 
@@ -279,6 +321,7 @@ class Sandbox:
             except TimeoutError as error:
                 self._kill()
                 raise EnvironmentFault("the sandbox did not recover from its last command and has ended") from error
+            self._watch()
         return self._result(output, None, f"stopped: {why}; {_FRESH}")
 
     def _running(self) -> Process:
@@ -299,7 +342,7 @@ class Sandbox:
             return
 
     def _result(self, output: bytes, status: int | None, *notes: str) -> CommandResult:
-        most = self.limits.output_bytes
+        most, notes, self._notes = self.limits.output_bytes, (*self._notes, *notes), ()
         if len(output) > most:
             notes = (f"cut: these are the first {most} bytes", *notes)
         return CommandResult(output=output[:most].decode(errors="replace"), status=status, notes=notes)

@@ -20,9 +20,9 @@ from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticKnownError, PydanticSerializationError, to_json
 
-from verbatim.errors import ComponentError
-from verbatim.tools.base import ToolArgumentsError
-from verbatim.tools.json_types import ToolSchema, readable, untitled, with_enums_inside
+from verbatim.core.errors import ComponentError
+from verbatim.environments.tools.base import ToolArgumentsError
+from verbatim.environments.tools.json_types import ToolSchema, readable, untitled, with_enums_inside
 
 _SECTIONS = "Args|Arguments|Parameters|Params|Returns|Raises|Exceptions|Except|Yields"
 _SECTION = re.compile(rf"^[ \t]*(?:{_SECTIONS}):", re.MULTILINE)

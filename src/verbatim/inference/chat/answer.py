@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verbatim.inference.http.protocol import OURS, UNKNOWN_LOGPROB, refuse_constant
-from verbatim.types import ParseStatus, StopReason, ToolCall
+from verbatim.core.types import ParseStatus, StopReason, ToolCall
+from verbatim.inference.http.protocol import OURS, UNKNOWN_LOGPROB
+from verbatim.models.renderers.responses import NOT_JSON, is_json, read_json
 
 _STOP_REASONS = {
     "stop": StopReason.STOP,
@@ -96,28 +97,29 @@ def _read_call(item: object) -> ToolCall:
     item = _object(item)
     function = _object(item.get("function"))
     name, given, call_id = function.get("name"), function.get("arguments"), item.get("id")
-    raw = _unicode(given) if isinstance(given, str) else "" if given is None else json.dumps(given)
+    raw = given if isinstance(given, str) else "" if given is None else json.dumps(given)
     arguments, status = read_arguments(raw)
     if not isinstance(name, str) or not name:
         name, status = None, "missing_name"
+    elif not is_json(name):
+        name, status = None, "malformed_structure"
     return ToolCall(
-        name=None if name is None else _unicode(name),
+        name=name,
         arguments=arguments if status == "ok" else None,
         status=status,
-        raw=raw,
-        id=call_id if isinstance(call_id, str) else "",
+        raw=_unicode(raw),
+        id=_unicode(call_id) if isinstance(call_id, str) else "",
     )
 
 
 def read_arguments(raw: str) -> tuple[dict[str, Any] | None, ParseStatus]:
-    """A call's arguments, strictly as JSON: what Python reads beyond it (NaN, half a surrogate pair) would break
-    whatever writes it later."""
+    """A call's arguments, strictly as JSON: what Python reads beyond it (NaN, 1e400 as infinity, half a surrogate pair,
+    bottomless nesting) would break whatever writes it later, and of a key that is there twice one value would be
+    lost."""
     if not raw.strip():
         return {}, "ok"  # some servers say so of a call without arguments
-    try:
-        value = json.loads(raw, parse_constant=refuse_constant)
-        json.dumps(value, ensure_ascii=False).encode()
-    except (ValueError, RecursionError):
+    value = read_json(raw)
+    if value is NOT_JSON or not is_json(value):
         return None, "invalid_json"
     return (value, "ok") if isinstance(value, dict) else (None, "malformed_structure")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from verbatim.core.types import ToolCall
 from verbatim.inference.chat.protocol import ChatReply
-from verbatim.types import ToolCall
 
 UNREADABLE = "unreadable_arguments"
 """The key of the sampled text of a call that cannot be read: a block's input has to be an object."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from verbatim.core.types import Message, MessageToolCall
 from verbatim.inference.chat.anthropic_form import UNREADABLE, content_blocks, error_body, stop_of, usage_of
 from verbatim.inference.chat.anthropic_stream import AnthropicStream
 from verbatim.inference.chat.fields import (
@@ -27,41 +28,20 @@ from verbatim.inference.chat.fields import (
     read_text,
     text_of,
 )
-from verbatim.inference.chat.messages import call_of, function_tool, joined_text
+from verbatim.inference.chat.messages import Order, call_of, function_tool, joined_text, refuse_begun
 from verbatim.inference.chat.protocol import ChatReply, ChatRequest, Options, ProtocolRefusal, Stamp, ToolChoice
 from verbatim.inference.http.protocol import OURS, brief
-from verbatim.types import Message, MessageToolCall
 
 FIELDS = Fields(
     honoured={
-        "model",
-        "max_tokens",
-        "messages",
-        "system",
-        "tools",
-        "tool_choice",
-        "temperature",
-        "top_p",
-        "top_k",
-        "stop_sequences",
-        "stream",
-        "thinking",
-        "output_config",
-        OURS,
+        "model", "max_tokens", "messages", "system", "tools", "tool_choice", "temperature", "top_p", "top_k",
+        "stop_sequences", "stream", "thinking", "output_config", OURS,
     },
-    without_effect={
-        "metadata",
-        "service_tier",
-        "cache_control",
-        "inference_geo",
-        "speed",
-        "user_profile_id",
-        "workspace_id",
-        "betas",
-    },
+    without_effect={"metadata", "service_tier", "cache_control", "inference_geo", "speed", "user_profile_id",
+                    "workspace_id", "betas"},
     neutral={"output_format": (), "context_management": (), "container": (), "mcp_servers": ([],), "diagnostics": ()},
     aliases={"output_format": "response_format"},
-)
+)  # fmt: skip
 """What this server does with each field of a request."""
 _OUTPUT = Fields(
     honoured=(),
@@ -194,6 +174,7 @@ def _read_messages(body: Mapping[str, Any]) -> tuple[Message, ...]:
     if not given:
         raise BadField("messages", f"messages: expected a list of at least one message, found {brief(given)}")
     found: list[Message] = []
+    order = Order()
     system = joined_text(body.get("system"), "system")
     if system:
         found.append({"role": "system", "content": system})
@@ -212,22 +193,19 @@ def _read_messages(body: Mapping[str, Any]) -> tuple[Message, ...]:
             raise BadField("messages.content", f"{where}.content: more than {MOST_MESSAGES} blocks")
         if message["role"] == "assistant":
             found.append(_assistant(blocks, f"{where}.content"))
+            order.turn(calls="tool_calls" in found[-1])
         else:
-            found += _said(blocks, message["role"], f"{where}.content")
-    if found[-1]["role"] == "assistant":
-        raise BadField(
-            "messages",
-            "messages: the last one is the assistant's, which would have to be continued; that "
-            "is not supported: end with a message of the user",
-        )
+            found += _said(blocks, message["role"], f"{where}.content", order)
+    refuse_begun(found[-1]["role"], "messages", f"messages[{len(given) - 1}]")
     return tuple(found)
 
 
-def _said(blocks: Sequence[dict[str, Any]], role: str, where: str) -> list[Message]:
-    """The messages in the blocks of one: a tool message for each result, and between them what the user says."""
+def _said(blocks: Sequence[dict[str, Any]], role: str, where: str, order: Order) -> list[Message]:
+    """The messages in the blocks of one: a tool message for each result, and behind them what the user says."""
     found: list[Message] = []
     for block in blocks:
         if block.get("type") == "tool_result" and role == "user":
+            order.result("messages.content", where)
             content = joined_text(block.get("content"), f"{where}.content")
             found.append(
                 {
@@ -236,10 +214,15 @@ def _said(blocks: Sequence[dict[str, Any]], role: str, where: str) -> list[Messa
                     "tool_call_id": text_of(block.get("tool_use_id"), f"{where}.tool_use_id"),
                 }
             )
-        elif found and found[-1]["role"] == role:
-            found[-1]["content"] += joined_text([block], where)
+            continue
+        text = joined_text([block], where)
+        order.said(role, where)
+        if found and found[-1]["role"] == role:
+            found[-1]["content"] += text
         else:
-            found.append({"role": role, "content": joined_text([block], where)})
+            found.append({"role": role, "content": text})
+    if not found:
+        order.said(role, where)
     return found or [{"role": role, "content": ""}]
 
 

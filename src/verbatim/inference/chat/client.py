@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from verbatim.errors import SamplerFault, UsageError
+from verbatim.core.errors import SamplerFault, UsageError
+from verbatim.core.texts import shown
 from verbatim.inference.chat.answer import BadAnswer, ChatAnswer, read_answer
 from verbatim.inference.http.client import Answer, AttemptFailed, HttpClient, status_failure
 from verbatim.inference.http.connection_settings import (
@@ -21,7 +22,6 @@ from verbatim.inference.http.connection_settings import (
     key_variable,
     named_key,
 )
-from verbatim.texts import shown
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,20 +7,20 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from verbatim.config.stop_strings import LONGEST_STOP, MOST_STOPS, stop_problem
 from verbatim.inference.base import MOST_STOP_IDS, SamplingParams
 from verbatim.inference.chat.protocol import UNENFORCEABLE, Options, RequestedSampling, ToolChoice
+from verbatim.inference.http.lone_surrogates import find_lone_surrogate
 from verbatim.inference.http.protocol import brief
-from verbatim.renderers.responses import MAX_DEPTH, levels
+from verbatim.models.renderers.nesting import MAX_DEPTH, levels
 
 MOST_MESSAGES = 20_000
 """Most messages, items or content parts of one list."""
 MOST_TOOLS = 1024
-MOST_STOPS = 16
-LONGEST_STOP = 256
-"""Characters of a stop string."""
 _LONGEST_NAME = 1024
 _LARGEST_FLOAT = 1.7e308
-_NOT_TEXT = "\ufffd"
+_SHOWN_PARTS = 5
+"""Keys and places of a value that is nested too deeply that are shown."""
 
 
 class BadField(ValueError):
@@ -86,13 +86,33 @@ class Fields:
 
 def check_values(body: Mapping[str, Any]) -> None:
     """Refuse a field that is nested so deeply that later readers would overflow the stack, or that holds a number which
-    JSON cannot write again (Python reads 1e999 as infinity)."""
+    JSON cannot write again (Python reads 1e999 as infinity), or half a character."""
     for name, value in body.items():
         for depth, level in enumerate(levels(value)):
             if depth == MAX_DEPTH:
-                raise BadField(name[:80], f"{name[:80]} is nested deeper than {MAX_DEPTH} levels", unknown=True)
+                where = _way_down(value, MAX_DEPTH)[:_SHOWN_PARTS]
+                raise BadField(
+                    name[:80],
+                    f"{name[:80]} is nested deeper than {MAX_DEPTH} levels, at {name[:80]}{''.join(where)}",
+                    unknown=True,
+                )
             if any(isinstance(item, float) and not math.isfinite(item) for item in level):
                 raise BadField(name[:80], f"{name[:80]} holds a number that is too large", unknown=True)
+    broken = find_lone_surrogate(body)
+    if broken is not None:
+        raise BadField(broken.field, broken.sentence, unknown=True)
+
+
+def _way_down(value: object, levels: int) -> list[str]:
+    """The keys and places on a way through so many levels; empty where there is none."""
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        part = f"[{key}]" if isinstance(key, int) else f".{key[:40]}"
+        if levels == 1:
+            return [part]
+        if below := _way_down(item, levels - 1):
+            return [part, *below]
+    return []
 
 
 def read_text(given: Mapping[str, Any], name: str, default: str = "", *, most: int | None = None) -> str:
@@ -200,8 +220,8 @@ def read_stops(given: Mapping[str, Any], name: str) -> tuple[str, ...]:
     for stop in stops:
         if not isinstance(stop, str) or len(stop) > LONGEST_STOP:
             raise BadField(name, f"{name}: expected texts of at most {LONGEST_STOP} characters, found {brief(stop)}")
-        if _NOT_TEXT in stop or any("\ud800" <= c <= "\udfff" for c in stop):
-            raise BadField(name, f"{name}: {brief(stop)} holds a character that stands for bytes that are no text")
+        if stop and (problem := stop_problem(stop)) is not None:
+            raise BadField(name, f"{name}: {brief(stop)} {problem}")
     return tuple(dict.fromkeys(stop for stop in stops if stop))
 
 

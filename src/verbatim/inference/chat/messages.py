@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from verbatim.core.types import MessageToolCall
 from verbatim.inference.chat.answer import read_arguments
 from verbatim.inference.chat.fields import MOST_MESSAGES, BadField, object_of, text_of
 from verbatim.inference.http.protocol import brief
-from verbatim.types import MessageToolCall
 
 _NOT_IN_PROMPTS = ("strict", "cache_control", "defer_loading")
 """Keys of tools that say how to sample or to store; they are no part of what the model reads."""
@@ -74,6 +75,62 @@ def function_tool(function: Mapping[str, Any], where: str) -> dict[str, Any]:
         text_of(function["description"], f"{where}.description")
     kept = {key: value for key, value in function.items() if key not in _NOT_IN_PROMPTS and value is not None}
     return {"type": "function", "function": kept}
+
+
+@dataclass
+class Order:
+    """Checks the order of a request's messages, as they come.
+
+    Behind the calls of a turn come their results, and only then what the user or a system message says: in between it
+    would stand between a call and its result in the prompt. The services of Anthropic and of OpenAI refuse such
+    requests too.
+    """
+
+    spoke_at: str = ""
+    """Who has spoken since the last turn, and where; "" = neither has, or no turn has made calls."""
+    _has_called: bool = False
+
+    def turn(self, *, calls: bool) -> None:
+        """A turn of the assistant."""
+        self.spoke_at, self._has_called = "", calls
+
+    def said(self, role: str, where: str) -> None:
+        """A text of the user or of the system, if only an empty one: it is a message of its own in the prompt."""
+        if self._has_called and not self.spoke_at:
+            self.spoke_at = f"what the {role} says ({where})"
+
+    def result(self, field: str, where: str) -> None:
+        """A result of a call.
+
+        Raises:
+            BadField: the user or the system has spoken since the turn with the call.
+        """
+        if self.spoke_at:
+            raise BadField(
+                field,
+                f"{where}: the result of a call stands behind {self.spoke_at}; send the results of a "
+                "turn's calls first, directly behind it, and texts behind them",
+            )
+
+
+def refuse_begun(role: str, field: str, where: str) -> None:
+    """Refuse a request that ends with a message of the assistant: to go on with it is not supported, and a new turn
+    behind it is not what is asked for.
+
+    Args:
+        role: Of the last message.
+        field: The field that holds the messages.
+        where: Of the last message.
+
+    Raises:
+        BadField: it is the assistant's.
+    """
+    if role == "assistant":
+        raise BadField(
+            field,
+            f"{where}: the last one is the assistant's, which would have to be continued; that is "
+            "not supported: end with a message of the user, or with the result of a call",
+        )
 
 
 def text_of_all(values: Sequence[object]) -> int:

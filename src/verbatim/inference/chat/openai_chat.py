@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from verbatim.core.types import Message
 from verbatim.inference.chat.fields import (
     MOST_MESSAGES,
     MOST_TOOLS,
@@ -25,81 +26,33 @@ from verbatim.inference.chat.fields import (
     read_text,
     text_of,
 )
-from verbatim.inference.chat.messages import call_of, function_tool, joined_text
+from verbatim.inference.chat.messages import Order, call_of, function_tool, joined_text, refuse_begun
 from verbatim.inference.chat.openai_chat_stream import OpenAIChatStream
 from verbatim.inference.chat.openai_form import choice_body, error_body, usage_of
 from verbatim.inference.chat.protocol import ChatReply, ChatRequest, Options, ProtocolRefusal, Stamp, ToolChoice
 from verbatim.inference.http.protocol import OURS, brief
-from verbatim.types import Message
 
 FIELDS = Fields(
     honoured={
-        "model",
-        "messages",
-        "tools",
-        "tool_choice",
-        "parallel_tool_calls",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "max_tokens",
-        "max_completion_tokens",
-        "stop",
-        "stop_token_ids",
-        "ignore_eos",
-        "seed",
-        "n",
-        "logprobs",
-        "stream",
-        "stream_options",
-        "return_token_ids",
-        OURS,
+        "model", "messages", "tools", "tool_choice", "parallel_tool_calls", "temperature", "top_p", "top_k", "min_p",
+        "max_tokens", "max_completion_tokens", "stop", "stop_token_ids", "ignore_eos", "seed", "n", "logprobs",
+        "stream", "stream_options", "return_token_ids", OURS,
     },
     without_effect={
-        "user",
-        "metadata",
-        "safety_identifier",
-        "service_tier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "prompt_cache_options",
-        "cache_salt",
-        "request_id",
-        "priority",
-        "skip_special_tokens",
-        "spaces_between_special_tokens",
-        "cache_control",
+        "user", "metadata", "safety_identifier", "service_tier", "prompt_cache_key", "prompt_cache_retention",
+        "prompt_cache_options", "cache_salt", "request_id", "priority", "skip_special_tokens",
+        "spaces_between_special_tokens", "cache_control",
     },
     neutral={
-        "response_format": ({"type": "text"},),
-        "reasoning_effort": (),
-        "verbosity": ("medium",),
-        "frequency_penalty": (0, 0.0),
-        "presence_penalty": (0, 0.0),
-        "repetition_penalty": (1, 1.0),
-        "logit_bias": ({},),
-        "top_logprobs": (0,),
-        "store": (False,),
-        "modalities": (["text"],),
-        "audio": (),
-        "prediction": (),
-        "web_search_options": (),
-        "functions": ([],),
-        "function_call": (),
-        "moderation": (),
-        "best_of": (1,),
-        "min_tokens": (0,),
-        "bad_words": ([],),
-        "prompt_logprobs": (),
-        "echo": (False,),
-        "add_generation_prompt": (True,),
-        "continue_final_message": (False,),
-        "chat_template_kwargs": ({},),
-        "include_stop_str_in_output": (False,),
-        "include_reasoning": (True,),
+        "response_format": ({"type": "text"},), "reasoning_effort": (), "verbosity": ("medium",),
+        "frequency_penalty": (0, 0.0), "presence_penalty": (0, 0.0), "repetition_penalty": (1, 1.0),
+        "logit_bias": ({},), "top_logprobs": (0,), "store": (False,), "modalities": (["text"],), "audio": (),
+        "prediction": (), "web_search_options": (), "functions": ([],), "function_call": (), "moderation": (),
+        "best_of": (1,), "min_tokens": (0,), "bad_words": ([],), "prompt_logprobs": (), "echo": (False,),
+        "add_generation_prompt": (True,), "continue_final_message": (False,), "chat_template_kwargs": ({},),
+        "include_stop_str_in_output": (False,), "include_reasoning": (True,),
     },
-)
+)  # fmt: skip
 """What this server does with each field of a request."""
 _MESSAGE = Fields(
     honoured={"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning"},
@@ -152,11 +105,6 @@ class OpenAIChat:
         unenforced = FIELDS.check(body, self.options)
         ours = read_object(body, OURS)
         _OURS.check(ours, _NO_OPTIONS, OURS)
-        messages = read_list(body, "messages", most=MOST_MESSAGES)
-        if not messages:
-            raise BadField(
-                "messages", f"messages: expected a list of at least one message, found {brief(body.get('messages'))}"
-            )
         given = read_list(body, "tools", most=MOST_TOOLS)
         tools = tuple(_read_tool(tool, f"tools[{k}]") for k, tool in enumerate(given))
         choice, name = _read_tool_choice(body.get("tool_choice"), tools)
@@ -168,7 +116,7 @@ class OpenAIChat:
         return ChatRequest(
             protocol=self.name,
             model=read_text(body, "model"),
-            messages=tuple(_read_message(message, f"messages[{k}]") for k, message in enumerate(messages)),
+            messages=_read_messages(body),
             tools=tools,
             tool_choice=choice,
             tool_name=name,
@@ -213,6 +161,26 @@ class OpenAIChat:
         return error_body(status, message, field, kind)
 
 
+def _read_messages(body: Mapping[str, Any]) -> tuple[Message, ...]:
+    given = read_list(body, "messages", most=MOST_MESSAGES)
+    if not given:
+        raise BadField(
+            "messages", f"messages: expected a list of at least one message, found {brief(body.get('messages'))}"
+        )
+    order, found = Order(), list[Message]()
+    for k, value in enumerate(given):
+        message = _read_message(value, f"messages[{k}]")
+        if message["role"] == "assistant":
+            order.turn(calls="tool_calls" in message)
+        elif message["role"] == "tool":
+            order.result("messages", f"messages[{k}]")
+        else:
+            order.said(message["role"], f"messages[{k}]")
+        found.append(message)
+    refuse_begun(found[-1]["role"], "messages", f"messages[{len(found) - 1}]")
+    return tuple(found)
+
+
 def _read_message(value: object, where: str) -> Message:
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise BadField("messages", f"{where}: expected an object with a role, found {brief(value)}")
@@ -224,9 +192,9 @@ def _read_message(value: object, where: str) -> Message:
     if value.get("name") is not None:
         message["name"] = text_of(value["name"], f"{where}.name")
     if role == "assistant":
-        reasoning = value.get("reasoning_content")
-        reasoning = value.get("reasoning") if reasoning is None else reasoning
-        if reasoning is not None:
+        given = [value[name] for name in ("reasoning_content", "reasoning") if value.get(name) is not None]
+        if given:
+            reasoning = next(filter(None, given), given[0])  # servers write both, and one may be empty
             message["reasoning_content"] = text_of(reasoning, f"{where}.reasoning_content")
         calls = read_list(value, "tool_calls", most=MOST_TOOLS) if value.get("tool_calls") is not None else []
         if calls:

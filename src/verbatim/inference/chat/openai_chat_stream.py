@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from verbatim.core.types import ToolCall
 from verbatim.inference.chat.openai_form import call_body, ending, error_body, logprobs_body, usage_of
 from verbatim.inference.chat.protocol import ChatDelta, ChatReply, ChatRequest, Stamp, pieces
 from verbatim.inference.chat.streaming import PING, Said, event
-from verbatim.types import ToolCall
 
 DONE = b"data: [DONE]\n\n"
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from verbatim.core.types import ToolCall
 from verbatim.inference.chat.protocol import ChatReply, ChatRequest, TokenLogprob, arguments_text
 from verbatim.inference.chat.streaming import token_logprobs
 from verbatim.inference.http.protocol import OURS
-from verbatim.types import ToolCall
 
 FINISH = {"stop": "stop", "stop_string": "stop", "tool_calls": "tool_calls", "length": "length"}
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}

@@ -29,45 +29,18 @@ from verbatim.inference.http.protocol import OURS, brief
 
 FIELDS = Fields(
     honoured={
-        "model",
-        "input",
-        "instructions",
-        "tools",
-        "tool_choice",
-        "parallel_tool_calls",
-        "temperature",
-        "top_p",
-        "max_output_tokens",
-        "stream",
-        "stream_options",
-        "text",
-        "reasoning",
-        "include",
-        "metadata",
-        OURS,
+        "model", "input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "temperature", "top_p",
+        "max_output_tokens", "stream", "stream_options", "text", "reasoning", "include", "metadata", OURS,
     },
     without_effect={
-        "store",
-        "user",
-        "safety_identifier",
-        "service_tier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "prompt_cache_options",
-        "client_metadata",
+        "store", "user", "safety_identifier", "service_tier", "prompt_cache_key", "prompt_cache_retention",
+        "prompt_cache_options", "client_metadata",
     },
     neutral={
-        "previous_response_id": (),
-        "conversation": (),
-        "background": (False,),
-        "prompt": (),
-        "max_tool_calls": (),
-        "top_logprobs": (0,),
-        "truncation": ("disabled",),
-        "moderation": (),
-        "context_management": (),
+        "previous_response_id": (), "conversation": (), "background": (False,), "prompt": (), "max_tool_calls": (),
+        "top_logprobs": (0,), "truncation": ("disabled",), "moderation": (), "context_management": (),
     },
-)
+)  # fmt: skip
 """What this server does with each field of a request."""
 _TEXT = Fields(
     honoured=(),
@@ -93,20 +66,8 @@ _INCLUDED = {
 }
 """What a request may ask to be included: thinking is there as it is, and the rest never occurs here."""
 _NO_OPTIONS = Options()
-_ECHOED = (
-    "instructions",
-    "tools",
-    "tool_choice",
-    "metadata",
-    "temperature",
-    "top_p",
-    "max_output_tokens",
-    "text",
-    "reasoning",
-    "user",
-    "safety_identifier",
-    "prompt_cache_key",
-)
+_ECHOED = ("instructions", "tools", "tool_choice", "metadata", "temperature", "top_p", "max_output_tokens", "text",
+           "reasoning", "user", "safety_identifier", "prompt_cache_key")  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from verbatim.core.types import Int32
 from verbatim.inference.chat.protocol import ChatDelta, ChatRequest
 from verbatim.inference.chat.stops import find_stop, held_back
 from verbatim.inference.chat.streaming import Said
-from verbatim.renderers.base import ReadsGrowingText, Renderer
-from verbatim.types import Int32
+from verbatim.models.renderers.base import ReadsGrowingText, Renderer
 
 _STEP = 64
 """A completion is read again once it has grown by this part of its length, so that all readings together cost no more

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
+from verbatim.core.types import Float32, Int32, Message, MessageToolCall, StopReason, ToolCall
 from verbatim.inference.base import SamplingParams
-from verbatim.types import Float32, Int32, Message, MessageToolCall, StopReason, ToolCall
 
 ToolChoice: TypeAlias = Literal["auto", "none", "required", "named"]
 Finish: TypeAlias = Literal["stop", "stop_string", "tool_calls", "length"]
@@ -63,7 +63,7 @@ class RequestedSampling:
 
         >>> RequestedSampling(temperature=0.5).params(SamplingParams(top_p=0.9), room=100, end_ids=[2])
         ... # doctest: +NORMALIZE_WHITESPACE
-        SamplingParams(temperature=0.5, max_tokens=100, top_p=0.9, top_k=0, min_p=0.0, stop_token_ids=(2,))
+        SamplingParams(temperature=0.5, max_tokens=100, top_p=0.9, top_k=0, min_p=0.0, stop_token_ids=(2,), stop=())
         """
 
         def given(name: str) -> Any:

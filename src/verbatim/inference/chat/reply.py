@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import numpy as np
 
+from verbatim.core.types import Int32, StopReason, ToolCall
 from verbatim.inference.base import Completion
 from verbatim.inference.chat.protocol import ChatReply, ChatRequest
 from verbatim.inference.chat.stops import find_stop
-from verbatim.renderers.base import ParsedResponse, Renderer
-from verbatim.types import Int32, StopReason, ToolCall
+from verbatim.models.renderers.base import ParsedResponse, Renderer
 
 
 def read_reply(
@@ -77,17 +77,23 @@ def parse(ids: Int32, stop: str | None, request: ChatRequest, renderer: Renderer
     """Read ids that end with the token that completes `stop`; None = no stop string ends them."""
     parsed = renderer.parse_response(ids, prompt_ids, request.tools or None)
     if stop is not None:
-        text = renderer.decode(ids)
-        parsed = _before(parsed, stop, len(text) - text.find(stop))
+        parsed = before_stop(parsed, stop, renderer.decode(ids))
     if request.tool_choice == "none" and parsed.tool_calls:
         texts = [parsed.content, *(call.raw for call in parsed.tool_calls)]
         parsed = dataclasses.replace(parsed, content="\n".join(filter(None, texts)), tool_calls=())
     return parsed
 
 
-def _before(parsed: ParsedResponse, stop: str, tail: int) -> ParsedResponse:
-    """The texts before a stop string, which is in the last of them, `tail` characters before the end if nothing was
-    left out behind it."""
+def before_stop(parsed: ParsedResponse, stop: str, text: str) -> ParsedResponse:
+    """What was read of a completion whose last token completes a stop string, with its texts up to that string: it is
+    in the last of them.
+
+    Args:
+        parsed: What was read of all ids.
+        stop: The stop string.
+        text: That of all ids.
+    """
+    tail = len(text) - text.find(stop)  # characters before the end, if nothing was left out behind it
     reasoning = parsed.reasoning_content
     if reasoning is not None and stop in reasoning:
         return ParsedResponse(content="", reasoning_content=_cut(reasoning, stop, tail))

@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from verbatim.core.types import Message
 from verbatim.inference.base import SamplingParams
 from verbatim.inference.chat.answer import read_arguments
-from verbatim.types import Message
 
 _UNCHANGED: Mapping[str, tuple[Any, ...]] = {
     "temperature": (1,),
@@ -53,6 +53,8 @@ def chat_body(
         body["top_k"] = params.top_k or -1
     if params.min_p or everything:
         body["min_p"] = params.min_p
+    if params.stop:
+        body["stop"] = list(params.stop)
     if params.stop_token_ids:
         body["stop_token_ids"] = list(params.stop_token_ids)
     if everything:

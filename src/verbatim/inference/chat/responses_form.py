@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from verbatim.core.types import ToolCall
 from verbatim.inference.chat.protocol import ChatReply, ChatRequest, Stamp, ToolForm, arguments_text
 from verbatim.inference.chat.responses_tools import INPUT
-from verbatim.types import ToolCall
 
 
 def response_body(request: ChatRequest, stamp: Stamp, reply: ChatReply | None) -> dict[str, Any]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
+from verbatim.core.types import Message
 from verbatim.inference.chat.fields import MOST_MESSAGES, BadField, Fields, object_of, read_list, read_text, text_of
-from verbatim.inference.chat.messages import call_of, joined_text
+from verbatim.inference.chat.messages import Order, call_of, joined_text, refuse_begun
 from verbatim.inference.chat.protocol import Options
 from verbatim.inference.chat.responses_tools import INPUT, joined_name
 from verbatim.inference.http.protocol import brief
-from verbatim.types import Message
 
 _TEXTS = ("input_text", "output_text", "text")
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -51,8 +51,17 @@ def read_input(body: Mapping[str, Any]) -> tuple[Message, ...]:
     )
     if not items:
         raise BadField("input", f"input: expected a text or a list of at least one item, found {brief(given)}")
+    order = Order()
     for k, item in enumerate(items):
-        _add(found, object_of(item, f"input[{k}]"), f"input[{k}]")
+        where = f"input[{k}]"
+        _add(found, object_of(item, where), where)
+        if found[-1]["role"] == "assistant":
+            order.turn(calls="tool_calls" in found[-1])
+        elif found[-1]["role"] == "tool":
+            order.result("input", where)
+        else:
+            order.said(found[-1]["role"], where)
+    refuse_begun(found[-1]["role"], "input", f"input[{len(items) - 1}]")
     return tuple(cast(Message, message) for message in found)
 
 

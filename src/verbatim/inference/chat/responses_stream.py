@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from verbatim.core.types import ToolCall
 from verbatim.inference.chat.protocol import ChatDelta, ChatReply, ChatRequest, Stamp, pieces
 from verbatim.inference.chat.responses_form import (
     call_item,
@@ -15,7 +16,6 @@ from verbatim.inference.chat.responses_form import (
     text_part,
 )
 from verbatim.inference.chat.streaming import PING, Said, event
-from verbatim.types import ToolCall
 
 
 class ResponsesStream:

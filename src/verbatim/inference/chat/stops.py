@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from verbatim.types import Int32
+from verbatim.core.types import Int32
 
 Decode = Callable[[Int32], str]
 """The text of ids. The text of a prefix is a prefix of the text, but for U+FFFD at its end."""

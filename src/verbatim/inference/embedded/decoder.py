@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verbatim.core.machine_faults import is_out_of_memory
+from verbatim.core.types import Experts, Float32
 from verbatim.inference.base import SampleRequest
 from verbatim.inference.embedded.expert_record import ExpertRecord
 from verbatim.inference.embedded.forward import open_forward
@@ -16,9 +18,7 @@ from verbatim.inference.embedded.pass_layout import PassLayout, Rows
 from verbatim.inference.embedded.rebuild import Rebuild
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.inference.embedded.slots import Placement, Slots, SlotTable
-from verbatim.machine_faults import is_out_of_memory
 from verbatim.models.head import CausalLM
-from verbatim.types import Experts, Float32
 
 _PARKING_BUDGET = 1 << 30
 """Bytes of keys and values, at full context length, of sequences that wait for their next turn."""

@@ -14,8 +14,10 @@ import numpy as np
 import torch
 
 from verbatim.config.inference import OnWeightUpdate
-from verbatim.cores import CoreShare
-from verbatim.errors import ModelError, RecordError, SamplerFault, VerbatimError
+from verbatim.core.errors import ModelError, RecordError, SamplerFault, VerbatimError
+from verbatim.core.machine_faults import is_out_of_memory
+from verbatim.core.texts import cut
+from verbatim.core.types import Float32, Int32
 from verbatim.inference.base import Completion, SampleRequest, Watch
 from verbatim.inference.cut_off import cut_off, num_tokens_drawn, settle
 from verbatim.inference.embedded.decoder import Decoder
@@ -25,14 +27,12 @@ from verbatim.inference.embedded.model_check import refuse_other_decoding
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.inference.pool.base import ReplicaLoad
 from verbatim.inference.validation import check_ids, check_prompt, check_temperature, check_version
-from verbatim.machine_faults import is_out_of_memory
 from verbatim.models.adapters import BaseWeights, is_adapter, load_base_of, read_adapter
 from verbatim.models.experts import find_routers
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model, read_weights, replace_weights
+from verbatim.models.native.cores import CoreShare
 from verbatim.models.positions import refuse_moving_positions
-from verbatim.texts import cut
-from verbatim.types import Float32, Int32
 
 _LOOK_EVERY = 1.0
 """Seconds between two checks of a waiting call that the engine's thread is alive."""

@@ -13,8 +13,9 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 
-from verbatim.cores import CoreShare
-from verbatim.errors import SamplerFault, VerbatimError
+from verbatim.core.errors import SamplerFault, VerbatimError
+from verbatim.core.machine_faults import is_out_of_memory
+from verbatim.core.types import StopReason
 from verbatim.inference.base import Completion, nothing_sampled
 from verbatim.inference.embedded.decoder import Counts, Decoder
 from verbatim.inference.embedded.messages import (
@@ -27,8 +28,7 @@ from verbatim.inference.embedded.messages import (
     failure_text,
     request_failed,
 )
-from verbatim.machine_faults import is_out_of_memory
-from verbatim.types import StopReason
+from verbatim.models.native.cores import CoreShare
 
 logger = logging.getLogger(__name__)
 

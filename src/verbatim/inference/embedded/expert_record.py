@@ -10,12 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from verbatim.errors import ModelError
+from verbatim.core.errors import ModelError
+from verbatim.core.types import Experts
 from verbatim.inference.embedded.pass_layout import PassLayout
 from verbatim.models.attention import WholeSequencePlan
 from verbatim.models.experts import RouterPass
 from verbatim.models.head import CausalLM
-from verbatim.types import Experts
 
 
 class ExpertRecord:

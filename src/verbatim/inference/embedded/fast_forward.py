@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from verbatim.errors import ModelError
+from verbatim.core.errors import ModelError
 from verbatim.inference.embedded.kv_cache import KeyValueShape
 from verbatim.models.attention import AttentionCall, AttentionPlan, WholeSequencePlan
 from verbatim.models.head import CausalLM
@@ -135,39 +135,52 @@ def known_backbone(
     model: CausalLM, calls: Sequence[AttentionCall], context_length: int, *, fixed_rows: bool = False
 ) -> FastBackbone | None:
     """The layers of a model of a known class, in whatever number format; None for other models."""
-    return FastBackbone(model, calls, context_length, fixed_rows=fixed_rows) if _is_known(model) else None
+    return FastBackbone(model, calls, context_length, fixed_rows=fixed_rows) if why_unknown(model) is None else None
 
 
 def fast_backbone(
     model: CausalLM, calls: Sequence[AttentionCall], context_length: int, *, fixed_rows: bool = False
 ) -> FastBackbone | None:
     """The model's fast forward pass; None if it is not known to give the same numbers."""
+    return compared_backbone(model, calls, context_length, fixed_rows=fixed_rows)[0]
+
+
+def compared_backbone(
+    model: CausalLM, calls: Sequence[AttentionCall], context_length: int, *, fixed_rows: bool = False
+) -> tuple[FastBackbone | None, str]:
+    """As `fast_backbone`, and why there is none where the model is known and gave other numbers; else ""."""
     fast = known_backbone(model, calls, context_length, fixed_rows=fixed_rows)
     if fast is None or model.output.weight.dtype != torch.float32:
-        return None  # in bfloat16 the order of roundings matters
+        return None, ""  # in bfloat16 the order of roundings matters
     length = min(_PROBE, context_length)
     positions = torch.arange(length, device=model.device)
     ids = (positions * 7919 + 1) % model.vocab_size
     theirs = model.hidden(ids, positions, WholeSequencePlan())
     ours = fast.hidden(ids, positions, WholeSequencePlan())
     tolerance = 1e-5 * max(1.0, float(theirs.abs().max()))
-    return fast if bool((ours - theirs).abs().max() <= tolerance) else None
+    found = float((ours - theirs).abs().max())
+    if found <= tolerance:
+        return fast, ""
+    return None, (
+        f"the layers of this {type(model.model).__name__} give other hidden states than the model's own "
+        f"forward pass: they differ by {found:.2g}, and {tolerance:.2g} is allowed"
+    )
 
 
-def _is_known(model: CausalLM) -> bool:
+def why_unknown(model: CausalLM) -> str | None:
+    """Why the layers of a model are not those that are known; None where they are."""
     backbone = model.backbone
     kind = type(backbone)
     if kind.__name__ not in _KNOWN or not kind.__module__.startswith("transformers.models."):
-        return False
+        return f"{type(model.model).__name__} is not one of the architectures that it knows"
     if model.config.hidden_act != "silu":
-        return False
-    return not any(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or "forward" in vars(module)
-        or (isinstance(module, nn.Linear) and type(module) is not nn.Linear)
-        for module in backbone.modules()
-    )
+        return f"the activation is {model.config.hidden_act}, and not silu"
+    for name, module in backbone.named_modules():
+        if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+            return f"the module {name or 'of the model'} has hooks, or a forward of its own"
+        if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
+            return f"the layer {name} is a {type(module).__name__}, and not a plain Linear"
+    return None
 
 
 def _normed(norm: Any, x: Tensor) -> Tensor:

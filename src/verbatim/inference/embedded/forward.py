@@ -11,18 +11,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from verbatim.errors import ModelError
+from verbatim.core.errors import ModelError
 from verbatim.inference.embedded.compiled.forward import CompiledForward
 from verbatim.inference.embedded.compiled.library import kernel_build, load_kernel
 from verbatim.inference.embedded.compiled.structures import why_not
 from verbatim.inference.embedded.expert_record import ExpertRecord
-from verbatim.inference.embedded.fast_forward import fast_backbone, known_backbone, probe
+from verbatim.inference.embedded.fast_forward import compared_backbone, known_backbone, probe
 from verbatim.inference.embedded.pass_layout import PassLayout, Rows
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.inference.embedded.slots import Slots, SlotTable
 from verbatim.inference.embedded.torch_forward import TorchForward
 from verbatim.models.head import CausalLM
-from verbatim.native import find_compiler
+from verbatim.models.native import find_compiler
 
 logger = logging.getLogger(__name__)
 
@@ -122,10 +122,12 @@ def open_forward(
         ModelError: `kernel = "compiled"` where the kernel cannot be built, or does not compute this model.
     """
     shape, calls = probe(model)
-    fast = fast_backbone(model, calls, context_length, fixed_rows=settings.deterministic)
+    fast, differs = compared_backbone(model, calls, context_length, fixed_rows=settings.deterministic)
     if settings.kernel != "torch":
         known = fast if model.output.weight.dtype == torch.float32 else known_backbone(model, calls, context_length)
         reason, advice = why_not(model, known, calls), ""
+        if differs and model.output.weight.device.type == "cpu":
+            reason, advice = differs, _REPORT
         if reason is None:
             assert known is not None, "why_not refuses models without one"
             kernel = load_kernel()

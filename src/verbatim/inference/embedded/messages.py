@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from verbatim.errors import SamplerFault
+from verbatim.core.errors import SamplerFault
+from verbatim.core.machine_faults import describe, is_out_of_memory
+from verbatim.core.texts import cut, error_text
 from verbatim.inference.base import SampleRequest, Watch
-from verbatim.machine_faults import describe, is_out_of_memory
-from verbatim.texts import cut, error_text
 
 
 @dataclass(eq=False, kw_only=True)

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from verbatim.errors import ModelError
+from verbatim.core.errors import ModelError
 from verbatim.inference.base import SampleRequest, SamplingParams
 from verbatim.inference.embedded.decoder import Decoder
 from verbatim.inference.embedded.settings import TorchSettings

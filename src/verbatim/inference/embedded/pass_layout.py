@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from verbatim.core.types import Int32
 from verbatim.inference.embedded.kv_cache import BLOCK, Group, up_to
 from verbatim.inference.embedded.slots import Slots
-from verbatim.types import Int32
 
 _QUANTUM = 16
 """Passes that are not deterministic attend to a multiple of this many keys."""

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from verbatim.core.token_tree import common_prefix_length
 from verbatim.inference.embedded.slots import WAIT_FOR_PREFIX, Slots, SlotTable
-from verbatim.token_tree import common_prefix_length
 
 
 class Leader(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from verbatim.config.sections import PositiveInt
-from verbatim.errors import UsageError
+from verbatim.core.errors import UsageError
 from verbatim.inference.pool.settings import ServerSettings
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from verbatim.core.token_tree import common_prefix_length
+from verbatim.core.types import Int32
 from verbatim.inference.base import SampleRequest
 from verbatim.inference.embedded.sampling import seed_key
-from verbatim.token_tree import common_prefix_length
-from verbatim.types import Int32
 
 Slots = NDArray[np.intp]
 

@@ -9,8 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from verbatim.errors import ModelError
-from verbatim.freed_memory import keep_freed_memory
+from verbatim.core.errors import ModelError
 from verbatim.inference.embedded.expert_record import ExpertRecord
 from verbatim.inference.embedded.fast_forward import FastBackbone
 from verbatim.inference.embedded.kv_cache import BLOCK, CachePlan, KeyValueCache, KeyValueShape, up_to
@@ -20,6 +19,7 @@ from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.inference.embedded.slots import Slots, SlotTable
 from verbatim.inference.embedded.whole_sequence import sequence_logprobs
 from verbatim.models.head import CausalLM
+from verbatim.models.native.freed_memory import keep_freed_memory
 
 _ROW_QUANTUM = 32
 """Deterministic passes have a multiple of this many rows: matrix kernels then have no remainder rows, and

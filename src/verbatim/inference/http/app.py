@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import ipaddress
 import json
 import logging
@@ -26,23 +25,26 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from verbatim.errors import RecordError, UsageError, VerbatimError
-from verbatim.inference.base import Sampler, SaysHow, failure_of
+from verbatim.core.errors import RecordError, UsageError, VerbatimError
+from verbatim.core.texts import cut
+from verbatim.inference.base import MOST_STOP_IDS, Sampler, SaysHow, failure_of
 from verbatim.inference.chat.protocol import Options, ProtocolRefusal
 from verbatim.inference.http import protocol
 from verbatim.inference.http.chat_desk import ChatDesk
 from verbatim.inference.http.chat_routes import ChatRoutes
 from verbatim.inference.http.exchange import STOPPING, ClientGone, check_length, read_body, while_there
+from verbatim.inference.http.json_size import LARGE, MOST_VALUES
 from verbatim.inference.http.limits import ServerLimits
 from verbatim.inference.http.protocol import brief
 from verbatim.inference.http.request_body import Refused, check_model, read_json, read_name, read_request, refuse_others
 from verbatim.inference.pool.base import SaysLoad
 from verbatim.inference.validation import check_ids, check_temperature, check_version
 from verbatim.inference.vllm.plugin import verbatim_uploads
-from verbatim.texts import cut
+from verbatim.inference.vllm.plugin.verbatim_keys import is_key, key_of
+from verbatim.models.renderers.stop_ids import ends_within
 
 if TYPE_CHECKING:
-    from verbatim.renderers.base import Renderer
+    from verbatim.models.renderers.base import Renderer
 
 logger = logging.getLogger(__name__)
 
@@ -199,7 +201,7 @@ class SamplerApp:
             seed=self._random.getrandbits(63),
             room=room,
             session=request.headers.get(SESSION_HEADER, ""),
-            end_ids=[token for token in self._end_ids if token < vocab_size],
+            end_ids=ends_within(self._end_ids, vocab_size),
         )
         completion = await while_there(request.receive, self._stopped, self._sampler.generate(sample))
         return protocol.completion_body(
@@ -364,12 +366,13 @@ class SamplerApp:
     def _check_key(self, request: Request) -> None:
         if self._api_key is None:
             return
-        given = request.headers.get("authorization", "").removeprefix("Bearer ") or request.headers.get("x-api-key", "")
-        if not hmac.compare_digest(given.encode(), self._api_key.encode()):
+        if not is_key(key_of(request.headers.raw, b"x-api-key"), self._api_key.encode()):
             raise Refused(401, "expected the server's api key, as a bearer token or as x-api-key")
 
     async def _ids_body(self, request: Request, room: int) -> dict[str, Any]:
-        body = read_json(await read_body(request, self._limits.ids_body(room), self._limits))
+        data = await read_body(request, self._limits.ids_body(room), self._limits)
+        most = MOST_VALUES + room + MOST_STOP_IDS
+        body = await asyncio.to_thread(read_json, data, most) if len(data) > LARGE else read_json(data, most)
         check_model(body, self._model)
         return body
 

@@ -21,13 +21,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from verbatim.errors import UsageError, VerbatimError
-from verbatim.imports import child_environment
+from verbatim.core.errors import UsageError, VerbatimError
+from verbatim.core.imports import child_environment
 from verbatim.inference.chat.protocol import ProtocolRefusal
 from verbatim.inference.http.limits import ServerLimits
 from verbatim.inference.http.request_body import Refused
-from verbatim.renderers.base import Renderer
-from verbatim.renderers.renderer_spec import renderer_spec
+from verbatim.models.renderers.base import Renderer
+from verbatim.models.renderers.renderer_spec import renderer_spec
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

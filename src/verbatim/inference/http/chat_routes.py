@@ -17,7 +17,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from verbatim.errors import VerbatimError
+from verbatim.core.errors import VerbatimError
+from verbatim.core.texts import cut
+from verbatim.core.types import StopReason
 from verbatim.inference.base import Completion, Sampler, SampleRequest, Watch, generate_watched
 from verbatim.inference.chat.anthropic_messages import AnthropicMessages
 from verbatim.inference.chat.openai_chat import OpenAIChat
@@ -32,8 +34,6 @@ from verbatim.inference.http.exchange import STOPPING, ClientGone, json_answer, 
 from verbatim.inference.http.limits import ServerLimits
 from verbatim.inference.http.protocol import GENERATE
 from verbatim.inference.http.request_body import Refused
-from verbatim.texts import cut
-from verbatim.types import StopReason
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from verbatim.errors import RecordError, UsageError, VerbatimError
+from verbatim.core.errors import RecordError, UsageError, VerbatimError
+from verbatim.core.texts import error_text
+from verbatim.core.types import Int32
 from verbatim.inference.base import Completion, SamplingParams
 from verbatim.inference.chat.anthropic_messages import AnthropicMessages
 from verbatim.inference.chat.messages import text_of_all
@@ -15,9 +17,8 @@ from verbatim.inference.chat.reply import read_reply
 from verbatim.inference.http.limits import BYTES_OF_A_TOKEN, most_text
 from verbatim.inference.http.protocol import brief, check_completion
 from verbatim.inference.http.request_body import read_json
-from verbatim.renderers.base import Renderer
-from verbatim.texts import error_text
-from verbatim.types import Int32
+from verbatim.models.renderers.base import Renderer
+from verbatim.models.renderers.stop_ids import ends_within
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -81,7 +82,7 @@ def read_chat(
         raise RecordError(
             f"messages: {len(ids)} ids leave no room in a context of {room} tokens; at most {room - 1} fit"
         )
-    ends = [token for token in renderer.stop_token_ids if token < vocab_size]
+    ends = ends_within(renderer.stop_token_ids, vocab_size)
     params = request.sampling.params(SamplingParams(), room=max(1, room - len(ids)), end_ids=ends)
     return Asked(request=replace(request, messages=()), prompt_ids=ids, params=params)
 

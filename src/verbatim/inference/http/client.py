@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
-from verbatim.errors import SamplerFault
+from verbatim.core.errors import SamplerFault
+from verbatim.core.redaction import REDACTED, hide
 from verbatim.inference.http.connection_settings import (
     certificates,
     check_address,
@@ -132,6 +133,7 @@ class HttpClient:
         check_address(url, "url")
         check_limits(request_timeout, max_retries)
         check_key(api_key)
+        hide(api_key)
         check_installed()
         self.url = url.rstrip("/")
         self._headers = {"Content-Type": "application/json", **(headers or {})}
@@ -282,7 +284,7 @@ class HttpClient:
         """Servers quote the key that they refuse; a quote may end in the middle of it."""
         for secret in self._secrets:
             for end in range(len(secret), _SHORTEST_SECRET - 1, -1):
-                text = text.replace(secret[:end], "[key]")
+                text = text.replace(secret[:end], REDACTED)
         return text
 
 

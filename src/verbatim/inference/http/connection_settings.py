@@ -8,8 +8,9 @@ import ssl
 import urllib.request
 from urllib.parse import urlsplit
 
-from verbatim.errors import UsageError
-from verbatim.texts import shown
+from verbatim.core.errors import UsageError
+from verbatim.core.redaction import hide
+from verbatim.core.texts import shown
 
 OPENAI_HOST, OPENAI_KEY = "api.openai.com", "OPENAI_API_KEY"
 """OpenAI's own server, and the variable in which its clients look for its key."""
@@ -89,6 +90,7 @@ def named_key(url: str, named: str | None) -> str | None:
             f"api_key_env: the environment variable {named} is empty; put the key of {url} into it, or "
             "leave api_key_env out for a server that needs none"
         )
+    hide(key)
     return key
 
 

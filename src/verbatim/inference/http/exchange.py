@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive
 
-from verbatim.inference.http.limits import ServerLimits
+from verbatim.inference.http.limits import TINY_CHUNKS, ConnectionLimits, ServerLimits
+from verbatim.inference.http.protocol import brief
 from verbatim.inference.http.request_body import Refused
 
 T = TypeVar("T")
@@ -31,8 +32,20 @@ def json_answer(body: Mapping[str, Any]) -> Response:
         return Response(json.dumps(body), media_type="application/json")
 
 
+def check_encoding(request: Request) -> None:
+    """Refuse a compressed body: it may be small, and large once it is read."""
+    encodings = ", ".join(request.headers.getlist("content-encoding")).strip()
+    if encodings.lower() not in ("", "identity"):
+        raise Refused(
+            415,
+            f"content-encoding = {brief(encodings)}: compressed bodies are not read; send the body as "
+            "it is, without content-encoding",
+        )
+
+
 def check_length(request: Request, most: int) -> None:
-    """Refuse a body that is longer than `most` bytes, or does not say how long it is."""
+    """Refuse a body that is longer than `most` bytes, does not say how long it is, or is compressed."""
+    check_encoding(request)
     length = request.headers.get("content-length")
     if length is None:
         raise Refused(411, "expected a content-length; chunked bodies are not accepted")
@@ -46,13 +59,41 @@ async def read_body(request: Request, most: int, limits: ServerLimits) -> bytear
         # Also refuses web pages: a browser sends this content-type only where the server has allowed it.
         raise Refused(415, "expected a body of content-type application/json")
     check_length(request, most)
+    return await read_whole(request, most, limits)
+
+
+async def read_whole(
+    request: Request, most: int, limits: ConnectionLimits, grow: Callable[[int], None] = lambda size: None
+) -> bytearray:
+    """Read a body, in chunks too where these are taken.
+
+    Args:
+        request: Whose head has come.
+        most: Bytes.
+        limits: The time for it.
+        grow: Told the bytes of a body that does not say its length, as they come; may refuse them.
+
+    Raises:
+        Refused: it is compressed, too large, comes too late, or in chunks of a few bytes.
+        ClientDisconnect: the client has gone.
+    """
+    check_encoding(request)
+    if "transfer-encoding" in request.headers and not limits.takes_chunks:
+        raise Refused(411, "expected a content-length; chunked bodies are not accepted")
+    is_sized = "content-length" in request.headers
     data = bytearray()
     try:
         async with asyncio.timeout(limits.body_seconds):
             async for chunk in request.stream():
                 data += chunk
+                if len(data) > most:
+                    raise Refused(413, f"the request is larger than {most} bytes")
+                if not is_sized:
+                    grow(len(chunk))
     except TimeoutError:
         raise Refused(408, f"the body did not arrive within {limits.body_seconds:g} s") from None
+    if request.scope.get("state", {}).get(TINY_CHUNKS):
+        raise Refused(411, "expected a content-length, or chunks of at least a few dozen bytes")
     return data
 
 

@@ -1,9 +1,7 @@
-"""Defines the limits of one client of a sampler's server: connections, seconds and bytes."""
+"""Defines the limits of one client of a server: connections, seconds and bytes."""
 
 from __future__ import annotations
 
-import contextlib
-import resource
 from dataclasses import dataclass
 
 from verbatim.inference.base import MOST_STOP_IDS
@@ -15,28 +13,41 @@ BYTES_OF_A_TOKEN = 256
 _BESIDE = 256 * 2**10
 """Most bytes of a body beside ids and text."""
 _LARGEST_BODY = 64 * 2**20
-_MOST_DESCRIPTORS = 65536
-_RESERVE = 128
-"""Descriptors reserved for the rest of the process."""
+
+
+TINY_CHUNKS = "tiny_chunks"
+"""In the state of a request whose chunks are too small to be read on."""
+DOOR, CONNECTION = "door", "connection"
+"""In the state of every request: the door that it came through, or None, and its connection."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerLimits:
-    """Limits of one client of a server."""
+class ConnectionLimits:
+    """Limits that all servers have."""
 
     max_connections: int = 4096
-    """Most open connections. A new one replaces the connection that has waited longest for a request; if all have
-    one, it is answered with 503."""
+    """Most open connections, and never more than there are descriptors for. A new one replaces the connection that has
+    waited longest for a request; if all have one, it is answered with 503."""
+    head_bytes: int = 2**14
+    """Most bytes of the head of a request."""
     head_seconds: float = 15.0
     """Seconds for the head of a request, from the connection or its first byte."""
     body_seconds: float = 60.0
     """Seconds for the body of a request, from the end of its head."""
     answer_seconds: float = 60.0
     """Seconds for which a client may leave its answer unread."""
-    render_seconds: float = 10.0
-    """Seconds to render a conversation to token ids."""
     refusal_seconds: float = 0.0
     """Seconds before a refusal is sent, so that a client that repeats an invalid request costs less."""
+    takes_chunks: bool = False
+    """Whether a body may come in chunks, without saying its length."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerLimits(ConnectionLimits):
+    """Limits of one client of a sampler's server."""
+
+    render_seconds: float = 10.0
+    """Seconds to render a conversation to token ids."""
     max_body: int | None = None
     """Most bytes of a request; None = what a full context can need."""
 
@@ -67,14 +78,3 @@ def most_text(context_length: int) -> int:
     1048576
     """
     return BYTES_OF_A_TOKEN * context_length
-
-
-def raise_descriptor_limit() -> int:
-    """Raise this process's limit of open files as far as the system allows; returns how many connections fit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):  # some systems allow less than they report; the limit then stays
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else max(soft - _RESERVE, soft // 2)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from verbatim.types import Float32, Int32
+from verbatim.core.types import Float32, Int32
 
 PACKED = "packed"
 """In a request, under `protocol.OURS`: true = pack the answer, if the server can. In an answer: what `pack` gives;

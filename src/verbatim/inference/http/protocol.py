@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from verbatim.errors import (
+from verbatim.core.errors import (
     EnvironmentFault,
     ModelError,
     RecordError,
@@ -25,10 +25,10 @@ from verbatim.errors import (
     UsageError,
     VerbatimError,
 )
+from verbatim.core.records.experts import experts_from_text, experts_to_text
+from verbatim.core.types import Experts, Float32, Int32, StopReason
 from verbatim.inference.base import INT32_END, Completion, SampleRequest
 from verbatim.inference.http.packed import PACKED, pack, read_packed
-from verbatim.records.experts import experts_from_text, experts_to_text
-from verbatim.types import Experts, Float32, Int32, StopReason
 
 GENERATE = "/inference/v1/generate"
 """Token ids in, token ids out, as vLLM has it."""

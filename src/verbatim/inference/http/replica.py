@@ -10,7 +10,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from verbatim.errors import ModelError, SamplerFault, UsageError
+from verbatim.core.errors import ModelError, SamplerFault, UsageError
+from verbatim.core.types import Float32, Int32
 from verbatim.inference.base import Completion, SampleRequest
 from verbatim.inference.http import protocol
 from verbatim.inference.http.client import CONNECT, Answer, HttpClient, encode
@@ -20,7 +21,6 @@ from verbatim.inference.http.uploads import digests_of, upload
 from verbatim.inference.pool.base import ReplicaLoad
 from verbatim.inference.pool.phases import phase
 from verbatim.inference.validation import check_ids, check_prompt, check_version
-from verbatim.types import Float32, Int32
 
 _START = "start it with `verbatim inference FILE` and this run's file"
 _FROM_A_FOLDER = (
@@ -189,8 +189,8 @@ class HttpReplica:
         found = [
             f"its {key} is {brief(how.get(key))}, expected {wanted!r}: {_START}"  # type: ignore[union-attr]
             for key, wanted in self._how.items()
-            if how.get(key) != wanted
-        ]  # type: ignore[union-attr]
+            if how.get(key) != wanted  # type: ignore[union-attr]
+        ]
         checks = (
             (
                 said.get("vocab_size") == self.vocab_size,

@@ -10,8 +10,9 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from verbatim.errors import UsageError
+from verbatim.core.errors import UsageError
 from verbatim.inference.base import MOST_STOP_IDS, SampleRequest, SamplingParams
+from verbatim.inference.http.json_size import MOST_VALUES, check_json_size
 from verbatim.inference.http.packed import PACKED
 from verbatim.inference.http.protocol import OURS, LogprobStyle, brief, read_ids, refuse_constant
 
@@ -48,8 +49,9 @@ class Refused(Exception):
         self.status, self.message = status, message
 
 
-def read_json(data: bytes | bytearray) -> dict[str, Any]:
-    """The JSON object in a body."""
+def read_json(data: bytes | bytearray, most_values: int = MOST_VALUES) -> dict[str, Any]:
+    """The JSON object in a body of at most so many values."""
+    check_json_size(data, most_values=most_values)
     try:
         body = json.loads(data, parse_constant=refuse_constant)
     except RecursionError:

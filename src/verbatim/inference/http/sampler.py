@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from verbatim.errors import RecordError, SamplerFault, UsageError
+from verbatim.core.errors import RecordError, SamplerFault, UsageError
+from verbatim.core.types import Float32, Int32
 from verbatim.inference.base import Completion, SampleRequest, SamplingParams, nothing_sampled
 from verbatim.inference.http import protocol, scoring
 from verbatim.inference.http.client import CONNECT, Answer, HttpClient, HungUp, decode, encode, read_json
 from verbatim.inference.http.connection_settings import check_address
-from verbatim.inference.validation import check_temperature
-from verbatim.types import Float32, Int32
+from verbatim.inference.validation import check_temperature, refuse_stop_strings
 
 STARTED_AGAIN = "it was started again, or another server answers in its place"
 _NO_TOKEN_ENDPOINT = "vLLM has it with --enable-scale-out"
@@ -147,6 +147,7 @@ class HttpSampler:
             RecordError: an empty or too long prompt, or an id outside the vocabulary.
             SamplerFault: the engine failed, or the server cannot be reached.
         """
+        refuse_stop_strings(request)
         try:
             body = protocol.request_body(
                 request, self._model_name(), seed_for_all=self._send_seeds, cache_salt=self.cache_salt

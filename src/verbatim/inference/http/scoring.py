@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from verbatim.core.types import Float32, Int32
 from verbatim.inference.http.protocol import UNKNOWN_LOGPROB, brief, number_of
-from verbatim.types import Float32, Int32
 
 _NEUTRAL: dict[str, Any] = {
     "temperature": 1.0,

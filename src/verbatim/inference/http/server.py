@@ -5,7 +5,6 @@ It runs in the caller's event loop, beside other users of the sampler there.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import socket
@@ -15,13 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from verbatim.errors import UsageError
+from verbatim.core.descriptors import raise_descriptor_limit
+from verbatim.core.errors import UsageError
 from verbatim.inference.base import Sampler
 from verbatim.inference.chat.protocol import Options
-from verbatim.inference.http.limits import ServerLimits, raise_descriptor_limit
+from verbatim.inference.http.limits import ServerLimits
 
 if TYPE_CHECKING:
-    from verbatim.renderers.base import Renderer
+    from verbatim.models.renderers.base import Renderer
 
 LAST_PORT = 65535
 """Largest TCP port."""
@@ -84,7 +84,8 @@ async def serve_sampler(
     try:
         from verbatim.inference.http.app import SamplerApp
         from verbatim.inference.http.chat_desk import ChatDesk, ProcessDesk, ThreadDesk
-        from verbatim.inference.http.connections import ConnectionTable, Server
+        from verbatim.inference.http.connections import Server
+        from verbatim.inference.http.doors import ConnectionTable
     except ImportError as error:
         raise UsageError(f"serving a sampler needs {error.name}: pip install 'verbatim-rl[serve]'") from None
     _check_uploads(uploads, api_key)
@@ -110,14 +111,12 @@ async def serve_sampler(
             hosts={"localhost", host, *allow_hosts},
             options=options or Options(),
         )
-        server = Server(app, listening, table)
-        running = asyncio.create_task(server.serve(sockets=[listening]), name="sampler-server")
-        try:
-            address = f"[{host}]" if ":" in host else host
-            yield SamplerServer(url=f"http://{address}:{listening.getsockname()[1]}", model=model)
-        finally:
-            app.stop()
-            await server.stop(running)
+        server = Server(app, table)
+        stack.push_async_callback(server.stop)
+        stack.callback(app.stop)
+        server.listen_on(listening)
+        address = f"[{host}]" if ":" in host else host
+        yield SamplerServer(url=f"http://{address}:{listening.getsockname()[1]}", model=model)
 
 
 def _check_uploads(uploads: Path | None, api_key: str | None) -> None:

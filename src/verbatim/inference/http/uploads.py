@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verbatim.errors import SamplerFault
+from verbatim.core.errors import SamplerFault
 from verbatim.inference.http.client import Answer, AttemptFailed, HttpClient, encode, read_json
 from verbatim.inference.http.protocol import brief
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Coroutine
 from typing import Any, Literal, TypeVar
 
-from verbatim.errors import SamplerFault
+from verbatim.core.errors import SamplerFault
 from verbatim.inference.base import Completion, SampleRequest
 from verbatim.inference.cut_off import cut_off, num_tokens_drawn, settle
 from verbatim.inference.pool.base import Replica, ReplicaLoad

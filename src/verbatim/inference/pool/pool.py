@@ -22,7 +22,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from verbatim.errors import EngineDead, RunStopped, SamplerFault
+from verbatim.core.errors import EngineDead, RunStopped, SamplerFault
+from verbatim.core.types import Float32, Int32, StopReason
 from verbatim.inference.base import Completion, SampleRequest, WeightCheck, nothing_sampled
 from verbatim.inference.cut_off import cut_off, num_tokens_drawn
 from verbatim.inference.pool.base import Rendezvous, Replica
@@ -33,7 +34,6 @@ from verbatim.inference.pool.places import Places
 from verbatim.inference.pool.roster import Restart, Roster
 from verbatim.inference.pool.routing import Router
 from verbatim.inference.validation import check_ids, check_prompt, check_temperature
-from verbatim.types import Float32, Int32, StopReason
 
 T = TypeVar("T")
 

@@ -9,13 +9,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from verbatim.errors import SamplerFault, UsageError
+from verbatim.core.errors import SamplerFault, UsageError
+from verbatim.core.texts import error_text, printable
 from verbatim.inference.base import WeightCheck
 from verbatim.inference.pool.base import Rendezvous, Replica, ReplicaLoad, TooSlow
 from verbatim.inference.pool.loading import CheckLine, Limits, Target, fall_asleep, illness, load_and_check, within
 from verbatim.inference.pool.member import GivenUp, Life, Member
 from verbatim.inference.pool.places import Places
-from verbatim.texts import error_text, printable
 
 logger = logging.getLogger(__name__)
 

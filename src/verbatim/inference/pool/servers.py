@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from verbatim.errors import SamplerFault, UsageError
+from verbatim.core.errors import SamplerFault, UsageError
 from verbatim.inference.base import WeightCheck
 from verbatim.inference.pool.base import Rendezvous, Replica
 from verbatim.inference.pool.loading import Limits

@@ -9,8 +9,8 @@ from pydantic import model_validator
 
 from verbatim.config import BackendSettings
 from verbatim.config.sections import PositiveFloat
-from verbatim.errors import UsageError
-from verbatim.imports import is_installed
+from verbatim.core.errors import UsageError
+from verbatim.core.imports import is_installed
 
 
 class ServerSettings(BackendSettings):

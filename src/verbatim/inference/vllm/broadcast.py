@@ -21,12 +21,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verbatim.config.sections import BroadcastKind
-from verbatim.errors import SamplerFault, UsageError
+from verbatim.core.errors import SamplerFault, UsageError
+from verbatim.core.texts import printable
 from verbatim.inference.http.client import HttpClient
 from verbatim.inference.sending import SendOrder, SendReport, WeightSender
 from verbatim.inference.vllm.control import VllmControl
 from verbatim.inference.vllm.digests import PublishedFolder
-from verbatim.texts import printable
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from verbatim.errors import UsageError
+from verbatim.core.errors import UsageError
 from verbatim.inference.vllm.settings import VllmSettings
 from verbatim.models.sizes import linear_layers_of
 

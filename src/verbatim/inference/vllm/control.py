@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from verbatim.errors import SamplerFault, UsageError
+from verbatim.core.errors import SamplerFault, UsageError
 from verbatim.inference.base import SampleRequest, SamplingParams
 from verbatim.inference.http.client import Answer, AttemptFailed, HttpClient, encode, read_json
 from verbatim.inference.http.packed import PACKED

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verbatim.errors import ModelError, SamplerFault
+from verbatim.core.errors import ModelError, SamplerFault
 from verbatim.inference.http.protocol import brief
 from verbatim.models.source import is_adapter, scale_of
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verbatim.errors import UsageError
+from verbatim.core.errors import UsageError
 from verbatim.inference.vllm.command import RETURN_EXPERTS, lora_options
 
 _LAYERS = ("q_proj", "k_proj", "...all linear layers but the head...")
@@ -76,8 +76,8 @@ def refuse_inexact(
         for ok, said in (
             (
                 facts.vocab_size == vocab_size,
-                f"it serves {facts.model} with {facts.vocab_size} ids, expected the model of this run with {vocab_size}: "
-                "start it with --model and the folder in model.name",
+                f"it serves {facts.model} with {facts.vocab_size} ids, expected the model of this run with "
+                f"{vocab_size}: start it with --model and the folder in model.name",
             ),
             (
                 facts.max_model_len >= context_length,
@@ -111,18 +111,20 @@ def refuse_inexact(
             ),
             (
                 nccl is None or facts.nccl == nccl,
-                f"its NCCL is {facts.nccl}, and that of the trainer {nccl}, which do not connect: install the same version "
-                'with both torches (nvidia-nccl-cu12 or -cu13), or use inference.vllm.weight_transfer = "files"',
+                f"its NCCL is {facts.nccl}, and that of the trainer {nccl}, which do not connect: install the same "
+                "version with both torches (nvidia-nccl-cu12 or -cu13), or "
+                'use inference.vllm.weight_transfer = "files"',
             ),
             (
                 adapter_rank is None or (facts.max_lora_rank or 0) >= adapter_rank,
-                f"it takes no adapters of rank {adapter_rank}: add {' '.join(lora_options(adapter_rank or 1, _LAYERS))}, and "
-                "the environment variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
+                f"it takes no adapters of rank {adapter_rank}: add "
+                f"{' '.join(lora_options(adapter_rank or 1, _LAYERS))}, "
+                "and the environment variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
             ),
             (
                 adapter_rank is None or not facts.adapts_head,
-                f"it adapts the output head, which ends vLLM 0.32 in a step with prompt logprobs: add --lora-target-modules "
-                f"{' '.join(_LAYERS)}",
+                f"it adapts the output head, which ends vLLM 0.32 in a step with prompt logprobs: add "
+                f"--lora-target-modules {' '.join(_LAYERS)}",
             ),
             (
                 facts.returns_routed_experts or not return_routed_experts,

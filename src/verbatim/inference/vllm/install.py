@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from verbatim.errors import UsageError
+from verbatim.core.errors import UsageError
 
 VERSION = "0.32.0"
 """The release that our adapter was tested with; its routes of weight updates change between releases."""

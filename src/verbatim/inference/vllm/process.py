@@ -14,13 +14,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from verbatim.errors import SamplerFault
+from verbatim.core.disk import make_private
+from verbatim.core.errors import SamplerFault
+from verbatim.core.machine_faults import describe
+from verbatim.core.texts import end_of_file, printable
 from verbatim.inference.http.client import Answer, HttpClient
 from verbatim.inference.vllm import keeper
 from verbatim.inference.vllm.command import server_command, server_environment
 from verbatim.inference.vllm.settings import VllmSettings
-from verbatim.machine_faults import describe
-from verbatim.texts import end_of_file, printable
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +118,7 @@ class ServerProcess:
         if is_taken(self._host, self._port):
             raise SamplerFault(f"{self.name} cannot listen on {self._host}, port {self._port}: address already in use")
         self._log.parent.mkdir(parents=True, exist_ok=True)
+        make_private(self._log)
         began = self._clock()
         with self._log.open("ab") as log:
             self._log_begins = log.tell()

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Final
 
 from verbatim.config.inference import OnWeightUpdate
-from verbatim.errors import SamplerFault, UsageError
+from verbatim.core.errors import SamplerFault, UsageError
+from verbatim.core.types import Float32, Int32
 from verbatim.inference.base import Completion, SampleRequest
 from verbatim.inference.http.client import CONNECT, HttpClient
 from verbatim.inference.http.sampler import HttpSampler
@@ -26,7 +27,6 @@ from verbatim.inference.vllm.facts import refuse_inexact
 from verbatim.inference.vllm.settings import WeightTransfer
 from verbatim.inference.vllm.transports import make_transport
 from verbatim.models.source import is_adapter
-from verbatim.types import Float32, Int32
 
 logger = logging.getLogger(__name__)
 _BEYOND_A_PHASE = 30.0

@@ -11,7 +11,7 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from verbatim.errors import SamplerFault, UsageError
+from verbatim.core.errors import SamplerFault, UsageError
 from verbatim.inference.backends import BackendInputs
 from verbatim.inference.pool.base import Rendezvous
 from verbatim.inference.pool.servers import FoundServers, Servers

@@ -10,7 +10,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from verbatim.config.sections import BroadcastSettings, PositiveFloat, PositiveInt
-from verbatim.errors import UsageError
+from verbatim.core.errors import UsageError
 from verbatim.inference.pool.settings import ServerSettings
 
 _ASK_PYTHON = """

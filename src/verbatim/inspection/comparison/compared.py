@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verbatim.comparison.configs import Difference, config_differences
-from verbatim.comparison.evals import ComparedEvals, compare_evals
-from verbatim.comparison.figures import Figures, figures
-from verbatim.comparison.read_run import Run, alarm_counts, read_run
-from verbatim.comparison.text_plot import Series
-from verbatim.errors import UsageError
-from verbatim.evaluation.as_json import difference_to_json, finite, result_to_json
-from verbatim.evaluation.texts import letter
+from verbatim.core.errors import UsageError
+from verbatim.inspection.comparison.configs import Difference, config_differences
+from verbatim.inspection.comparison.evals import ComparedEvals, compare_evals
+from verbatim.inspection.comparison.figures import Figures, figures
+from verbatim.inspection.comparison.read_run import Run, alarm_counts, read_run
+from verbatim.inspection.comparison.text_plot import Series
+from verbatim.run.evaluation.as_json import difference_to_json, finite, result_to_json
+from verbatim.run.evaluation.texts import letter
 
 REWARD = "reward/mean"
 """The metric of steps that is always drawn."""

@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
-from verbatim.comparison.read_run import Run
 from verbatim.config.fields import field_at
 from verbatim.config.schema import RunConfig
+from verbatim.inspection.comparison.read_run import Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,8 @@ def config_differences(runs: Sequence[Run]) -> list[Difference]:
     for key in keys:
         settings = [run.config.get(key) for run in runs]
         values = [setting.value if setting is not None else None for setting in settings]
-        if any(value != values[0] for value in values):
+        stored = [setting.stored if setting is not None else None for setting in settings]
+        if any(value != stored[0] for value in stored):
             lines = [setting.line if setting is not None else None for setting in settings]
             found.append(Difference(key=key, values=values, lines=lines, default=_default(key)))
     return found

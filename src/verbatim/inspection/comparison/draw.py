@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from verbatim.comparison.compared import Comparison
-from verbatim.comparison.read_run import Run
-from verbatim.disk import rename, temporary_beside
-from verbatim.errors import UsageError
-from verbatim.evaluation.texts import letter
-from verbatim.imports import is_installed
+from verbatim.core.disk import rename, temporary_beside
+from verbatim.core.errors import UsageError
+from verbatim.core.imports import is_installed
+from verbatim.inspection.comparison.compared import Comparison
+from verbatim.inspection.comparison.read_run import Run
+from verbatim.run.evaluation.texts import letter
 
 _DRAWN = ("completion_tokens", "entropy", "mismatch_kl", "grad_norm")
 """Metrics of steps that are drawn beside the comparison's own curves, where a run has them."""

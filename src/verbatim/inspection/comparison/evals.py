@@ -7,15 +7,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from verbatim.comparison.read_run import Metrics, Run
-from verbatim.errors import UsageError
-from verbatim.evaluation.intervals import Estimate
-from verbatim.evaluation.outcomes import Outcome
-from verbatim.evaluation.pairs import difference
-from verbatim.evaluation.results import EnvResult, env_result
-from verbatim.evaluation.rows import Compared
-from verbatim.evaluation.stored import read_outcomes
-from verbatim.evaluation.texts import letter
+from verbatim.core.errors import UsageError
+from verbatim.core.records.failed import MAX_FAILED
+from verbatim.inspection.comparison.read_run import Metrics, Run
+from verbatim.run.evaluation.intervals import Estimate
+from verbatim.run.evaluation.outcomes import Outcome
+from verbatim.run.evaluation.pairs import difference
+from verbatim.run.evaluation.results import EnvResult, env_result
+from verbatim.run.evaluation.rows import Compared
+from verbatim.run.evaluation.stored import read_outcomes
+from verbatim.run.evaluation.texts import letter
 
 MOST_PAIRS = 6
 """Pairs of runs that are compared; beyond them every run is compared with the first."""
@@ -66,6 +67,14 @@ def _compared(
             results.append(None)
         else:
             results.append(env_result(env, played, ks=(4,)) if played else _from_metrics(env, run.evals[env][step]))
+    most = max(
+        (
+            float(run.config["orchestrator.eval.max_failed"].value)
+            for run in runs
+            if "orchestrator.eval.max_failed" in run.config
+        ),
+        default=MAX_FAILED,
+    )
     pairs = list(itertools.combinations(range(len(runs)), 2))
     if len(pairs) > MOST_PAIRS:
         pairs = [(0, place) for place in range(1, len(runs))]
@@ -76,7 +85,9 @@ def _compared(
         results=results,
         pairs=[
             Compared(
-                before=letter(one), after=letter(two), environments={env: difference(env, outcomes[one], outcomes[two])}
+                before=letter(one),
+                after=letter(two),
+                environments={env: difference(env, outcomes[one], outcomes[two], most)},
             )
             for one, two in pairs
             if outcomes[one] and outcomes[two]

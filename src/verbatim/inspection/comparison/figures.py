@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from verbatim.comparison.read_run import Run
+from verbatim.inspection.comparison.read_run import Run
 
 LAST = 10
 """Steps at the end of a run over which figures are averaged."""

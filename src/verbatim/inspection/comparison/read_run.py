@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verbatim.checkpoints.origin import Origin, read_origin
-from verbatim.checkpoints.run_folder import ORCHESTRATOR, holds_run
-from verbatim.checkpoints.stored_config import CONFIG, leaves
 from verbatim.config.origins import dotted, line_numbers
-from verbatim.config.secrets import redacted_at
-from verbatim.disk import open_regular, read_regular
-from verbatim.errors import CheckpointError, UsageError
-from verbatim.evaluation.stored import evaluated_steps
-from verbatim.monitors.alarm import Alarm
-from verbatim.monitors.alarm_log import alarm_from_json
-from verbatim.viewer.run_state import read_config, read_state
+from verbatim.core.disk import open_regular, read_regular
+from verbatim.core.errors import CheckpointError, UsageError
+from verbatim.core.redaction import redacted_at
+from verbatim.inspection.viewer.run_state import read_config, read_state
+from verbatim.logs.checkpoints.hold import ORCHESTRATOR, holds_run
+from verbatim.logs.checkpoints.origin import Origin, read_origin
+from verbatim.logs.checkpoints.stored_config import CONFIG, leaves
+from verbatim.logs.monitors.alarm import Alarm
+from verbatim.logs.monitors.alarm_log import alarm_from_json
+from verbatim.run.evaluation.stored import evaluated_steps
 
 Metrics = Mapping[str, float]
 
@@ -36,7 +36,9 @@ class Setting:
     """One key of a run's configuration."""
 
     value: Any
-    """Without secrets."""
+    """Without secrets, to be shown."""
+    stored: Any = field(repr=False)
+    """As it stands there, to be compared: two keys may look the same without secrets."""
     line: int | None
     """Where it stands in the stored configuration."""
 
@@ -111,7 +113,7 @@ def read_run(folder: Path) -> Run:
         max_steps=folder_state.max_steps,
         num_starts=sum(bool(_STARTED.match(line)) for line in log),
         config={
-            key: Setting(value=redacted_at(key, value), line=lines.get(key))
+            key: Setting(value=redacted_at(key, value), stored=value, line=lines.get(key))
             for key, value in leaves(config)
             if key not in _NO_PART
         },

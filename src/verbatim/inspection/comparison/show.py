@@ -8,16 +8,16 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from verbatim.comparison.compared import Comparison, state_line
-from verbatim.comparison.configs import Difference, told
-from verbatim.comparison.evals import ComparedEvals
-from verbatim.comparison.figures import Figures
-from verbatim.comparison.read_run import alarm_counts
-from verbatim.comparison.text_plot import COLOURS, SEVERAL, text_plot
-from verbatim.evaluation.rows import Row
-from verbatim.evaluation.show import print_rows, show_differences, show_results
-from verbatim.evaluation.texts import letter
-from verbatim.monitors.console import format_number
+from verbatim.inspection.comparison.compared import Comparison, state_line
+from verbatim.inspection.comparison.configs import Difference, told
+from verbatim.inspection.comparison.evals import ComparedEvals
+from verbatim.inspection.comparison.figures import Figures
+from verbatim.inspection.comparison.read_run import alarm_counts
+from verbatim.inspection.comparison.text_plot import COLOURS, SEVERAL, text_plot
+from verbatim.logs.monitors.console import format_number
+from verbatim.run.evaluation.rows import Row
+from verbatim.run.evaluation.show import print_rows, show_differences, show_results
+from verbatim.run.evaluation.texts import letter
 
 _WIDEST = 100
 """Most columns of a plot."""

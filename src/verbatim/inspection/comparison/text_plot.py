@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from verbatim.evaluation.texts import letter, number
+from verbatim.run.evaluation.texts import letter, number
 
 Series = Sequence[tuple[int, float]]
 """Steps and values."""

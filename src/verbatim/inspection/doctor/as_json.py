@@ -7,9 +7,9 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from verbatim.doctor.diagnosis import Diagnosis, Summary
-from verbatim.doctor.logs import Problems
-from verbatim.doctor.windows import Cell
+from verbatim.inspection.doctor.diagnosis import Diagnosis, Summary
+from verbatim.inspection.doctor.logs import Problems
+from verbatim.inspection.doctor.windows import Cell
 
 
 class JsonReport:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from verbatim.doctor.classes import BreakClass
-from verbatim.doctor.difference import Difference
-from verbatim.doctor.evidence import classify
-from verbatim.doctor.evidence.recorded import recorded_reason
-from verbatim.doctor.logs import LoggedTrajectory
-from verbatim.doctor.samples import find_samples
-from verbatim.doctor.text import TokenText
-from verbatim.doctor.windows import Row, side_by_side
+from verbatim.inspection.doctor.classes import BreakClass
+from verbatim.inspection.doctor.difference import Difference
+from verbatim.inspection.doctor.evidence import classify
+from verbatim.inspection.doctor.evidence.recorded import recorded_reason
+from verbatim.inspection.doctor.logs import LoggedTrajectory
+from verbatim.inspection.doctor.samples import find_samples
+from verbatim.inspection.doctor.text import TokenText
+from verbatim.inspection.doctor.windows import Row, side_by_side
 
 _SAYS_LITTLE = frozenset({BreakClass.UNKNOWN, BreakClass.HISTORY_REWRITTEN, BreakClass.NOT_READ_BACK})
 """What the ids say where they do not tell why."""

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from verbatim.doctor.alignment import Alignment, Change, align
-from verbatim.doctor.samples import Opening
-from verbatim.doctor.text import TokenText
-from verbatim.types import StopReason, Turn
+from verbatim.core.types import StopReason, Turn
+from verbatim.inspection.doctor.alignment import Alignment, Change, align
+from verbatim.inspection.doctor.samples import Opening
+from verbatim.inspection.doctor.text import TokenText
 
 _BEFORE = 16
 """Tokens before a completion that are included, because a generation prompt may open the thinking."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from verbatim.trajectories.extension import OpenSamples
-from verbatim.types import Turn
+from verbatim.core.trajectories.extension import OpenSamples
+from verbatim.core.trajectories.openings import breaks
+from verbatim.core.types import Turn
 
 
 @dataclass(frozen=True, kw_only=True)
 class Opening:
-    """A break: a turn that extends none of the open samples."""
+    """A turn that extends none of the open samples: a break, or the first turn of a further agent."""
 
     turn: int
     against: tuple[int, ...]
@@ -19,6 +20,7 @@ class Opening:
     shared: int
     """Leading ids that its prompt shares with that sample: the position of the break."""
     first_of_agent: bool
+    """Whether it is no break."""
     goes_on: bool = False
     """Whether the compared sample continues after this turn, so that its conversation was not replaced."""
 
@@ -42,7 +44,7 @@ def find_samples(turns: Sequence[Turn]) -> Samples:
     Example: turns `([1, 2], [3])` and `([1, 9], [4])`, written (prompt, completion), give the samples `[0]` and `[1]`
     and one opening, of turn 1 at position 1: rows compute 3 + 3 tokens, a tree 5.
     """
-    opened = OpenSamples()
+    opened, breaking = OpenSamples(), set(breaks(turns))
     samples: list[list[int]] = []
     latest: dict[str, int] = {}
     drafts: list[tuple[Opening, int]] = []
@@ -58,7 +60,7 @@ def find_samples(turns: Sequence[Turn]) -> Samples:
             if found.closest is not None:
                 other, shared = _compared(turn, found.closest, found.shared, turns, samples, latest)
                 opening = Opening(
-                    turn=index, against=tuple(samples[other]), shared=shared, first_of_agent=turn.agent not in latest
+                    turn=index, against=tuple(samples[other]), shared=shared, first_of_agent=index not in breaking
                 )
                 drafts.append((opening, other))
             number = opened.open(turn.path)

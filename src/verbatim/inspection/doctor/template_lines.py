@@ -14,9 +14,9 @@ from functools import cache
 from types import FrameType
 from typing import Any
 
-from verbatim.doctor.classes import BreakClass
-from verbatim.doctor.diagnosis import TemplateLine
-from verbatim.errors import EnvironmentFault, ModelError, TemplateFault
+from verbatim.core.errors import EnvironmentFault, ModelError, TemplateFault
+from verbatim.inspection.doctor.classes import BreakClass
+from verbatim.inspection.doctor.diagnosis import TemplateLine
 
 _THOUGHT, _ANSWER = "zq thought", "zq answer"
 _ASK = {"role": "user", "content": "zq ask"}
@@ -61,7 +61,7 @@ class _Watched:
     """A template whose executed lines are recorded."""
 
     def __init__(self, template: str) -> None:
-        from verbatim.renderers.chat_template import ChatTemplate
+        from verbatim.models.renderers.chat_template import ChatTemplate
 
         self.lines = template.split("\n")
         self._template = ChatTemplate(template, {})

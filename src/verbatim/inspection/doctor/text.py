@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from verbatim.errors import UsageError
+from verbatim.core.errors import UsageError
 
 
 class TokenText:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from verbatim.doctor.difference import Difference
-from verbatim.doctor.text import TokenText
+from verbatim.inspection.doctor.difference import Difference
+from verbatim.inspection.doctor.text import TokenText
 
 BEFORE = 3
 """Equal tokens shown before the first difference and after the first change."""

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from verbatim.renderers.base import ParsedResponse, Schemas
-from verbatim.types import Int32, Message, ToolCall
+from verbatim.core.types import Int32, Message, ToolCall
+from verbatim.models.renderers.base import ParsedResponse, Schemas
 
 _ROLES = {"tools": 256, "system": 257, "user": 258, "assistant": 259, "tool": 260}
 END, CALL, CALL_END, THINK, THINK_END = range(261, 266)

@@ -8,17 +8,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verbatim.envcheck import judge
-from verbatim.envcheck.examples import compare_splits, read_demonstrations, read_examples
-from verbatim.envcheck.findings import Finding, Report
-from verbatim.envcheck.play import MakePlayer, Play, Stage
-from verbatim.envcheck.players import RandomPlayer, SolutionPlayer, WrittenPlayer, assistant_messages
-from verbatim.envcheck.replay import compare, play_elsewhere, play_probes, play_probes_together
-from verbatim.envcheck.watch import LoopWatch, Stuck
+from verbatim.core.types import Example
 from verbatim.environments.base import Demonstration, Environment
 from verbatim.environments.resolve import create_environment
+from verbatim.inspection.envcheck import judge
+from verbatim.inspection.envcheck.examples import compare_splits, read_demonstrations, read_examples
+from verbatim.inspection.envcheck.findings import Finding, Report
+from verbatim.inspection.envcheck.play import MakePlayer, Play, Stage
+from verbatim.inspection.envcheck.players import RandomPlayer, SolutionPlayer, WrittenPlayer, assistant_messages
+from verbatim.inspection.envcheck.replay import compare, play_elsewhere, play_probes, play_probes_together
+from verbatim.inspection.envcheck.watch import LoopWatch, Stuck
+from verbatim.models.renderers.base import Renderer
 from verbatim.rollouts.loop import EpisodeLimits
-from verbatim.types import Example
+from verbatim.rollouts.openings import Openings, measure_openings
 
 _PROBES = 3
 """Examples whose episodes are played again."""
@@ -36,6 +38,8 @@ class CheckSettings:
     """As in [[orchestrator.train.env]]."""
     seq_len: int = 2048
     """As in [orchestrator]."""
+    renderer: Renderer | None = None
+    """Counts the tokens of opening prompts; None = they are estimated from the characters."""
     timeout: float = 20.0
     """Seconds for one episode."""
 
@@ -84,6 +88,7 @@ class _Check:
         self._stage = Stage(name=self.name, environment=self.environment, limits=limits)
         self._examples: dict[str, Sequence[Example]] = {}
         self._demonstrations: Sequence[Demonstration] = ()
+        self._openings: dict[str, Openings] = {}
         self._again: tuple[list[Play], list[list[Play]]] | None = None
 
     def read(self) -> bool:
@@ -110,6 +115,14 @@ class _Check:
             if imitated := _imitators(self._demonstrations, plays):
                 await stage.play("demonstration", imitated, example, index=index)
         if not self._is_too_slow():
+            for split, rows in self._examples.items():
+                self._openings[split] = await measure_openings(
+                    self.environment,
+                    rows,
+                    seq_len=self.settings.seq_len,
+                    renderer=self.settings.renderer,
+                    seconds=self.settings.timeout,
+                )
             self._again = (first, [await play_probes(stage, probes), await play_probes_together(stage, probes)])
 
     def play_again(self) -> None:
@@ -130,7 +143,7 @@ class _Check:
             *judge.errors(plays),
             *judge.tool_faults(plays),
             *judge.schemas(plays),
-            *judge.prompts(plays, self.settings.seq_len),
+            *judge.prompts(self._openings),
             *judge.scores(plays, self.environment),
             *judge.ends(plays, self.settings.max_turns),
             *judge.demonstrated_tools(plays, self._demonstrations),

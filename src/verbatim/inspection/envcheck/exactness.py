@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from verbatim.core.records.samples import TrainingSample
 from verbatim.inference.base import Completion, SampleRequest, Watch
 from verbatim.inference.scripted import ScriptedSampler
-from verbatim.records.samples import TrainingSample
 
 
 @dataclass(kw_only=True)

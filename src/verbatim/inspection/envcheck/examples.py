@@ -6,12 +6,12 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 
-from verbatim.envcheck.findings import Finding
+from verbatim.core.errors import NoDemonstrations, UsageError
+from verbatim.core.texts import shown
+from verbatim.core.types import Example
 from verbatim.environments.base import Demonstrates, Demonstration, Environment
 from verbatim.environments.resolve import demonstrations_of, examples_of
-from verbatim.errors import NoDemonstrations, UsageError
-from verbatim.texts import shown
-from verbatim.types import Example
+from verbatim.inspection.envcheck.findings import Finding
 
 _DEMONSTRATIONS = 200
 """Demonstrations that are asked for."""

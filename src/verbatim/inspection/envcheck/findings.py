@@ -10,6 +10,7 @@ KINDS = {
     "examples": "examples are missing, repeated or unreadable",
     "demonstrations": "demonstrations are unusable, or show other tools than episodes offer",
     "raises": "the environment raises",
+    "no_turns": "an episode ends before the model is asked",
     "tool_raises": "a tool raises on valid arguments",
     "blocks": "code blocks the event loop",
     "reward": "a reward is not a finite number",

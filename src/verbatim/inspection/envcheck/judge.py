@@ -5,15 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from verbatim.envcheck.findings import Earned, Finding
-from verbatim.envcheck.play import Play
+from verbatim.core.records.equality import are_equal
+from verbatim.core.types import Message, StopReason
 from verbatim.environments.base import Demonstration, Environment, succeeded
-from verbatim.records.equality import are_equal
-from verbatim.rollouts.tally import TOOL_FAULTS, TRACEBACK, failure_kind
-from verbatim.types import Message, StopReason
+from verbatim.inspection.envcheck.findings import Earned, Finding
+from verbatim.inspection.envcheck.play import Play
+from verbatim.rollouts.openings import Openings
+from verbatim.rollouts.tally import NO_TURNS, TOOL_FAULTS, TRACEBACK, failure_kind
 
-CHARACTERS_PER_TOKEN = 4
-"""English text has about so many; other languages and numbers have fewer, so a prompt may be longer than estimated."""
 _FEWEST = 4
 """Episodes from which on something that holds for all of them is said."""
 _WRONG_REWARD = re.compile(r"expected (a finite number|at most [\d.e+]+, all that float32 holds|a number or \{part)")
@@ -58,6 +57,14 @@ def errors(plays: Sequence[Play]) -> Iterator[Finding]:
                 expected="an episode that ends within the time (--timeout)",
                 change="end what waits: give every wait in `start`, `reply` and tools a deadline of its own",
             )
+        elif error.startswith(NO_TURNS):
+            yield Finding(
+                kind="no_turns",
+                found=found,
+                expected="a turn of the model in every episode",
+                change="in `run`, await agent.sample(...) before the end, without trained=False for the "
+                "agent that learns; an example that leaves nothing to do is none",
+            )
         else:
             yield Finding(
                 kind="raises",
@@ -84,7 +91,7 @@ def tool_faults(plays: Sequence[Play]) -> Iterator[Finding]:
                 change="give the tool a deadline of its own"
                 if hangs
                 else "mend the tool; to tell the model that a call cannot be done, raise "
-                'verbatim.tools.ToolFailed("why") or return a text',
+                'verbatim.environments.tools.ToolFailed("why") or return a text',
             )
     cut = [play for play in plays if "oversize" in play.trajectory.info.get("tool_errors", {})]
     if cut:
@@ -124,20 +131,19 @@ def schemas(plays: Sequence[Play]) -> Iterator[Finding | str]:
         yield f"arguments without a description: {', '.join(parameters)}"
 
 
-def prompts(plays: Sequence[Play], seq_len: int) -> Iterator[Finding]:
-    """First prompts that leave no room for an answer."""
-    if not plays:
-        return
-    longest = max(plays, key=lambda play: play.prompt_characters)
-    tokens = longest.prompt_characters // CHARACTERS_PER_TOKEN
-    if tokens >= seq_len:
-        yield Finding(
-            kind="too_long",
-            expected=f"less than seq_len = {seq_len} tokens (--seq-len), with room for the episode",
-            found=f"the first prompt of example {longest.example.id!r} has {longest.prompt_characters:,} characters, "
-            f"tools included: about {tokens:,} tokens",
-            change="shorten the opening messages and the tools' descriptions, or raise orchestrator.seq_len",
-        )
+def prompts(openings: Mapping[str, Openings]) -> Iterator[Finding | str]:
+    """Opening prompts that leave no room for an answer, by split; as notes, those that were not measured."""
+    for split, measured in openings.items():
+        if measured.found is not None:
+            yield Finding(
+                kind="too_long",
+                found=f'split "{split}": {measured.found}',
+                expected=f"less than seq_len = {measured.seq_len} tokens (--seq-len), with room for the episode",
+                change="shorten the opening messages and the tools' descriptions, raise orchestrator.seq_len, or leave "
+                "these examples out: nothing is sampled of them",
+            )
+        if measured.left_out is not None:
+            yield f'split "{split}": {measured.left_out}'
 
 
 def scores(plays: Sequence[Play], environment: Environment) -> Iterator[Finding | str]:

@@ -10,20 +10,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from verbatim.envcheck.players import Player, has_solution
+from verbatim.core.errors import ModelError
+from verbatim.core.types import Example, Message, StopReason, Trajectory
 from verbatim.environments.base import Environment, Episode
-from verbatim.errors import ModelError
+from verbatim.environments.tools.base import Tool
 from verbatim.inference.base import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
-from verbatim.renderers.base import Renderer
+from verbatim.inspection.envcheck.players import Player, has_solution
+from verbatim.models.renderers.base import Renderer
 from verbatim.rollouts.episode import EpisodeRun
 from verbatim.rollouts.group import GroupRun
 from verbatim.rollouts.loop import Answer, EpisodeLimits, EpisodeLoop, Prompt
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.runner import EpisodeTask, RolloutSetup
 from verbatim.rollouts.tally import EpisodeTally
-from verbatim.tools.base import Tool
-from verbatim.types import Example, Message, StopReason, Trajectory
 
 _MANY = 2**20
 """Ids of the made-up vocabulary: each turn's number is one."""
@@ -44,8 +44,6 @@ class Play:
     """The messages it began with."""
     tools: Mapping[str, Tool]
     """The tools that were offered in any turn, by name."""
-    prompt_characters: int
-    """Characters of the first prompt, its tools' schemas as JSON included."""
     has_solution: bool
     """Whether the episode says how it is solved."""
 
@@ -74,7 +72,6 @@ class PlayLoop(EpisodeLoop):
         super().__init__(limits=limits, recorder=recorder)
         self._player = player
         self.tools: dict[str, Tool] = {}
-        self.prompt_characters = 0
 
     async def sample(
         self,
@@ -102,9 +99,6 @@ class PlayLoop(EpisodeLoop):
 
     async def _answer(self, prompt: Prompt) -> Answer:
         number = self._begin_turn()
-        if not number:
-            parts = [str(message.get("content") or "") for message in prompt.messages]
-            self.prompt_characters = sum(map(len, [*parts, *(json.dumps(s, default=str) for s in prompt.schemas)]))
         await asyncio.sleep(0)  # other episodes go on meanwhile
         said = self._player.say(prompt.messages, prompt.schemas)
         said = dataclasses.replace(said, tool_calls=tuple(map(self._identify, said.tool_calls)))
@@ -181,7 +175,6 @@ class _Runner:
         self.seen[task.identity.sample_index] = {
             "opening": opening,
             "tools": loop.tools,
-            "prompt_characters": loop.prompt_characters,
             "has_solution": any(solvable),
         }
         return episode.trajectory()

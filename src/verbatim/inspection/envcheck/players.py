@@ -8,12 +8,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from verbatim.envcheck.arguments import random_arguments
+from verbatim.core.errors import EnvironmentFault
+from verbatim.core.texts import error_text, shown
+from verbatim.core.types import Message, ToolCall
 from verbatim.environments.base import Episode
-from verbatim.errors import EnvironmentFault
-from verbatim.renderers.base import ParsedResponse
-from verbatim.texts import error_text, shown
-from verbatim.types import Message, ToolCall
+from verbatim.inspection.envcheck.arguments import random_arguments
+from verbatim.models.renderers.base import ParsedResponse
 
 CALLS = 0.7
 """Probability that the random player calls a tool, where it has any."""

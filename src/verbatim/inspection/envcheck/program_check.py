@@ -11,19 +11,19 @@ from typing import Any
 
 import numpy as np
 
-from verbatim.envcheck.arguments import random_arguments
-from verbatim.envcheck.byte_chat import VOCAB_SIZE, ByteChat, read_prompt, written
-from verbatim.envcheck.exactness import TellingSampler, num_differences
-from verbatim.envcheck.play import SilentTally
-from verbatim.envcheck.rewritten import Rewritten
-from verbatim.gateway.program.environment import Program
-from verbatim.gateway.session import INFO
+from verbatim.core.trajectories.samples import build_samples
+from verbatim.core.types import Trajectory
 from verbatim.inference.base import SampleRequest, SamplingParams
+from verbatim.inspection.envcheck.arguments import random_arguments
+from verbatim.inspection.envcheck.byte_chat import VOCAB_SIZE, ByteChat, read_prompt, written
+from verbatim.inspection.envcheck.exactness import TellingSampler, num_differences
+from verbatim.inspection.envcheck.play import SilentTally
+from verbatim.inspection.envcheck.rewritten import Rewritten
+from verbatim.rollouts.gateway.program.environment import Program
+from verbatim.rollouts.gateway.session import INFO
 from verbatim.rollouts.group import GroupRun
 from verbatim.rollouts.loop import EpisodeLimits
 from verbatim.rollouts.runner import RolloutSetup
-from verbatim.trajectories.samples import build_samples
-from verbatim.types import Trajectory
 
 _LAST = ("final", "finish", "submit", "complete", "done", "answer")
 """Parts of the names of tools that end an agent's work."""

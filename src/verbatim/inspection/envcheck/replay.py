@@ -13,13 +13,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from verbatim.envcheck.findings import Finding
-from verbatim.envcheck.play import Play, Stage
-from verbatim.envcheck.players import RandomPlayer
+from verbatim.core.imports import child_environment
+from verbatim.core.types import Example
 from verbatim.environments.resolve import create_environment, examples_of
-from verbatim.imports import child_environment
+from verbatim.inspection.envcheck.findings import Finding
+from verbatim.inspection.envcheck.play import Play, Stage
+from verbatim.inspection.envcheck.players import RandomPlayer
 from verbatim.rollouts.loop import EpisodeLimits
-from verbatim.types import Example
 
 PAIR = (RandomPlayer, RandomPlayer)
 """Two players, so that two episodes of an example run side by side."""
@@ -48,7 +48,7 @@ def play_elsewhere(name: str, args: Mapping[str, Any], ids: Sequence[str], limit
         job = {"name": name, "args": dict(args), "ids": list(ids), "limits": asdict(limits), "out": str(out)}
         try:
             done = subprocess.run(
-                [sys.executable, "-c", "from verbatim.envcheck.replay import main; main()"],
+                [sys.executable, "-c", "from verbatim.inspection.envcheck.replay import main; main()"],
                 input=json.dumps(job),
                 env={**child_environment(), "PYTHONHASHSEED": str(1 + os.getpid() % 1000)},
                 text=True,
@@ -89,7 +89,8 @@ def compare(first: Sequence[Play], later: Sequence[Sequence[Play]], elsewhere: S
                     Finding(
                         kind="nondeterministic",
                         expected="the same episode for the same example, seed and actions",
-                        found=f"{_same(play)}, played first in two processes: {_difference(play.transcript(), transcript)}",
+                        found=f"{_same(play)}, played first in two processes: "
+                        f"{_difference(play.transcript(), transcript)}",
                         change="draw everything from random.Random(seed), with the seed that `start` is given; take "
                         "nothing from the clock, and sort sets before they are shown",
                     )
@@ -103,8 +104,8 @@ def compare(first: Sequence[Play], later: Sequence[Sequence[Play]], elsewhere: S
                         expected="episodes that know nothing of each other",
                         found=f"{_same(play)}, differs after other episodes were played: "
                         f"{_difference(play.transcript(), other.transcript())}",
-                        change="keep everything that changes on the episode (self.x = ... in its __init__), nothing on the "
-                        "environment, the class or the module; copy lists and dicts that come from there",
+                        change="keep everything that changes on the episode (self.x = ... in its __init__), nothing "
+                        "on the environment, the class or the module; copy lists and dicts that come from there",
                     )
                 ]
     return []

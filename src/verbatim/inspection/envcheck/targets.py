@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.config import ComponentTables, load_config
-from verbatim.config.schema import EnvConfig
+from verbatim.config.orchestrator import RendererConfig
+from verbatim.config.schema import EnvConfig, RunConfig
+from verbatim.core.errors import ComponentError, UsageError
+from verbatim.core.imports import told
+from verbatim.core.user_code import is_ctrl_c
 from verbatim.environments.shapes import adapter_of
-from verbatim.errors import ComponentError, UsageError
-from verbatim.imports import told
-from verbatim.user_code import is_ctrl_c
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,10 @@ class Target:
     """Most turns, where its table in a TOML file says so."""
     seq_len: int | None = None
     """Most tokens of an episode, where the TOML file says so."""
+    model: str | None = None
+    """The folder or hub id of the model, where the TOML file names one."""
+    renderer: RendererConfig | None = None
+    """How the TOML file has its prompts rendered."""
 
 
 def find_targets(given: str, args: Mapping[str, Any], tables: ComponentTables | None = None) -> list[Target]:
@@ -54,18 +59,26 @@ def find_targets(given: str, args: Mapping[str, Any], tables: ComponentTables | 
 
 
 def _in_config(path: Path, tables: ComponentTables | None) -> list[Target]:
-    orchestrator = load_config(path, tables=tables).orchestrator
+    config = load_config(path, tables=tables)
+    orchestrator = config.orchestrator
     evals = orchestrator.eval.env if orchestrator.eval is not None else ()
     found: list[Target] = []
     for env in (*orchestrator.train.env, *evals):
-        target = _target(env, orchestrator.seq_len)
+        target = _target(env, config)
         if target not in found:
             found.append(target)
     return found
 
 
-def _target(env: EnvConfig, seq_len: int) -> Target:
-    return Target(name=env.import_path or str(env.id), args=env.args, max_turns=env.max_turns, seq_len=seq_len)
+def _target(env: EnvConfig, config: RunConfig) -> Target:
+    return Target(
+        name=env.import_path or str(env.id),
+        args=env.args,
+        max_turns=env.max_turns,
+        seq_len=config.orchestrator.seq_len,
+        model=config.model.name,
+        renderer=config.orchestrator.renderer,
+    )
 
 
 def _in_module(path: Path, attribute: str) -> str:

@@ -23,8 +23,10 @@ _LOOK_EVERY = 0.05
 _MOST_BETWEEN = 0.1
 """Most seconds that count between two looks: in a longer gap the machine has stood still, and not the code."""
 _OURS = Path(verbatim.__file__).parent
-_THEIRS = (_OURS / "environments", _OURS / "gateway" / "verifiers")
+_THEIRS = (_OURS / "environments", _OURS / "rollouts" / "gateway" / "verifiers")
 """Bundled environments are looked at like those of users."""
+_TOOLS = _OURS / "environments" / "tools"
+"""What runs tools is ours, although it lies beside the bundled environments."""
 _LIBRARY = Path(asyncio.__file__).parents[1]
 """Python's own modules."""
 
@@ -120,6 +122,8 @@ def _place(frame: FrameType | None, own: Path | None) -> str:
 
 
 def _is_the_users(path: Path, own: Path | None) -> bool:
+    if _TOOLS in path.parents:
+        return False
     if own is not None and own in path.parents:
         return True
     is_ours = _OURS in path.parents and not any(theirs in path.parents for theirs in _THEIRS)

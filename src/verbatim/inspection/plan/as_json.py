@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from verbatim.plan.changes import Change
-from verbatim.plan.predict import Plan
-from verbatim.plan.show import problem
+from verbatim.inspection.plan.changes import Change
+from verbatim.inspection.plan.predict import Plan
+from verbatim.inspection.plan.show import problem
 
 
 def plan_as_json(plan: Plan, changes: Sequence[Change]) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from verbatim.config.schema import RunConfig
-from verbatim.errors import UsageError
-from verbatim.monitors.trajectory_log import TRAJECTORIES, read_trajectories
-from verbatim.trajectories import build
-from verbatim.types import TrainingSample, Trajectory, Turn
+from verbatim.core.errors import UsageError
+from verbatim.core.trajectories import build
+from verbatim.core.types import TrainingSample, Trajectory, Turn
+from verbatim.logs.monitors.trajectory_log import TRAJECTORIES, read_trajectories
 
 PROMPT_SHARE = 0.25
 """Share of a trajectory's tokens that its prompt has, where the turns could fill all of them."""
@@ -56,7 +56,13 @@ def assumed_batch(config: RunConfig) -> PlannedBatch:
     """
     orchestrator = config.orchestrator
     length = orchestrator.seq_len
-    most = max((env.sampling or orchestrator.sampling).max_tokens * env.max_turns for env in orchestrator.train.env)
+    most = max(
+        min(
+            (env.sampling or orchestrator.sampling).max_tokens * env.max_turns,
+            env.max_total_completion_tokens or length,
+        )
+        for env in orchestrator.train.env
+    )
     turn = max((env.sampling or orchestrator.sampling).max_tokens for env in orchestrator.train.env)
     sampled = max(1, min(most, int(length * (1 - PROMPT_SHARE))))
     turns = [min(turn, sampled - start) for start in range(0, sampled, turn)]

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from verbatim.config.schema import LoraConfig
-from verbatim.errors import UsageError
-from verbatim.plan.batches import assumed_batch
-from verbatim.plan.live_memory import LOGITS
-from verbatim.plan.placement import may_be_several
-from verbatim.plan.predict import Case, Plan, predict
+from verbatim.core.errors import UsageError
+from verbatim.inspection.plan.batches import assumed_batch
+from verbatim.inspection.plan.live_memory import LOGITS
+from verbatim.inspection.plan.placement import may_be_several
+from verbatim.inspection.plan.predict import Case, Plan, predict
 
 _SMALL_CHUNK = 256
 _LARGE_SHARE = 0.05

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from verbatim.errors import UsageError
+from verbatim.core.errors import UsageError
 
 GIB = 1 << 30
 

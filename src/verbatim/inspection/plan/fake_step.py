@@ -19,9 +19,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
+from verbatim.algorithms.losses import Loss
 from verbatim.config.schema import TrainerConfig
-from verbatim.errors import ModelError
-from verbatim.losses import Loss
+from verbatim.core.errors import ModelError
+from verbatim.core.records.fields import REFERENCE as REFERENCE_STREAM
+from verbatim.core.types import MicroBatch, TrainingSample
+from verbatim.inspection.plan.fake_attention import as_on_cuda
+from verbatim.inspection.plan.fake_ranks import FakeRanks, fake_ranks
+from verbatim.inspection.plan.live_memory import BATCH, GRADIENTS, OPTIMIZER, REFERENCE, WEIGHTS, LiveMemory
 from verbatim.models.attention import ATTENTION, AttentionPlan
 from verbatim.models.experts import find_routers
 from verbatim.models.head import CausalLM
@@ -30,10 +35,6 @@ from verbatim.models.own_attention import tiny_pair
 from verbatim.models.refusal import refusing
 from verbatim.models.shards import empty_model
 from verbatim.models.tiny import tiny_copy
-from verbatim.plan.fake_attention import as_on_cuda
-from verbatim.plan.fake_ranks import FakeRanks, fake_ranks
-from verbatim.plan.live_memory import BATCH, GRADIENTS, OPTIMIZER, REFERENCE, WEIGHTS, LiveMemory
-from verbatim.records.fields import REFERENCE as REFERENCE_STREAM
 from verbatim.trainer.bfloat16 import can_round, round_products
 from verbatim.trainer.compile import rounds_products
 from verbatim.trainer.device_batch import DeviceBatch
@@ -53,7 +54,6 @@ from verbatim.trainer.recompute import checkpoint_layers
 from verbatim.trainer.router_loss import router_loss
 from verbatim.trainer.split import split_batch
 from verbatim.trainer.step import GradientPass
-from verbatim.types import MicroBatch, TrainingSample
 
 MOST_RUN = 2
 """Micro-batches that are run, where a process has more of them: the one with the most targets, and the one with the

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from verbatim.config.schema import RunConfig
-from verbatim.errors import UsageError
+from verbatim.core.errors import UsageError
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.inference.vllm.settings import VllmSettings
-from verbatim.plan.speed import Replicas
+from verbatim.inspection.plan.speed import Replicas
 from verbatim.run.rollouts import inference_settings
 
 VLLM_MEMORY_SHARE = 0.9

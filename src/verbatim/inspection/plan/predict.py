@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verbatim.config.schema import RunConfig, TrainerConfig
+from verbatim.inspection.plan.batches import PlannedBatch
+from verbatim.inspection.plan.devices import Device
+from verbatim.inspection.plan.fake_step import StepCase, StepMemory, measure
+from verbatim.inspection.plan.live_memory import ACTIVATIONS, BATCH, LOGITS
+from verbatim.inspection.plan.placement import Placement
+from verbatim.inspection.plan.speed import SamplerSpeed, TrainerSpeed, sampler_speed, step_seconds, trainer_speed
 from verbatim.models.source import find_source
-from verbatim.packing.cost import model_cost
-from verbatim.plan.batches import PlannedBatch
-from verbatim.plan.devices import Device
-from verbatim.plan.fake_step import StepCase, StepMemory, measure
-from verbatim.plan.live_memory import ACTIVATIONS, BATCH, LOGITS
-from verbatim.plan.placement import Placement
-from verbatim.plan.speed import SamplerSpeed, TrainerSpeed, sampler_speed, step_seconds, trainer_speed
 from verbatim.run.parts import frozen_models, make_loss
+from verbatim.trainer.packing.cost import model_cost
 
 MEMORY_SHARE = 0.9
 """Share of a device's memory that tensors may take; the rest is for driver, libraries and what the allocator keeps."""

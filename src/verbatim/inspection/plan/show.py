@@ -9,9 +9,9 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from verbatim.plan.changes import Change
-from verbatim.plan.devices import GIB
-from verbatim.plan.live_memory import (
+from verbatim.inspection.plan.changes import Change
+from verbatim.inspection.plan.devices import GIB
+from verbatim.inspection.plan.live_memory import (
     ACTIVATIONS,
     BATCH,
     GATHERED,
@@ -21,7 +21,7 @@ from verbatim.plan.live_memory import (
     REFERENCE,
     WEIGHTS,
 )
-from verbatim.plan.predict import Plan
+from verbatim.inspection.plan.predict import Plan
 
 _KINDS: Mapping[str, str] = {
     WEIGHTS: "weights",

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from verbatim.config.schema import TrainerConfig
-from verbatim.packing.cost import CostModel
-from verbatim.packing.deal import lock_step_time
-from verbatim.plan.batches import PlannedBatch
-from verbatim.plan.devices import Device
-from verbatim.types import MicroBatch
+from verbatim.core.types import MicroBatch
+from verbatim.inspection.plan.batches import PlannedBatch
+from verbatim.inspection.plan.devices import Device
+from verbatim.trainer.packing.cost import CostModel
+from verbatim.trainer.packing.deal import lock_step_time
 
 WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of a number."""

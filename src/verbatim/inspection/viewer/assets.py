@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from verbatim.errors import UsageError
+from verbatim.core.errors import UsageError
 
 FOLDER = Path(__file__).parent / "assets"
 INDEX = "index.html"

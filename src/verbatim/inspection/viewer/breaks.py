@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
-from verbatim.doctor import BreakClass, Diagnosis, Doctor, LoggedTrajectory
-from verbatim.doctor.diagnosis import TemplateLine
-from verbatim.doctor.text import TokenText, counted
-from verbatim.errors import UsageError, VerbatimError
-from verbatim.types import Trajectory
-from verbatim.viewer.tokenizer import RunTokenizer
+from verbatim.core.errors import UsageError, VerbatimError
+from verbatim.core.trajectories.openings import breaks
+from verbatim.core.types import Trajectory
+from verbatim.inspection.doctor import BreakClass, Diagnosis, Doctor, LoggedTrajectory
+from verbatim.inspection.doctor.diagnosis import TemplateLine
+from verbatim.inspection.doctor.text import TokenText, counted
+from verbatim.inspection.viewer.tokenizer import RunTokenizer
 
 _LONGEST = 300_000
 """Tokens of breaking prompts up to which they are compared here: more would keep a reader waiting."""
@@ -31,24 +31,23 @@ class BreakReader:
     def explain(self, trajectory: Trajectory) -> dict[int, dict[str, Any]]:
         """For each turn that breaks: `{"reason": class, "words": [line, ...]}`."""
         turns = trajectory.turns
-        if len(turns) < 2:
+        breaking = breaks(turns)
+        if not breaking:
             return {}
-        tokens = sum(turn.num_prompt_tokens for before, turn in pairwise(turns) if not turn.extends(before))
-        if not tokens:
-            return {}
+        tokens = sum(turns[place].num_prompt_tokens for place in breaking)
         if tokens > _LONGEST:
             words = f"{tokens:,} tokens of prompts break here, too many to compare in a page; type verbatim doctor RUN"
-            return {
-                i: {"reason": "not_compared", "words": [words]}
-                for i in range(1, len(turns))
-                if not turns[i].extends(turns[i - 1])
-            }
+            return {place: {"reason": "not_compared", "words": [words]} for place in breaking}
         logged = LoggedTrajectory(trajectory=trajectory, line=0)
         try:
             found = Doctor(self._text, self._template_line).examine(logged)
         except UsageError:  # ids that the tokenizer does not have
             found = Doctor().examine(logged)
-        return {diagnosis.turn: {"reason": diagnosis.kind.value, "words": _words(diagnosis)} for diagnosis in found}
+        return {
+            diagnosis.turn: {"reason": diagnosis.kind.value, "words": _words(diagnosis)}
+            for diagnosis in found
+            if diagnosis.turn in breaking
+        }
 
     def warm_up(self) -> None:
         """Load what reads chat templates, which takes about a second, before it is asked for."""
@@ -59,7 +58,7 @@ class BreakReader:
             return None
         if self._lines is None:
             try:
-                from verbatim.doctor.template_lines import template_lines
+                from verbatim.inspection.doctor.template_lines import template_lines
 
                 self._lines = template_lines(self._text.chat_template)
             except (VerbatimError, ImportError):

@@ -19,9 +19,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from verbatim.errors import UsageError
-from verbatim.fates.schema import SCHEMA, VERSION, VERSION_KEY
-from verbatim.texts import cut
+from verbatim.core.errors import UsageError
+from verbatim.core.texts import cut
+from verbatim.core.trajectories.openings import breaks
+from verbatim.core.types import Trajectory, Turn
+from verbatim.logs.fates.schema import SCHEMA, VERSION, VERSION_KEY
 
 TRAIN, EVAL = "train", "eval"
 _LONGEST_NAMES = 300
@@ -42,31 +44,14 @@ _LETTERS = {FATES: "", EVALUATED_LINES: "e", TRAINED_LINES: "o", EVALUATED_FATES
 _KEY = re.compile(r"~([eov]?)(?:(\d{1,9})\.)?(\d{1,18})", re.ASCII)
 
 _NAME = pa.dictionary(pa.int32(), pa.string())
-COLUMNS = pa.schema(
-    [
-        ("source", pa.int8()),
-        ("file", pa.int32()),
-        ("place", pa.int64()),
-        ("kind", _NAME),
-        ("step", pa.int32()),
-        ("trajectory_id", pa.string()),
-        ("env", _NAME),
-        ("example_id", pa.string()),
-        ("group_id", pa.string()),
-        ("sample_index", pa.int32()),
-        ("reward", pa.float64()),
-        ("advantage", pa.float64()),
-        ("reason", _NAME),
-        ("flags", pa.list_(pa.string())),
-        ("error", pa.string()),
-        ("stop_reason", _NAME),
-        ("truncated", pa.bool_()),
-        ("num_turns", pa.int32()),
-        ("num_sampled_tokens", pa.int64()),
-        ("num_trained_tokens", pa.int64()),
-        ("num_breaks", pa.int32()),
-    ]
-)
+COLUMNS = pa.schema([
+    ("source", pa.int8()), ("file", pa.int32()), ("place", pa.int64()), ("kind", _NAME), ("step", pa.int32()),
+    ("trajectory_id", pa.string()), ("env", _NAME), ("example_id", pa.string()), ("group_id", pa.string()),
+    ("sample_index", pa.int32()), ("reward", pa.float64()), ("advantage", pa.float64()), ("reason", _NAME),
+    ("flags", pa.list_(pa.string())), ("error", pa.string()), ("stop_reason", _NAME), ("truncated", pa.bool_()),
+    ("num_turns", pa.int32()), ("num_sampled_tokens", pa.int64()), ("num_trained_tokens", pa.int64()),
+    ("num_breaks", pa.int32()),
+])  # fmt: skip
 """`place` is the row in the file of step `file`, or the byte in the JSON lines at which the record begins."""
 
 _PLACES = ("source", "file", "place", "kind")
@@ -216,20 +201,34 @@ def line_columns(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def num_breaks(turns: Sequence[Mapping[str, Any]]) -> int:
-    """Turns whose prompt does not extend the turn before: one that does is stored as all of that turn's context, and
-    what is new.
+    """The turns that break. One that extends the turn before is stored as all of that turn's context, and what is new:
+    only where one does not, prompts are put together.
 
-    >>> first = {"prompt": {"of_turn": None, "shared": 0, "new_ids": [1, 2]}, "completion_ids": [3]}
-    >>> num_breaks([first, {"prompt": {"of_turn": 0, "shared": 2, "new_ids": [9]}, "completion_ids": [4]}])
+    >>> first = {"prompt": {"of_turn": None, "shared": 0, "new_ids": [1, 2]}, "completion_ids": [3], "agent": "main"}
+    >>> second = {"prompt": {"of_turn": 0, "shared": 2, "new_ids": [9]}, "completion_ids": [4], "agent": "main"}
+    >>> num_breaks([first, second])
     1
     """
-    found, context = 0, 0
+    context = 0
     for index, turn in enumerate(turns):
         prompt = turn["prompt"]
         if index and not (prompt["of_turn"] == index - 1 and prompt["shared"] == context):
-            found += 1
+            return len(breaks(_read(turns)))
         context = prompt["shared"] + len(prompt["new_ids"]) + len(turn["completion_ids"])
-    return found
+    return 0
+
+
+def _read(turns: Sequence[Mapping[str, Any]]) -> Sequence[Turn]:
+    """Their ids and agents, as a trajectory has them."""
+    contexts: list[list[int]] = []
+    read = []
+    for turn in turns:
+        prompt = turn["prompt"]
+        known = [] if prompt["of_turn"] is None else contexts[prompt["of_turn"]][: prompt["shared"]]
+        ids = [*known, *prompt["new_ids"]]
+        contexts.append([*ids, *turn["completion_ids"]])
+        read.append(Turn(prompt_ids=ids, completion_ids=turn["completion_ids"], agent=_text(turn.get("agent", "main"))))
+    return Trajectory(example_id="", turns=tuple(read)).turns
 
 
 def _number(value: Any) -> float | None:

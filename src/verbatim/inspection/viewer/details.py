@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from verbatim.errors import UsageError
-from verbatim.trajectories.fate import TRAINED
-from verbatim.viewer.query import number
-from verbatim.viewer.records import Arrays, FoundTrajectory
+from verbatim.core.errors import UsageError
+from verbatim.core.trajectories.fate import TRAINED
+from verbatim.inspection.viewer.query import number
+from verbatim.inspection.viewer.records import Arrays, FoundTrajectory
 
 MOST_OF_A_TURN, MOST_OF_ALL = 20_000, 60_000
 """Tokens of one turn, and of all turns, in one answer."""

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import quote
 
-from verbatim.disk import rename, temporary_beside
-from verbatim.errors import UsageError
-from verbatim.viewer.assets import INDEX, Asset
-from verbatim.viewer.encoding import to_json
-from verbatim.viewer.query import Filters
-from verbatim.viewer.run_view import MOST_ROWS, RunView, list_runs
+from verbatim.core.disk import rename, temporary_beside
+from verbatim.core.errors import UsageError
+from verbatim.inspection.viewer.assets import INDEX, Asset
+from verbatim.inspection.viewer.encoding import to_json
+from verbatim.inspection.viewer.query import Filters
+from verbatim.inspection.viewer.run_view import MOST_ROWS, RunView, list_runs
 
 VERSION = 1
 _LEVEL = 6

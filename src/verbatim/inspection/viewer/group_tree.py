@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from verbatim.token_tree import Int32, TokenPath, common_prefix_length
-from verbatim.trajectories.fate import TRAINED
-from verbatim.types import Trajectory
+from verbatim.core.token_tree import Int32, TokenPath, common_prefix_length
+from verbatim.core.trajectories.fate import TRAINED
+from verbatim.core.types import Trajectory
 
 _SHOWN = 64
 """Ids at the beginning of a node whose text is shown."""

@@ -18,12 +18,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from verbatim.disk import is_inside
-from verbatim.errors import UsageError
-from verbatim.fates.files import files_in
-from verbatim.texts import cut
-from verbatim.viewer.columns import COLUMNS, FOLDERS, LINE_FILES, from_records, line_columns, read_columns
-from verbatim.viewer.lines import FollowedLines
+from verbatim.core.disk import is_inside
+from verbatim.core.errors import UsageError
+from verbatim.core.texts import cut
+from verbatim.inspection.viewer.columns import COLUMNS, FOLDERS, LINE_FILES, from_records, line_columns, read_columns
+from verbatim.inspection.viewer.lines import FollowedLines
+from verbatim.logs.fates.files import files_in
 
 _PUBLISH_SECONDS = 0.25
 """How often the rows read so far are shown while a folder is indexed."""
@@ -114,10 +114,13 @@ class RunIndex:
     def _new_files(self) -> list[tuple[_File, Path, _Mark]]:
         """Fate files that are not in the table as they are now, the newest first."""
         found: dict[_File, tuple[Path, _Mark]] = {}
+        linked: dict[_File, tuple[_Mark, str]] = {}
         oldest: dict[int, int] = {}
         for source, name in FOLDERS.items():
             for step, path in files_in(self.folder / name).items():
-                if not is_inside(self.folder, path):  # a link may lead anywhere
+                if not is_inside(self.folder, path):  # it may lead anywhere
+                    why = f"{name}/{path.name} is reached by a link, which is not followed"
+                    linked[source, step] = ((0, 0, 0), why)
                     continue
                 with contextlib.suppress(FileNotFoundError):  # retention, or a resume, has removed it meanwhile
                     stat = path.stat()
@@ -129,6 +132,7 @@ class RunIndex:
             del self._files[file]
             self._gone.append(file)
         self._bad = {file: bad for file, bad in self._bad.items() if file in found and found[file][1] == bad[0]}
+        self._bad |= linked
         fresh = [file for file in found if file not in self._files and file not in self._bad]
         return [(file, *found[file]) for file in sorted(fresh, key=lambda file: file[1], reverse=True)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from verbatim.disk import open_regular
+from verbatim.core.disk import open_regular
 
 _COMPARED = 2**16
 """Bytes of the last line that are compared: a file that was cut back and grew again differs there."""

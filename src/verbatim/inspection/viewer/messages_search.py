@@ -16,9 +16,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from verbatim.disk import open_regular
-from verbatim.viewer.columns import FOLDERS, LINE_FILES
-from verbatim.viewer.index import Snapshot
+from verbatim.core.disk import open_regular
+from verbatim.inspection.viewer.columns import FOLDERS, LINE_FILES
+from verbatim.inspection.viewer.index import Snapshot
 
 _KEPT = 4
 """Searches whose results are kept; an older one is given up."""

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verbatim.evaluation.intervals import Z95, wilson
-from verbatim.monitors.metric_table import descriptions
-from verbatim.texts import cut
-from verbatim.viewer.lines import FollowedLines
+from verbatim.core.texts import cut
+from verbatim.inspection.viewer.lines import FollowedLines
+from verbatim.logs.monitors.metric_table import descriptions
+from verbatim.run.evaluation.intervals import Z95, wilson
 
 _MOST_COLUMNS = 5_000
 """Names of metrics that are kept."""

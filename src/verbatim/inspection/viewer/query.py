@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from verbatim.errors import UsageError
-from verbatim.viewer.columns import COLUMNS, EVAL, KINDS, SHOWN, TRAIN, Place, group_key, group_of
+from verbatim.core.errors import UsageError
+from verbatim.inspection.viewer.columns import COLUMNS, EVAL, KINDS, SHOWN, TRAIN, Place, group_key, group_of
 
 NONE = "(none)"
 """Stands for a missing value in facets and filters."""

@@ -13,13 +13,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from verbatim.disk import open_regular
-from verbatim.errors import UsageError
-from verbatim.fates.table import records_of
-from verbatim.texts import cut
-from verbatim.trajectory_json import trajectory_from_json
-from verbatim.types import Trajectory
-from verbatim.viewer.columns import FOLDERS, LINE_FILES, Place
+from verbatim.core.disk import open_regular
+from verbatim.core.errors import UsageError
+from verbatim.core.texts import cut
+from verbatim.core.trajectory_json import trajectory_from_json
+from verbatim.core.types import Trajectory
+from verbatim.inspection.viewer.columns import FOLDERS, LINE_FILES, Place
+from verbatim.logs.fates.table import records_of
 
 _TOKENS = ("prompt_new_ids", "completion_ids", "logprobs", "policy_versions", "trainer_logprobs", "gradients")
 _KINDS = {"prompt_new_ids": np.int32, "completion_ids": np.int32, "policy_versions": np.int32}

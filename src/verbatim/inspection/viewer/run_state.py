@@ -9,14 +9,14 @@ from typing import Any
 
 import tomli_w
 
-from verbatim.checkpoints.lock import is_locked
-from verbatim.checkpoints.origin import read_origin
-from verbatim.checkpoints.run_folder import ORCHESTRATOR, TRAINER
-from verbatim.checkpoints.stored_config import CONFIG
-from verbatim.config.secrets import redacted
-from verbatim.disk import is_inside, read_regular
-from verbatim.errors import CheckpointError, UsageError
-from verbatim.texts import cut, end_of_file
+from verbatim.core.disk import is_inside, read_regular
+from verbatim.core.errors import CheckpointError, UsageError
+from verbatim.core.redaction import redacted
+from verbatim.core.texts import cut, end_of_file
+from verbatim.logs.checkpoints.hold import ORCHESTRATOR, TRAINER
+from verbatim.logs.checkpoints.lock import is_locked
+from verbatim.logs.checkpoints.origin import read_origin
+from verbatim.logs.checkpoints.stored_config import CONFIG
 
 _LOCKS = Path("/proc/locks")
 _PARTS = (CONFIG, "metrics.jsonl", "trajectories", "trajectories.jsonl", "evaluations", "eval_trajectories.jsonl")

@@ -12,20 +12,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from verbatim.errors import UsageError, VerbatimError
-from verbatim.texts import error_text
-from verbatim.trajectory_json import plain, trajectory_to_json
-from verbatim.viewer import details, query
-from verbatim.viewer.breaks import BreakReader
-from verbatim.viewer.columns import Place
-from verbatim.viewer.group_tree import group_tree
-from verbatim.viewer.index import RunIndex, Snapshot
-from verbatim.viewer.messages_search import MessageSearch
-from verbatim.viewer.metrics import MetricsFollower
-from verbatim.viewer.query import Filters, Rows
-from verbatim.viewer.records import FoundTrajectory, read_record
-from verbatim.viewer.run_state import check_run, config_text, read_fork, read_state, summary_text
-from verbatim.viewer.tokenizer import RunTokenizer, find_tokenizer
+from verbatim.core.errors import UsageError, VerbatimError
+from verbatim.core.texts import error_text
+from verbatim.core.trajectory_json import plain, trajectory_to_json
+from verbatim.inspection.viewer import details, query
+from verbatim.inspection.viewer.breaks import BreakReader
+from verbatim.inspection.viewer.columns import Place
+from verbatim.inspection.viewer.group_tree import group_tree
+from verbatim.inspection.viewer.index import RunIndex, Snapshot
+from verbatim.inspection.viewer.messages_search import MessageSearch
+from verbatim.inspection.viewer.metrics import MetricsFollower
+from verbatim.inspection.viewer.query import Filters, Rows
+from verbatim.inspection.viewer.records import FoundTrajectory, read_record
+from verbatim.inspection.viewer.run_state import check_run, config_text, read_fork, read_state, summary_text
+from verbatim.inspection.viewer.tokenizer import RunTokenizer, find_tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -6,16 +6,20 @@ import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from verbatim.errors import UsageError
-from verbatim.imports import refuse_without
-from verbatim.viewer.assets import Asset
+from verbatim.core.descriptors import raise_descriptor_limit
+from verbatim.core.errors import UsageError
+from verbatim.core.imports import refuse_without
+from verbatim.inference.http.server import LAST_PORT, listen
+from verbatim.inspection.viewer.assets import Asset
 
 if TYPE_CHECKING:
-    from verbatim.viewer.run_view import RunView
+    from verbatim.inspection.viewer.run_view import RunView
 
 HOST = "127.0.0.1"
-LAST_PORT = 65535
-PACKAGES = ("aiohttp", "orjson", "pyarrow")
+PACKAGES = ("starlette", "uvicorn", "orjson", "pyarrow")
+_GRACE = 1.0
+"""Seconds for answers to be written when the viewer ends."""
+_CONNECTIONS = 1024
 
 
 def refuse_without_packages() -> None:
@@ -40,24 +44,25 @@ async def serve_runs(runs: Sequence[RunView], assets: Mapping[str, Asset], *, po
     Raises:
         UsageError: the port is taken, or no port.
     """
-    from aiohttp import web
-
-    from verbatim.viewer.app import ViewerApp
+    from verbatim.inference.http.connections import Server
+    from verbatim.inference.http.doors import ConnectionTable
+    from verbatim.inference.http.limits import ConnectionLimits
+    from verbatim.inspection.viewer.app import ViewerApp
 
     if not 0 <= port <= LAST_PORT:
         raise UsageError(f"--port {port}: expected 0 (any that is free) to {LAST_PORT}")
-    runner = web.AppRunner(ViewerApp(runs, assets).make(), access_log=None, handle_signals=False, shutdown_timeout=1.0)
+    app = ViewerApp(runs, assets)
+    limits = ConnectionLimits(max_connections=_CONNECTIONS)
+    server = Server(app, ConnectionTable(limits, min(limits.max_connections, raise_descriptor_limit())))
     async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_callback(runner.cleanup)
-        await runner.setup()
+        stack.callback(app.close)
         try:
-            await web.TCPSite(runner, HOST, port).start()
-        except OSError as error:
-            raise UsageError(
-                f"cannot listen on {HOST}, port {port}: {error.strerror or error}; give another --port, "
-                "or 0 for any that is free"
-            ) from None
+            listening = stack.enter_context(listen(HOST, port))
+        except UsageError as error:
+            raise UsageError(str(error).replace("another port", "another --port")) from None
+        server.listen_on(listening)
+        stack.push_async_callback(server.stop, _GRACE)
         for run in runs:
             run.start()
             stack.callback(run.close)
-        yield f"http://{HOST}:{runner.addresses[0][1]}"
+        yield f"http://{HOST}:{listening.getsockname()[1]}"

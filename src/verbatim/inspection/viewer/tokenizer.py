@@ -9,8 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from verbatim.disk import read_regular
-from verbatim.imports import is_installed
+from verbatim.core.disk import read_regular
+from verbatim.core.imports import is_installed
 
 FILE = "tokenizer.json"
 

@@ -1,13 +1,14 @@
 """Stores run folders and checkpoints, from which a run resumes as if it had never stopped."""
 
-from verbatim.checkpoints.find import find_checkpoint
-from verbatim.checkpoints.json_files import read_json, write_json
-from verbatim.checkpoints.loop_state import read_loop_state, write_loop_state
-from verbatim.checkpoints.origin import Origin, read_origin, write_origin
-from verbatim.checkpoints.run_folder import ORCHESTRATOR, TRAINER, RunFolder
-from verbatim.checkpoints.seal import find_damage, seal
-from verbatim.checkpoints.store import Checkpoint, CheckpointStore
-from verbatim.checkpoints.stored_config import CONFIG, load_stored_config
+from verbatim.logs.checkpoints.find import find_checkpoint
+from verbatim.logs.checkpoints.hold import ORCHESTRATOR, TRAINER, holding
+from verbatim.logs.checkpoints.json_files import read_json, write_json
+from verbatim.logs.checkpoints.loop_state import read_loop_state, write_loop_state
+from verbatim.logs.checkpoints.origin import Origin, read_origin, write_origin
+from verbatim.logs.checkpoints.run_folder import RunFolder
+from verbatim.logs.checkpoints.seal import find_damage, seal
+from verbatim.logs.checkpoints.store import Checkpoint, CheckpointStore
+from verbatim.logs.checkpoints.stored_config import CONFIG, load_stored_config
 
 __all__ = [
     "CONFIG",
@@ -19,6 +20,7 @@ __all__ = [
     "RunFolder",
     "find_checkpoint",
     "find_damage",
+    "holding",
     "load_stored_config",
     "read_json",
     "read_loop_state",

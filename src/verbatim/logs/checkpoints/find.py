@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from verbatim.checkpoints.seal import find_damage
-from verbatim.checkpoints.store import Checkpoint, CheckpointStore
-from verbatim.errors import UsageError
-from verbatim.texts import ranges
+from verbatim.core.errors import UsageError
+from verbatim.core.texts import ranges
+from verbatim.logs.checkpoints.seal import find_damage
+from verbatim.logs.checkpoints.store import Checkpoint, CheckpointStore
 
 
 def find_checkpoint(run: Path, which: str = "latest") -> Checkpoint:

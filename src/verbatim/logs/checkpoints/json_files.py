@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from verbatim.disk import read_regular, write_file
-from verbatim.errors import CheckpointError
+from verbatim.core.disk import read_regular, write_file
+from verbatim.core.errors import CheckpointError
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -7,8 +7,8 @@ import os
 import time
 from pathlib import Path
 
-from verbatim.errors import UsageError
-from verbatim.machine_faults import naming
+from verbatim.core.errors import UsageError
+from verbatim.core.machine_faults import naming
 
 ANOTHER_FOLDER = "choose another folder with --run-dir FOLDER (in Python run_dir=FOLDER)"
 
@@ -27,36 +27,54 @@ class FolderLock:
 
     def __init__(self, folder: Path, name: str, *, patience: float = 0.0) -> None:
         self.path = folder / name
-        try:
-            self._file = self.path.open("a+", encoding="ascii", errors="backslashreplace")
-        except OSError as error:
-            raise UsageError(
-                f"{self.path} cannot be opened: {error.strerror}; remove what is there, or {ANOTHER_FOLDER}"
-            ) from None
+        self._open()
         until = time.monotonic() + patience
         while not self._acquire():
-            if time.monotonic() >= until:
+            if self._was_removed():
+                self._file.close()
+                self._open()
+            elif time.monotonic() >= until:
                 self._file.seek(0)
                 holder = self._file.read(100).strip() or "unknown"
                 self._file.close()
                 raise UsageError(
                     f"{folder} is in use by process {holder}; wait for it to end, stop it, or {ANOTHER_FOLDER}"
                 ) from None
-            time.sleep(0.05)
+            else:
+                time.sleep(0.05)
         with naming(self.path):
             self._file.truncate(0)
             self._file.write(f"{os.getpid()}\n")
             self._file.flush()
+
+    def _open(self) -> None:
+        try:
+            self._file = self.path.open("a+", encoding="ascii", errors="backslashreplace")
+        except OSError as error:
+            raise UsageError(
+                f"{self.path} cannot be opened: {error.strerror}; remove what is there, or {ANOTHER_FOLDER}"
+            ) from None
 
     def _acquire(self) -> bool:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        return True
+        return not self._was_removed()
+
+    def _was_removed(self) -> bool:
+        """Whether the open file is no longer the one of this name: its lock would keep nobody else out."""
+        try:
+            return not os.path.samestat(os.fstat(self._file.fileno()), self.path.stat())
+        except OSError:
+            return True
+
+    def remove(self) -> None:
+        """Remove the file while it is locked: a process that waits for it takes one of its own."""
+        self.path.unlink(missing_ok=True)
 
     def release(self) -> None:
-        """Release the lock. The file stays, because removing it would let two processes lock two files of one name."""
+        """Release the lock; the file stays, unless `remove` was called."""
         self._file.close()
 
 

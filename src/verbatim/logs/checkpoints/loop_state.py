@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verbatim.checkpoints.json_files import read_json, write_json
-from verbatim.errors import CheckpointError
+from verbatim.core.errors import CheckpointError
+from verbatim.logs.checkpoints.json_files import read_json, write_json
 
 STATE = "orchestrator.json"
 POOLS = ("easy", "hard")

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from verbatim.checkpoints.json_files import read_json, write_json
-from verbatim.errors import CheckpointError
+from verbatim.core.errors import CheckpointError
+from verbatim.logs.checkpoints.json_files import read_json, write_json
 
 ORIGIN = "forked_from.json"
 FORKING = ".forking"

@@ -23,76 +23,50 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from verbatim.checkpoints.lock import ANOTHER_FOLDER
-from verbatim.disk import make_folder, open_regular, sync
-from verbatim.errors import UsageError
+from verbatim.core.disk import make_folder, open_regular, sync
+from verbatim.core.errors import UsageError
+from verbatim.logs.checkpoints.lock import ANOTHER_FOLDER
+from verbatim.logs.checkpoints.origin import FORKING
 
 MARKER = "verbatim_run.json"
-NAMES = frozenset(
-    {
-        ".alarms.jsonl.tmp",
-        ".best.tmp",
-        ".config.toml.orchestrator.tmp",
-        ".config.toml.trainer.tmp",
-        ".eval_trajectories.jsonl.tmp",
-        ".final.partial",
-        ".forking",
-        ".learning_curve.png.tmp",
-        ".metrics.jsonl.tmp",
-        ".model.partial",
-        ".summary.json.tmp",
-        ".trainer_state",
-        ".trajectories.jsonl.tmp",
-        ".warm_start.partial",
-        "alarms.jsonl",
-        "best",
-        "checkpoints",
-        "config.toml",
-        "eval_trajectories.jsonl",
-        "evaluations",
-        "exchange",
-        "final",
-        "forked_from.json",
-        "learning_curve.png",
-        "logs",
-        "metrics.jsonl",
-        "model",
-        "module_folders.json",
-        "orchestrator.lock",
-        "precision.json",
-        "states",
-        "summary.json",
-        "summary.txt",
-        "trainer.lock",
-        "trajectories",
-        "trajectories.jsonl",
-        "warm_start",
-        "weights",
-    }
-)
+NAMES = frozenset({
+    ".alarms.jsonl.tmp", ".best.tmp", ".config.toml.orchestrator.tmp", ".config.toml.trainer.tmp",
+    ".eval_trajectories.jsonl.tmp", ".final.partial", ".forking", ".learning_curve.png.tmp", ".metrics.jsonl.tmp",
+    ".model.partial", ".summary.json.tmp", ".trainer_state", ".trajectories.jsonl.tmp", ".warm_start.partial",
+    "alarms.jsonl", "best", "checkpoints", "config.toml", "eval_trajectories.jsonl", "evaluations", "exchange", "final",
+    "forked_from.json", "learning_curve.png", "logs", "metrics.jsonl", "model", "module_folders.json",
+    "orchestrator.lock", "precision.json", "states", "summary.json", "summary.txt", "trainer.lock", "trajectories",
+    "trajectories.jsonl", "warm_start", "weights",
+})  # fmt: skip
 """What a run makes in its folder."""
 _FORMAT = 1
 _OF_THE_DISK = frozenset({"lost+found"})
 """What a file system puts into its root."""
+OF_A_BEGINNING = frozenset({MARKER, "orchestrator.lock", "trainer.lock", "logs", *_OF_THE_DISK})
+"""What stands in the folder of a run before its configuration does."""
 _HALF_WRITTEN = re.compile(rf"\.{re.escape(MARKER)}\.[0-9a-f]{{16}}")
 """The name of a marker while it is written."""
 _MOST_NAMED = 3
 _MOST_BYTES = 1 << 16
 
 
-def claim(path: Path) -> bool:
-    """Make a folder a run's: it is created, or is empty, or is a run's already; whether it was there.
+def claim(path: Path, but: Iterable[str] = ()) -> None:
+    """Make a folder a run's: it is created, or is empty, or is a run's already.
+
+    Args:
+        path: The folder.
+        but: Names that an empty folder may have: the caller's lock.
 
     Raises:
         UsageError: it holds something and is no run's, or it cannot be written to.
     """
-    was_there = path.exists()
+    passed = {*_OF_THE_DISK, *but}
     with _naming(path):
         make_folder(path)
         problem = _problem(path)
         if problem is not None:
             there = sorted(
-                name for name in os.listdir(path) if name not in _OF_THE_DISK and not _HALF_WRITTEN.fullmatch(name)
+                name for name in os.listdir(path) if name not in passed and not _HALF_WRITTEN.fullmatch(name)
             )
             if not there:
                 _write(path)
@@ -102,7 +76,37 @@ def claim(path: Path) -> bool:
                     f"found {_listed(there)}. A new run takes an empty folder; {ANOTHER_FOLDER}"
                 )
         _probe(path)
-    return was_there
+
+
+def is_claimed(path: Path) -> bool:
+    """Whether a folder is proven to be a run's."""
+    return _problem(path) is None
+
+
+def refuse_what_is_not_of_a_beginning(path: Path) -> None:
+    """Refuse a folder with a run's marker and no stored configuration that holds more than a run writes before that:
+    the run was killed at its start, or the marker was copied, and somebody else has put the rest there.
+
+    Raises:
+        UsageError: names what is there.
+    """
+    if not is_claimed(path) or (path / FORKING).exists():  # a fork lists what it writes
+        return
+    there = sorted(
+        name
+        for name in os.listdir(path)
+        if not (name in OF_A_BEGINNING or (name in NAMES and name[0] == ".") or _HALF_WRITTEN.fullmatch(name))
+    )
+    if there:
+        raise UsageError(
+            f"{path} belongs to a run that never began, and holds {_listed(there)}, which that run has not written; "
+            f"move it to another place, or {ANOTHER_FOLDER}"
+        )
+
+
+def unclaim(path: Path) -> None:
+    """Take back `claim`: nothing else was written into the folder."""
+    (path / MARKER).unlink(missing_ok=True)
 
 
 def require_ours(path: Path) -> None:

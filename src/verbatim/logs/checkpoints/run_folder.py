@@ -19,30 +19,52 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from verbatim.checkpoints.lock import ANOTHER_FOLDER, FolderLock, is_locked
-from verbatim.checkpoints.origin import FORKING
-from verbatim.checkpoints.ownership import claim, remove_from, remove_run, require_ours, require_writable
-from verbatim.checkpoints.store import WEIGHTS, CheckpointStore
-from verbatim.checkpoints.stored_config import CONFIG, changed_keys, damage_of_config, newest_copy, stored_tables
 from verbatim.config import dump_config
 from verbatim.config.schema import RunConfig
-from verbatim.disk import keep_aside, rename, sync, write_file
-from verbatim.errors import CheckpointError, UsageError
-from verbatim.imports import MODULE_FOLDERS, folders_beside
-from verbatim.machine_faults import naming
+from verbatim.core.disk import keep_aside, make_private, rename, sync, write_file, write_private
+from verbatim.core.errors import CheckpointError, UsageError
+from verbatim.core.imports import MODULE_FOLDERS, folders_beside
+from verbatim.core.machine_faults import naming
+from verbatim.logs.checkpoints.hold import (
+    BEST,
+    LATEST,
+    ORCHESTRATOR,
+    RUNS,
+    TEMPORARY_BEST,
+    TRAINER,
+    Held,
+    folder_to_join,
+    folder_to_resume,
+    hold_new,
+    hold_old,
+    hold_shared,
+    lock_of,
+    refusal_of_a_run,
+)
+from verbatim.logs.checkpoints.lock import FolderLock, is_locked
+from verbatim.logs.checkpoints.origin import FORKING
+from verbatim.logs.checkpoints.ownership import (
+    NAMES,
+    OF_A_BEGINNING,
+    claim,
+    remove_from,
+    remove_run,
+    require_writable,
+)
+from verbatim.logs.checkpoints.store import WEIGHTS, CheckpointStore
+from verbatim.logs.checkpoints.stored_config import (
+    CONFIG,
+    changed_keys,
+    changed_since,
+    damage_of_stored,
+    newest_copy,
+    stored_tables,
+)
 
 logger = logging.getLogger(__name__)
 
 PRECISION = "precision.json"
 """What `dtype = "auto"` became, and why."""
-RUNS = Path("runs")
-LATEST = "latest"
-_HOLDS_A_RUN = f"{{}} already holds a run; add --resume (in Python resume=True) to continue it, or {ANOTHER_FOLDER}"
-
-ORCHESTRATOR, TRAINER = "orchestrator", "trainer"
-"""The processes of a run: each has its lock, `orchestrator.lock`, and its log, `logs/orchestrator.log`."""
-
-_TEMPORARY_BEST = ".best.tmp"
 _LEFT = {
     ORCHESTRATOR: (
         ".trainer_state",
@@ -54,20 +76,17 @@ _LEFT = {
         ".alarms.jsonl.tmp",
         ".trajectories.jsonl.tmp",
         ".eval_trajectories.jsonl.tmp",
-        _TEMPORARY_BEST,
+        TEMPORARY_BEST,
     ),
     TRAINER: (".model.partial", ".warm_start.partial"),
 }
 """Files that a killed process may leave half written, by role; the next process of that role removes them."""
 
-_LEAVING = 10.0
-"""Seconds in which a process of a killed run notices that the other has ended, and ends."""
-
 
 class RunFolder:
     """A run's folder, locked for one role until `close`. Created by `create`, `resume` or `join`."""
 
-    def __init__(self, path: Path, role: str) -> None:
+    def __init__(self, path: Path, role: str, lock: FolderLock | None = None) -> None:
         self.path = path
         self.weights = path / "weights"
         """Folder of published weights."""
@@ -91,9 +110,9 @@ class RunFolder:
         """The same as it was printed, with the learning curve and an episode before and after training."""
         self.final = path / "final"
         """The trained model, a Hugging Face folder."""
-        self.best = path / "best"
+        self.best = path / BEST
         """A link to the weights of the best evaluation's checkpoint."""
-        self._lock = FolderLock(path, f"{role}.lock", patience=_LEAVING if role == TRAINER else 0.0)
+        self._lock = lock or lock_of(path, role)
         self._role = role
         self.toml = ""
         """The stored configuration as TOML."""
@@ -103,7 +122,9 @@ class RunFolder:
         """Whether `withdraw` has removed the run: there is nothing to resume."""
 
     @classmethod
-    def open(cls, config: RunConfig, role: str, *, resume: bool | Path, joins: bool) -> RunFolder:
+    def open(
+        cls, config: RunConfig, role: str, *, resume: bool | Path, joins: bool, held: Held | None = None
+    ) -> RunFolder:
         """The folder of a run that is resumed, joined or created.
 
         Args:
@@ -111,14 +132,18 @@ class RunFolder:
             role: The process: `ORCHESTRATOR` or `TRAINER`.
             resume: False for a new run; True for the latest of this name, or a run folder.
             joins: Whether the other process of a new run is started separately.
+            held: The folder, where `holding` holds it already.
 
         Raises:
             UsageError: as `create`, `resume` and `join`.
         """
         name = str(config.name)
         if resume:
-            return cls.resume(config, name=name, folder=None if resume is True else resume, role=role)
-        return cls.join(config, role=role) if joins else cls.create(config, name=name, now=datetime.now())
+            folder = None if resume is True else resume
+            return cls.resume(config, name=name, folder=folder, role=role, held=held)
+        if joins:
+            return cls.join(config, role=role, held=held)
+        return cls.create(config, name=name, now=datetime.now(), held=held)
 
     @classmethod
     def create(
@@ -129,6 +154,7 @@ class RunFolder:
         now: datetime,
         root: Path = RUNS,
         beginning: Callable[[Path], Sequence[str]] | None = None,
+        held: Held | None = None,
     ) -> RunFolder:
         """A folder for a new run: `config.run_dir`, or else `root/name/{time stamp}`.
 
@@ -138,15 +164,14 @@ class RunFolder:
             now: For the time stamp.
             root: Where runs are.
             beginning: Puts into the folder what the run begins with; returns the names of it.
+            held: As for `open`.
 
         Raises:
             UsageError: `run_dir` already holds a run, or something that no run made, or cannot be written to.
         """
         if config.run_dir is not None:
-            path = config.run_dir
-            if holds_run(path):
-                raise UsageError(_HOLDS_A_RUN.format(path))
-            was_there = claim(path)
+            held = held or hold_new(config.run_dir)
+            path, was_there = held.path, held.path not in held.made
         else:
             path, was_there = _make_stamped(root / name, now), False
 
@@ -159,7 +184,7 @@ class RunFolder:
                     remove_run(path)
                 raise
 
-        folder = cls._open(path, ORCHESTRATOR, begin)
+        folder = cls._open(path, ORCHESTRATOR, begin, held)
         folder._new, folder._stamped = True, config.run_dir is None
         if folders := folders_beside():  # the stored configuration names modules that lie there
             write_file(path / MODULE_FOLDERS, json.dumps(folders).encode())
@@ -167,7 +192,14 @@ class RunFolder:
 
     @classmethod
     def resume(
-        cls, config: RunConfig, *, name: str, folder: Path | None = None, root: Path = RUNS, role: str = ORCHESTRATOR
+        cls,
+        config: RunConfig,
+        *,
+        name: str,
+        folder: Path | None = None,
+        root: Path = RUNS,
+        role: str = ORCHESTRATOR,
+        held: Held | None = None,
     ) -> RunFolder:
         """The folder of a run to continue: the given one, `config.run_dir`, or the latest of this name.
 
@@ -178,37 +210,23 @@ class RunFolder:
                 no checkpoint has a copy.
             CheckpointError: the configuration names another model, or fewer steps than are done.
         """
-        path = folder or config.run_dir or root / name / LATEST
-        if not holds_run(path):
-            raise UsageError(
-                f"there is no run to resume in {path}; found {_runs_near(path)}. Give its folder, "
-                "--resume FOLDER (in Python resume=FOLDER), or leave resume out to start a new "
-                "run"
-            )
-        path = path.resolve() if path.is_symlink() else path
-        require_ours(path)
-        return cls._open(path, role, lambda found: found._compare_config(config))
+        held = held or hold_old(folder_to_resume(config, name, folder, root), role)
+        return cls._open(held.path, role, lambda found: found._compare_config(config), held)
 
     @classmethod
-    def join(cls, config: RunConfig, *, role: str) -> RunFolder:
+    def join(cls, config: RunConfig, *, role: str, held: Held | None = None) -> RunFolder:
         """The explicit folder of a run whose processes are started one by one; the first creates it.
 
         Raises:
             UsageError: no `run_dir`, a run that has checkpoints, or another configuration than the other process's.
         """
-        path = config.run_dir
-        if path is None:
-            raise UsageError(
-                f"both processes of a run meet in its folder; give it: --run-dir FOLDER, the same for "
-                f"`verbatim {ORCHESTRATOR}` and `verbatim {TRAINER}`"
-            )
-        claim(path)
-        return cls._open(path, role, lambda found: found._agree_on_config(config))
+        held = held or hold_shared(folder_to_join(config), role)
+        return cls._open(held.path, role, lambda found: found._agree_on_config(config), held)
 
     @classmethod
-    def _open(cls, path: Path, role: str, begin: Callable[[RunFolder], None]) -> RunFolder:
+    def _open(cls, path: Path, role: str, begin: Callable[[RunFolder], None], held: Held | None = None) -> RunFolder:
         """The folder, locked, after `begin` has prepared it."""
-        found = cls(path, role)
+        found = cls(path, role, None if held is None else held.take())
         try:
             found.remove_left_overs(role)
             begin(found)
@@ -231,9 +249,10 @@ class RunFolder:
         return stored_tables(path)
 
     def log(self, role: str) -> Path:
-        """The log file of a process; creates its folder."""
+        """The log file of a process, for its owner's eyes; creates it and its folder."""
         folder = self.path / "logs"
         folder.mkdir(exist_ok=True)
+        make_private(folder / f"{role}.log")
         return folder / f"{role}.log"
 
     def link_latest(self) -> None:
@@ -255,7 +274,7 @@ class RunFolder:
     def link_best(self, step: int | None) -> None:
         """Point `best` to the weights of this step's checkpoint; None removes it. Where the system refuses, that is
         logged: the checkpoint is there all the same."""
-        temporary = self.path / _TEMPORARY_BEST
+        temporary = self.path / TEMPORARY_BEST
         try:
             if step is None:
                 if self.best.is_symlink():
@@ -273,7 +292,7 @@ class RunFolder:
     def withdraw(self) -> None:
         """Remove a new run that failed to start, unless its warm start is done.
 
-        A time-stamped folder is deleted. In a folder that the user named, the logs stay.
+        A time-stamped folder is deleted. In a folder that the user named, which was empty, the logs stay.
         """
         if not self._new or ((self.path / "warm_start").exists() and not self._beginning):
             return
@@ -281,7 +300,7 @@ class RunFolder:
         if self._stamped:
             remove_run(self.path)
         else:
-            remove_from(self.path, (CONFIG, PRECISION, *self._beginning))
+            remove_from(self.path, sorted(NAMES - OF_A_BEGINNING))
 
     def remove_left_overs(self, role: str) -> None:
         """Remove files that a killed process of this role left half written."""
@@ -299,18 +318,18 @@ class RunFolder:
 
     def _store(self, toml: str) -> None:
         # Both processes of a run may write it, each under its own temporary name.
-        write_file(self.path / CONFIG, toml.encode(), temporary=self.path / _temporary_config(self._role))
+        write_file(self.path / CONFIG, toml.encode(), temporary=self.path / _temporary_config(self._role), private=True)
         self.toml = toml
 
     def _agree_on_config(self, config: RunConfig) -> None:
         """Store the configuration, or check that the other process stored the same one."""
         if self.checkpoints.is_dir() and any(self.checkpoints.glob("step_*")):
-            raise UsageError(_HOLDS_A_RUN.format(self.path))
+            raise refusal_of_a_run(self.path)
         self.toml = dump_config(config)
         temporary = self.path / _temporary_config(self._role)
         try:
             with naming(self.path / CONFIG):
-                temporary.write_text(self.toml, encoding="utf-8")
+                write_private(temporary, self.toml.encode())
             sync(temporary)
             os.link(temporary, self.path / CONFIG)
             sync(self.path)
@@ -336,7 +355,7 @@ class RunFolder:
     def _stored(self) -> str:
         """The stored configuration; a damaged one is restored from the newest checkpoint with a copy."""
         path = self.path / CONFIG
-        damage = damage_of_config(path)
+        damage = damage_of_stored(path)
         if damage is None:
             return path.read_text(encoding="utf-8")
         copy = newest_copy(self.path)
@@ -353,7 +372,8 @@ class RunFolder:
 
     def _compare_config(self, config: RunConfig) -> None:
         """Store the configuration of a run that goes on, if it can."""
-        changes = changed_keys(config, self._stored())
+        stored = self._stored()
+        changes = changed_keys(config, stored)
         if of_model := [change for change in changes if change.startswith("model.")]:
             raise CheckpointError(
                 f"the run in {self.path} trained another model ({'; '.join(of_model)}); restore "
@@ -368,12 +388,15 @@ class RunFolder:
         (self.path / FORKING).unlink(missing_ok=True)  # a fork that was killed once its checkpoint was there
         for change in changes:
             logger.warning("the configuration changed since this run started: %s", change)
+        if (copy := newest_copy(self.path)) is not None and (other := changed_since(copy, stored)):
+            logger.warning(
+                "%s is not what %s has; it was edited or damaged, or the run was resumed with other keys "
+                "and has had no checkpoint since: %s",
+                self.path / CONFIG,
+                copy,
+                "; ".join(other),
+            )
         self._store(dump_config(config))
-
-
-def holds_run(path: Path) -> bool:
-    """Whether a run was started in this folder."""
-    return (path / CONFIG).is_file() or any((path / "checkpoints").glob("step_*"))
 
 
 def _temporary_config(role: str) -> str:
@@ -398,9 +421,3 @@ def _make_stamped(parent: Path, now: datetime) -> Path:
         claim(path)
         return path
     raise AssertionError("itertools.count ended")
-
-
-def _runs_near(path: Path) -> str:
-    runs = sorted(p.parent for p in path.parent.glob(f"*/{CONFIG}") if not p.parent.is_symlink())
-    where = "the current folder" if path.parent == Path() else path.parent
-    return ", ".join(map(str, runs[-3:])) or f"none in {where}"

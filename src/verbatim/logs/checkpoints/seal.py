@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verbatim.checkpoints.json_files import read_json, write_json
-from verbatim.disk import sync_tree
-from verbatim.errors import CheckpointError
-from verbatim.machine_faults import describe
+from verbatim.core.disk import sync_tree
+from verbatim.core.errors import CheckpointError
+from verbatim.core.machine_faults import describe
+from verbatim.logs.checkpoints.json_files import read_json, write_json
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -80,6 +80,14 @@ def find_damage(folder: Path) -> str | None:
     except (KeyError, TypeError, AttributeError):
         return f"{MANIFEST} is not one of ours"
     return None
+
+
+def was_changed(path: Path) -> bool:
+    """Whether a file of a sealed folder is not what its manifest lists; False where the manifest says nothing of it."""
+    try:
+        return bool(read_manifest(path.parent)["files"][path.name]["sha256"] != _sha256(path))
+    except (CheckpointError, OSError, KeyError, TypeError):
+        return False
 
 
 def _sha256(path: Path) -> str:

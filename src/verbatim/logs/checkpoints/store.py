@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verbatim.checkpoints.json_files import write_json
-from verbatim.checkpoints.seal import MANIFEST, find_damage, read_manifest, seal
-from verbatim.disk import keep_aside, link_or_copy, make_folder, rename, sync, sync_tree
-from verbatim.errors import CheckpointError, CheckpointNotWritten
-from verbatim.machine_faults import describe
+from verbatim.core.disk import keep_aside, link_or_copy, make_folder, rename, sync, sync_tree
+from verbatim.core.errors import CheckpointError, CheckpointNotWritten
+from verbatim.core.machine_faults import describe
+from verbatim.logs.checkpoints.json_files import write_json
+from verbatim.logs.checkpoints.seal import MANIFEST, find_damage, read_manifest, seal
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,9 @@ from typing import Any
 
 from verbatim.config import dump_config
 from verbatim.config.schema import RunConfig
-from verbatim.config.secrets import redacted_at
-from verbatim.errors import ConfigError, UsageError
+from verbatim.core.errors import ConfigError, UsageError
+from verbatim.core.redaction import redacted_at
+from verbatim.logs.checkpoints.seal import was_changed
 
 CONFIG = "config.toml"
 
@@ -24,7 +25,10 @@ def load_stored_config(file: Path, load: Callable[[Path], RunConfig]) -> RunConf
         ConfigError: as `load_config`.
     """
     try:
-        return load(file)
+        loaded = load(file)
+        if file.name != CONFIG or (cut := _cut_off(file)) is None:
+            return loaded
+        raise ConfigError(f"{file} is damaged: {cut}")
     except ConfigError as error:
         copy = newest_copy(file.parent) if file.name == CONFIG else None
         if copy is None:
@@ -38,9 +42,9 @@ def load_stored_config(file: Path, load: Callable[[Path], RunConfig]) -> RunConf
 
 
 def newest_copy(path: Path) -> Path | None:
-    """Path of the configuration in the newest checkpoint with a readable one; None if none has."""
+    """Path of the configuration in the newest checkpoint with a whole one; None if none has."""
     copies = sorted((path / "checkpoints").glob(f"step_*/{CONFIG}"), reverse=True)
-    return next((copy for copy in copies if damage_of_config(copy) is None), None)
+    return next((copy for copy in copies if damage_of_config(copy) is None and not was_changed(copy)), None)
 
 
 def damage_of_config(path: Path) -> str | None:
@@ -56,11 +60,28 @@ def damage_of_config(path: Path) -> str | None:
     return None if isinstance(document.get("model"), dict) else "it has no [model] table"
 
 
+def damage_of_stored(path: Path) -> str | None:
+    """The damage of a run's own configuration as a sentence, or None: also of one that was cut off between two keys,
+    which is still TOML."""
+    return damage_of_config(path) or _cut_off(path)
+
+
+def _cut_off(path: Path) -> str | None:
+    """Where a run's configuration, which is TOML, has only the beginning of its copy in the newest checkpoint."""
+    copy = newest_copy(path.parent)
+    if copy is None:
+        return None
+    own, whole = (file.read_text(encoding="utf-8").rstrip() for file in (path, copy))
+    if own == whole or not whole.startswith(own):
+        return None
+    return f"it is cut off, after {len(own.encode()):,} of the {len(whole.encode()):,} bytes that {copy} has"
+
+
 def stored_tables(path: Path) -> Mapping[str, Any] | None:
     """The tables of the configuration in a run's folder; of a damaged one those of its copy in the newest checkpoint.
     None where there is neither."""
     file: Path | None = path / CONFIG
-    if file is not None and damage_of_config(file) is not None:
+    if file is not None and damage_of_stored(file) is not None:
         file = newest_copy(path)
     return None if file is None else tomllib.loads(file.read_text(encoding="utf-8"))
 
@@ -72,12 +93,21 @@ def changed_keys(config: RunConfig, toml: str) -> list[str]:
         UsageError: the stored one is no TOML.
     """
     try:
-        stored = dict(leaves(tomllib.loads(toml)))
+        return _differences(toml, dump_config(config))
     except ValueError as error:
         raise UsageError(
             f"the configuration of the run's other process is damaged ({error}); start both processes again"
         ) from None
-    current = dict(leaves(tomllib.loads(dump_config(config))))
+
+
+def changed_since(copy: Path, toml: str) -> list[str]:
+    """The keys whose values in a stored configuration differ from those of its copy, as "key: copy -> stored", without
+    secrets."""
+    return _differences(copy.read_text(encoding="utf-8"), toml)
+
+
+def _differences(before: str, now: str) -> list[str]:
+    stored, current = (dict(leaves(tomllib.loads(toml))) for toml in (before, now))
     return [
         f"{key}: {_shown(key, stored)} -> {_shown(key, current)}"
         for key in sorted({*stored, *current} - {"run_dir"})  # the folder is not part of the configuration
@@ -87,7 +117,7 @@ def changed_keys(config: RunConfig, toml: str) -> list[str]:
 
 def _shown(key: str, values: Mapping[str, Any]) -> str:
     """A value for messages and logs, without secrets."""
-    return repr(redacted_at(key, values.get(key, "not set")))
+    return repr(redacted_at(key, values[key]) if key in values else "not set")
 
 
 def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

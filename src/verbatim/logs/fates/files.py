@@ -26,14 +26,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from verbatim.disk import keep_aside, make_folder, replacing
-from verbatim.errors import UsageError
-from verbatim.fates.retention import EVERYTHING, Retention
-from verbatim.fates.schema import FIGURES, SCHEMA, VERSION, VERSION_KEY
-from verbatim.fates.table import from_table, records_of, to_table
-from verbatim.texts import cut, ranges
-from verbatim.trajectories import Fate
-from verbatim.trajectory_json import NOT_WRITTEN
+from verbatim.core.disk import is_inside, keep_aside, make_folder, refuse_link, replacing
+from verbatim.core.errors import UsageError
+from verbatim.core.texts import cut, ranges
+from verbatim.core.trajectories import Fate
+from verbatim.core.trajectory_json import NOT_WRITTEN
+from verbatim.logs.fates.retention import EVERYTHING, Retention
+from verbatim.logs.fates.schema import FIGURES, SCHEMA, VERSION, VERSION_KEY
+from verbatim.logs.fates.table import from_table, records_of, to_table
 
 logger = logging.getLogger(__name__)
 
@@ -169,13 +169,31 @@ def files_in(folder: Path) -> dict[int, Path]:
     return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 
+def own_files_in(folder: Path) -> dict[int, Path]:
+    """`files_in`, of the folder of a run that may come from anybody.
+
+    Raises:
+        UsageError: the folder, or one of the files, is a link or no regular file.
+    """
+    refuse_link(folder)
+    return {step: _own(folder, path) for step, path in files_in(folder).items()}
+
+
+def _own(folder: Path, path: Path) -> Path:
+    refuse_link(path)
+    if not is_inside(folder, path):
+        raise UsageError(f"{path} is no regular file, and is not read")
+    return path
+
+
 def read_fates(path: Path) -> Iterator[tuple[int, Fate]]:
     """Step and fate of each trajectory in a file, or in the files of a folder, in the order of steps.
 
     Raises:
-        UsageError: nothing to read, or a file that is damaged or was not written by a `FateFolder`.
+        UsageError: nothing to read, a link in the folder, or a file that is damaged or was not written by a
+            `FateFolder`.
     """
-    files = list(files_in(path).values()) if path.is_dir() else [path]
+    files = [_own(path, file) for file in files_in(path).values()] if path.is_dir() else [path]
     if not files or not files[0].is_file():
         raise UsageError(f"{path} has no trajectories; expected a folder with files such as step-000001.parquet")
     for file in files:

@@ -72,7 +72,7 @@ SCHEMA = pa.schema(
         _field("num_turns", pa.int32(), "turns"),
         _field("num_sampled_tokens", pa.int64(), "tokens that the sampler produced"),
         _field("num_trained_tokens", pa.int64(), "tokens that are trained"),
-        _field("num_breaks", pa.int32(), "turns whose prompt does not extend the turn before"),
+        _field("num_breaks", pa.int32(), "turns of agents that had spoken before, whose prompt extends no sample"),
         _field("num_unrecorded_tokens", pa.int64(), "sampled tokens that are in no turn"),
         _field("unrecorded", NAME, "their fate"),
         _field("num_unrecorded_turns", pa.int32(), "turns that a server answered without token ids"),

@@ -14,12 +14,12 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from verbatim.fates.schema import NAME, SCHEMA, TURN
-from verbatim.texts import error_text
-from verbatim.trajectories import Fate
-from verbatim.trajectories.record import TrajectoryRecord
-from verbatim.trajectory_json import NOT_WRITTEN, plain, prompt_to_json, trajectory_from_json
-from verbatim.types import Experts, Turn
+from verbatim.core.texts import error_text
+from verbatim.core.trajectories import Fate
+from verbatim.core.trajectories.record import TrajectoryRecord
+from verbatim.core.trajectory_json import NOT_WRITTEN, plain, prompt_to_json, trajectory_from_json
+from verbatim.core.types import Experts, Turn
+from verbatim.logs.fates.schema import NAME, SCHEMA, TURN
 
 _NUMBERS = ("reward_parts", "agent_rewards")
 """Columns of numbers by name."""

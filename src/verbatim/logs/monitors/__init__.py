@@ -2,19 +2,19 @@
 
 from collections.abc import Mapping
 
-from verbatim.monitors.alarm import Alarm, Detector
-from verbatim.monitors.alarm_log import AlarmLog, read_alarms
-from verbatim.monitors.base import Monitor, Monitors, RunInfo
-from verbatim.monitors.console import Console
-from verbatim.monitors.jsonl import JsonlWriter, read_jsonl
-from verbatim.monitors.learning_curve import LearningCurve
-from verbatim.monitors.metrics_log import MetricsLog
-from verbatim.monitors.trajectory_log import TrajectoryLog, read_trajectories
+from verbatim.logs.monitors.alarm import Alarm, Detector
+from verbatim.logs.monitors.alarm_log import AlarmLog, read_alarms
+from verbatim.logs.monitors.base import Monitor, Monitors, RunInfo
+from verbatim.logs.monitors.console import Console
+from verbatim.logs.monitors.jsonl import JsonlWriter, read_jsonl
+from verbatim.logs.monitors.learning_curve import LearningCurve
+from verbatim.logs.monitors.metrics_log import MetricsLog
+from verbatim.logs.monitors.trajectory_log import TrajectoryLog, read_trajectories
 
 MONITORS: Mapping[str, str] = {
-    "mlflow": "verbatim.monitors.mlflow:Mlflow",
-    "tensorboard": "verbatim.monitors.tensorboard:Tensorboard",
-    "wandb": "verbatim.monitors.wandb:Wandb",
+    "mlflow": "verbatim.logs.monitors.mlflow:Mlflow",
+    "tensorboard": "verbatim.logs.monitors.tensorboard:Tensorboard",
+    "wandb": "verbatim.logs.monitors.wandb:Wandb",
 }
 """By the name of their table, [monitor.NAME]. The table's keys are the knobs; called with a `RunInfo` as the run
 starts, a component gives a `Monitor`."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from verbatim.trajectories import Fate
+from verbatim.core.trajectories import Fate
 
 State = Literal["raised", "cleared"]
 

@@ -7,9 +7,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from verbatim.monitors.alarm import Alarm
-from verbatim.monitors.base import Monitor
-from verbatim.monitors.jsonl import JsonlWriter, LogMark, read_jsonl
+from verbatim.logs.monitors.alarm import Alarm
+from verbatim.logs.monitors.base import Monitor
+from verbatim.logs.monitors.jsonl import JsonlWriter, LogMark, read_jsonl
 
 _FIELDS = tuple(f.name for f in fields(Alarm))
 

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from verbatim.config.secrets import without_secrets
+from verbatim.core.redaction import without_secrets
 
 logger = logging.getLogger(__name__)
 

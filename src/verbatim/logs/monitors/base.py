@@ -11,11 +11,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from verbatim.config.secrets import without_secrets
-from verbatim.errors import UsageError
-from verbatim.machine_faults import describe, is_machine_fault
-from verbatim.monitors.alarm import Alarm
-from verbatim.trajectories import Fate
+from verbatim.core.errors import UsageError
+from verbatim.core.machine_faults import describe, is_machine_fault
+from verbatim.core.redaction import without_secrets
+from verbatim.core.trajectories import Fate
+from verbatim.logs.monitors.alarm import Alarm
 
 logger = logging.getLogger(__name__)
 

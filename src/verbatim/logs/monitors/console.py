@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 import rich.console
 from rich.text import Text
 
-from verbatim.monitors.alarm import Alarm
-from verbatim.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics, Monitor
-from verbatim.monitors.live import LiveView
-from verbatim.plain_console import PlainConsole
+from verbatim.core.plain_console import PlainConsole
+from verbatim.logs.monitors.alarm import Alarm
+from verbatim.logs.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics, Monitor
+from verbatim.logs.monitors.live import LiveView
 
 COLUMNS = (
     ("reward", "reward/mean"),

@@ -7,9 +7,9 @@ import logging
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from verbatim.monitors.alarm import Alarm
-from verbatim.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics, Monitor
-from verbatim.trajectory_json import plain
+from verbatim.core.trajectory_json import plain
+from verbatim.logs.monitors.alarm import Alarm
+from verbatim.logs.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics, Monitor
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verbatim.disk import make_folder, sync, sync_descriptor
-from verbatim.errors import UsageError
-from verbatim.trajectory_json import plain
+from verbatim.core.disk import make_folder, sync, sync_descriptor
+from verbatim.core.errors import UsageError
+from verbatim.core.trajectory_json import plain
 
 _BLOCK = 1 << 20
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verbatim.errors import UsageError
-from verbatim.imports import is_installed
-from verbatim.monitors.base import Metrics, Monitor
-from verbatim.monitors.jsonl import read_jsonl
+from verbatim.core.errors import UsageError
+from verbatim.core.imports import is_installed
+from verbatim.logs.monitors.base import Metrics, Monitor
+from verbatim.logs.monitors.jsonl import read_jsonl
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from verbatim.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics, Monitor
-from verbatim.monitors.jsonl import JsonlWriter, LogMark
+from verbatim.logs.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics, Monitor
+from verbatim.logs.monitors.jsonl import JsonlWriter, LogMark
 
 
 class MetricsLog(Monitor):

@@ -12,16 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
-from verbatim.config.secrets import without_secrets
-from verbatim.disk import write_file
-from verbatim.errors import UsageError
-from verbatim.imports import is_installed
-from verbatim.monitors.alarm import Alarm
-from verbatim.monitors.background import Background, reason, warn
-from verbatim.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics, Monitor, RunInfo
-from verbatim.monitors.samples import COLUMNS, SampleRule
-from verbatim.monitors.values import flat, quantiles
-from verbatim.trajectories import Fate
+from verbatim.core.disk import write_file
+from verbatim.core.errors import UsageError
+from verbatim.core.imports import is_installed
+from verbatim.core.redaction import without_secrets
+from verbatim.core.trajectories import Fate
+from verbatim.logs.monitors.alarm import Alarm
+from verbatim.logs.monitors.background import Background, reason, warn
+from verbatim.logs.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics, Monitor, RunInfo
+from verbatim.logs.monitors.samples import COLUMNS, SampleRule
+from verbatim.logs.monitors.values import flat, quantiles
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import rich.console
 
-from verbatim.monitors.live import LiveView
+from verbatim.logs.monitors.live import LiveView
 
 
 class ProgressBar:

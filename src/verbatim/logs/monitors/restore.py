@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from verbatim.disk import keep_aside, rename, sync_descriptor
-from verbatim.monitors.jsonl import LogMark, measure
-from verbatim.texts import ranges
+from verbatim.core.disk import keep_aside, rename, sync_descriptor
+from verbatim.core.texts import ranges
+from verbatim.logs.monitors.jsonl import LogMark, measure
 
 _SHOWN = 5
 """Line numbers that a message names."""

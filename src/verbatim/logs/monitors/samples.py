@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
-from verbatim.config.secrets import without_secrets
-from verbatim.errors import UsageError
-from verbatim.monitors.conversation import conversation_text
-from verbatim.texts import printable
-from verbatim.trajectories import Fate
+from verbatim.core.errors import UsageError
+from verbatim.core.redaction import without_secrets
+from verbatim.core.texts import printable
+from verbatim.core.trajectories import Fate
+from verbatim.logs.monitors.conversation import conversation_text
 
 LONGEST = 10_000
 """Most characters of a conversation in a row."""

@@ -11,15 +11,15 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verbatim.errors import UsageError
-from verbatim.imports import is_installed
-from verbatim.monitors.alarm import Alarm
-from verbatim.monitors.background import Background
-from verbatim.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics, Monitor, RunInfo
-from verbatim.monitors.metric_table import about
-from verbatim.monitors.samples import COLUMNS, SampleRow, SampleRule
-from verbatim.monitors.values import finite, flat
-from verbatim.trajectories import Fate
+from verbatim.core.errors import UsageError
+from verbatim.core.imports import is_installed
+from verbatim.core.trajectories import Fate
+from verbatim.logs.monitors.alarm import Alarm
+from verbatim.logs.monitors.background import Background
+from verbatim.logs.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics, Monitor, RunInfo
+from verbatim.logs.monitors.metric_table import about
+from verbatim.logs.monitors.samples import COLUMNS, SampleRow, SampleRule
+from verbatim.logs.monitors.values import finite, flat
 
 if TYPE_CHECKING:
     from tensorboard.summary.writer.event_file_writer import EventFileWriter

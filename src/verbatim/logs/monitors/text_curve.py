@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from verbatim.monitors.learning_curve import Curve
+from verbatim.logs.monitors.learning_curve import Curve
 
 Point = tuple[int, float]
 """Step and value."""

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from verbatim.errors import UsageError
-from verbatim.imports import refuse_without
-from verbatim.monitors.jsonl import JsonlWriter, LogMark, read_jsonl
-from verbatim.trajectories.record import TrajectoryRecord
-from verbatim.trajectory_json import trajectory_from_json, trajectory_to_json
-from verbatim.types import Trajectory
+from verbatim.core.disk import refuse_link
+from verbatim.core.errors import UsageError
+from verbatim.core.imports import refuse_without
+from verbatim.core.trajectories.record import TrajectoryRecord
+from verbatim.core.trajectory_json import trajectory_from_json, trajectory_to_json
+from verbatim.core.types import Trajectory
+from verbatim.logs.monitors.jsonl import JsonlWriter, LogMark, read_jsonl
 
 TRAJECTORIES = "trajectories"
 """The folder of a run's fate files."""
@@ -40,16 +41,18 @@ def read_trajectories(path: Path) -> Iterator[tuple[int, Trajectory]]:
     A run that an earlier version began has its first steps as JSON lines.
 
     Raises:
-        UsageError: nothing of the kind, or a damaged file; reading Parquet files without pyarrow.
+        UsageError: nothing of the kind, a link in the folder, or a damaged file; reading Parquet files without pyarrow.
     """
     if path.is_dir() or path.suffix == ".parquet":
         lines, files = path / f"{TRAJECTORIES}.jsonl", path / TRAJECTORIES
+        refuse_link(lines)
+        refuse_link(files)
         if lines.is_file():
             yield from _read_lines(lines)
             if not files.is_dir() or not any(files.iterdir()):
                 return
         refuse_without("pyarrow", extra="train", what=f"reading {path}")
-        from verbatim.fates.files import read_fates
+        from verbatim.logs.fates.files import read_fates
 
         for step, fate in read_fates(files if files.is_dir() else path):
             assert isinstance(fate.trajectory, Trajectory)
@@ -65,6 +68,8 @@ def read_evaluated(run: Path) -> Iterator[tuple[int, Trajectory]]:
         UsageError: as `read_trajectories`.
     """
     lines, folder = run / EVALUATED_LINES, run / EVALUATIONS
+    refuse_link(lines)
+    refuse_link(folder)
     if lines.is_file():
         yield from _read_lines(lines)
     if folder.is_dir() and any(folder.iterdir()):

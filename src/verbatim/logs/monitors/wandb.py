@@ -18,15 +18,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from verbatim.disk import write_file
-from verbatim.errors import UsageError
-from verbatim.imports import is_installed
-from verbatim.monitors import background
-from verbatim.monitors.alarm import Alarm
-from verbatim.monitors.background import Background, reason, warn
-from verbatim.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics, Monitor, RunInfo
-from verbatim.monitors.samples import COLUMNS, SampleRule
-from verbatim.trajectories import Fate
+from verbatim.core.disk import write_file
+from verbatim.core.errors import UsageError
+from verbatim.core.imports import is_installed
+from verbatim.core.trajectories import Fate
+from verbatim.logs.monitors import background
+from verbatim.logs.monitors.alarm import Alarm
+from verbatim.logs.monitors.background import Background, reason, warn
+from verbatim.logs.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics, Monitor, RunInfo
+from verbatim.logs.monitors.samples import COLUMNS, SampleRule
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,14 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+from verbatim.models.native.ownership import read_own, why_not_own
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +33,8 @@ loaded, so that both use one team of threads. Where they are not found, the libr
 so."""
 _PATIENCE = 120.0
 """Seconds that a compiler may take."""
+_HUNG: set[tuple[str, ...]] = set()
+"""Compilers that took longer, and are not asked again by this process: other options would take as long."""
 
 
 @dataclass(frozen=True)
@@ -84,13 +89,27 @@ def build(source: CSource) -> Build:
         reason = f"{SWITCH} = 0" if is_off else f"no C compiler was found ({', '.join(_COMPILERS)}, or what CC names)"
         logger.info("%s is not compiled: %s", source.name, reason)
         return Build(reason=reason, is_off=is_off)
+    try:
+        return _built(source, compiler)
+    except subprocess.TimeoutExpired:
+        reason = f"{' '.join(compiler)} took more than {_PATIENCE:g} s"
+        logger.warning("%s is not compiled: %s", source.name, reason)
+        return Build(reason=reason)
+
+
+def _built(source: CSource, compiler: tuple[str, ...]) -> Build:
+    """With the best options that are possible.
+
+    Raises:
+        subprocess.TimeoutExpired: the compiler does not end.
+    """
     reason = ""
     for variant in _VARIANTS:
         try:
             found, options = _loaded(source, compiler, (*_FLAGS, *variant)), " ".join(variant) or "(none)"
         except subprocess.CalledProcessError as error:
             reason = error.stderr.decode(errors="replace")
-        except (OSError, subprocess.TimeoutExpired) as error:
+        except OSError as error:
             reason = str(error)
         else:
             if reason:
@@ -122,7 +141,9 @@ def find_compiler() -> tuple[str, ...] | None:
 def _loaded(source: CSource, compiler: tuple[str, ...], flags: tuple[str, ...]) -> ctypes.CDLL:
     """The library of a C file: the one that is there, or where that is damaged or missing a new one.
 
-    Its name ends with the digest of its content: one that was damaged would give wrong numbers, or end the process.
+    One that was damaged, or made from something else, would give wrong numbers, or end the process; one that was put
+    there would do anything. So it is a file of ours in a folder of ours, its name ends with the digest of its content,
+    and the content has that of the source and the compiler.
 
     Raises:
         subprocess.CalledProcessError, subprocess.TimeoutExpired: the compiler failed.
@@ -131,12 +152,14 @@ def _loaded(source: CSource, compiler: tuple[str, ...], flags: tuple[str, ...]) 
     folder, name = library_folder(), _name(source, compiler, flags)
     for found in sorted(folder.glob(f"{name}-*.so")):
         try:
-            content = found.read_bytes()
+            content = read_own(found)
         except FileNotFoundError:  # another process removes a damaged one at the same time
             continue
-        if found.stem.removeprefix(f"{name}-") == _digest(content):
+        is_whole = content is not None and found.stem.removeprefix(f"{name}-") == _digest(content)
+        if content is not None and is_whole and _mark(name) in content:
             return ctypes.CDLL(str(found), mode=os.RTLD_NOW)
-        logger.warning("the compiled library %s is damaged, and is made anew", found)
+        what = "not ours alone" if content is None else "made from something else" if is_whole else "damaged"
+        logger.warning("the compiled library %s is %s, and is made anew", found, what)
         found.unlink(missing_ok=True)
     return ctypes.CDLL(str(_compiled(source, compiler, flags, folder / name)), mode=os.RTLD_NOW)
 
@@ -149,6 +172,7 @@ def _name(source: CSource, compiler: tuple[str, ...], flags: tuple[str, ...]) ->
         " ".join(compiler).encode(),
         *(flag.encode() for flag in flags),
         compiler_version(compiler),
+        _program(compiler[0]),
         _processor(),
         " ".join(platform.libc_ver()).encode(),
     ]
@@ -159,17 +183,25 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:24]
 
 
+def _mark(name: str) -> bytes:
+    """What stands in a library of this name: what it was made from."""
+    return f"verbatim-made-from:{name}".encode()
+
+
 def _compiled(source: CSource, compiler: tuple[str, ...], flags: tuple[str, ...], target: Path) -> Path:
     """Make the library; its name is `target`, with the digest of its content behind it."""
     with tempfile.TemporaryDirectory(dir=target.parent) as name:
         for file, text in source.files:  # what is compiled is what the digest is of
             (Path(name) / file).write_bytes(text)
-        objects, shared = Path(name) / "x.o", Path(name) / "x.so"
+        made_from, shared = Path(name) / "verbatim-made-from.c", Path(name) / "x.so"
+        made_from.write_text(f'const char verbatim_made_from[] = "{_mark(target.name).decode()}";\n', encoding="ascii")
+        files = {Path(name) / source.name: Path(name) / "x.o", made_from: Path(name) / "y.o"}
         for command in (
-            [*compiler, *flags, "-c", str(Path(name) / source.name), "-o", str(objects)],
-            [*compiler, "-shared", str(objects), "-o", str(shared), "-lm"],
+            *([*compiler, *flags, "-c", str(file), "-o", str(made)] for file, made in files.items()),
+            [*compiler, "-shared", *map(str, files.values()), "-o", str(shared), "-lm"],
         ):
-            subprocess.run(command, check=True, capture_output=True, timeout=_PATIENCE)
+            _run(compiler, command)
+        shared.chmod(0o700)
         with shared.open("rb") as made:  # half of a library, after a power failure, would end processes by SIGBUS
             os.fsync(made.fileno())
         found = target.with_name(f"{target.name}-{_digest(shared.read_bytes())}.so")
@@ -182,9 +214,17 @@ def library_folder() -> Path:
     """Where libraries are kept: the user's cache, or a folder of this process where that cannot be written."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "verbatim" / "native"
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        found = why_not_own(folder)
+        if found is None:
+            with tempfile.TemporaryFile(dir=folder):
+                return folder
+        logger.warning(
+            "compiled libraries are not kept: %s; a program that others write there would run as you. Name "
+            "another folder in XDG_CACHE_HOME, or make it yours alone",
+            found,
+        )
+        return Path(_own_folder().name)
     except (OSError, RuntimeError):  # no home
         return Path(_own_folder().name)
 
@@ -196,8 +236,39 @@ def _own_folder() -> tempfile.TemporaryDirectory[str]:
 
 @cache
 def compiler_version(compiler: tuple[str, ...]) -> bytes:
-    """What it says of itself."""
-    return subprocess.run([*compiler, "--version"], check=False, capture_output=True, timeout=_PATIENCE).stdout
+    """What it says of itself; a subprocess.TimeoutExpired where it does not end."""
+    return _run(compiler, [*compiler, "--version"], check=False)
+
+
+def _run(compiler: tuple[str, ...], command: list[str], *, check: bool = True) -> bytes:
+    """What a command of a compiler writes. One that does not end is killed with all that it has started, and no other
+    one of this compiler is begun.
+
+    Raises:
+        subprocess.CalledProcessError, subprocess.TimeoutExpired: it failed.
+    """
+    if compiler in _HUNG:
+        raise subprocess.TimeoutExpired(command, _PATIENCE)
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    ) as process:
+        try:
+            said, errors = process.communicate(timeout=_PATIENCE)
+        except BaseException as error:
+            if isinstance(error, subprocess.TimeoutExpired):
+                _HUNG.add(compiler)
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if check and process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command, said, errors)
+    return said
+
+
+@cache
+def _program(path: str) -> bytes:
+    """Which file a program is: another one of the same version may compute otherwise."""
+    about = os.stat(path)
+    return f"{os.path.realpath(path)} {about.st_size} {about.st_mtime_ns}".encode()
 
 
 @cache

@@ -8,53 +8,31 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal
 
-from verbatim.errors import ModelError, TemplateFault, UsageError
-from verbatim.renderers.base import ParsedResponse, Renderer
-from verbatim.renderers.conversation import BreakReason, Conversation, History, ThinkingRetention
+from verbatim.core.errors import ModelError, TemplateFault, UsageError
+from verbatim.models.renderers.base import ParsedResponse, Renderer
+from verbatim.models.renderers.conversation import BreakReason, Conversation, History, ThinkingRetention
+from verbatim.models.renderers.message_support import LaterSystem
 
 if TYPE_CHECKING:
-    from verbatim.renderers.guard import GuardedTokenizer
+    from verbatim.models.renderers.guard import GuardedTokenizer
 
-_PACKAGE = "verbatim.renderers.package:PackageRenderer"
+_PACKAGE = "verbatim.models.renderers.package:PackageRenderer"
 
 RENDERERS: Mapping[str, str] = {
-    "template": "verbatim.renderers.template:TemplateRenderer",
+    "template": "verbatim.models.renderers.template:TemplateRenderer",
     **dict.fromkeys(
         (
-            "qwen3",
-            "prime-qwen3",
-            "qwen3-vl",
-            "qwen3.5",
-            "qwen3.6",
-            "qwen3.8",
-            "deepseek-r1",
-            "deepseek-v3",
-            "deepseek-v4",
-            "gemma4",
-            "glm-4.5",
-            "glm-5",
-            "glm-5.1",
-            "glm-5.3",
-            "hy3",
-            "inkling",
-            "kimi-k2",
-            "kimi-k2.5",
-            "laguna-m.1",
-            "laguna-s-2.1",
-            "laguna-xs-2.1",
-            "laguna-xs.2",
-            "llama-3",
-            "minimax-m2",
-            "nemotron-3",
-            "nemotron-3-ultra",
-            "nemotron-3.5",
+            "qwen3", "prime-qwen3", "qwen3-vl", "qwen3.5", "qwen3.6", "qwen3.8", "deepseek-r1", "deepseek-v3",
+            "deepseek-v4", "gemma4", "glm-4.5", "glm-5", "glm-5.1", "glm-5.3", "hy3", "inkling", "kimi-k2",
+            "kimi-k2.5", "laguna-m.1", "laguna-s-2.1", "laguna-xs-2.1", "laguna-xs.2", "llama-3", "minimax-m2",
+            "nemotron-3", "nemotron-3-ultra", "nemotron-3.5",
         ),
         _PACKAGE,
     ),
-    "gpt-oss": "verbatim.renderers.harmony:HarmonyRenderer",
-}
-"""Where each renderer lives: called with (tokenizer, name), `thinking_retention` and `history`; heavy libraries load
-with the one that is used."""
+    "gpt-oss": "verbatim.models.renderers.harmony:HarmonyRenderer",
+}  # fmt: skip
+"""Where each renderer lives: called with (tokenizer, name), `thinking_retention`, `history` and `later_system`; heavy
+libraries load with the one that is used."""
 
 ALIASES: Mapping[str, str] = {
     "glm4.5": "glm-4.5",
@@ -79,6 +57,7 @@ def create_renderer(
     *,
     thinking_retention: ThinkingRetention = "tool_cycle",
     history: History = "verbatim",
+    later_system: LaterSystem = "fold",
 ) -> Renderer:
     """The renderer of that name for a tokenizer.
 
@@ -91,6 +70,8 @@ def create_renderer(
         tools: With "hermes" it is the template, and tools are written as text of its messages.
         thinking_retention: At a user's message, whether thoughts go where the format drops them, or stay.
         history: With "template" no prompt continues what was sampled: each is rendered, as a chat endpoint does.
+        later_system: A system or developer message that the format does not write is folded, or refused
+            (`message_support`).
 
     Raises:
         UsageError: no such renderer, or a family that is to write tools in another format than its own.
@@ -102,6 +83,8 @@ def create_renderer(
         raise UsageError(f'thinking_retention = {thinking_retention!r}: expected "tool_cycle" or "all"')
     if history not in ("verbatim", "template"):
         raise UsageError(f'history = {history!r}: expected "verbatim" or "template"')
+    if later_system not in ("fold", "refuse"):
+        raise UsageError(f'later_system = {later_system!r}: expected "fold" or "refuse"')
     known = ALIASES.get(name, name)
     if known != "auto" and known not in RENDERERS:
         near = get_close_matches(name, ["auto", *RENDERERS, *ALIASES], n=1)
@@ -111,11 +94,11 @@ def create_renderer(
             for n in RENDERERS
         ]
         raise UsageError(f"there is no renderer {name!r}; {hint}There are: auto, {', '.join(spelt)}")
-    from verbatim.renderers.guard import GuardedTokenizer
-    from verbatim.renderers.recognise import check_guarded, first_difference
+    from verbatim.models.renderers.guard import GuardedTokenizer
+    from verbatim.models.renderers.recognise import check_guarded, first_difference
 
     guarded = GuardedTokenizer(tokenizer)
-    kept: dict[str, Any] = {"thinking_retention": thinking_retention, "history": history}
+    kept: dict[str, Any] = {"thinking_retention": thinking_retention, "history": history, "later_system": later_system}
     try:
         if tools is not None:
             renderer = _make_with_hermes(name, known, guarded, kept)
@@ -137,7 +120,7 @@ def create_renderer(
 
 
 def _make_with_hermes(name: str, known: str, tokenizer: GuardedTokenizer, kept: Mapping[str, Any]) -> Renderer:
-    from verbatim.renderers.template import TemplateRenderer
+    from verbatim.models.renderers.template import TemplateRenderer
 
     if known not in ("auto", "template"):
         raise UsageError(
@@ -159,7 +142,7 @@ def _make(name: str, tokenizer: GuardedTokenizer, kept: Mapping[str, Any]) -> Re
 
 
 def _recognise(tokenizer: GuardedTokenizer, kept: Mapping[str, Any]) -> Renderer:
-    from verbatim.renderers.recognise import family_by_name, first_difference
+    from verbatim.models.renderers.recognise import family_by_name, first_difference
 
     named = family_by_name(tokenizer)
     if named is not None:

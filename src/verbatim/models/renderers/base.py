@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-from verbatim.types import Int32, Message, ToolCall
+from verbatim.core.types import Int32, Message, ToolCall
 
 Schemas: TypeAlias = Sequence[Mapping[str, Any]] | None
 """Schemas of tools, in OpenAI's format; None without tools."""

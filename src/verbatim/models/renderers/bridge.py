@@ -10,10 +10,11 @@ The prompt is rendered anew, and the reason counted, if
 
 (a) C holds, before its end, a control token that opens or closes a turn (`control_token`);
 (b) C ended with a token that the format does not write between this turn and N (`other_end`): `<|user|>` before a
-    tool's answer, `<|endoftext|>` where it writes `<|im_end|>`. A turn that was cut off gets the format's close;
+    tool's answer, `<|endoftext|>` where it writes `<|im_end|>`, an id that only generation_config.json
+    has (`stop_ids`). A turn that was cut off gets the format's close;
 (c) a thought is open where C ended by itself (`open_thought`);
 (d) the tools are others than those of P (`tools_changed`);
-(e) N holds messages that are not of tools or users (`other_messages`);
+(e) N holds messages that are not of tools or users, once folded by `message_support` (`other_messages`);
 (f) N holds a user's message, at which the format drops thoughts, and P or C holds one that is not empty; not with
     `thinking_retention = "all"` (`thought_dropped`);
 (g) it is not known what the format writes (`format_unknown`).
@@ -26,6 +27,7 @@ first token of it; the others are B.
 from __future__ import annotations
 
 import abc
+import dataclasses
 import hashlib
 from collections.abc import Sequence
 from functools import cached_property
@@ -33,9 +35,10 @@ from typing import Any
 
 import numpy as np
 
-from verbatim.errors import EnvironmentFault
-from verbatim.renderers.base import ParsedResponse, Schemas
-from verbatim.renderers.conversation import (
+from verbatim.core.errors import EnvironmentFault
+from verbatim.core.types import Int32, Message, ToolCall
+from verbatim.models.renderers.base import ParsedResponse, Schemas
+from verbatim.models.renderers.conversation import (
     BreakReason,
     Conversation,
     History,
@@ -43,11 +46,11 @@ from verbatim.renderers.conversation import (
     ThinkingRetention,
     same_tools,
 )
-from verbatim.renderers.guard import GuardedTokenizer
-from verbatim.renderers.messages import check_messages
-from verbatim.renderers.probe_messages import ANSWER, ASK, NAME, RESULT, SYSTEM, calling
-from verbatim.renderers.remembered import MOST_BYTES, Remembered
-from verbatim.types import Int32, Message, ToolCall
+from verbatim.models.renderers.guard import GuardedTokenizer
+from verbatim.models.renderers.message_support import Folded, LaterSystem, MessageSupport
+from verbatim.models.renderers.messages import check_messages
+from verbatim.models.renderers.probe_messages import ANSWER, ASK, NAME, RESULT, SYSTEM, calling
+from verbatim.models.renderers.remembered import MOST_BYTES, Remembered
 
 _CONTINUED_ROLES = frozenset({"tool", "user"})
 _KNOWN_PROMPTS = 1024
@@ -65,11 +68,15 @@ class ContinuingRenderer(abc.ABC):
     stop_token_ids: tuple[int, ...]
     _tokenizer: GuardedTokenizer
 
-    def __init__(self, thinking_retention: ThinkingRetention, history: History) -> None:
+    def __init__(
+        self, thinking_retention: ThinkingRetention, history: History, later_system: LaterSystem = "fold"
+    ) -> None:
         self.thinking_retention: ThinkingRetention = thinking_retention
         """At a user's message: whether thoughts go where the format drops them, or stay."""
         self.history: History = history
         """Whether prompts continue what was sampled."""
+        self.later_system: LaterSystem = later_system
+        """What becomes of system and developer messages that the format does not write."""
         self._prompts: Remembered[bytes, Conversation] = Remembered(_KNOWN_PROMPTS, MOST_BYTES)
 
     @abc.abstractmethod
@@ -89,6 +96,28 @@ class ContinuingRenderer(abc.ABC):
 
         `body` is the completion without the token that ended it.
         """
+
+    @cached_property
+    def message_support(self) -> MessageSupport:
+        """Which messages the format writes, and how the others are folded."""
+        who = "the model's chat template" if self.name == "template" else f'renderer "{self.name}"'
+        return MessageSupport(
+            lambda messages, tools, prompt: self._tokenizer.decode(self.write_ids(messages, tools, prompt)),  # type: ignore[arg-type]
+            who,
+            self.later_system,
+        )
+
+    def _write_whole(self, given: Folded, tools: Schemas, add_generation_prompt: bool) -> Int32:
+        """The ids of a folded conversation.
+
+        Raises:
+            EnvironmentFault: names the field that the format leaves out, or the message that it refuses.
+        """
+        self.message_support.check(given, tools, add_generation_prompt)
+        try:
+            return self.write_ids(given.messages, tools, add_generation_prompt)
+        except EnvironmentFault as fault:
+            raise self.message_support.naming(fault, given, tools, add_generation_prompt) from fault
 
     def bridge_to_next_turn(
         self, prev_prompt_ids: Int32, prev_completion_ids: Int32, new_messages: Sequence[Message], tools: Schemas = None
@@ -112,7 +141,7 @@ class ContinuingRenderer(abc.ABC):
         """The next prompt, or why it has to be rendered anew.
 
         Raises:
-            EnvironmentFault: invalid new messages.
+            EnvironmentFault: invalid new messages, or one that the format leaves out.
             TemplateFault: a rendering exceeds its budget.
         """
         check_messages(new_messages)
@@ -123,6 +152,10 @@ class ContinuingRenderer(abc.ABC):
         completion = said.completion_ids
         ended = len(completion) > 0 and int(completion[-1]) in self.stop_token_ids
         body = completion[:-1] if ended else completion
+        before = self.message_support.folded(conversation.messages, conversation.tools).messages
+        if before is not conversation.messages:
+            conversation = dataclasses.replace(conversation, messages=tuple(before))
+        new_messages = self.message_support.appended(before, said.message, new_messages, tools)
         reason = self._reason_before(conversation, said, body, ended, new_messages, tools)
         if reason is not None:
             return reason
@@ -158,6 +191,12 @@ class ContinuingRenderer(abc.ABC):
         if drops and (conversation.thinks or said.thinks) and self.drops_thoughts:
             return BreakReason.THOUGHT_DROPPED
         return None
+
+    @property
+    def end_texts(self) -> list[str]:
+        """The texts of the control tokens that end turns. A generation_config.json may list tokens of plain text too: a
+        turn that was sampled ends with one, and in what the format writes they say nothing."""
+        return [self._tokenizer.decode([i]) for i in self.stop_token_ids if i in self._control_ids]
 
     def _holds_turn_token(self, body: list[int]) -> bool:
         """Whether a turn holds a control token that opens or closes one."""
@@ -243,10 +282,10 @@ class ContinuingRenderer(abc.ABC):
         copied = tuple(dict(message) for message in messages)
         self._remember(
             Conversation(
-                renderer=self,
-                messages=copied,
+                renderer=self,  # type: ignore[arg-type]
+                messages=copied,  # type: ignore[arg-type]
                 tools=tools,
-                prompt_ids=ids,  # type: ignore[arg-type]
+                prompt_ids=ids,
                 thinks=self.holds_thoughts(messages),
             )
         )

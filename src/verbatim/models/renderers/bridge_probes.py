@@ -16,12 +16,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from verbatim.errors import RolloutError
-from verbatim.renderers.conversation import BreakReason, Conversation
-from verbatim.renderers.guard import BREAK, GuardedTokenizer
-from verbatim.renderers.template import TemplateRenderer
-from verbatim.texts import cut, error_text
-from verbatim.types import Int32, Message
+from verbatim.core.errors import RolloutError
+from verbatim.core.texts import cut, error_text
+from verbatim.core.types import Int32, Message
+from verbatim.models.renderers.conversation import BreakReason, Conversation
+from verbatim.models.renderers.guard import BREAK, GuardedTokenizer
+from verbatim.models.renderers.template import TemplateRenderer
 
 Outcome = Literal["bridged", "refused", "left out", "raises"]
 _Lines = Sequence[tuple[str, int]]
@@ -75,7 +75,7 @@ class _Player:
         num_calls, self._new = APPENDED[appended]
         self._turn = sum(message["role"] == "assistant" for message in self._messages)
         self._reply = _turn(self._turn, num_calls=num_calls, thinks=thinks)
-        self._stops = "|".join(re.escape(tokenizer.decode([i])) for i in renderer.stop_token_ids)
+        self._stops = "|".join(map(re.escape, renderer.end_texts))
 
     def outcome(self) -> BridgeProbe:
         """Bridged, or why not."""

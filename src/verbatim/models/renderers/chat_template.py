@@ -11,11 +11,11 @@ from typing import Any
 
 import jinja2
 
-from verbatim.errors import EnvironmentFault, ModelError, TemplateFault
-from verbatim.renderers.metering.environment import MeteredContext
-from verbatim.renderers.metering.meter import Meter, Overrun
-from verbatim.renderers.metering.program import compiled
-from verbatim.texts import cut, error_text
+from verbatim.core.errors import EnvironmentFault, ModelError, TemplateFault
+from verbatim.core.texts import cut, error_text
+from verbatim.models.renderers.metering.environment import MeteredContext
+from verbatim.models.renderers.metering.meter import Meter, Overrun
+from verbatim.models.renderers.metering.program import compiled
 
 MAX_SOURCE = 400_000
 """The longest template source, in characters; published templates have about 10,000."""

@@ -18,8 +18,8 @@ from typing import Literal, Protocol, Self, runtime_checkable
 
 import numpy as np
 
-from verbatim.renderers.base import ParsedResponse, Renderer, Schemas
-from verbatim.types import Int32, Message, ToolCall
+from verbatim.core.types import Int32, Message, ToolCall
+from verbatim.models.renderers.base import ParsedResponse, Renderer, Schemas
 
 ThinkingRetention = Literal["tool_cycle", "all"]
 """At a user's message, whether thoughts go where the format drops them, or stay."""
@@ -55,6 +55,11 @@ class BreakReason(StrEnum):
         """The reason in words."""
         return _SENTENCES[self]
 
+    @property
+    def advice(self) -> str:
+        """What to change for such turns to become fewer."""
+        return _ADVICE[self]
+
 
 _SENTENCES: Mapping[BreakReason, str] = {
     BreakReason.CONTROL_TOKEN: "the model sampled a token that opens or closes a turn inside of its own",
@@ -68,6 +73,21 @@ _SENTENCES: Mapping[BreakReason, str] = {
     BreakReason.HISTORY_TEMPLATE: 'history = "template" renders every prompt; orchestrator.renderer.history = '
     '"verbatim" continues what was sampled',
     BreakReason.HISTORY_EDITED: "the environment changed messages that were already sent",
+}
+
+_MORE_WARM_START = "the policy ends such turns seldom once it has learned the format: more warm_start.steps"
+_ADVICE: Mapping[BreakReason, str] = {
+    BreakReason.CONTROL_TOKEN: _MORE_WARM_START,
+    BreakReason.OTHER_END: _MORE_WARM_START,
+    BreakReason.OPEN_THOUGHT: _MORE_WARM_START,
+    BreakReason.TOOLS_CHANGED: "have the environment show the same tools all episode long, and refuse a call instead",
+    BreakReason.OTHER_MESSAGES: "have the environment say it as a user's message, or in a tool's answer",
+    BreakReason.THOUGHT_DROPPED: 'orchestrator.renderer.thinking_retention = "all" keeps the thoughts',
+    BreakReason.FORMAT_UNKNOWN: "`verbatim doctor --template MODEL` shows what a template of one's own writes "
+    'otherwise; for a known model, orchestrator.renderer.name = "auto" takes its family',
+    BreakReason.HISTORY_TEMPLATE: 'orchestrator.renderer.history = "verbatim" continues what was sampled',
+    BreakReason.HISTORY_EDITED: "have the environment leave earlier messages as they are, and put what changes into "
+    "the newest one; where it shortens them on purpose, set monitor.alarms.prompt_breaks = false",
 }
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from verbatim.errors import EnvironmentFault
-from verbatim.renderers.tool_syntax import ToolSyntax
+from verbatim.core.errors import EnvironmentFault
+from verbatim.models.renderers.tagged_calls import ArgumentTags
+from verbatim.models.renderers.tool_syntax import ANY_NAME, ToolSyntax
 
 Render = Callable[[list[dict[str, Any]], bool], str]
 """(messages, add_generation_prompt) -> text"""
@@ -19,30 +21,73 @@ Render = Callable[[list[dict[str, Any]], bool], str]
 _NAMES = ("zqfirst", "zqother")
 _KEYS = ("zqone", "zqtwo")
 _VALUES = ("zqalpha", "zqbeta")
+_CALL_ID = "zqcall00"
 _CONTENT = "zqcontent"
+_HOSTILE = (r"zq\b", """zq"'<&""")
+_NUMBERS = (7340051, 7340053)
 _LONGEST = 50_000
 """The longest rendering of two calls that is searched, in characters."""
 
 
 def derive(render: Render, stops: Sequence[str]) -> ToolSyntax | None:
-    """The syntax in which a template writes tool calls; None if it writes no calls, or none in a known form.
+    """The syntax in which a format writes tool calls; None if it writes no calls, or none in a known form.
 
     `stops` are the tokens that end a turn; they are not part of a call.
     """
-    single = _written(render, [_call(0)], stops)
-    if single is None:
-        return None
-    double = _written(render, [_call(0), _call(1)], stops) or ""
-    for form in (_derive_whole, _derive_named, _derive_tagged, _derive_python):
-        syntax = form(single, double)
-        if syntax is not None:
-            return syntax if syntax.opens or syntax.form == "whole" else None
+    for by_id in (False, True):
+        single, double = (_written(render, _calls(number, by_id), stops) for number in (1, 2))
+        if single is None:
+            continue
+        is_named_by_id = _ids(1)[0] in single
+        if is_named_by_id:
+            single, double = (_named(text) for text in (single, double or ""))
+        for form in (_derive_whole, _derive_named, _derive_tagged, _derive_python):
+            syntax = form(single, double or "")
+            if syntax is not None:
+                found = replace(syntax, named_by_id=is_named_by_id and form is _derive_named)
+                return _checked(_with_json(found, render, stops), render, stops)
     return None
 
 
-def _call(number: int) -> dict[str, Any]:
-    function = {"name": _NAMES[number], "arguments": dict(zip(_KEYS, _VALUES, strict=True))}
-    return {"id": f"zqcall00{number}", "type": "function", "function": function}
+def _ids(number: int) -> list[str]:
+    """The ids of calls of which they are the names too, in a format that writes nothing else."""
+    return [f"functions.{name}:{place}" for place, name in enumerate(_NAMES[:number])]
+
+
+def _calls(number: int, by_id: bool, values: Sequence[Any] = _VALUES) -> list[dict[str, Any]]:
+    ids = _ids(number) if by_id else [f"{_CALL_ID}{place}" for place in range(number)]
+    arguments = dict(zip(_KEYS, values, strict=True))
+    return [
+        {"id": i, "type": "function", "function": {"name": name, "arguments": arguments}}
+        for i, name in zip(ids, _NAMES, strict=False)
+    ]
+
+
+def _named(text: str) -> str:
+    for i, name in zip(_ids(2), _NAMES, strict=True):
+        text = text.replace(i, name)
+    return text
+
+
+def _with_json(syntax: ToolSyntax, render: Render, stops: Sequence[str]) -> ToolSyntax:
+    """The syntax with what is written before a value that is no text, where that is something else."""
+    if syntax.tags is None:
+        return syntax
+    text = _written(render, _calls(1, False, _NUMBERS), stops) or ""
+    json = text[: text.find(str(_NUMBERS[0]))].rpartition(_KEYS[0])[2].strip()
+    tags = syntax.tags
+    return syntax if json in ("", tags.value) else replace(syntax, tags=replace(tags, json=json))
+
+
+def _checked(syntax: ToolSyntax, render: Render, stops: Sequence[str]) -> ToolSyntax | None:
+    """The syntax, if texts with quotes and backslashes are read back as they were written, or at least as no others."""
+    if not syntax.opens and syntax.form != "whole":
+        return None
+    text = _written(render, _calls(1, syntax.named_by_id, _HOSTILE), stops) or ""
+    if syntax.form == "python" and _HOSTILE[0].replace("\\", "\\\\") not in text:
+        return replace(syntax, escapes=False)
+    _, calls = syntax.read(text)
+    return syntax if [call.arguments for call in calls] == [dict(zip(_KEYS, _HOSTILE, strict=True))] else None
 
 
 def _written(render: Render, calls: list[dict[str, Any]], stops: Sequence[str]) -> str | None:
@@ -56,12 +101,19 @@ def _written(render: Render, calls: list[dict[str, Any]], stops: Sequence[str]) 
         except EnvironmentFault:
             continue
         if len(whole) <= _LONGEST and all(call["function"]["name"] in whole for call in calls):
-            text = whole[len(_shared_start(whole, start)) :]
+            text = whole[_whole_tags(whole, len(_shared_start(whole, start))) :]
             text = text.partition(_CONTENT)[2] if _CONTENT in text.partition(_NAMES[0])[0] else text
-            last = max(text.rfind(mark) for mark in (*_NAMES, *_VALUES))
+            values = (str(value) for call in calls for value in call["function"]["arguments"].values())
+            last = max(text.rfind(mark) for mark in (*_NAMES, *values))
             ends = [text.find(stop, last) for stop in stops if text.find(stop, last) >= 0]
             texts.append(text[: min(ends, default=len(text))])
     return _shared_end(texts[0], texts[-1]) if texts else None
+
+
+def _whole_tags(text: str, end: int) -> int:
+    """The last place up to `end` that is not within a tag."""
+    start = text.rfind("<", 0, end)
+    return end if start < 0 or ">" in text[start:end] else start
 
 
 def _derive_whole(single: str, double: str) -> ToolSyntax | None:
@@ -72,15 +124,15 @@ def _derive_whole(single: str, double: str) -> ToolSyntax | None:
     key = next((key for key in ("arguments", "parameters") if found and found[2].get(key)), None)
     if found is None or key is None:
         return None
-    start, end, _ = found
-    before, after = single[:start], single[end:]
+    start, end, written = found
+    before, after, others = single[:start], single[end:], frozenset(written) - {"name", key}
     if before.rstrip().endswith("[") and after.lstrip().startswith("]"):
         opens = before.rstrip().removesuffix("[").strip()
-        return ToolSyntax(form="whole", before="", opens=opens, closes="", arguments=key, listed=True)
+        return ToolSyntax(form="whole", before="", opens=opens, closes="", arguments=key, others=others, listed=True)
     first = _object(double, is_call)
     second = _object(double, is_call, first[1]) if first else None
     between = double[first[1] : second[0]] if first and second else None
-    return ToolSyntax(form="whole", **_around(before, after, between), arguments=key)
+    return ToolSyntax(form="whole", **_around(before, after, between), arguments=key, others=others)
 
 
 def _derive_named(single: str, double: str) -> ToolSyntax | None:
@@ -94,8 +146,15 @@ def _derive_named(single: str, double: str) -> ToolSyntax | None:
     first = _object(double, is_arguments)
     second = _object(double, is_arguments, first[1]) if first else None
     between = double[first[1] : double.rfind(_NAMES[1], 0, second[0])] if first and second else None
-    after_name = single[name + len(_NAMES[0]) : found[0]].strip()
-    return ToolSyntax(form="named", **_around(single[:name], single[found[1] :], between), after_name=after_name)
+    after_name, has_id, after_id = single[name + len(_NAMES[0]) : found[0]].strip().partition(_CALL_ID + "0")
+    if has_id and not (after_name.strip() and after_id.strip()):  # nothing would tell where a name or an id stops
+        return None
+    return ToolSyntax(
+        form="named",
+        **_around(single[:name], single[found[1] :], between),
+        after_name=after_name.strip(),
+        after_id=after_id.strip(),
+    )
 
 
 def _derive_tagged(single: str, double: str) -> ToolSyntax | None:
@@ -109,17 +168,23 @@ def _derive_tagged(single: str, double: str) -> ToolSyntax | None:
     key = key[max(key.find("<"), 0) :]
     if not key.startswith("<"):
         return None
-    value, ends = single[marks[0] + len(_KEYS[0]) : marks[1]].strip(), rest.removesuffix(key).strip()
-    if not (value and ends):  # nothing would tell where a key or a value stops
+    value, ends = single[marks[0] + len(_KEYS[0]) : marks[1]], rest.removesuffix(key)
+    tags = ArgumentTags(
+        key=key,
+        value=value.strip(),
+        ends=ends.strip(),
+        padding=(value[len(value.rstrip()) :], ends[: len(ends) - len(ends.lstrip())]),
+        gap=ends[len(ends.rstrip()) :],
+    )
+    if not (tags.value and tags.ends):  # nothing would tell where a key or a value stops
         return None
+    ends = tags.ends
     end = double.find(ends, double.find(_VALUES[1])) + len(ends)
     second = double.rfind(_NAMES[1], end, double.find(_KEYS[0], end)) if double else -1
     around = _around(
         single[:name], single[single.find(ends, marks[3]) + len(ends) :], double[end:second] if second >= 0 else None
     )
-    return ToolSyntax(
-        form="tagged", **around, after_name=head.removesuffix(key).strip(), key=key, value=value, ends=ends
-    )
+    return ToolSyntax(form="tagged", **around, after_name=head.removesuffix(key).strip(), tags=tags)
 
 
 def _derive_python(single: str, _: str) -> ToolSyntax | None:
@@ -135,9 +200,20 @@ def _around(before: str, after: str, between: str | None) -> dict[str, Any]:
     """The text that opens and closes each call: what the first and the second have in common."""
     if between is None:
         return {"before": "", "opens": before.strip(), "closes": after.strip()}
-    opens = _shared_end(before.rstrip(), between.rstrip()).strip()
+    opens = _from_tag(before.rstrip(), len(_shared_end(before.rstrip(), between.rstrip())))
     closes = _shared_start(between.strip().removesuffix(opens), after.strip()).strip()
-    return {"before": before.rstrip().removesuffix(opens).strip(), "opens": opens, "closes": closes}
+    first = before.rstrip().removesuffix(opens).strip().replace(_NAMES[0], ANY_NAME)
+    last = after.strip().removeprefix(closes).strip()
+    return {"before": first, "opens": opens, "closes": closes, "after": last}
+
+
+def _from_tag(text: str, shared: int) -> str:
+    """The last `shared` characters, without what is the end of a tag that begins before them."""
+    end = text[len(text) - shared :]
+    if shared == len(text) or end[:1] in ("", "<", "[") or text[-shared - 1].isspace():
+        return end.strip()
+    whole = re.search(r"[<\[\s]", end)
+    return end[whole.start() :].strip() if whole else end.strip()
 
 
 def _shared_start(a: str, b: str) -> str:

@@ -32,10 +32,11 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from verbatim.errors import EnvironmentFault, ModelError
-from verbatim.renderers.base import Schemas
-from verbatim.renderers.chat_template import ChatTemplate
-from verbatim.types import Message
+from verbatim.core.errors import EnvironmentFault, ModelError
+from verbatim.core.types import Message
+from verbatim.models.renderers.base import Schemas
+from verbatim.models.renderers.chat_template import ChatTemplate
+from verbatim.models.renderers.nesting import MAX_DEPTH, is_shallow
 
 ESCAPE = "\ufdd0"
 """The first character of every mark, a Unicode noncharacter."""
@@ -101,16 +102,26 @@ class Guard:
         """Text that a renderer may read as JSON, marked so that what it then reads is marked as well.
 
         Text of other kinds is marked as it is.
+
+        Raises:
+            EnvironmentFault: what it would be read as is nested too deeply to be walked through.
         """
         try:
             value = json.loads(text)
-        except (ValueError, RecursionError):
+            shallow = is_shallow(value)
+        except ValueError:
             return self.text(text)
+        except RecursionError:
+            shallow = False
+        if not shallow:
+            raise EnvironmentFault(
+                f"a call's arguments are JSON that is nested deeper than {MAX_DEPTH} levels; expected less"
+            )
         # Brackets of JSON itself stay as they are; in a string, an escape could stand for what has to be marked.
         marked, wanted = _JSON_STRING.sub(lambda found: self.text(found[0]), text), self.value(value)
         try:
             return marked if json.loads(marked) == wanted else json.dumps(wanted, ensure_ascii=False)
-        except (ValueError, RecursionError):
+        except ValueError:
             return json.dumps(wanted, ensure_ascii=False)
 
     def value(self, value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,15 +12,24 @@ from typing import Any
 import numpy as np
 from renderers.parsing import parse_gpt_oss
 
-from verbatim.errors import EnvironmentFault, ModelError, TemplateFault
-from verbatim.renderers.base import ParsedResponse, Schemas
-from verbatim.renderers.bridge import ContinuingRenderer
-from verbatim.renderers.conversation import Conversation, History, ThinkingRetention
-from verbatim.renderers.guard import GuardedTokenizer
-from verbatim.renderers.responses import read_completion
-from verbatim.renderers.stand_ins import StandIns
-from verbatim.types import Int32, Message
+from verbatim.core.errors import EnvironmentFault, ModelError, TemplateFault
+from verbatim.core.types import Int32, Message, ToolCall
+from verbatim.models.renderers.base import ParsedResponse, Schemas
+from verbatim.models.renderers.bridge import ContinuingRenderer
+from verbatim.models.renderers.conversation import Conversation, History, ThinkingRetention
+from verbatim.models.renderers.guard import GuardedTokenizer
+from verbatim.models.renderers.message_support import LaterSystem
+from verbatim.models.renderers.messages import check_messages
+from verbatim.models.renderers.responses import NOT_JSON, check_call, read_completion, read_json, unreadable
+from verbatim.models.renderers.sampled_text import SampledText, shown
+from verbatim.models.renderers.stand_ins import StandIns
+from verbatim.models.renderers.stop_ids import turn_ends
 
+_RECIPIENT = re.compile(r"\s*\bto=functions\.([^\s<]*)")
+_HEADER = re.compile(
+    r"\s*(?:assistant)?\s*<\|channel\|>\s*(?:commentary|analysis)\s*(?:<\|constrain\|>)?\s*(?:json)?\s*"
+)
+"""The header of a call's message, without its recipient."""
 _TOKENS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>", "<|return|>")
 
 
@@ -53,8 +63,9 @@ class HarmonyRenderer(ContinuingRenderer):
         *,
         thinking_retention: ThinkingRetention = "tool_cycle",
         history: History = "verbatim",
+        later_system: LaterSystem = "fold",
     ) -> None:
-        super().__init__(thinking_retention, history)
+        super().__init__(thinking_retention, history, later_system)
         self.name = name
         self._tokenizer = tokenizer if isinstance(tokenizer, GuardedTokenizer) else GuardedTokenizer(tokenizer)
         control = self._tokenizer.control_tokens
@@ -65,15 +76,18 @@ class HarmonyRenderer(ContinuingRenderer):
                 'renderer = "auto" or "template"'
             )
         self._ids = {f"{token.strip('<|>')}_id": control[token] for token in _TOKENS}
+        self._sampled = SampledText(self._tokenizer)
         self._parser = _Parser(self._tokenizer, self._tokenizer.encode("<|start|>assistant"), self._ids)
         stops = ("<|return|>", "<|call|>", "<|endoftext|>")
-        self.stop_token_ids: tuple[int, ...] = tuple(control[token] for token in stops if token in control)
+        own = [control[token] for token in stops if token in control]
+        self.stop_token_ids: tuple[int, ...] = tuple(own)
         self._stand_ins = StandIns(self._text_of, ("<|end|>", "<|call|>", "<|return|>"))
         self._role = self._tokenizer.encode("assistant")
         try:
             self._check_format()
         except (EnvironmentFault, TemplateFault) as error:
             raise ModelError(str(error)) from error
+        self.stop_token_ids = turn_ends(own, self._tokenizer, name)
 
     def render_ids(
         self, messages: Sequence[Message], tools: Schemas = None, add_generation_prompt: bool = True
@@ -81,11 +95,13 @@ class HarmonyRenderer(ContinuingRenderer):
         """The ids of a whole conversation: int32 [L].
 
         Raises:
-            EnvironmentFault: the template refuses these messages, or one of them holds two calls: harmony gives each
-                call a message of its own, and the template would drop the second.
+            EnvironmentFault: invalid messages, the template refuses them, or one of them holds two calls: harmony gives
+                each call a message of its own, and the template would drop the second.
             TemplateFault: the rendering exceeds its budget.
         """
-        ids = self.write_ids(messages, tools, add_generation_prompt)
+        check_messages(messages)
+        given = self.message_support.folded(messages, tools)
+        ids = self._write_whole(given, tools, add_generation_prompt)
         if add_generation_prompt:
             self._note(ids, messages, tools)
         return ids
@@ -104,7 +120,18 @@ class HarmonyRenderer(ContinuingRenderer):
         ids = ids[: stop + 1] if ids[stop : stop + 1] == [self._ids["call_id"]] else ids[:stop]
         if self._ids["message_id"] not in ids:
             return ParsedResponse(content=self._tokenizer.decode(ids))
-        return read_completion(self._parser, self._tokenizer, ids, None, tools)
+        return read_completion(
+            self._parser, self._tokenizer, ids, None, tools, lambda *_: ("", self._calls(ids)), has_thought_marks=False
+        )
+
+    def _calls(self, ids: list[int]) -> list[ToolCall]:
+        """Every attempted call: a message with a recipient among the functions."""
+        calls = []
+        for message in self._sampled.of(ids).split("<|start|>"):
+            header, found, body = message.partition("<|message|>")
+            if found and "to=functions." in header:
+                calls.append(_call(header, body, shown(self._sampled.control.sub("", body))))
+        return calls
 
     def decode(self, ids: Int32) -> str:
         """Text for people, special tokens included."""
@@ -174,6 +201,26 @@ class _Parser:
     def parse_response(self, ids: list[int], **_: Any) -> Any:
         header = [] if ids[0] == self.ids["start_id"] else self.header
         return parse_gpt_oss(self.tokenizer, [*header, *ids], **self.ids)
+
+
+def _call(header: str, body: str, raw: str) -> ToolCall:
+    """A call, if nothing is in its header but what belongs there, and its body is one JSON object.
+
+    Args:
+        header: Before `<|message|>`, as `sampled_text.hide` leaves it.
+        body: Behind it, up to the next message.
+        raw: The body as it was sampled, without control tokens.
+    """
+    recipients = _RECIPIENT.findall(header)
+    rest = _RECIPIENT.sub(" ", header)
+    if not body.endswith("<|call|>"):
+        return unreadable(raw, "unclosed_block")
+    if len(recipients) != 1 or _HEADER.fullmatch(rest) is None:
+        return unreadable(raw, "malformed_structure")
+    if not recipients[0]:
+        return unreadable(raw, "missing_name")
+    value = read_json(shown(body.removesuffix("<|call|>")))
+    return unreadable(raw, "invalid_json") if value is NOT_JSON else check_call(shown(recipients[0]), value, "ok", raw)
 
 
 def _as_template_reads(message: Mapping[str, Any]) -> dict[str, Any]:

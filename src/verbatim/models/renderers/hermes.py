@@ -20,11 +20,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from verbatim.errors import EnvironmentFault, ModelError
-from verbatim.renderers.base import Schemas
-from verbatim.renderers.guard import BREAK, ESCAPE, LITERAL
-from verbatim.renderers.probe_messages import ANSWER, ASK, RESULT, TOOL, calling
-from verbatim.renderers.tool_syntax import ToolSyntax
+from verbatim.core.errors import EnvironmentFault, ModelError
+from verbatim.models.renderers.base import Schemas
+from verbatim.models.renderers.guard import BREAK, ESCAPE, LITERAL
+from verbatim.models.renderers.probe_messages import ANSWER, ASK, RESULT, TOOL, calling
+from verbatim.models.renderers.tool_syntax import ToolSyntax
 
 Render = Callable[[list[dict[str, Any]], bool], str]
 """(messages, add_generation_prompt) -> what the chat template writes; raises EnvironmentFault where it refuses."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from verbatim.errors import EnvironmentFault
-from verbatim.renderers.responses import MAX_DEPTH, is_shallow, levels
+from verbatim.core.errors import EnvironmentFault
+from verbatim.models.renderers.nesting import MAX_DEPTH, is_shallow, levels
+from verbatim.models.renderers.responses import NOT_JSON, read_json
 
 _CALL = '{"type": "function", "function": {"name": "look", "arguments": {"at": "Bonn"}}}'
 
@@ -33,6 +35,13 @@ def _wrong(message: Any) -> str | None:
     if not isinstance(message.get("role"), str):
         found = f"a role of type {type(message['role']).__name__}" if "role" in message else "no role"
         return f'has {found}; expected "role", a text such as "user" or "tool"'
+    for place, arguments in enumerate(_arguments_of(message)):
+        if is_deep(arguments):
+            itself = "" if isinstance(arguments, str) else ", or holds itself"
+            return (
+                f"is nested deeper than {MAX_DEPTH} levels{itself}: tool_calls[{place}].function.arguments; "
+                "expected less"
+            )
     if not is_shallow(message):
         return f"is nested deeper than {MAX_DEPTH} levels, or holds itself; expected JSON values"
     keys = (key for level in levels(message) for item in level if isinstance(item, Mapping) for key in item)
@@ -42,13 +51,44 @@ def _wrong(message: Any) -> str | None:
     calls = message.get("tool_calls") or ()
     if not isinstance(calls, (list, tuple)) or not all(map(_is_call, calls)):
         return f'has "tool_calls" that are none; expected a list of calls such as {_CALL}'
-    if any(_is_deep_text(call["function"].get("arguments")) for call in calls):
-        return f"has arguments whose JSON text is nested deeper than {MAX_DEPTH} levels; expected less"
+    if calls and message["role"] != "assistant":
+        return f'has "tool_calls" and the role {message["role"]!r}; only a message of the assistant may call tools'
+    if message.get("function_call") is not None:
+        return f'has a "function_call", which no chat format writes; expected "tool_calls", a list such as [{_CALL}]'
+    for number, call in enumerate(calls):
+        wrong = _wrong_arguments(call["function"].get("arguments"))
+        if wrong is not None:
+            return f"has tool_calls[{number}].function.arguments {wrong}"
     return None
 
 
-def _is_deep_text(arguments: object) -> bool:
-    """Whether arguments given as JSON text are nested too deeply; text that is not JSON is never too deep."""
+def _wrong_arguments(arguments: object) -> str | None:
+    """Describe what would be lost or changed of a call's arguments; text that is not JSON is written as it is."""
+    if not isinstance(arguments, (str, Mapping)) and arguments is not None:
+        return f"of type {type(arguments).__name__}; expected an object, or its JSON text"
+    value = read_json(arguments) if isinstance(arguments, str) else arguments
+    if isinstance(arguments, str) and value is NOT_JSON:
+        try:
+            json.loads(arguments)
+        except ValueError:
+            return None
+        return "with a key twice in an object, of which one value would be lost; expected each key once"
+    if any(isinstance(item, float) and not math.isfinite(item) for level in levels(value) for item in level):
+        return "with a number that JSON does not have (NaN, or one beyond 1.8e308); expected finite numbers"
+    return None
+
+
+def _arguments_of(message: Mapping[str, Any]) -> list[object]:
+    """What its calls, as far as they are calls, have as arguments; None for another one."""
+    calls = message.get("tool_calls")
+    found = calls if isinstance(calls, (list, tuple)) else ()
+    return [call["function"].get("arguments") if _is_call(call) else None for call in found]
+
+
+def is_deep(arguments: object) -> bool:
+    """Whether arguments, an object or its JSON text, are nested too deeply; text that is not JSON is never too deep."""
+    if isinstance(arguments, Mapping):
+        return not is_shallow(arguments)
     if not isinstance(arguments, str) or arguments.count("[") + arguments.count("{") < MAX_DEPTH:
         return False
     try:

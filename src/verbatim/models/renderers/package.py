@@ -11,16 +11,23 @@ import numpy as np
 from renderers.base import create_renderer as create_family
 from renderers.configs import config_from_name
 
-from verbatim.errors import EnvironmentFault, ModelError
-from verbatim.renderers.base import ParsedResponse, Schemas
-from verbatim.renderers.bridge import ContinuingRenderer
-from verbatim.renderers.conversation import Conversation, History, ThinkingRetention
-from verbatim.renderers.guard import GuardedTokenizer
-from verbatim.renderers.remembered import Remembered
-from verbatim.renderers.responses import read_completion
-from verbatim.renderers.stable_text import settled
-from verbatim.renderers.tool_support import ToolSupport, probe
-from verbatim.types import Int32, Message
+from verbatim.core.errors import EnvironmentFault, ModelError
+from verbatim.core.types import Int32, Message
+from verbatim.models.renderers.base import ParsedResponse, Schemas
+from verbatim.models.renderers.bridge import ContinuingRenderer
+from verbatim.models.renderers.call_ids import CallIds, find_call_ids
+from verbatim.models.renderers.conversation import Conversation, History, ThinkingRetention
+from verbatim.models.renderers.guard import GuardedTokenizer
+from verbatim.models.renderers.message_support import LaterSystem
+from verbatim.models.renderers.messages import check_messages
+from verbatim.models.renderers.remembered import Remembered
+from verbatim.models.renderers.responses import read_completion
+from verbatim.models.renderers.sampled_text import SampledText
+from verbatim.models.renderers.stable_text import settled
+from verbatim.models.renderers.stop_ids import turn_ends
+from verbatim.models.renderers.thoughts import find_thoughts
+from verbatim.models.renderers.tool_support import ToolSupport, probe
+from verbatim.models.renderers.written_calls import WrittenCalls
 
 _REMEMBERED = 64
 """Conversations whose ids are cached; all episodes of a group begin with the same one."""
@@ -29,11 +36,8 @@ _REMEMBERED_BRIDGES, _SHORT = 4096, 256
 """Bridges whose ids are remembered, and the most ids that one may add: where episodes are short and examples few, the
 same turn comes again and again."""
 
-_LONGEST_OPENING = 8
-"""The most ids of a generation prompt from the token on that opens a thought."""
-
-_REFUSALS = (ValueError, TypeError, KeyError)
-"""The exceptions by which families refuse messages."""
+_REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""The exceptions by which families refuse messages and schemas, on purpose or not: `"properties": null`."""
 
 
 class PackageRenderer(ContinuingRenderer):
@@ -55,20 +59,23 @@ class PackageRenderer(ContinuingRenderer):
         *,
         thinking_retention: ThinkingRetention = "tool_cycle",
         history: History = "verbatim",
+        later_system: LaterSystem = "fold",
     ) -> None:
-        super().__init__(thinking_retention, history)
+        super().__init__(thinking_retention, history, later_system)
         self.name = name
         self._tokenizer = tokenizer if isinstance(tokenizer, GuardedTokenizer) else GuardedTokenizer(tokenizer)
         config = config_from_name(name)
         try:
             self._family = create_family(self._tokenizer, config)
-        except (ImportError, AssertionError, *_REFUSALS) as error:
+        except (ImportError, *_REFUSALS) as error:
             raise ModelError(
                 f'the tokenizer does not fit renderer "{name}": {error}; use renderer = "auto" or "template"'
             ) from error
-        self.stop_token_ids: tuple[int, ...] = tuple(self._family.get_stop_token_ids())
-        self._stop_ids = frozenset(self.stop_token_ids)
+        own = self._family.get_stop_token_ids()
+        self.stop_token_ids: tuple[int, ...] = turn_ends(own, self._tokenizer, name)
+        self._own_stop_ids = frozenset(own)
         self._keeping = self._keeping_thoughts(config)
+        self._thoughts = find_thoughts(self._family, self._tokenizer)
         self._control = frozenset(self._tokenizer.control_tokens.values())
         think = [self._tokenizer.control_tokens.get(tag) for tag in ("<think>", "</think>")]
         self._think_ids = frozenset(i for i in think if i is not None)
@@ -81,13 +88,19 @@ class PackageRenderer(ContinuingRenderer):
         """The ids of a whole conversation: int32 [L], read-only, since the episodes of a group share them.
 
         Raises:
-            EnvironmentFault: the family refuses these messages (two calls at once, for example), or they hold more
-                than text.
+            EnvironmentFault: invalid messages, or the family refuses them (two calls at once, for example), or
+                leaves out a part of them, or they hold more than text.
             ModelError: the family would leave out the tools.
         """
+        check_messages(messages)
+        if not messages:
+            raise EnvironmentFault(
+                f'renderer "{self.name}" writes no conversation without messages; expected at least one'
+            )
+        given = self.message_support.folded(messages, tools)
         if tools or any(message.get("tool_calls") or message.get("role") == "tool" for message in messages):
-            self.tool_support.refuse(messages, tools, f'renderer "{self.name}"')
-        ids = self.write_ids(messages, tools, add_generation_prompt)
+            self.tool_support.refuse(given.messages, tools, f'renderer "{self.name}"')
+        ids = self._write_whole(given, tools, add_generation_prompt)
         if add_generation_prompt:
             self._note(ids, messages, tools)
         return ids
@@ -97,22 +110,43 @@ class PackageRenderer(ContinuingRenderer):
         """Which parts of tools the family writes."""
         return probe(lambda messages, tools: self.decode(self.write_ids(messages, tools, True)), reads=True)  # type: ignore[arg-type]
 
+    @cached_property
+    def _calls(self) -> WrittenCalls:
+        """Reads sampled calls."""
+        return WrittenCalls(
+            render=lambda messages, prompt: self.decode(self.write_ids(messages, None, prompt)),  # type: ignore[arg-type]
+            sampled=SampledText(self._tokenizer),
+            stops=[self.decode([token]) for token in self.stop_token_ids],
+        )
+
+    @cached_property
+    def _call_ids(self) -> CallIds:
+        def render(messages: Sequence[Any], tools: Any) -> str:
+            try:
+                ids = self._family.render_ids(messages, tools=tools, add_generation_prompt=False)
+            except _REFUSALS as error:
+                raise EnvironmentFault(str(error)) from error
+            return self.decode(ids)
+
+        return find_call_ids(render)
+
     def write_ids(self, messages: Sequence[Message], tools: Schemas, add_generation_prompt: bool) -> Int32:
         """As `render_ids`, even if the family leaves out a part of the messages."""
         key = repr((messages, tools, add_generation_prompt))
         ids = self._rendered.get(key)
         if ids is None:
             guard = self._tokenizer.guard
-            marked = guard.messages(messages)
+            marked = guard.messages(self._call_ids.rewritten(messages))
             try:
                 values = self._family.render_ids(
                     marked, tools=guard.tools(tools), add_generation_prompt=add_generation_prompt
                 )
             except _REFUSALS as error:
                 roles = ", ".join(str(message.get("role")) for message in messages)
+                given = "messages, or the tools" if tools else "messages"
                 raise EnvironmentFault(
-                    f'renderer "{self.name}" refuses these messages ({type(error).__name__}: {error}); their roles are '
-                    f"{roles}; change the environment's messages"
+                    f'renderer "{self.name}" refuses these {given} ({type(error).__name__}: {error}); their roles are '
+                    f"{roles}; change the environment's {given}"
                 ) from error
             ids = np.asarray(values, dtype=np.int32)
             ids.flags.writeable = False
@@ -130,16 +164,11 @@ class PackageRenderer(ContinuingRenderer):
         ids = completion_ids.tolist()
         stop = next((i for i, token in enumerate(ids) if token in self.stop_token_ids), len(ids))
         prompt = None if prompt_ids is None else prompt_ids.tolist()
-        parsed = read_completion(self._family, self._tokenizer, ids[:stop], prompt, tools)
-        if parsed.thought_open and stop < len(ids) and prompt is not None and self._opens_no_thought(prompt, ids):
-            return ParsedResponse(content=parsed.reasoning_content or "")
-        return parsed
 
-    def _opens_no_thought(self, prompt: list[int], ids: list[int]) -> bool:
-        """Whether neither the prompt nor the completion has opened a thought: GLM-4.5's parser takes a plain answer for
-        one."""
-        opens = self._tokenizer.control_tokens.get("<think>")
-        return opens is not None and opens not in prompt[-_LONGEST_OPENING:] and opens not in ids
+        def read(part: Sequence[int]) -> ParsedResponse:
+            return read_completion(self._family, self._tokenizer, part, prompt, tools, self._calls.read)
+
+        return read(ids[:stop]) if self._thoughts is None else self._thoughts.read(read, ids[:stop], prompt)
 
     def stable_text(self, completion_ids: Int32, prompt_ids: Int32 | None = None) -> tuple[str, str]:
         """Thinking and content with which every completion that begins with these ids is read.
@@ -176,6 +205,8 @@ class PackageRenderer(ContinuingRenderer):
         return not all(parsed.content.startswith("zqalpha") for parsed in read)
 
     def _behind(self, conversation: Conversation, body: Int32, new_messages: Sequence[Message]) -> list[int] | None:
+        assert conversation.said is not None
+        _, new_messages = self._call_ids.continuing(conversation.messages, conversation.said, new_messages)
         turn = hashlib.blake2b(repr((len(conversation.prompt_ids), new_messages)).encode("utf-8", "surrogatepass"))
         turn.update(conversation.prompt_ids.astype(np.int32, copy=False).tobytes())
         turn.update(body.astype(np.int32, copy=False).tobytes())
@@ -187,7 +218,6 @@ class PackageRenderer(ContinuingRenderer):
             )
             if len(found) <= _SHORT:
                 self._bridged.add(key, found)
-        assert conversation.said is not None
         # The family closes a thought that it takes to be open; ours was read.
         closes = found[:1] == [self._tokenizer.control_tokens.get("</think>")]
         return found[1:] if closes and not conversation.said.parsed.thought_open else found
@@ -212,7 +242,7 @@ class PackageRenderer(ContinuingRenderer):
         added = list(rendered.token_ids[len(before) :])
         close = 1 if added[:1] == [self._tokenizer.control_tokens.get("</think>")] else 0
         # A format without a close of its own: the family closes by the end of sequence, which is not in its histories.
-        is_doubled = len(added) > close + 1 and self._stop_ids.issuperset(added[close : close + 2])
+        is_doubled = len(added) > close + 1 and self._own_stop_ids.issuperset(added[close : close + 2])
         return [*added[:close], *added[close + 1 :]] if is_doubled else added
 
     def decode(self, ids: Int32 | Sequence[int]) -> str:

@@ -11,10 +11,10 @@ from typing import Any
 
 from renderers.base import MODEL_RENDERER_MAP
 
-from verbatim.errors import EnvironmentFault, ModelError
-from verbatim.renderers.base import Renderer, Schemas
-from verbatim.renderers.guard import BREAK, ESCAPE, GuardedTokenizer
-from verbatim.types import Message
+from verbatim.core.errors import EnvironmentFault, ModelError
+from verbatim.core.types import Message
+from verbatim.models.renderers.base import Renderer, Schemas
+from verbatim.models.renderers.guard import BREAK, ESCAPE, GuardedTokenizer
 
 
 def family_by_name(tokenizer: GuardedTokenizer) -> str | None:
@@ -167,25 +167,8 @@ def _with_text_arguments(message: Message) -> Mapping[str, Any]:
 _Words = Callable[[str], str]
 _Dialogue = Callable[[_Words], tuple[list[Message], list[dict[str, Any]] | None]]
 
-_FIELDS = (
-    "system",
-    "user",
-    "user name",
-    "answer",
-    "thought",
-    "call id",
-    "function",
-    "key",
-    "value",
-    "deep key",
-    "deep value",
-    "result",
-    "result name",
-    "tool",
-    "description",
-    "property",
-    "choice",
-)
+_FIELDS = ("system", "user", "user name", "answer", "thought", "call id", "function", "key", "value", "deep key",
+           "deep value", "result", "result name", "tool", "description", "property", "choice")  # fmt: skip
 _PLAIN = {field: f"zq{number:02}zqzqz" for number, field in enumerate(_FIELDS)}
 """A word for each field, unique in a prompt. Some templates insist on call ids of nine such characters."""
 
@@ -223,7 +206,7 @@ def _called(words: _Words) -> tuple[list[Message], list[dict[str, Any]]]:
 
 
 def _call(name: str, **arguments: object) -> dict[str, Any]:
-    return {"id": f"call_{name}", "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"id": f"functions.{name}:0", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 _SYSTEM: Message = {"role": "system", "content": "Be brief."}
@@ -238,10 +221,10 @@ _TALKS: Message = {
     "reasoning_content": "Two places.",
     "tool_calls": [
         _call("look", place="Köln", days=[1, {"a": None}], now=True),  # type: ignore[list-item]
-        _call("look", place="Rom"),
+        _call("look", place="Rom"),  # type: ignore[list-item]
     ],
-}  # type: ignore[list-item]
-_SEES: Message = {"role": "tool", "content": "20 °C", "tool_call_id": "call_look", "name": "look"}
+}
+_SEES: Message = {"role": "tool", "content": "20 °C", "tool_call_id": "functions.look:0", "name": "look"}
 _TOOLS = [
     {
         "type": "function",

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from verbatim.errors import UsageError
-from verbatim.renderers import create_renderer
-from verbatim.renderers.base import Renderer
-from verbatim.renderers.conversation import History, ThinkingRetention
+from verbatim.core.errors import UsageError
+from verbatim.models.renderers import create_renderer
+from verbatim.models.renderers.base import Renderer
+from verbatim.models.renderers.conversation import History, ThinkingRetention
+from verbatim.models.renderers.message_support import LaterSystem
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -23,6 +24,8 @@ class RendererSpec:
     """What becomes of thoughts at a user's message."""
     history: History
     """Whether prompts continue what was sampled."""
+    later_system: LaterSystem
+    """What becomes of system messages that the format does not write."""
     tokenizer: Any
     """The model's own, without the guard that renderers put around it."""
     stop_token_ids: tuple[int, ...]
@@ -35,7 +38,12 @@ class RendererSpec:
             UsageError: it ends turns differently here: a part of them is read from the model's folder.
         """
         renderer = create_renderer(
-            self.name, self.tokenizer, self.tools, thinking_retention=self.thinking_retention, history=self.history
+            self.name,
+            self.tokenizer,
+            self.tools,
+            thinking_retention=self.thinking_retention,
+            history=self.history,
+            later_system=self.later_system,
         )
         if renderer.stop_token_ids != self.stop_token_ids:
             raise UsageError(
@@ -56,6 +64,7 @@ def renderer_spec(renderer: Any) -> Any:
         tools=getattr(renderer, "tool_format", None),
         thinking_retention=renderer.thinking_retention,
         history=renderer.history,
+        later_system=renderer.later_system,
         tokenizer=guarded._tokenizer,
         stop_token_ids=tuple(renderer.stop_token_ids),
     )

@@ -7,23 +7,31 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, get_args
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
-from verbatim.renderers.base import ParsedResponse, Schemas
-from verbatim.types import ParseStatus, ToolCall
+from verbatim.core.types import ParseStatus, ToolCall
+from verbatim.models.renderers.base import ParsedResponse, Schemas
+from verbatim.models.renderers.nesting import is_shallow, levels
 
 if TYPE_CHECKING:
-    from verbatim.renderers.guard import GuardedTokenizer
+    from verbatim.models.renderers.guard import GuardedTokenizer
 
 _log = logging.getLogger(__name__)
 
-MAX_DEPTH = 64
-"""The deepest nesting of arguments; deeper values would overflow the stack of later readers."""
+ReadCalls: TypeAlias = """Callable[[Sequence[int], Sequence[ToolCall], Sequence[Mapping[str, Any]]],
+                               tuple[str, Sequence[ToolCall]]]"""
+"""(sampled ids from the first call on, the calls as the family's parser read them, schemas) -> (the text behind calls,
+the calls)"""
+
 _MAX_BITS = 14_000
 """The largest integer, in bits; Python refuses to write longer ones (`sys.get_int_max_str_digits`)."""
 _SCALARS = frozenset({str, int, float, bool, type(None)})
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_THOUGHT_MARK = re.compile(r"</?think(?::\w+)?>|<\|channel>|<channel\|>")
+_THOUGHT_END = re.compile(r"</think(?::\w+)?>|<channel\|>")
+_MOST_BRANCHES = 16
+"""How deep branches and references of a schema are looked into for the types of one argument."""
 _TYPES = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
 _WORDS: Mapping[str, tuple[str, Any]] = {
     "true": ("boolean", True),
@@ -35,36 +43,88 @@ _WORDS: Mapping[str, tuple[str, Any]] = {
 
 
 def read_completion(
-    family: Any, tokenizer: GuardedTokenizer, ids: Sequence[int], prompt_ids: Sequence[int] | None, tools: Schemas
+    family: Any,
+    tokenizer: GuardedTokenizer,
+    ids: Sequence[int],
+    prompt_ids: Sequence[int] | None,
+    tools: Schemas,
+    read_calls: ReadCalls | None = None,
+    *,
+    has_thought_marks: bool = True,
 ) -> ParsedResponse:
     """Content, reasoning and every attempted call of `ids`, which end before the token that closed the turn.
 
     Some families write `<parameter=n>5</parameter>`: only the schema says whether that is the number 5 or the text
     "5". Without `tools`, what reads as JSON is JSON and the rest is text.
+
+    A call inside of a thought that nothing closes is thinking, as in one that is closed. Most families' parsers would
+    end the thought there.
+
+    Args:
+        family: Its parser knows where the thinking ends and the calls begin.
+        tokenizer: The family's.
+        ids: Sampled.
+        prompt_ids: The prompt, which may have opened the thinking.
+        tools: The schemas of the tools.
+        read_calls: Reads the calls from these ids on, which the family's parser took for calls; by default they are
+            as that parser read them.
+        has_thought_marks: Whether thinking stands between marks; else a call stands outside of it by its form.
     """
     try:
         parsed = family.parse_response(list(ids), prompt_ids=prompt_ids, tools=tools)
+        content = parsed.content
+        if parsed.tool_calls and has_thought_marks:
+            thought = _open_thought(family, tokenizer, ids, parsed.tool_calls[0].token_span[0], prompt_ids)
+            if thought is not None:
+                return ParsedResponse(content="", reasoning_content=thought, thought_open=True)
+        attempts = tuple(checked(call, tools) for call in parsed.tool_calls)
+        if attempts and read_calls is not None:
+            behind, found = read_calls(ids[parsed.tool_calls[0].token_span[0] :], attempts, tools or ())
+            attempts = tuple(found)
+            if not content.endswith(behind):  # as the parsers of GLM leave it
+                content = f"{content}\n{behind}" if content else behind
     except Exception as error:  # noqa: BLE001  models sample what no parser foresaw (100,000 brackets): that call is unreadable
         _log.debug("unreadable completion: %s: %s", type(error).__name__, error)
         return ParsedResponse(content="", tool_calls=(unreadable(tokenizer.decode(ids), "invalid_json"),))
     return ParsedResponse(
-        content=parsed.content,
+        content=content,
         reasoning_content=parsed.reasoning_content,
-        tool_calls=tuple(_checked(call, tools) for call in parsed.tool_calls),
+        tool_calls=attempts,
         thought_open=parsed.reasoning_complete is False,
     )
 
 
-def _checked(call: Any, tools: Schemas) -> ToolCall:
+def _open_thought(
+    family: Any, tokenizer: GuardedTokenizer, ids: Sequence[int], call: int, prompt_ids: Sequence[int] | None
+) -> str | None:
+    """The thought that nothing closes and that holds the first call, which begins at `ids[call]`; None without one.
+
+    Such a thought is open before the call, and before the mark that opens the section of all calls.
+    """
+    marks = {i for token, i in tokenizer.control_tokens.items() if _THOUGHT_MARK.fullmatch(token) is None}
+    section = next((place for place, i in enumerate(ids[:call]) if i in marks), call)
+    for end in (section, call):
+        if _THOUGHT_END.search(tokenizer.decode(ids[end:call])) is not None:
+            continue
+        before = family.parse_response(list(ids[:end]), prompt_ids=prompt_ids)
+        if before.reasoning_complete is False:
+            text, thought = tokenizer.decode(ids[:end]), before.reasoning_content or ""
+            start = text.rfind(thought) if thought else -1  # parsers cut off white space at the end
+            return (text[start:] if start >= 0 else thought) + tokenizer.decode(ids[end:])
+    return None
+
+
+def checked(call: Any, tools: Schemas) -> ToolCall:
+    """A call as a family's parser read it, in our record."""
     status = str(call.status.value)
     assert status in get_args(ParseStatus)
     arguments = call.arguments
     if status == "invalid_json" and isinstance(arguments, Mapping):
         # The call is whole; a value of it is not JSON.
         arguments, status = _typed(arguments, call.name, tools)
-    checked = check_call(call.name, arguments, status, call.raw)  # type: ignore[arg-type]
+    found = check_call(call.name, arguments, status, call.raw)  # type: ignore[arg-type]
     # Families whose calls carry an id (Kimi) expect the answer to name it.
-    return dataclasses.replace(checked, id=call.id) if call.id else checked
+    return dataclasses.replace(found, id=call.id) if call.id else found
 
 
 def _typed(arguments: Mapping[str, Any], tool: object, tools: Schemas) -> tuple[dict[str, Any], ParseStatus]:
@@ -83,17 +143,9 @@ def _typed(arguments: Mapping[str, Any], tool: object, tools: Schemas) -> tuple[
         is_word, meant = word(value, types)
         if is_word:
             typed[name] = meant
-        elif types and not _is_json(value):
+        elif types and read_json(value) is NOT_JSON:
             status = "invalid_json"
     return typed, status
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
 
 
 def check_call(name: object, arguments: object, status: ParseStatus, raw: str) -> ToolCall:
@@ -119,6 +171,26 @@ def unreadable(raw: str, status: ParseStatus) -> ToolCall:
     return ToolCall(name=None, arguments=None, status=status, raw=raw)
 
 
+NOT_JSON: Any = object()
+"""What `read_json` returns for a text that is no JSON."""
+
+
+def read_json(text: str) -> Any:
+    """The value of a JSON text, or `NOT_JSON`; an object that has a key twice is none, since one of the two would be
+    lost."""
+    try:
+        return json.loads(text, object_pairs_hook=_object)
+    except (ValueError, RecursionError):
+        return NOT_JSON
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key twice")
+    return found
+
+
 def is_json(value: object) -> bool:
     """Whether a value can be written as JSON text in UTF-8 and be nested less than `MAX_DEPTH` deep."""
     if type(value) in _SCALARS:
@@ -126,25 +198,6 @@ def is_json(value: object) -> bool:
     if type(value) is dict and all(type(item) in _SCALARS for item in value.values()):  # as most arguments are
         return _is_json_item(value) and all(map(_is_json_item, value.values()))
     return is_shallow(value) and all(_is_json_item(item) for level in levels(value) for item in level)
-
-
-def is_shallow(value: object) -> bool:
-    """Whether a value is nested less than `MAX_DEPTH` deep; one that holds itself is not."""
-    return all(depth < MAX_DEPTH for depth, _ in enumerate(levels(value)))
-
-
-def levels(value: object) -> Iterator[list[object]]:
-    """The value, then all that is in it, then all that is in that, and so on; each object once a level."""
-    level = [value]
-    while level:
-        yield level
-        inner = [
-            item
-            for outer in level
-            if isinstance(outer, (Mapping, list, tuple))
-            for item in (outer.values() if isinstance(outer, Mapping) else outer)
-        ]
-        level = list({id(item): item for item in inner}.values())
 
 
 def _is_json_item(item: object) -> bool:
@@ -167,14 +220,48 @@ def types_of(tools: object, name: object, parameter: str) -> frozenset[str]:
     >>> sorted(types_of([{"type": "function", "function": look}], "look", "at"))
     ['null', 'string']
     """
+    root = _parameters(tools, name)
+    return frozenset(_types(_mapping(root.get("properties")).get(parameter), root, set())) & _TYPES
+
+
+def _types(schema: object, root: Mapping[str, Any], seen: set[str], depth: int = 0) -> Iterator[str]:
+    """The types that a schema names: its own, those of its branches and of what it refers to, and that of its values
+    where all of them are texts. `seen` are the references that were followed."""
+    if depth == _MOST_BRANCHES or not isinstance(schema, Mapping):
+        return
+    kinds = schema.get("type")
+    yield from (kind for kind in _list(kinds, kinds) if isinstance(kind, str))
+    values = [schema["const"]] if "const" in schema else _list(schema.get("enum"))
+    if values and all(isinstance(value, str) for value in values):
+        yield "string"
+    for branch in (branch for key in ("anyOf", "oneOf", "allOf") for branch in _list(schema.get(key))):
+        yield from _types(branch, root, seen, depth + 1)
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference not in seen:
+        seen.add(reference)
+        yield from _types(_referred(reference, root), root, seen, depth + 1)
+
+
+def _referred(reference: str, root: Mapping[str, Any]) -> object:
+    """What a reference inside of a tool's parameters names, "#/$defs/Code"; None where that is nothing."""
+    found: object = root if reference.startswith("#/") else None
+    for step in reference.split("/")[1:]:
+        found = _mapping(found).get(step.replace("~1", "/").replace("~0", "~"))
+    return found
+
+
+def parameters_of(tools: object, name: object) -> frozenset[str]:
+    """The parameters that a tool declares; empty if it declares none, or there is no such tool."""
+    properties = _mapping(_parameters(tools, name).get("properties"))
+    return frozenset(key for key in properties if isinstance(key, str))
+
+
+def _parameters(tools: object, name: object) -> Mapping[str, Any]:
     for tool in _list(tools):
         function = _mapping(_mapping(tool).get("function", tool))
         if function and function.get("name") == name:
-            schema = _mapping(_mapping(_mapping(function.get("parameters")).get("properties")).get(parameter))
-            branches = [schema, *(_mapping(branch) for key in ("anyOf", "oneOf") for branch in _list(schema.get(key)))]
-            kinds = [kind for branch in branches for kind in _list(branch.get("type"), branch.get("type"))]
-            return frozenset(kind for kind in kinds if isinstance(kind, str)) & _TYPES
-    return frozenset()
+            return _mapping(function.get("parameters"))
+    return {}
 
 
 def word(text: str, types: frozenset[str]) -> tuple[bool, Any]:

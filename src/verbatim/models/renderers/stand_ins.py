@@ -22,10 +22,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from verbatim.errors import EnvironmentFault
-from verbatim.renderers.probe_messages import ANSWER, ASK, NAME, SYSTEM, TOOL
-from verbatim.renderers.remembered import Remembered
-from verbatim.types import ToolCall
+from verbatim.core.errors import EnvironmentFault
+from verbatim.core.types import ToolCall
+from verbatim.models.renderers.probe_messages import ANSWER, ASK, NAME, SYSTEM, TOOL
+from verbatim.models.renderers.remembered import Remembered
 
 Render = Callable[[Sequence[Mapping[str, Any]], Any], str]
 """(messages, tools) -> what the template writes, with a generation prompt, marked by the guard. Raises EnvironmentFault

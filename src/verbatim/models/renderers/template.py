@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import product
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from verbatim.errors import EnvironmentFault, ModelError, TemplateFault
-from verbatim.renderers.base import ParsedResponse, Schemas
-from verbatim.renderers.bridge import ContinuingRenderer
-from verbatim.renderers.conversation import Conversation, History, ThinkingRetention
-from verbatim.renderers.derived_syntax import derive
-from verbatim.renderers.guard import GuardedTokenizer
-from verbatim.renderers.hermes import SYNTAX, HermesFormat, fit
-from verbatim.renderers.messages import check_messages
-from verbatim.renderers.probe_messages import ANSWER, ASK, RESULT, TOOL, calling
-from verbatim.renderers.stable_text import settled
-from verbatim.renderers.stand_ins import StandIns
-from verbatim.renderers.tool_support import COMPLETE, ToolSupport, probe
-from verbatim.renderers.tool_syntax import hide, shown
-from verbatim.types import Int32, Message
+from verbatim.core.errors import EnvironmentFault, ModelError, TemplateFault
+from verbatim.core.types import Int32, Message
+from verbatim.models.renderers.base import ParsedResponse, Schemas
+from verbatim.models.renderers.bridge import ContinuingRenderer
+from verbatim.models.renderers.call_ids import CallIds, find_call_ids
+from verbatim.models.renderers.conversation import Conversation, History, ThinkingRetention
+from verbatim.models.renderers.derived_syntax import derive
+from verbatim.models.renderers.guard import GuardedTokenizer
+from verbatim.models.renderers.hermes import SYNTAX, HermesFormat, fit
+from verbatim.models.renderers.message_support import LaterSystem
+from verbatim.models.renderers.messages import check_messages
+from verbatim.models.renderers.probe_messages import ANSWER, ASK, RESULT, TOOL, calling
+from verbatim.models.renderers.sampled_text import SampledText, shown
+from verbatim.models.renderers.stable_text import settled
+from verbatim.models.renderers.stand_ins import StandIns
+from verbatim.models.renderers.stop_ids import turn_ends
+from verbatim.models.renderers.tool_support import COMPLETE, ToolSupport, probe
 
 _OPEN, _CLOSE = "<think>", "</think>"
 
@@ -58,8 +59,9 @@ class TemplateRenderer(ContinuingRenderer):
         *,
         thinking_retention: ThinkingRetention = "tool_cycle",
         history: History = "verbatim",
+        later_system: LaterSystem = "fold",
     ) -> None:
-        super().__init__(thinking_retention, history)
+        super().__init__(thinking_retention, history, later_system)
         self.name = name
         self.tool_format = tools
         self._tokenizer = tokenizer if isinstance(tokenizer, GuardedTokenizer) else GuardedTokenizer(tokenizer)
@@ -87,15 +89,14 @@ class TemplateRenderer(ContinuingRenderer):
             self._preamble = self._find_preamble()
         except EnvironmentFault as error:
             raise ModelError(f"the chat template cannot render one question and its answer: {error}") from error
-        stops = [text for text in (self._tokenizer.decode([i]) for i in self.stop_token_ids) if text]
+        stops = self.end_texts
         self._syntax = (
             SYNTAX
             if self._hermes is not None
             else derive(lambda messages, prompt: self._render(messages, None, prompt), stops)
         )
-        self._control = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)")
-        self._token_of = {i: token for token, i in self._tokenizer.control_tokens.items()}
-        self._stand_ins = StandIns(self._text_of, [self._tokenizer.decode([i]) for i in self.stop_token_ids])
+        self._sampled_text = SampledText(self._tokenizer)
+        self._stand_ins = StandIns(self._text_of, stops)
 
     def render_ids(
         self, messages: Sequence[Message], tools: Schemas = None, add_generation_prompt: bool = True
@@ -103,13 +104,15 @@ class TemplateRenderer(ContinuingRenderer):
         """The ids of a whole conversation: int32 [L].
 
         Raises:
-            EnvironmentFault: invalid messages, or messages that the template refuses (two user turns in a row).
+            EnvironmentFault: invalid messages, or messages that the template refuses (two user turns in a row), or of
+                which it leaves out a part.
             TemplateFault: the rendering exceeds its budget.
             ModelError: the template would leave out the tools, a call, or what a tool answered.
         """
         check_messages(messages)
-        self.tool_support.refuse(messages, tools, "the model's chat template")
-        ids = self.write_ids(messages, tools, add_generation_prompt)
+        given = self.message_support.folded(messages, tools)
+        self.tool_support.refuse(given.messages, tools, "the model's chat template")
+        ids = self._write_whole(given, tools, add_generation_prompt)
         if add_generation_prompt:
             self._note(ids, messages, tools)
         return ids
@@ -133,8 +136,9 @@ class TemplateRenderer(ContinuingRenderer):
         """Read a completion; never raises on what a model may sample."""
         reasoning, text, is_open = self._thought_apart(completion_ids, prompt_ids)
         content, calls = self._syntax.read(text, tools or ()) if self._syntax is not None else (text, ())
+        calls = tuple(map(self._call_ids.sampled, calls))
         content = content if calls else content.removeprefix(self._preamble)
-        content = shown(self._control.sub("", content))
+        content = self._sampled_text.without_control(content)
         return ParsedResponse(content=content, reasoning_content=reasoning, tool_calls=calls, thought_open=is_open)
 
     def stable_text(self, completion_ids: Int32, prompt_ids: Int32 | None = None) -> tuple[str, str]:
@@ -158,9 +162,8 @@ class TemplateRenderer(ContinuingRenderer):
         if self._syntax is not None:
             if not self._syntax.opens and (not text.strip() or text.lstrip().startswith("{")):
                 return ""  # all of it may be a call
-            first = self._syntax.opens.split()[:1]
-            marks = [*first, self._syntax.before + "".join(first)]
-        return shown(self._control.sub("", settled(text, marks)))
+            marks = self._syntax.marks
+        return self._sampled_text.without_control(settled(text, marks))
 
     def decode(self, ids: Int32) -> str:
         """Text for people, special tokens included."""
@@ -173,6 +176,12 @@ class TemplateRenderer(ContinuingRenderer):
             return COMPLETE
         return probe(lambda messages, tools: self._render(messages, tools, True), reads=self._syntax is not None)
 
+    @cached_property
+    def _call_ids(self) -> CallIds:
+        if self._hermes is not None:
+            return CallIds("unwritten")
+        return find_call_ids(lambda messages, tools: self._render(messages, tools, False))
+
     @property
     def room_for_tools(self) -> str:
         """Where `tools="hermes"` writes schemas and answers, for people."""
@@ -183,7 +192,7 @@ class TemplateRenderer(ContinuingRenderer):
         """(messages, schemas) behind the guard; the messages as the template is given them."""
         guard = self._tokenizer.guard
         shown_tools = guard.tools(tools)
-        return self._wrapped(guard.messages(messages), shown_tools), shown_tools
+        return self._wrapped(guard.messages(self._call_ids.rewritten(messages)), shown_tools), shown_tools
 
     def _wrapped(self, messages: list[dict[str, Any]], tools: Any) -> list[dict[str, Any]]:
         """Marked messages as the template is given them."""
@@ -197,7 +206,8 @@ class TemplateRenderer(ContinuingRenderer):
     def _behind(self, conversation: Conversation, body: Int32, new_messages: Sequence[Message]) -> list[int] | None:
         said = conversation.said
         assert said is not None
-        text = self._stand_ins.behind(conversation.messages, conversation.tools, said.calls, new_messages)
+        calls, new_messages = self._call_ids.continuing(conversation.messages, said, new_messages)
+        text = self._stand_ins.behind(conversation.messages, conversation.tools, calls, new_messages)
         if text is None:
             return None
         ids = self._tokenizer.encode(text)
@@ -225,24 +235,11 @@ class TemplateRenderer(ContinuingRenderer):
         """The text of a completion as `hide` leaves it, and whether it begins with thinking, whose mark is cut off."""
         ids = completion_ids.tolist()
         end = next((i for i, token in enumerate(ids) if token in self.stop_token_ids), len(ids))
-        text = self._sampled_text(ids[:end])
-        thinking = prompt_ids is not None and self._sampled_text(prompt_ids[-8:].tolist()).rstrip().endswith(_OPEN)
+        text = self._sampled_text.of(ids[:end])
+        thinking = prompt_ids is not None and self._sampled_text.of(prompt_ids[-8:].tolist()).rstrip().endswith(_OPEN)
         if not thinking and text.lstrip().startswith(_OPEN):
             return text.lstrip().removeprefix(_OPEN), True
         return text, thinking
-
-    def _sampled_text(self, ids: Sequence[int]) -> str:
-        """Text of sampled ids, in which only control tokens are found as such."""
-        text, ordinary = "", list[int]()
-        for i in [*ids, None]:
-            if i is not None and i not in self._token_of:
-                ordinary.append(i)
-                continue
-            if ordinary:
-                text += hide(self._tokenizer.decode(ordinary), self._control)
-            text += "" if i is None else self._token_of[i]
-            ordinary = []
-        return text
 
     def _renders(self, messages: list[dict[str, Any]], tools: Any = None) -> bool:
         try:
@@ -258,10 +255,9 @@ class TemplateRenderer(ContinuingRenderer):
         return [with_arguments(message, as_text=self._arguments_as_text) for message in messages]
 
     def _find_stop_tokens(self) -> tuple[int, ...]:
-        """The end of sequence, whatever the folder's generation_config.json adds, and the template's end of a turn."""
-        found = [self._tokenizer.eos_token_id, *_generation_stops(self._tokenizer.name_or_path)]
-        found += self._answer_ends()
-        stops = tuple(dict.fromkeys(int(i) for i in found if i is not None))
+        """The end of sequence, the template's end of a turn, and what the model's generation_config.json adds."""
+        own = [self._tokenizer.eos_token_id, *self._answer_ends()]
+        stops = turn_ends(own, self._tokenizer, self.name)
         if not stops:
             raise ModelError(
                 "neither the tokenizer nor its chat template has a token that ends a turn; set eos_token "
@@ -309,28 +305,6 @@ class TemplateRenderer(ContinuingRenderer):
         return [i for i in self._tokenizer.encode(text.rpartition(after)[2] if after else text) if i in control]
 
 
-def _generation_stops(folder: str) -> list[int]:
-    file = Path(folder) / "generation_config.json"
-    if not folder or not file.is_file():
-        return []
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{file} cannot be read ({error}); {_STOPS_WANTED}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{file} holds a JSON {type(value).__name__}; {_STOPS_WANTED}")
-    stops = value.get("eos_token_id")
-    if stops is None:
-        return []
-    ids: list[int] = stops if isinstance(stops, list) else [stops]
-    if not all(type(i) is int and 0 <= i < 2**31 for i in ids):
-        raise ModelError(f"{file} has the eos_token_id {str(stops)[:80]}; {_STOPS_WANTED}")
-    return ids
-
-
-_STOPS_WANTED = 'expected a JSON object with "eos_token_id", an id or a list of ids, or no such file'
-
-
 def with_arguments(message: dict[str, Any], *, as_text: bool) -> dict[str, Any]:
     """A message whose calls have their arguments as the template wants them: a mapping, or JSON text.
 
@@ -342,6 +316,8 @@ def with_arguments(message: dict[str, Any], *, as_text: bool) -> dict[str, Any]:
     calls = []
     for call in message["tool_calls"]:
         arguments = call["function"].get("arguments")
+        if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+            arguments = {}
         if as_text and isinstance(arguments, Mapping):
             arguments = json.dumps(arguments, ensure_ascii=False)
         elif not as_text and isinstance(arguments, str):

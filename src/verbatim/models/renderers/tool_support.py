@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verbatim.errors import EnvironmentFault, ModelError
-from verbatim.renderers.base import Schemas
-from verbatim.renderers.probe_messages import ASK, NAME, RESULT, SYSTEM, TOOL, VALUE, calling
+from verbatim.core.errors import EnvironmentFault, ModelError
+from verbatim.models.renderers.base import Schemas
+from verbatim.models.renderers.probe_messages import ASK, NAME, RESULT, SYSTEM, TOOL, VALUE, calling
 
 Render = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], str]
 """(messages, tools) -> text with a generation prompt; raises EnvironmentFault where the format refuses them."""

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from verbatim.core.errors import NoDemonstrations, UsageError
+from verbatim.core.types import Example, Message, Trajectory
 from verbatim.environments.base import Agent, AgentScores, Demonstration, Episode, Score
-from verbatim.errors import NoDemonstrations, UsageError
 from verbatim.rollouts.games.game import Game, fewest_players
 from verbatim.rollouts.games.opponents import Opponent, Plays, PolicyPlays, read_opponent
 from verbatim.rollouts.games.package import GameSpec, find_game, games
 from verbatim.rollouts.games.random_moves import MOVES, random_move
-from verbatim.types import Example, Message, Trajectory
 
 
 @dataclass(frozen=True, kw_only=True)

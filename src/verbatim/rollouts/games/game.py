@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from verbatim.core.errors import ComponentError, EnvironmentFault
+from verbatim.core.texts import error_text
 from verbatim.environments.global_random import OwnRandom
-from verbatim.errors import ComponentError, EnvironmentFault
 from verbatim.rollouts.games.package import GameSpec, make_game
-from verbatim.texts import error_text
 
 MOST_PLAYERS = 15
 """The package's games have at most so many."""

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from verbatim.config.knobs import check_knobs
-from verbatim.errors import EnvironmentFault, RolloutError, UsageError
+from verbatim.core.errors import EnvironmentFault, RolloutError, UsageError
+from verbatim.core.types import Message
 from verbatim.inference.base import SamplingParams
 from verbatim.inference.chat.client import OpenAI
 from verbatim.rollouts.agent_loop import AgentLoop
@@ -22,7 +23,6 @@ from verbatim.rollouts.games.random_moves import MOVES, random_move
 from verbatim.rollouts.loop import EpisodeLimits, EpisodeLoop, EpisodeOver
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.seeds import derive_seed
-from verbatim.types import Message
 
 MOST_MOVES = 100_000
 """Moves of one opponent in one game; the game itself ends long before."""
@@ -239,7 +239,7 @@ def _load(frozen: str, seq_len: int, device: str, dtype: Literal["float32", "bfl
     from verbatim.inference.embedded.engine import TorchSampler
     from verbatim.inference.embedded.settings import TorchSettings
     from verbatim.models.loading import load_tokenizer
-    from verbatim.renderers import create_renderer
+    from verbatim.models.renderers import create_renderer
 
     settings = TorchSettings(device=device, dtype=dtype)
     sampler = TorchSampler(frozen, config=settings, context_length=seq_len, num_threads=1)

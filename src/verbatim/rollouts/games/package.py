@@ -13,8 +13,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from verbatim.errors import ComponentError, UsageError
-from verbatim.texts import error_text
+from verbatim.core.errors import ComponentError, UsageError
+from verbatim.core.texts import error_text
 
 INSTALL = "pip install 'verbatim-rl[environments]'"
 WORD_LISTS = {

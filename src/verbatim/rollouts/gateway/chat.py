@@ -9,12 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from aiohttp import web
+from starlette.requests import Request
 
-from verbatim.gateway.exchanges import Exchange
-from verbatim.gateway.progress import Progress
-from verbatim.gateway.session import Session
-from verbatim.gateway.wire import error_response, headers_of, json_response, read_object, told
+from verbatim.inference.chat.anthropic_messages import AnthropicMessages
+from verbatim.inference.chat.messages import text_of_all
 from verbatim.inference.chat.partial import Growing
 from verbatim.inference.chat.protocol import (
     ChatDelta,
@@ -25,22 +23,30 @@ from verbatim.inference.chat.protocol import (
     ProtocolRefusal,
     Stamp,
 )
+from verbatim.inference.http.json_size import LARGE, MOST_VALUES
+from verbatim.inference.http.limits import most_text
+from verbatim.rollouts.gateway.exchanges import Exchange
+from verbatim.rollouts.gateway.progress import Progress
+from verbatim.rollouts.gateway.session import Session
+from verbatim.rollouts.gateway.session_settings import SessionRefusal
+from verbatim.rollouts.gateway.wire import Reply, headers_of, read_object, told
+from verbatim.rollouts.turn_arguments import LONGEST_NAME
 
 MODEL = "policy"
 """The model's name, for requests that name none and for lists of models; a request may name any."""
 AGENT_HEADER, TRAINED_HEADER = "x-verbatim-agent", "x-verbatim-trained"
 """The headers for an agent's name, and for "false" where a turn is context only."""
+_TRAINED = {"true": True, "1": True, "false": False, "0": False}
 THREAD_HEADERS = (
     "thread-id",  # codex: the conversation of each agent, the first one's too
     "x-claude-code-agent-id",  # Claude Code: of each sub-agent
 )
 """Headers by which clients tell their agents apart. Their values are no names: they are new in each episode."""
+_LONGEST_KEPT = 200
 _QUIET_SECONDS = 10.0
 """Seconds after which a stream is sent something, so that it does not look dead."""
 _PAUSE = 0.02
 """Seconds between two readings of what was sampled, so that many streams leave the processor to others."""
-_LARGE = 256 * 2**10
-"""Bytes of a body that is read on a thread."""
 
 Replies: TypeAlias = list[ChatReply]
 
@@ -62,56 +68,100 @@ def sender_of(headers: Mapping[str, str]) -> Sender:
 
     >>> sender_of({"x-verbatim-agent": "critic", "thread-id": "01a2"})
     Sender(agent='critic', thread='thread-id 01a2', trained=True)
+
+    Raises:
+        SessionRefusal: it does not say in a known word whether its tokens may be trained, or its name is too long.
     """
+    trained = headers.get(TRAINED_HEADER, "true").strip().lower()
+    if trained not in _TRAINED:
+        raise SessionRefusal(400, f'the header X-Verbatim-Trained is {trained!r:.80}; expected "true" or "false"')
+    agent = headers.get(AGENT_HEADER, "")
+    if len(agent) > LONGEST_NAME:
+        raise SessionRefusal(
+            400, f"the header X-Verbatim-Agent has {len(agent):,} characters; expected at most {LONGEST_NAME}"
+        )
     threads = (f"{name} {headers[name]}" for name in THREAD_HEADERS if headers.get(name))
-    return Sender(
-        agent=headers.get(AGENT_HEADER, "")[:200],
-        thread=next(threads, "")[:200],
-        trained=headers.get(TRAINED_HEADER, "").lower() not in ("false", "0"),
-    )
+    return Sender(agent=agent, thread=_short(next(threads, "")), trained=_TRAINED[trained])
+
+
+def _short(text: str) -> str:
+    """What is kept of a text that is only compared: of a long one its digest."""
+    if len(text) <= _LONGEST_KEPT:
+        return text
+    return hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=16).hexdigest()
 
 
 def sent_before(headers: Mapping[str, str]) -> tuple[str, bool]:
     """The idempotency key of a request, and whether it says that it is a retry, as the SDKs of OpenAI and Anthropic
     do."""
-    return headers.get("idempotency-key", "")[:200], headers.get("x-stainless-retry-count", "0") not in ("", "0")
+    return _short(headers.get("idempotency-key", "")), headers.get("x-stainless-retry-count", "0") not in ("", "0")
 
 
-def digest_of(body: bytes, *about: object) -> bytes:
+def digest_of(body: bytes | bytearray, *about: object) -> bytes:
     """The digest of all that an answer depends on."""
     head = "".join(f"{part}\0" for part in about).encode(errors="surrogateescape")
-    return hashlib.blake2b(head + body, digest_size=16).digest()
+    digest = hashlib.blake2b(head, digest_size=16)
+    digest.update(body)
+    return digest.digest()
 
 
-async def answer_chat(
-    session: Session, request: web.Request, body: bytes, protocol: ChatProtocol
-) -> web.StreamResponse:
+@dataclass(frozen=True, kw_only=True)
+class ReadChat:
+    """A chat request that has been read; its body is let go of."""
+
+    asked: ChatRequest
+    given: Mapping[str, object]
+    """The body's JSON."""
+    sender: Sender
+    digest: bytes
+    """Of all that the answer depends on."""
+
+
+async def read_chat(
+    session: Session, request: Request, body: bytearray, protocol: ChatProtocol, *, is_count: bool = False
+) -> ReadChat | ProtocolRefusal:
+    """Read the body of a chat request, a large one on a thread; or why its protocol refuses it.
+
+    Raises:
+        SessionRefusal: no JSON object, too many values, or more text than the session's context can hold.
+    """
+    headers = headers_of(request)
+    room = min(session.loop.limits.max_context, session.loop.sampler.context_length)
+
+    def read() -> ReadChat:
+        given = read_object(body, MOST_VALUES)
+        if is_count and isinstance(protocol, AnthropicMessages):
+            asked = protocol.read_count(given, headers)
+        else:
+            asked = protocol.read(given, headers)
+        sender = sender_of(headers)
+        if max(text_of_all(asked.messages), text_of_all(asked.tools)) > most_text(room):
+            raise session.too_long()
+        return ReadChat(asked=asked, given=given, sender=sender, digest=digest_of(body, protocol.name, sender))
+
+    try:
+        return await asyncio.to_thread(read) if len(body) > LARGE else read()
+    except ProtocolRefusal as refusal:
+        session.counts[f"refused/{refusal.field or 'request'}"] += 1
+        return refusal
+
+
+async def answer_chat(session: Session, request: Request, chat: ReadChat, protocol: ChatProtocol, reply: Reply) -> None:
     """Answer a chat request.
 
     Args:
         session: Samples and records.
-        request: The connection.
-        body: The request's.
+        request: Its head.
+        chat: Its body, read.
         protocol: Of the request's route.
+        reply: Writes the answer.
 
     Raises:
-        SessionRefusal: the session is over or has too many requests, or the body is no JSON object.
+        ConnectionError: the client went while its answer was written.
     """
-    headers = headers_of(request)
-    session.admit()
-    try:
-        given = read_object(body)
-        asked = (
-            await asyncio.to_thread(protocol.read, given, headers)
-            if len(body) > _LARGE
-            else protocol.read(given, headers)
-        )
-    except ProtocolRefusal as refusal:
-        session.counts[f"refused/{refusal.field or 'request'}"] += 1
-        return json_response(refusal.status, refusal.body)
-    sender = sender_of(headers)
-    key, is_retry = sent_before(headers)
-    answering = _Answering(session, request, protocol, asked)
+    asked, given, sender = chat.asked, chat.given, chat.sender
+    key, is_retry = sent_before(headers_of(request))
+    answering = _Answering(session, reply, protocol, asked)
 
     async def work(progress: Progress) -> Replies:
         return await session.answer(
@@ -121,19 +171,18 @@ async def answer_chat(
     try:
         exchange = await session.exchanges.open(
             work,
-            digest_of(body, protocol.name, sender),
+            chat.digest,
             key=key,
             is_retry=is_retry,
             progress=Progress(Stamp(created=int(time.time()), model=asked.model or MODEL), asked.n),
         )
         with session.exchanges.attend(exchange):
             await (answering.stream(exchange) if asked.stream else answering.whole(exchange))
-            exchange.delivered = True
+            session.delivered(exchange)
     except ConnectionError:
         raise
     except Exception as error:  # noqa: BLE001  answered as what it is
-        return await answering.failed(error)
-    return answering.response
+        await answering.failed(error)
 
 
 @dataclass(eq=False)
@@ -141,25 +190,16 @@ class _Answering:
     """One connection that waits for an answer."""
 
     session: Session
-    request: web.Request
+    reply: Reply
     protocol: ChatProtocol
     asked: ChatRequest
-    _response: web.StreamResponse | None = None
     _writer: ChatStream | None = None
     """Writes the parts of a stream; None where the answer is sent as a whole."""
-
-    @property
-    def response(self) -> web.StreamResponse:
-        """What was sent."""
-        assert self._response is not None
-        return self._response
 
     async def whole(self, exchange: Exchange[Replies]) -> None:
         """Send the answer once it is there."""
         replies = await self.session.exchanges.wait(exchange)
-        self._response = json_response(200, self.protocol.answer(self.asked, replies, exchange.progress.stamp))
-        await self._response.prepare(self.request)
-        await self._response.write_eof()
+        await self.reply.whole(200, self.protocol.answer(self.asked, replies, exchange.progress.stamp))
 
     async def stream(self, exchange: Exchange[Replies]) -> None:
         """Send the answer as it is sampled, as far as the sampler shows it, and the rest at its end."""
@@ -184,16 +224,17 @@ class _Answering:
         if not has_begun:
             await self._send([writer.begin(replies[0].num_prompt_tokens)])
         await self._send([writer.end(replies)])
-        await self.response.write_eof()
+        self.session.delivered(exchange)  # a client may go as soon as it has the last event
+        await self.reply.end()
 
-    async def failed(self, error: Exception) -> web.StreamResponse:
+    async def failed(self, error: Exception) -> None:
         """Send an error: as an event where a stream has begun."""
         status, message, kind = told(error)
-        if self._response is None or self._writer is None:
-            return error_response(self.protocol, status, message, kind)
+        if not self.reply.has_begun or self._writer is None:
+            await self.reply.error(self.protocol, status, message, kind)
+            return
         await self._send([self._writer.error(status, message)])
-        await self._response.write_eof()
-        return self._response
+        await self.reply.end()
 
     def _gained(self, growing: Iterable[Growing], progress: Progress) -> Iterator[ChatDelta]:
         for one in growing:
@@ -204,8 +245,4 @@ class _Answering:
 
     async def _send(self, events: Iterable[bytes]) -> None:
         for event in filter(None, events):
-            if self._response is None:
-                headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-                self._response = web.StreamResponse(headers=headers)
-                await self._response.prepare(self.request)
-            await self._response.write(event)
+            await self.reply.event(event)

@@ -22,8 +22,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from verbatim.gateway.progress import Progress
 from verbatim.inference.cut_off import settle
+from verbatim.rollouts.gateway.progress import Progress
 
 T = TypeVar("T")
 

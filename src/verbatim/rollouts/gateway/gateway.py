@@ -7,19 +7,20 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from verbatim.errors import UsageError
-from verbatim.gateway.service import Service, ServiceLimits
-from verbatim.gateway.session import INFO, Session
-from verbatim.gateway.session_settings import SessionSettings
+from verbatim.core.errors import UsageError
+from verbatim.core.types import Example, RolloutIdentity, StopReason, Trajectory
 from verbatim.inference.base import Sampler, SamplingParams
 from verbatim.inference.chat.protocol import Options
-from verbatim.renderers.base import Renderer
+from verbatim.models.renderers.base import Renderer
 from verbatim.rollouts.agent_loop import AgentLoop
+from verbatim.rollouts.gateway.service import Service, ServiceLimits
+from verbatim.rollouts.gateway.session import INFO, Session
+from verbatim.rollouts.gateway.session_settings import SessionSettings
 from verbatim.rollouts.loop import TOOLS_OFFERED, EpisodeLimits
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.rewards import read_agent_scores
 from verbatim.rollouts.seeds import derive_seed
-from verbatim.types import Example, RolloutIdentity, StopReason, Trajectory
+from verbatim.rollouts.tally import NO_TURNS
 
 
 class Gateway:
@@ -44,6 +45,7 @@ class Gateway:
         seed: Of the sampling; each episode draws differently.
         restores_reasoning: Whether an answer that comes back without its reasoning is taken for the whole answer.
             None = where the renderer continues what was sampled.
+        train_undelivered: Whether an answer is trained that no client has received to its end.
         patience: Seconds for which an answer is still generated when its client has gone.
         options: Fields of requests that are let pass without effect.
         service_limits: Of one request.
@@ -60,6 +62,7 @@ class Gateway:
         port: int = 0,
         seed: int = 0,
         restores_reasoning: bool | None = None,
+        train_undelivered: bool = False,
         patience: float = 2.0,
         options: Options | None = None,
         service_limits: ServiceLimits | None = None,
@@ -68,7 +71,10 @@ class Gateway:
         self._params = params or SamplingParams(max_tokens=sampler.context_length)
         self._limits = limits or EpisodeLimits(max_turns=1000, max_context=sampler.context_length)
         self._settings = SessionSettings(
-            sampling="client" if params is None else "run", restores_reasoning=restores_reasoning, patience=patience
+            sampling="client" if params is None else "run",
+            restores_reasoning=restores_reasoning,
+            patience=patience,
+            train_undelivered=train_undelivered,
         )
         self._service = Service(
             host=host, port=port, options=options or Options(), limits=service_limits or ServiceLimits()
@@ -156,7 +162,8 @@ class GatewayEpisode:
 
         Args:
             reward: A number, named parts, or `AgentScores`. None = what was posted to `/v1/reward`, if anything.
-            error: What went wrong, for an episode that is not to be trained.
+            error: What went wrong, for an episode that is not to be trained. One in which nothing was sampled has
+                failed (`no_turns`), and has no reward.
 
         Raises:
             EnvironmentFault: a reward that is none.
@@ -167,6 +174,8 @@ class GatewayEpisode:
         loop.recorder.close()
         if error is None and session.fault is not None:
             error = f"sampler: {session.fault}"
+        if error is None and (why := loop.why_nothing_sampled(stop_reason_of(session))) is not None:
+            error, scores = f"{NO_TURNS}: {why}", (None, {}, {})
         shown = "main" if "main" in loop.agents else next(iter(loop.agents), "main")
         return Trajectory.of(
             self._identity,

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from verbatim.core.types import Int32
 from verbatim.rollouts.loop import Thread
-from verbatim.types import Int32
 
 
 @dataclass(eq=False)

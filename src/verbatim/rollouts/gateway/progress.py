@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 
+from verbatim.core.types import Int32
 from verbatim.inference.chat.protocol import Stamp
-from verbatim.types import Int32
 
 
 class Progress:
@@ -24,6 +24,8 @@ class Progress:
         """For each reply, the ids sampled so far; empty where the sampler shows none before the end."""
         self.prompt_ids: Int32 | None = None
         """int32 [P]; None until it has been rendered."""
+        self.turns: list[int] = []
+        """The turns of the replies, as they are recorded."""
         self.num_waiting = 0
         """Clients that wait for the answer."""
         self._loop = asyncio.get_running_loop()

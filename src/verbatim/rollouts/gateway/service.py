@@ -7,44 +7,88 @@ import contextlib
 import hmac
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from verbatim.errors import RolloutError, UsageError, VerbatimError
-from verbatim.gateway.session import Session
-from verbatim.gateway.session_settings import SessionRefusal
+from verbatim.core.descriptors import raise_descriptor_limit
+from verbatim.core.errors import RolloutError, UsageError, VerbatimError
+from verbatim.core.texts import cut
 from verbatim.inference.chat.anthropic_messages import AnthropicMessages
 from verbatim.inference.chat.openai_chat import OpenAIChat
 from verbatim.inference.chat.openai_responses import OpenAIResponses
 from verbatim.inference.chat.protocol import ChatProtocol, Options, ProtocolRefusal
+from verbatim.inference.http.limits import DOOR, ConnectionLimits
 from verbatim.inference.http.server import listen
+from verbatim.inference.vllm.plugin.verbatim_keys import key_of
+from verbatim.rollouts.gateway.budget import ByteBudget
+from verbatim.rollouts.gateway.session import Session
+from verbatim.rollouts.gateway.session_settings import SessionRefusal
 from verbatim.rollouts.rewards import read_agent_scores
-from verbatim.texts import cut
 
 try:
-    from aiohttp import web
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.types import Receive, Scope, Send
 
-    from verbatim.gateway.chat import MODEL, answer_chat
-    from verbatim.gateway.token_ids import ROUTE, answer_ids
-    from verbatim.gateway.wire import error_response, headers_of, json_response, read_body, read_object, told
+    from verbatim.inference.http.acceptor import Acceptor
+    from verbatim.inference.http.connections import Server
+    from verbatim.inference.http.doors import ConnectionTable, Door
+    from verbatim.inference.http.exchange import ClientGone, read_whole, while_there
+    from verbatim.inference.http.request_body import Refused
+    from verbatim.rollouts.gateway.chat import MODEL, answer_chat, read_chat
+    from verbatim.rollouts.gateway.token_ids import ROUTE, answer_ids, read_ids
+    from verbatim.rollouts.gateway.wire import Reply, read_body, told
 except ImportError as error:
     raise UsageError(f"the gateway needs {error.name}: pip install 'verbatim-rl[gateway]'") from None
 
 SESSION_HEADER = "x-session-id"
 """The header that tells sessions of one key apart."""
 
-Handler = Callable[[Session, web.Request, bytes], Awaitable[web.StreamResponse]]
+_SMALL = 2**16
+"""Values of the body of a request that is no conversation."""
+_GRACE = 1.0
+"""Seconds for answers to be written when the service stops."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServiceLimits:
-    """Limits of one request."""
+class ServiceLimits(ConnectionLimits):
+    """Limits of a gateway and of what each session and each program takes of it."""
 
-    max_body: int = 64 * 2**20
+    max_connections: int = 32_768
+    """Most open connections, and never more than there are descriptors for."""
+    takes_chunks: bool = True
+    max_body: int = 32 * 2**20
     """Bytes of a body."""
-    body_seconds: float = 60.0
-    """Seconds for the body to arrive."""
+    session_bytes: int = 64 * 2**20
+    """Bytes of the bodies of one session that arrive at a time."""
+    all_bytes: int = 512 * 2**20
+    """Bytes of all bodies that arrive at a time; more wait."""
+    program_connections: int = 512
+    """Connections of one program in its sandbox, with all that it plays."""
+    program_requests: float = 500.0
+    """Connections, and requests, in a second of one program in its sandbox, in the long run; more wait."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.max_body <= self.session_bytes <= self.all_bytes:
+            raise UsageError(
+                f"max_body = {self.max_body}, session_bytes = {self.session_bytes}, all_bytes = "
+                f"{self.all_bytes}; expected each at least as large as the one before"
+            )
+
+
+@dataclass(eq=False)
+class Body:
+    """A request's body, which counts among those of its session until the end of the block that reads it."""
+
+    data: bytearray
+    held: contextlib.AsyncExitStack
+
+    async def __aenter__(self) -> bytearray:
+        data, self.data = self.data, bytearray()
+        return data
+
+    async def __aexit__(self, *about: object) -> None:
+        await self.held.aclose()
 
 
 @dataclass(eq=False)
@@ -71,7 +115,10 @@ class Service:
 
     def __post_init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
-        self._runner: web.AppRunner | None = None
+        self._server: Server | None = None
+        self._doors: dict[Acceptor, Door] = {}
+        self._stopped = asyncio.Event()
+        self._budget = ByteBudget(self.limits.session_bytes, self.limits.all_bytes)
         self._anthropic = AnthropicMessages(self.options)
         self._chats: Mapping[str, ChatProtocol] = {
             "chat/completions": cast(ChatProtocol, OpenAIChat(self.options)),
@@ -81,26 +128,43 @@ class Service:
 
     async def start(self) -> None:
         """Listen; a UsageError if the address is taken or not of this machine."""
-        app = web.Application(client_max_size=self.limits.max_body)
-        app.router.add_route("*", "/{path:.*}", self._handle)
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
-        await self._runner.setup()
+        most = min(self.limits.max_connections, raise_descriptor_limit())
         listening = listen(self.host, self.port)
         self.port = listening.getsockname()[1]
-        await self.listen_on(listening)
+        self._table = ConnectionTable(self.limits, most)
+        self._server = Server(self, self._table)
+        self._listening = listening
+        self._server.listen_on(listening)
 
-    async def listen_on(self, listening: socket.socket) -> web.SockSite:
-        """Serve another socket too, until its site is stopped."""
-        assert self._runner is not None, "the service has not been started"
-        site = web.SockSite(self._runner, listening, backlog=1024)
-        await site.start()
-        return site
+    def open_door(self, listening: socket.socket) -> Acceptor:
+        """Serve another socket too, for a program that is limited by itself, until `close_door`."""
+        assert self._server is not None, "the service has not been started"
+        door = Door(
+            f"door {listening.fileno()} {secrets.token_hex(4)}",
+            self.limits.program_connections,
+            self.limits.program_requests,
+        )
+        acceptor = self._server.listen_on(listening, door)
+        self._doors[acceptor] = door
+        return acceptor
+
+    def close_door(self, acceptor: Acceptor) -> None:
+        """Serve a socket no longer: its connections are closed, and it is too."""
+        door = self._doors.pop(acceptor, None)
+        if door is not None and self._server is not None:
+            self._server.stop_listening(acceptor)
+            self._table.close(door.name)
+        acceptor.listening.close()
 
     async def close(self) -> None:
         """Stop listening; requests under way are cancelled."""
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
+        server, self._server = self._server, None
+        if server is not None:
+            self._stopped.set()
+            await server.stop(_GRACE)
+            for listening in (self._listening, *(acceptor.listening for acceptor in self._doors)):
+                listening.close()
+            self._doors.clear()
 
     @property
     def url(self) -> str:
@@ -143,62 +207,78 @@ class Service:
 
     # ---- requests
 
-    async def _handle(self, request: web.Request) -> web.StreamResponse:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        door = scope.get("state", {}).get(DOOR)
+        if door is not None and (delay := door.requests.delay()):
+            await asyncio.sleep(delay)
+        request, reply = Request(scope, receive), Reply(scope, send)
         key, route = _split(request)
-        chat = self._protocol(request, route)
+        protocol = self._protocol(request, route)
+        try:
+            await self._answer(request, key, route, reply)
+        except (ConnectionError, ClientDisconnect, ClientGone):  # it may ask again
+            pass
+        except (SessionRefusal, Refused) as refusal:
+            with contextlib.suppress(ConnectionError):
+                if not reply.has_begun:
+                    await reply.error(protocol, refusal.status, refusal.message, getattr(refusal, "kind", ""))
+        except Exception as error:  # noqa: BLE001  a mistake of ours, which is logged and answered as one
+            with contextlib.suppress(ConnectionError):
+                await reply.error(protocol, *told(error))
+        if reply.has_begun and not reply.has_ended:  # a stream that the end of the service cut off
+            with contextlib.suppress(ConnectionError):
+                await reply.end()
+
+    async def _answer(self, request: Request, key: str | None, route: str, reply: Reply) -> None:
         if route in ("", "health") and key is None:
-            return json_response(200, {"status": "ok"})
+            await reply.whole(200, {"status": "ok"})
+            return
         entry = self._found(key)
         if entry is None:
-            return error_response(
-                chat,
-                401,
-                "expected the key of a session that is not over, as a bearer token, as x-api-key, or in the path",
+            raise SessionRefusal(
+                401, "expected the key of a session that is not over, as a bearer token, as x-api-key, or in the path"
             )
         if request.method == "GET" and (route == "models" or route.startswith("models/")):
-            return json_response(200, _models(entry, route.removeprefix("models").removeprefix("/")))
+            await reply.whole(200, _models(entry, route.removeprefix("models").removeprefix("/")))
+            return
         name = request.headers.get(SESSION_HEADER, "")
         session = entry.session or entry.members.get(name)
         if session is None:
-            return error_response(chat, 404, f"there is no session {name!r:.80} under this key, or it is over")
-        handlers = self._handlers()
-        handler = handlers.get((request.method, route))
-        if handler is None:
-            known = ", ".join(f"{method} /v1/{name}" for method, name in (("GET", "models"), *handlers))
-            return error_response(
-                chat, 404, f"there is no {request.method} {cut(request.path, 200)}; there are {known}"
-            )
+            raise SessionRefusal(404, f"there is no session {name!r:.80} under this key, or it is over")
+        posts = (*self._chats, "messages/count_tokens", ROUTE, "reward")
+        if request.method != "POST" or route not in posts:
+            known = ", ".join(("GET /v1/models", *(f"POST /v1/{name}" for name in posts)))
+            raise SessionRefusal(404, f"there is no {request.method} {cut(request.url.path, 200)}; there are {known}")
+        if route == "reward":
+            await self._reward(session, request, reply)
+            return
+        is_count = route == "messages/count_tokens"
+        arrived = await self._body(session, request, "token_counts" if is_count else "requests")
+        if route in self._chats:
+            work = self._chat(session, request, arrived, reply, self._chats[route])
+        else:
+            work = (self._count_tokens if is_count else self._token_ids)(session, request, arrived, reply)
         try:
-            return await handler(session, request, await self._body(session, request, route))
-        except ConnectionError:  # the client went while its answer was written; it may ask again
-            return web.Response(status=499)
-        except SessionRefusal as refusal:
-            return error_response(chat, refusal.status, str(refusal), refusal.kind)
+            await while_there(request.receive, self._stopped, work)
+        finally:
+            await arrived.held.aclose()  # also where the work never began
 
-    async def _body(self, session: Session, request: web.Request, route: str) -> bytes:
+    async def _body(self, session: Session, request: Request, kind: str | None) -> Body:
         """A request's body; a SessionRefusal of one that its session does not take, before it is read."""
         if session.over:
             raise SessionRefusal(410, "this session is over", "session_over")
-        kind = {"reward": None, "messages/count_tokens": "token_counts"}.get(route, "requests")
-        try:
-            async with asyncio.timeout(self.limits.body_seconds):
-                with session.arriving(kind) if kind is not None else contextlib.nullcontext():
-                    return await request.read()
-        except TimeoutError:
-            seconds = f"{self.limits.body_seconds:g} s"
-            raise SessionRefusal(408, f"the body did not arrive within {seconds}") from None
-        except web.HTTPRequestEntityTooLarge:
-            raise SessionRefusal(413, f"the request is larger than {self.limits.max_body} bytes") from None
+        limits = self.limits
+        size = int(request.headers.get("content-length", 0))  # h11 has checked that it is a number
+        async with contextlib.AsyncExitStack() as stack:
+            with session.arriving(kind) if kind is not None else contextlib.nullcontext():
+                if size > limits.max_body:
+                    raise SessionRefusal(413, f"the request is larger than {limits.max_body} bytes")
+                grow = await stack.enter_async_context(self._budget.hold(session, size, limits.body_seconds))
+                data = await read_whole(request, limits.max_body, limits, grow)
+            return Body(data, stack.pop_all())
 
-    def _handlers(self) -> Mapping[tuple[str, str], Handler]:
-        return {
-            **{("POST", name): self._chat for name in self._chats},
-            ("POST", "messages/count_tokens"): self._count_tokens,
-            ("POST", ROUTE): self._token_ids,
-            ("POST", "reward"): self._reward,
-        }
-
-    def _protocol(self, request: web.Request, route: str) -> ChatProtocol:
+    def _protocol(self, request: Request, route: str) -> ChatProtocol:
         """The protocol that a client of this route reads errors in."""
         is_anthropic = route.startswith("messages") or "anthropic-version" in request.headers
         return self._chats.get(route) or self._chats["messages" if is_anthropic else "chat/completions"]
@@ -208,12 +288,13 @@ class Service:
         parts = (key or "").split("-", 2)
         entry = self._entries.get(parts[1]) if len(parts) == 3 and parts[0] == "vb" else None
         secret = entry.secret if entry is not None else secrets.token_urlsafe(24)
-        is_right = hmac.compare_digest(parts[-1].encode(errors="surrogateescape"), secret.encode())
+        is_right = hmac.compare_digest(parts[-1].encode(), secret.encode())
         return entry if entry is not None and is_right else None
 
-    async def _reward(self, session: Session, request: web.Request, body: bytes) -> web.StreamResponse:
+    async def _reward(self, session: Session, request: Request, reply: Reply) -> None:
         """Take the episode's reward: `{"reward": 1.0}`, or `{"reward": {part: number}}`."""
-        given = read_body(body)
+        async with await self._body(session, request, None) as body:
+            given = read_body(body, _SMALL)
         reward = given.get("reward") if isinstance(given, dict) else None
         try:
             if reward is None or reward == {} or isinstance(reward, bool):
@@ -222,43 +303,54 @@ class Service:
                 )
             read_agent_scores(reward, "POST /reward")
         except RolloutError as error:
-            return error_response(self._chats["chat/completions"], 400, str(error))
+            raise SessionRefusal(400, str(error)) from None
         session.reward = reward
-        return json_response(200, {"reward": reward})
+        await reply.whole(200, {"reward": reward})
 
-    async def _count_tokens(self, session: Session, request: web.Request, body: bytes) -> web.StreamResponse:
+    async def _count_tokens(self, session: Session, request: Request, arrived: Body, reply: Reply) -> None:
         """Count the tokens of a prompt that is not sent, as Anthropic's clients ask."""
         session.admit("token_counts")
+        async with arrived as body:
+            chat = await read_chat(session, request, body, self._anthropic, is_count=True)
+        if isinstance(chat, ProtocolRefusal):
+            await reply.whole(chat.status, chat.body)
+            return
         try:
-            asked = self._anthropic.read_count(read_object(body), headers_of(request))
-            return json_response(200, self._anthropic.count(await session.count_tokens(asked)))
-        except ProtocolRefusal as refusal:
-            return json_response(refusal.status, refusal.body)
+            await reply.whole(200, self._anthropic.count(await session.count_tokens(chat.asked)))
         except VerbatimError as error:
             status, message, kind = told(error)
-            return json_response(status, self._anthropic.error(status, message, kind=kind))
+            await reply.error(self._anthropic, status, message, kind)
 
-    async def _token_ids(self, session: Session, request: web.Request, body: bytes) -> web.StreamResponse:
-        return await answer_ids(session, request, body, self._chats["chat/completions"])
+    async def _token_ids(self, session: Session, request: Request, arrived: Body, reply: Reply) -> None:
+        session.admit()
+        async with arrived as body:
+            asked = await read_ids(session, request, body)
+        await answer_ids(session, request, asked, self._chats["chat/completions"], reply)
 
-    async def _chat(self, session: Session, request: web.Request, body: bytes) -> web.StreamResponse:
-        return await answer_chat(session, request, body, self._chats[_split(request)[1]])
+    async def _chat(
+        self, session: Session, request: Request, arrived: Body, reply: Reply, protocol: ChatProtocol
+    ) -> None:
+        session.admit()
+        async with arrived as body:
+            chat = await read_chat(session, request, body, protocol)
+        if isinstance(chat, ProtocolRefusal):
+            await reply.whole(chat.status, chat.body)
+        else:
+            await answer_chat(session, request, chat, protocol, reply)
 
 
-def _split(request: web.Request) -> tuple[str | None, str]:
+def _split(request: Request) -> tuple[str | None, str]:
     """The key of a request, and its route: `/s/KEY/v1/models` is (KEY, "models"); without a key in the path it is that
     of the headers."""
-    parts = [part for part in request.path.split("/") if part]
+    parts = [part for part in request.url.path.split("/") if part]
     key: str | None = None
     if len(parts) >= 2 and parts[0] == "s":
         key, parts = parts[1], parts[2:]
     if parts[:1] == ["v1"]:
         parts = parts[1:]
     if key is None:
-        headers = request.headers
-        scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        key = bearer.strip() if scheme.lower() == "bearer" else None
-        key = key or headers.get("x-api-key") or headers.get("api-key")
+        given = key_of(request.headers.raw, b"x-api-key", b"api-key")
+        key = None if given is None else given.decode("latin-1")
     return key, "/".join(parts)
 
 

@@ -12,14 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from verbatim.errors import RecordError, RolloutError, SamplerFault
-from verbatim.gateway.exchanges import Exchanges
-from verbatim.gateway.kept import Kept, with_prompt, without_messages
-from verbatim.gateway.progress import Progress
-from verbatim.gateway.readable import readable
-from verbatim.gateway.session_settings import SessionRefusal, SessionSettings
-from verbatim.gateway.threads import BranchReason, Match, Threads
-from verbatim.gateway.watch import Watch
+from verbatim.core.errors import RecordError, RolloutError, SamplerFault
+from verbatim.core.types import Int32, Message, StopReason
 from verbatim.inference import base
 from verbatim.inference.base import Completion, SampleRequest, SamplingParams
 from verbatim.inference.chat.partial import partial_texts
@@ -28,9 +22,16 @@ from verbatim.inference.chat.reply import read_reply
 from verbatim.inference.chat.stops import StopWatch
 from verbatim.inference.validation import check_prompt
 from verbatim.rollouts.agent_loop import AgentLoop
+from verbatim.rollouts.gateway.delivery import Delivery
+from verbatim.rollouts.gateway.exchanges import Exchange, Exchanges
+from verbatim.rollouts.gateway.kept import Kept, with_prompt, without_messages
+from verbatim.rollouts.gateway.progress import Progress
+from verbatim.rollouts.gateway.readable import readable
+from verbatim.rollouts.gateway.session_settings import SessionRefusal, SessionSettings
+from verbatim.rollouts.gateway.threads import BranchReason, Match, Threads
+from verbatim.rollouts.gateway.watch import Watch
 from verbatim.rollouts.loop import EpisodeOver, Prompt
 from verbatim.rollouts.seeds import derive_seed
-from verbatim.types import Int32, Message, StopReason
 
 INFO = "gateway"
 """The key of `Trajectory.info` for what the gateway knows of an episode."""
@@ -73,6 +74,7 @@ class Session:
         self._num_arriving = 0
         """Requests whose bodies are being read."""
         self._num_calls = 0
+        self._delivery = Delivery()
 
     @property
     def num_requests(self) -> int:
@@ -168,6 +170,9 @@ class Session:
         answered, may_come_again = False, False
         try:
             params = self._params(request)
+            if params.stop:  # the run's own; `read_reply` cuts at all of them
+                request = dataclasses.replace(request, stop=tuple(dict.fromkeys((*request.stop, *params.stop))))
+                params = dataclasses.replace(params, stop=())
             prompt = self._prompt(match, request, trained=trained and params.temperature > 0)
             replies = await self._replies(match, prompt, params, request, progress)
             answered = True
@@ -189,7 +194,9 @@ class Session:
             # What was refused is not kept: a client could fill the memory with it.
             self._threads.close(match, answered=answered, forget=not answered and not may_come_again)
 
-    async def complete(self, request: SampleRequest, *, agent: str = "", trained: bool = True) -> Completion:
+    async def complete(
+        self, request: SampleRequest, *, agent: str = "", trained: bool = True, progress: Progress | None = None
+    ) -> Completion:
         """Sample and record one turn of exact ids, for a client that renders by itself. It continues whatever turns its
         prompt extends.
 
@@ -197,13 +204,15 @@ class Session:
             request: The seed and the session are the episode's own.
             agent: The agent's name; "" = "main".
             trained: Whether its tokens may be trained.
+            progress: Of the answer, where a client waits for it.
 
         Raises:
             SessionRefusal: no turn is left, or no room for this prompt.
             RecordError: the sampler returned what cannot be recorded, or ids that are outside the vocabulary.
             SamplerFault: the sampler failed.
         """
-        sampler, params, prompt = self.loop.sampler, request.params, request.prompt_ids.tobytes()
+        sampler, prompt = self.loop.sampler, request.prompt_ids.tobytes()
+        params = dataclasses.replace(request.params, stop=self.loop.params.stop)  # such a client can give none
         check_prompt(request, vocab_size=sampler.vocab_size, context_length=sampler.context_length + 1)
         if self.settings.sampling == "run":
             own = self.loop.params
@@ -215,6 +224,8 @@ class Session:
             if self.loop.room_for(len(request.prompt_ids)) <= 0:
                 raise EpisodeOver(StopReason.LENGTH)
             completion = await self.loop.complete(request.prompt_ids, params, agent or "main", trained=trained)
+            self._delivery.went_on(self.loop.recorder.turns)
+            self._delivery.sends(len(self.loop.recorder.turns) - 1, progress)
             self._sampler_faults.pop(prompt, None)
             self.last_stop = completion.stop_reason
             return completion
@@ -250,10 +261,17 @@ class Session:
         """Thinking and content that a reply will begin with, after these ids."""
         return partial_texts(np.array(ids, dtype=np.int32), request, self.loop.renderer, prompt_ids)
 
+    def delivered(self, exchange: Exchange[Any]) -> None:
+        """A client has been sent the whole answer."""
+        exchange.delivered = True
+        self._delivery.arrived(*exchange.progress.turns)
+
     async def end(self) -> None:
-        """Nothing is answered any more: what is under way is cancelled, and counted."""
+        """Nothing is answered any more: what is under way is cancelled, and counted. So are answers that no client has
+        received, which are context from then on, unless the settings train them."""
         self.over = True
         await self.exchanges.end()
+        self.counts.update(self._delivery.settle(self.loop.recorder, trained=self.settings.train_undelivered))
 
     async def _replies(
         self,
@@ -293,6 +311,8 @@ class Session:
         reply, thread = await self.loop.respond(prompt, params, read, seed, watching)
         self.last_stop = reply.stop_reason
         self.counts["cut_tokens"] += reply.num_cut_tokens
+        self._delivery.arrived(*(known.thread.turn for known in match.turns.values()))  # whoever goes on has them
+        self._delivery.sends(thread.turn, progress)
         kept = Kept(thread=without_messages(thread), schemas=tuple(prompt.schemas))
         others = self._threads.answer(match, reply.message, kept)
         self._refresh(kept)
@@ -405,7 +425,17 @@ class Session:
         ends = tuple(dict.fromkeys((*own.stop_token_ids, *asked.stop_token_ids)))
         return dataclasses.replace(own, max_tokens=most, stop_token_ids=ends)
 
+    def too_long(self) -> SessionRefusal:
+        """Why a request is refused whose messages no context of this session holds, before they are rendered."""
+        self.last_stop = StopReason.LENGTH
+        return self._refusal(EpisodeOver(StopReason.LENGTH))
+
     def _refusal(self, over: EpisodeOver) -> SessionRefusal:
+        if over.stop_reason is StopReason.LENGTH and self.loop.tokens_left is not None and self.loop.tokens_left <= 0:
+            most_sampled = self.loop.limits.max_total_completion_tokens
+            return SessionRefusal(
+                403, f"the episode's {most_sampled} sampled tokens are used up", "max_total_completion_tokens"
+            )
         if over.stop_reason is StopReason.LENGTH:
             most = min(self.loop.limits.max_context, self.loop.sampler.context_length)
             return SessionRefusal(

@@ -15,6 +15,8 @@ class SessionSettings:
     restores_reasoning: bool | None = None
     """Whether an answer that comes back without its reasoning is taken for the whole answer. None = where prompts
     continue what was sampled, which then decides what becomes of the reasoning."""
+    train_undelivered: bool = False
+    """Whether an answer is trained that no client has received to its end, and that none went on from."""
     patience: float = 2.0
     """Seconds for which an answer is still generated when its client has gone."""
     max_requests: int = 10_000
@@ -34,4 +36,4 @@ class SessionRefusal(Exception):
 
     def __init__(self, status: int, message: str, kind: str = "") -> None:
         super().__init__(message)
-        self.status, self.kind = status, kind
+        self.status, self.message, self.kind = status, message, kind

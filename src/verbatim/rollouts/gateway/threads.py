@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Generic, TypeVar
 
-from verbatim.gateway.canonical import Digester, identity_of, text_of, tools_digest
+from verbatim.rollouts.gateway.agents import Agents, Opening
+from verbatim.rollouts.gateway.canonical import Digester, identity_of, text_of, tools_digest
 
 T = TypeVar("T")
 
@@ -97,6 +98,7 @@ class Match(Generic[T]):
     digester: Digester
     """Has digested the request: digests its answers."""
     tools: bytes
+    opening: Opening
 
     @property
     def messages(self) -> tuple[Any, ...]:
@@ -137,7 +139,7 @@ class Threads(Generic[T]):
     def __init__(self, *, restores_reasoning: bool = False) -> None:
         self._restores = restores_reasoning
         self._root: Node[T] = Node(message=None, parent=None, depth=0)
-        self._agents: dict[bytes, str] = {}
+        self._agents = Agents()
         self._longest: dict[str, int] = {}
         self._seen: set[bytes] = set()
         self._last_answer = ""
@@ -159,11 +161,13 @@ class Threads(Generic[T]):
             agent: The agent's name, where the request says it.
             thread: What tells the client's agents apart, where the request says it.
         """
-        shown = tools_digest(tools)
+        shown, opening = tools_digest(tools), Opening(messages)
         walk = self._walk(messages)
         known = walk.known
         continued = known.agent if known is not None and not thread else ""
-        name = agent or continued or self._name_of(thread.encode() or identity_of(messages))
+        if not (name := agent or continued):
+            same = None if thread else self._agents.whose_clock_went_on(opening, shown, walk.answers)
+            name = same or self._agents.name_of(thread.encode() or identity_of(messages))
         reason, found = self._reason(walk, name, shown)
         if known is not None:
             known.num_open += 1
@@ -177,6 +181,7 @@ class Threads(Generic[T]):
             found=found,
             digester=walk.digester,
             tools=shown,
+            opening=opening,
         )
 
     def answer(self, match: Match[T], message: Mapping[str, Any], turn: T) -> bool:
@@ -190,6 +195,7 @@ class Threads(Generic[T]):
         """
         digest = match.digester.digest(message)
         self._seen.add(digest.bare)
+        self._agents.answered(match.agent, match.opening, match.tools, digest.bare)
         self._last_answer = text_of(message.get("content")).strip()
         node = match.end.children.get(digest.full)
         if node is None:
@@ -239,23 +245,24 @@ class Threads(Generic[T]):
             if other is None:
                 if walk.new_from is None:
                     walk.new_from, walk.stripped = index, stripped is not None
+                walk.is_new |= digest.bare not in self._seen and not is_system
                 walk.num_moved += digest.bare in self._seen and not is_system
-                other = Node(message=message, parent=node, depth=index + 1, digest=digest.full)
+                named = _by_our_ids(message, walk.our_ids)
+                other = Node(message=named, parent=node, depth=index + 1, digest=digest.full)
                 node.children[digest.full] = other
                 walk.added.append(digest.bare)
+            if not walk.is_new and message.get("role") == "assistant":
+                walk.answers.append(digest.bare)
+            walk.our_ids.update(_our_ids(message, other.message))
             walk.end = other
             if other.turn is not None:
                 walk.known = other
         self._seen.update(walk.added)
-        walk.first_new = messages[walk.new_from] if walk.new_from is not None else None
+        if walk.new_from is not None:
+            new = messages[walk.new_from :]
+            said = (message for message in new if message.get("role") not in ("system", "developer"))
+            walk.first_new, walk.first_said = new[0], next(said, None)
         return walk
-
-    def _name_of(self, identity: bytes) -> str:
-        """The first agent, by its thread or else its system prompt, is "main", the others are "sub/1", "sub/2", ... as
-        they appear."""
-        if identity not in self._agents:
-            self._agents[identity] = f"sub/{len(self._agents)}" if self._agents else "main"
-        return self._agents[identity]
 
     def _reason(self, walk: _Walk[T], agent: str, tools: bytes) -> tuple[BranchReason | None, str]:
         known = walk.known
@@ -297,7 +304,8 @@ class Threads(Generic[T]):
         if walk.num_kept and walk.first_new is not None and walk.first_new.get("role") == "assistant":
             return BranchReason.EDITED_HISTORY, f"message {walk.new_from}, an answer, is not what was sampled"
         if walk.num_kept or walk.num_moved:
-            return BranchReason.EDITED_HISTORY, f"message {walk.new_from} is new, and others are not"
+            which = "the system prompt" if walk.first_new is not walk.first_said else f"message {walk.new_from}"
+            return BranchReason.EDITED_HISTORY, f"{which} is new, and others are not"
         return BranchReason.NEW_CONVERSATION, "no message but the system prompt was seen before"
 
     def _shortened(self, walk: _Walk[T], agent: str) -> str | None:
@@ -306,17 +314,23 @@ class Threads(Generic[T]):
         longest, message = self._longest.get(agent, 0), walk.first_new
         if walk.end.depth >= longest or message is None:
             return None
-        summed_up = (
-            len(self._last_answer) >= LONG_ANSWER
-            and message.get("role") != "assistant"
-            and self._last_answer in text_of(message.get("content"))
-        )
+        summed_up = self._quotes_last(walk)
         if not walk.num_moved and not summed_up:
             return None
         return f"{walk.end.depth} messages in the place of {longest}; " + (
             "the first new one quotes the last answer"
             if summed_up
             else f"{walk.num_moved} of them stood elsewhere before"
+        )
+
+    def _quotes_last(self, walk: _Walk[T]) -> bool:
+        """Whether a new message, the first but for a system prompt, has the last answer inside."""
+        message = walk.first_said
+        return (
+            message is not None
+            and len(self._last_answer) >= LONG_ANSWER
+            and message.get("role") != "assistant"
+            and self._last_answer in text_of(message.get("content"))
         )
 
 
@@ -330,10 +344,30 @@ class _Walk(Generic[T]):
     new_from: int | None = None
     """The index of the first message that was not there; None = all were."""
     first_new: Mapping[str, Any] | None = None
+    first_said: Mapping[str, Any] | None = None
+    """The first of the new ones that is no system prompt."""
     stripped: bool = False
     """Whether that one is an answer of ours without its reasoning."""
     num_kept: int = 0
     """Messages that were there, system messages left out."""
     num_moved: int = 0
     """New messages that were seen elsewhere."""
+    is_new: bool = False
+    """Whether a message but a system prompt was seen nowhere."""
+    answers: list[bytes] = field(default_factory=list)
+    """Digests of the answers before which nothing is new."""
     added: list[bytes] = field(default_factory=list)
+    our_ids: dict[str, str] = field(default_factory=dict)
+    """The ids of calls as the client writes them, and as they were sent to it: clients rename them."""
+
+
+def _our_ids(message: Mapping[str, Any], ours: Mapping[str, Any] | None) -> dict[str, str]:
+    """The ids of a message's calls, as the client writes them, and those of the message that was sent to it."""
+    pairs = zip(message.get("tool_calls") or (), (ours or {}).get("tool_calls") or (), strict=False)
+    return {str(call["id"]): str(own["id"]) for call, own in pairs if call.get("id") and own.get("id")}
+
+
+def _by_our_ids(message: Mapping[str, Any], our_ids: Mapping[str, str]) -> Mapping[str, Any]:
+    """An answer of a tool that names its call as the message does that was sampled; any other message as it is."""
+    ours = our_ids.get(str(message.get("tool_call_id") or "")) if message.get("role") == "tool" else None
+    return {**message, "tool_call_id": ours} if ours else message

@@ -2,73 +2,113 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
+from dataclasses import dataclass
 from typing import Any
 
-from aiohttp import web
+from starlette.requests import Request
 
-from verbatim.gateway.chat import MODEL, digest_of, sender_of, sent_before
-from verbatim.gateway.progress import Progress
-from verbatim.gateway.session import Session
-from verbatim.gateway.session_settings import SessionRefusal
-from verbatim.gateway.wire import error_response, headers_of, json_response, read_object, told
-from verbatim.inference.base import Completion
+from verbatim.inference.base import MOST_STOP_IDS, Completion, SampleRequest
 from verbatim.inference.chat.protocol import ChatProtocol, Stamp
-from verbatim.inference.http.protocol import GENERATE, OURS, completion_body
+from verbatim.inference.http.json_size import LARGE, MOST_VALUES
+from verbatim.inference.http.protocol import GENERATE, OURS, LogprobStyle, completion_body
 from verbatim.inference.http.request_body import read_name, read_request
+from verbatim.rollouts.gateway.chat import MODEL, Sender, digest_of, sender_of, sent_before
+from verbatim.rollouts.gateway.progress import Progress
+from verbatim.rollouts.gateway.session import Session
+from verbatim.rollouts.gateway.session_settings import SessionRefusal
+from verbatim.rollouts.gateway.wire import Reply, headers_of, read_object, told
 
 ROUTE = GENERATE.strip("/")
 """The route, behind the key."""
 
 
-async def answer_ids(session: Session, request: web.Request, body: bytes, protocol: ChatProtocol) -> web.StreamResponse:
+@dataclass(frozen=True, kw_only=True)
+class ReadIds:
+    """A request in token ids that has been read; its body is let go of."""
+
+    asked: SampleRequest
+    logprobs: LogprobStyle
+    request_id: str
+    sender: Sender
+    digest: bytes
+    """Of all that the answer depends on."""
+
+
+async def read_ids(session: Session, request: Request, body: bytearray) -> ReadIds | Exception:
+    """Read the body of a request, a large one on a thread; or what is wrong with its fields.
+
+    Raises:
+        SessionRefusal: no JSON object, or too many values.
+    """
+    loop, sender = session.loop, sender_of(headers_of(request))
+    room = loop.sampler.context_length
+
+    def read() -> ReadIds:
+        given = read_object(body, MOST_VALUES + room + MOST_STOP_IDS)
+        request_id = read_name(given, "request_id") or secrets.token_hex(16)
+        asked, logprobs = read_request(given, seed=0, room=room, end_ids=loop.params.stop_token_ids)
+        return ReadIds(
+            asked=asked,
+            logprobs=logprobs,
+            request_id=request_id,
+            sender=sender,
+            digest=digest_of(body, GENERATE, sender),
+        )
+
+    try:
+        return await asyncio.to_thread(read) if len(body) > LARGE else read()
+    except SessionRefusal:
+        raise
+    except Exception as error:  # noqa: BLE001  answered as what it is
+        return error
+
+
+async def answer_ids(
+    session: Session, request: Request, ids: ReadIds | Exception, protocol: ChatProtocol, reply: Reply
+) -> None:
     """Sample and record a turn whose prompt is given as ids.
 
     Args:
         session: Samples and records.
-        request: The connection.
-        body: The request's.
+        request: Its head.
+        ids: Its body, read.
         protocol: Errors are written in its form.
+        reply: Writes the answer.
 
     Raises:
-        SessionRefusal: the session is over or has too many requests, or the body is no JSON object.
+        ConnectionError: the client went while its answer was written.
+        SessionRefusal: no turn is left, or no room for this prompt.
     """
-    session.admit()
-    headers = headers_of(request)
-    sender = sender_of(headers)
-    key, is_retry = sent_before(headers)
+    key, is_retry = sent_before(headers_of(request))
     loop = session.loop
     try:
-        given = read_object(body)
-        request_id = read_name(given, "request_id") or secrets.token_hex(16)
-        asked, logprobs = read_request(
-            given, seed=0, room=loop.sampler.context_length, end_ids=loop.params.stop_token_ids
-        )
+        if isinstance(ids, Exception):
+            raise ids
+        asked, sender = ids.asked, ids.sender
 
         async def work(progress: Progress) -> Completion:
-            return await session.complete(asked, agent=sender.agent, trained=sender.trained)
+            return await session.complete(asked, agent=sender.agent, trained=sender.trained, progress=progress)
 
         exchange = await session.exchanges.open(
-            work, digest_of(body, GENERATE, sender), key=key, is_retry=is_retry, progress=Progress(Stamp())
+            work, ids.digest, key=key, is_retry=is_retry, progress=Progress(Stamp())
         )
         with session.exchanges.attend(exchange):
             completion: Completion = await session.exchanges.wait(exchange)
             found: dict[str, Any] = completion_body(
                 completion,
-                request_id=request_id,
+                request_id=ids.request_id,
                 model=MODEL,
                 seed=0,
                 num_prompt_tokens=len(asked.prompt_ids),
                 policy_version=loop.sampler.policy_version,
-                logprobs=logprobs,
+                logprobs=ids.logprobs,
             )
             del found[OURS]["seed"]  # the episode's own, whatever was asked for
-            answer = json_response(200, found)
-            await answer.prepare(request)
-            await answer.write_eof()
-            exchange.delivered = True
-            return answer
+            await reply.whole(200, found)
+            session.delivered(exchange)
     except (ConnectionError, SessionRefusal):
         raise
     except Exception as error:  # noqa: BLE001  answered as what it is
-        return error_response(protocol, *told(error))
+        await reply.error(protocol, *told(error))

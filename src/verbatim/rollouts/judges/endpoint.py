@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from verbatim.errors import JudgeFailed, SamplerFault, UsageError
-from verbatim.texts import shown
+from verbatim.core.errors import JudgeFailed, SamplerFault, UsageError
+from verbatim.core.texts import shown
 
 Answer = tuple[Any, Mapping[str, int]]
 """What an endpoint said (JSON), and its own counts of tokens."""

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verbatim.errors import JudgeFailed, UsageError
+from verbatim.core.errors import JudgeFailed, UsageError
+from verbatim.core.texts import shown
+from verbatim.core.types import Message
 from verbatim.inference.base import SamplingParams
 from verbatim.inference.chat.client import Connection, OpenAI
 from verbatim.inference.chat.request import chat_body
 from verbatim.inference.http.connection_settings import key_variable
 from verbatim.rollouts.judges.endpoint import Answer, Endpoint
-from verbatim.texts import shown
-from verbatim.types import Message
 
 _OPENAI = "https://api.openai.com/v1"
 PROMPT = (

@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from verbatim.config.knobs import check_knobs
+from verbatim.core.errors import JudgeFailed, UsageError
+from verbatim.core.texts import shown
+from verbatim.core.types import Example, Message, Trajectory
 from verbatim.environments.base import Environment, Episode, Score
 from verbatim.environments.resolve import create_environment
-from verbatim.errors import JudgeFailed, UsageError
 from verbatim.rollouts.judges.judge import Judge
 from verbatim.rollouts.judges.reward_model import RewardModel
 from verbatim.rollouts.loop import JUDGE_USAGE
 from verbatim.rollouts.rewards import read_score
-from verbatim.texts import shown
-from verbatim.types import Example, Message, Trajectory
 
 
 @runtime_checkable

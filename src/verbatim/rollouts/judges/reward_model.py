@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verbatim.errors import UsageError
+from verbatim.core.errors import UsageError
+from verbatim.core.texts import shown
+from verbatim.core.types import Message
 from verbatim.inference.http.client import Answer as HttpAnswer
 from verbatim.inference.http.client import AttemptFailed, HttpClient, status_failure
 from verbatim.rollouts.judges.endpoint import Answer, Endpoint
-from verbatim.texts import shown
-from verbatim.types import Message
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,6 @@ import faulthandler
 import functools
 import logging
 import os
-import resource
 import signal
 import socket
 import sys
@@ -19,19 +18,19 @@ from typing import Any
 
 import numpy as np
 
-from verbatim.errors import SamplerFault, UsageError, VerbatimError
+from verbatim.core.descriptors import raise_descriptor_limit
+from verbatim.core.errors import SamplerFault, UsageError, VerbatimError
+from verbatim.core.redaction import WithoutSecrets
+from verbatim.core.texts import error_text
+from verbatim.core.types import Float32, Int32
+from verbatim.core.user_code import is_ctrl_c
 from verbatim.inference.base import Completion, SampleRequest
 from verbatim.rollouts.main_loop import run_main
 from verbatim.rollouts.processes.peer import Peer
 from verbatim.rollouts.runner import EpisodeTask
 from verbatim.rollouts.workers.episodes import RunEpisode, open_episodes
 from verbatim.rollouts.workers.worker import WorkerContext, loaded
-from verbatim.texts import error_text
-from verbatim.types import Float32, Int32
-from verbatim.user_code import is_ctrl_c
 
-MOST_FILES = 16_384
-"""Most open file descriptors of a worker, as far as the system allows."""
 _PR_SET_PDEATHSIG = 1
 _FOR_THE_RUN = (signal.SIGINT, signal.SIGTERM)
 
@@ -42,7 +41,9 @@ def main(descriptor: int, parent: int) -> None:
     _prepare_process()
     faulthandler.enable()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # keeps output that precedes a crash
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {os.getpid()} %(levelname)s %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(WithoutSecrets(f"%(asctime)s {os.getpid()} %(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     # Handlers rather than SIG_IGN, which programs started by environments would inherit. Ctrl-C and a supervisor's
     # SIGTERM are for the run, which decides when its workers end.
     for number in _FOR_THE_RUN:
@@ -75,10 +76,7 @@ def _prepare_process() -> None:
     for environments."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("800")
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):
-        wanted = MOST_FILES if most == resource.RLIM_INFINITY else min(MOST_FILES, most)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+    raise_descriptor_limit()
 
 
 async def _serve(connection: socket.socket) -> None:

@@ -11,9 +11,9 @@ import pickle
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from verbatim.errors import VerbatimError
+from verbatim.core.errors import VerbatimError
+from verbatim.core.texts import error_text
 from verbatim.rollouts.workers.worker import CannotBeSent
-from verbatim.texts import error_text
 
 _HEAD = 8
 LARGEST = 2**30

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from verbatim.config import BackendSettings
 from verbatim.config.sections import PositiveInt
+from verbatim.core.types import Trajectory
 from verbatim.rollouts.backends import RunnerInputs
 from verbatim.rollouts.draws import CountingSampler
 from verbatim.rollouts.group import run_together
@@ -22,7 +23,6 @@ from verbatim.rollouts.runner import EpisodeRunner, EpisodeTask, LocalRunner, Ro
 from verbatim.rollouts.workers.episodes import RemoteSetup, packed_plan
 from verbatim.rollouts.workers.pool import WorkerPool
 from verbatim.rollouts.workers.worker import WorkerContext
-from verbatim.types import Trajectory
 
 
 class ProcessSettings(BackendSettings):

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import verbatim
-from verbatim.errors import RecordError, SamplerFault, UsageError
+from verbatim.core.disk import make_private
+from verbatim.core.errors import RecordError, SamplerFault, UsageError
 from verbatim.inference.base import nothing_sampled
 from verbatim.rollouts.draws import CountingSampler
 from verbatim.rollouts.processes.peer import Peer
@@ -138,6 +139,7 @@ class ProcessWorker:
         root = str(Path(verbatim.__file__).parents[1])
         command = (sys.executable, "-P", "-c", _START, root, str(theirs.fileno()), str(os.getpid()), self._label)
         try:
+            make_private(self._log)
             with theirs, self._log.open("ab") as log:
                 self._process = await asyncio.create_subprocess_exec(
                     *command,

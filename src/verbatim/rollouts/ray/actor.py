@@ -6,12 +6,12 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from verbatim.errors import UsageError
-from verbatim.renderers.renderer_spec import RendererSpec, renderer_spec
+from verbatim.core.errors import UsageError
+from verbatim.core.types import Trajectory
+from verbatim.models.renderers.renderer_spec import RendererSpec, renderer_spec
 from verbatim.rollouts.base import Conversation
 from verbatim.rollouts.ray.cluster import connect, import_ray
 from verbatim.rollouts.workers.worker import WorkerContext
-from verbatim.types import Trajectory
 
 
 def start_rollout(kind: Callable[..., Any], settings: Mapping[str, Any]) -> Any:

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
-from verbatim.errors import UsageError
+from verbatim.core.errors import UsageError
 
 OBJECT_STORE_BYTES = 80 * 2**20
 """Object store of a Ray started here: the smallest that Ray accepts, as trajectories travel in messages."""

@@ -14,8 +14,9 @@ from pydantic import Field
 
 from verbatim.config import BackendSettings
 from verbatim.config.sections import NonNegativeFloat
-from verbatim.errors import SamplerFault, UsageError
-from verbatim.imports import is_installed
+from verbatim.core.errors import SamplerFault, UsageError
+from verbatim.core.imports import is_installed
+from verbatim.core.texts import error_text
 from verbatim.inference.http.sampler import HttpSampler
 from verbatim.inference.http.server import serve_sampler
 from verbatim.rollouts.backends import RunnerInputs
@@ -26,7 +27,6 @@ from verbatim.rollouts.workers import worker
 from verbatim.rollouts.workers.episodes import RunEpisode, open_episodes, packed_plan
 from verbatim.rollouts.workers.pool import WorkerPool
 from verbatim.rollouts.workers.worker import CannotBeSent, WorkerContext, WorkerLost
-from verbatim.texts import error_text
 
 
 class RaySettings(BackendSettings):

@@ -9,19 +9,20 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from verbatim.core.descriptors import raise_descriptor_limit
+from verbatim.core.errors import ComponentError, RecordError, UsageError
+from verbatim.core.texts import error_text
+from verbatim.core.types import Trajectory
 from verbatim.environments.base import Environment
 from verbatim.environments.resolve import create_environment
-from verbatim.errors import ComponentError, RecordError, UsageError
 from verbatim.inference.base import Sampler, SamplingParams
 from verbatim.inference.chat.client import OpenAI
-from verbatim.renderers.base import Renderer
-from verbatim.renderers.renderer_spec import RendererSpec, renderer_spec
+from verbatim.models.renderers.base import Renderer
+from verbatim.models.renderers.renderer_spec import RendererSpec, renderer_spec
 from verbatim.rollouts.loop import EpisodeLimits
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.runner import EpisodeTask, LocalRunner, RolloutSetup
 from verbatim.rollouts.workers.worker import CannotBeSent, dumped, loaded
-from verbatim.texts import error_text
-from verbatim.types import Trajectory
 
 LARGEST = 512 * 2**20
 """Most bytes of one pickled episode."""
@@ -91,6 +92,7 @@ RunEpisode: TypeAlias = Callable[[str, EpisodeTask], Awaitable[bytes]]
 async def open_episodes(packed: bytes, sampler: Sampler) -> AsyncIterator[RunEpisode]:
     """Context manager that creates what the episodes of a `packed_plan` need; gives what runs one of them. A UsageError
     if an environment cannot be imported or created here, or if the renderer differs."""
+    raise_descriptor_limit()  # a process of Ray is not one of ours
     plans: Mapping[tuple[str, str], RemoteSetup]
     plans, renderer = pickle.loads(packed)  # noqa: S301  (from the run's process)
     if isinstance(renderer, RendererSpec):

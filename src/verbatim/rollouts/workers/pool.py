@@ -8,7 +8,9 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from verbatim.errors import RecordError, RunStopped, UsageError
+from verbatim.core.errors import RecordError, RunStopped, UsageError
+from verbatim.core.texts import cut, error_text, printable
+from verbatim.core.types import StopReason, Trajectory
 from verbatim.rollouts import supervised
 from verbatim.rollouts.draws import CountingSampler, Draws
 from verbatim.rollouts.episode import CLOSING
@@ -17,8 +19,6 @@ from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.runner import EpisodeTask, RolloutSetup
 from verbatim.rollouts.workers.episodes import unpack
 from verbatim.rollouts.workers.worker import CannotBeSent, Worker, WorkerLost
-from verbatim.texts import cut, error_text, printable
-from verbatim.types import StopReason, Trajectory
 
 logger = logging.getLogger(__name__)
 

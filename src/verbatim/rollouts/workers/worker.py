@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from verbatim.core.texts import error_text
+from verbatim.core.user_code import is_ctrl_c
 from verbatim.rollouts.runner import EpisodeTask
-from verbatim.texts import error_text
-from verbatim.user_code import is_ctrl_c
 
 START_TIMEOUT = 120.0
 """Seconds for a worker to start and to create its environments."""

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from verbatim.evaluation.intervals import Estimate
-from verbatim.evaluation.pairs import Difference
-from verbatim.evaluation.results import EnvResult, ExampleResult
+from verbatim.run.evaluation.intervals import Estimate
+from verbatim.run.evaluation.pairs import Difference
+from verbatim.run.evaluation.results import EnvResult, ExampleResult
 
 
 def estimate_to_json(found: Estimate) -> dict[str, Any]:
@@ -57,14 +57,16 @@ def example_to_json(example: ExampleResult) -> dict[str, Any]:
 
 def difference_to_json(found: Difference) -> dict[str, Any]:
     """The second minus the first."""
+    is_compared = found.is_paired and not any(found.too_many_failed)
     return {
         "paired": found.is_paired,
         "pairs": found.num_pairs,
         "unpaired": list(found.num_unpaired),
         "success": estimate_to_json(found.success),
         "reward": estimate_to_json(found.reward),
-        "gained": found.gained if found.is_paired else None,
-        "lost": found.lost if found.is_paired else None,
+        "gained": found.gained if is_compared else None,
+        "lost": found.lost if is_compared else None,
+        "too_many_failed": list(found.too_many_failed),
     }
 
 

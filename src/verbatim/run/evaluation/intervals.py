@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from verbatim.evaluation.student import LEVEL, t_quantile
-from verbatim.records.equality import are_equal
+from verbatim.core.records.equality import are_equal
+from verbatim.run.evaluation.student import LEVEL, t_quantile
 
 Z95 = NormalDist().inv_cdf(0.5 + LEVEL / 2)
 """The normal distribution's 97.5% quantile: 95% lie between its negative and it."""

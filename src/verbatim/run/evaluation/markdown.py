@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from verbatim.evaluation.results import EnvResult
-from verbatim.evaluation.rows import (
+from verbatim.core.texts import printable
+from verbatim.run.evaluation.results import EnvResult
+from verbatim.run.evaluation.rows import (
     Compared,
     Row,
     difference_rows,
@@ -15,7 +16,6 @@ from verbatim.evaluation.rows import (
     spent_line,
     unpaired_note,
 )
-from verbatim.texts import printable
 
 _MOST_EXAMPLES = 500
 """Examples of an environment that a report has."""

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from verbatim.core.records.equality import is_at_least
+from verbatim.core.trajectory_json import plain, trajectory_to_json
+from verbatim.core.types import StopReason, Trajectory
 from verbatim.environments.base import IS_SUCCESS
-from verbatim.records.equality import is_at_least
 from verbatim.rollouts.loop import JUDGE_USAGE, TOOLS_OFFERED
-from verbatim.trajectory_json import plain, trajectory_to_json
-from verbatim.types import StopReason, Trajectory
 
 USAGE = "usage"
 """The key of `Trajectory.info` for a chat server's own token counts."""

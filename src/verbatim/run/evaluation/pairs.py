@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from verbatim.evaluation.intervals import (
+from verbatim.core.records.failed import MAX_FAILED, too_many_failed
+from verbatim.run.evaluation.intervals import (
     UNKNOWN,
     Estimate,
     are_binary,
@@ -14,8 +15,8 @@ from verbatim.evaluation.intervals import (
     unpaired_mean,
     unpaired_share,
 )
-from verbatim.evaluation.outcomes import Outcome
-from verbatim.evaluation.results import rewards_of, successes
+from verbatim.run.evaluation.outcomes import Outcome
+from verbatim.run.evaluation.results import rewards_of, successes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,9 @@ class Difference:
     """Pairs in which only the second succeeded."""
     lost: int = 0
     """Pairs in which only the first succeeded."""
+    too_many_failed: tuple[str | None, str | None] = (None, None)
+    """Of each: how many episodes failed, where that is too many to compare it. Then nothing is known of the
+    difference."""
 
     @property
     def is_paired(self) -> bool:
@@ -41,7 +45,9 @@ class Difference:
         return self.num_pairs > 0
 
 
-def difference(env: str, before: Iterable[Outcome], after: Iterable[Outcome]) -> Difference:
+def difference(
+    env: str, before: Iterable[Outcome], after: Iterable[Outcome], max_failed: float = MAX_FAILED
+) -> Difference:
     """What the second policy does better than the first.
 
     Episodes that failed count as no success, and have no reward.
@@ -50,11 +56,15 @@ def difference(env: str, before: Iterable[Outcome], after: Iterable[Outcome]) ->
         env: The environment's label.
         before: Episodes of the first.
         after: Episodes of the second.
+        max_failed: Largest share of failed episodes of either with which the two are compared.
     """
     first, second = list(before), list(after)
     counterparts = {outcome.key: outcome for outcome in second}
     pairs = [(outcome, counterparts[outcome.key]) for outcome in first if outcome.key in counterparts]
     left = (len(first) - len(pairs), len(second) - len(pairs))
+    failed = (_too_many_failed(first, max_failed), _too_many_failed(second, max_failed))
+    if any(failed):
+        return Difference(env=env, num_pairs=len(pairs), num_unpaired=left, too_many_failed=failed)
     if not pairs:
         return Difference(
             env=env,
@@ -72,6 +82,10 @@ def difference(env: str, before: Iterable[Outcome], after: Iterable[Outcome]) ->
         gained=sum(two.success and not one.success for one, two in pairs),
         lost=sum(one.success and not two.success for one, two in pairs),
     )
+
+
+def _too_many_failed(outcomes: Sequence[Outcome], most: float) -> str | None:
+    return too_many_failed(sum(outcome.error is not None for outcome in outcomes), len(outcomes), most)
 
 
 def _success_differences(pairs: Sequence[tuple[Outcome, Outcome]]) -> dict[str, list[float]]:

@@ -13,12 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verbatim.config.schema import EnvConfig, EvalConfig, RunConfig
+from verbatim.core.errors import RunStopped, UsageError
+from verbatim.core.types import Example, Trajectory
 from verbatim.environments.base import Environment, succeeded
 from verbatim.environments.resolve import examples_of
-from verbatim.errors import RunStopped, UsageError
-from verbatim.evaluation.outcomes import Outcome
-from verbatim.evaluation.results import EnvResult, env_result
-from verbatim.orchestrator.collector import group_is_over, seldom_collected
 from verbatim.rollouts import EpisodeTally, GroupRun, RolloutSetup
 from verbatim.rollouts.chat_runner import ChatRunner, chat_setup
 from verbatim.rollouts.group import run_together
@@ -26,6 +24,9 @@ from verbatim.rollouts.turnstile import turnstile
 from verbatim.run.environments import Environments, check_tools
 from verbatim.run.episode_log import Conditions, EpisodeLog
 from verbatim.run.eval_models import EvalModel
+from verbatim.run.evaluation.outcomes import Outcome
+from verbatim.run.evaluation.results import EnvResult, env_result
+from verbatim.run.orchestrator.collector import group_is_over, seldom_collected
 from verbatim.run.precision import resolve_sampler
 from verbatim.run.rollouts import (
     check_backend,
@@ -37,7 +38,6 @@ from verbatim.run.rollouts import (
     plays_elsewhere,
     sampling_params,
 )
-from verbatim.types import Example, Trajectory
 
 LONGEST_LOSING_STREAK = 16
 """Episodes in a row that fail at an API, or twice the concurrency if that is more, after which it is taken for dead."""
@@ -277,14 +277,17 @@ def _conditions(config: RunConfig, model: EvalModel, plan: EnvPlan, settings: Ev
         **{
             f"sampling.{name}": value
             for name, value in (env.sampling or orchestrator.sampling).model_dump(exclude_none=True).items()
+            if (name, value) != ("stop", ())
         },
         "max_turns": env.max_turns,
         "seq_len": orchestrator.seq_len,
         "tool_output_limit": orchestrator.tool_output_limit,
         "tool_error": orchestrator.tool_error,
         "max_malformed_retries": orchestrator.max_malformed_retries,
-        "renderer": orchestrator.renderer.name,
+        **{f"renderer.{name}": value for name, value in orchestrator.renderer.model_dump(exclude_none=True).items()},
     }
+    if env.max_total_completion_tokens is not None:
+        depends["max_total_completion_tokens"] = env.max_total_completion_tokens
     if plan.scores_together:
         depends["episodes_per_example"] = plan.episodes_each
     if model.api is not None and settings.extra_body:

@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from verbatim.evaluation.intervals import UNKNOWN, ByExample, Estimate, mean_interval, share_interval
-from verbatim.evaluation.outcomes import Outcome
-from verbatim.evaluation.pass_at_k import pass_at_k, pass_hat_k, powers_up_to
-from verbatim.records.equality import deviation
+from verbatim.core.records.equality import deviation
+from verbatim.run.evaluation.intervals import UNKNOWN, ByExample, Estimate, mean_interval, share_interval
+from verbatim.run.evaluation.outcomes import Outcome
+from verbatim.run.evaluation.pass_at_k import pass_at_k, pass_hat_k, powers_up_to
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,10 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from verbatim.evaluation.intervals import Estimate
-from verbatim.evaluation.pairs import Difference
-from verbatim.evaluation.results import EnvResult, ExampleResult
-from verbatim.evaluation.texts import counted, number, with_interval
+from verbatim.run.evaluation.intervals import Estimate
+from verbatim.run.evaluation.pairs import Difference
+from verbatim.run.evaluation.results import EnvResult, ExampleResult
+from verbatim.run.evaluation.texts import counted, number, with_interval
 
 Row = tuple[str, ...]
 """A heading, then a text for each column."""
@@ -81,16 +81,25 @@ def difference_rows(compared: Sequence[Compared], env: str) -> list[Row]:
         found = pair.environments.get(env)
         if found is None:
             continue
-        counts = f"{found.gained} gained, {found.lost} lost of {found.num_pairs:,}"
         rows.append(
             (
                 f"{pair.after} - {pair.before}",
                 with_interval(found.success, signed=True),
                 with_interval(found.reward, signed=True),
-                counts if found.is_paired else "no pairs: other seeds",
+                _counts(pair, found),
             )
         )
     return rows
+
+
+def _counts(pair: Compared, found: Difference) -> str:
+    """What became of the pairs, or why the two are not compared."""
+    if any(found.too_many_failed):
+        sides = zip((pair.before, pair.after), found.too_many_failed, strict=True)
+        return "not compared: " + ", ".join(f"{name}: {clause}" for name, clause in sides if clause is not None)
+    if not found.is_paired:
+        return "no pairs: other seeds"
+    return f"{found.gained} gained, {found.lost} lost of {found.num_pairs:,}"
 
 
 def unpaired_note(compared: Sequence[Compared], env: str) -> str | None:

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from verbatim.evaluation.results import EnvResult
-from verbatim.evaluation.rows import Compared, Row, difference_rows, example_rows, result_rows, unpaired_note
+from verbatim.run.evaluation.results import EnvResult
+from verbatim.run.evaluation.rows import Compared, Row, difference_rows, example_rows, result_rows, unpaired_note
 
 _GAP = 2
 """Columns between two columns of a table."""

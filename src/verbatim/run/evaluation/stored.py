@@ -11,10 +11,11 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-from verbatim.errors import UsageError
-from verbatim.evaluation.outcomes import Outcome, outcome_from_json
-from verbatim.imports import refuse_without
-from verbatim.monitors.trajectory_log import EVALUATED_LINES, EVALUATIONS
+from verbatim.core.disk import refuse_link
+from verbatim.core.errors import UsageError
+from verbatim.core.imports import refuse_without
+from verbatim.logs.monitors.trajectory_log import EVALUATED_LINES, EVALUATIONS
+from verbatim.run.evaluation.outcomes import Outcome, outcome_from_json
 
 _STEP = re.compile(rb'\{"step": (\d+), ')
 """How a line of a log of trajectories begins: a line of another step need not be parsed."""
@@ -28,8 +29,10 @@ def read_outcomes(run: Path, steps: Collection[int] | None = None) -> Iterator[t
         steps: Only evaluations after these steps; None = all.
 
     Raises:
-        UsageError: a line or a file that holds no evaluated episodes, and says which; a Parquet file without pyarrow.
+        UsageError: a line or a file that holds no evaluated episodes, and says which; a link; a Parquet file without
+            pyarrow.
     """
+    refuse_link(run / EVALUATED_LINES)
     if (run / EVALUATED_LINES).is_file():
         yield from _read_lines(run / EVALUATED_LINES, steps)
     for step, path in _files_of(run).items():
@@ -43,13 +46,13 @@ def _files_of(run: Path) -> Mapping[int, Path]:
     if not folder.is_dir():
         return {}
     refuse_without("pyarrow", extra="train", what=f"reading {folder}")
-    from verbatim.fates.files import files_in
+    from verbatim.logs.fates.files import own_files_in
 
-    return files_in(folder)
+    return own_files_in(folder)
 
 
 def _read_file(step: int, path: Path) -> Iterator[tuple[int, Outcome]]:
-    from verbatim.fates.files import read_records
+    from verbatim.logs.fates.files import read_records
 
     for record in read_records(path):
         try:

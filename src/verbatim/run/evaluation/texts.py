@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from verbatim.evaluation.intervals import Estimate
+from verbatim.run.evaluation.intervals import Estimate
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 """What models and runs are called in tables, in the order in which they were typed."""

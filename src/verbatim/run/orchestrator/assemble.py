@@ -8,16 +8,16 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from verbatim.algorithms.credit import AdvantageFunction, assign_advantages
+from verbatim.algorithms.filters import Filter, apply_filters
 from verbatim.config.schema import LengthPenaltyConfig
-from verbatim.credit import AdvantageFunction, assign_advantages
-from verbatim.filters import Filter, apply_filters
-from verbatim.orchestrator.staleness import age_metrics
-from verbatim.records.equality import deviation
-from verbatim.renderers.conversation import BreakReason
+from verbatim.core.records.equality import deviation
+from verbatim.core.trajectories import Fate, OnBreak, age, build
+from verbatim.core.trajectories.record import TrajectoryRecord
+from verbatim.core.types import Group, StopReason, TrainingSample, Trajectory
+from verbatim.models.renderers.conversation import BreakReason
 from verbatim.rollouts.loop import JUDGE_USAGE, RENDERED_ANEW, TOOLS_OFFERED
-from verbatim.trajectories import Fate, OnBreak, age, build
-from verbatim.trajectories.record import TrajectoryRecord
-from verbatim.types import Group, StopReason, TrainingSample, Trajectory
+from verbatim.run.orchestrator.staleness import age_metrics
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -115,7 +115,9 @@ def assemble_group(group: Group, rules: GroupRules, step: int) -> AssembledGroup
 
 def _credited(group: Group, rules: GroupRules) -> Group:
     """The group with advantages; trajectories without one fail, unless rewards are not needed."""
-    credited = assign_advantages(group, rules.advantage, rules.length_penalty)
+    credited = assign_advantages(
+        group, rules.advantage, rules.length_penalty, max_length=rules.max_length, needs_logprobs=rules.needs_logprobs
+    )
     if rules.needs_rewards:
         return credited
     kept = tuple(
@@ -162,6 +164,7 @@ def rollout_metrics(
     metrics["samples"] = sum(len(g.samples) for g in groups)
     metrics["breaks"] = sum(t.num_breaks for t in completed)
     metrics.update(break_metrics(completed))
+    metrics.update(cut_off_metrics(completed))
     return metrics
 
 
@@ -183,6 +186,12 @@ def episode_metrics(completed: Sequence[Trajectory], succeeded: Mapping[str, boo
         "malformed": _mean(float(t.stop_reason is StopReason.MALFORMED) for t in completed),
         "completion_tokens": _mean(t.num_sampled_tokens for t in completed),
     }
+
+
+def cut_off_metrics(completed: Sequence[Trajectory]) -> dict[str, float]:
+    """`truncated/{reason}`: the share of episodes that were cut off for each stop reason; empty without."""
+    counts = Counter(t.stop_reason for t in completed if t.truncated and t.stop_reason is not None)
+    return {f"truncated/{reason}": counts[reason] / len(completed) for reason in StopReason if counts[reason]}
 
 
 def break_metrics(completed: Sequence[Trajectory]) -> dict[str, float]:

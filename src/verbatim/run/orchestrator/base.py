@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from verbatim.orchestrator.evaluate import Evaluation
+from verbatim.core.trajectories import Fate
 from verbatim.rollouts import RolloutSetup
-from verbatim.trajectories import Fate
-from verbatim.transport import TrainerLink
+from verbatim.run.orchestrator.evaluate import Evaluation
+from verbatim.trainer.transport import TrainerLink
 
 
 class Observer(Protocol):

@@ -12,14 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verbatim.curriculum import ExampleSchedule, Flatness, ScheduledExample, flatness
-from verbatim.errors import NothingToSample, RunStopped
-from verbatim.orchestrator.in_flight import Begun, Ended, InFlight, Launched
-from verbatim.orchestrator.staleness import newest_batch, too_old
+from verbatim.algorithms.curriculum import ExampleSchedule, Flatness, ScheduledExample, flatness
+from verbatim.core.errors import NothingToSample, RunStopped
+from verbatim.core.trajectories import Ledger
+from verbatim.core.types import Group, Trajectory
 from verbatim.rollouts import GroupRun, RolloutSetup
 from verbatim.rollouts.group import MOST_IN_LINE
-from verbatim.trajectories import Ledger
-from verbatim.types import Group, Trajectory
+from verbatim.run.orchestrator.in_flight import Begun, Ended, InFlight, Launched
+from verbatim.run.orchestrator.staleness import newest_batch, too_old
 
 MOST_FILTERED_BATCHES = 50
 """A run in which online difficulty filtering drops this many batches' worth of groups in a row is dead."""
@@ -302,7 +302,7 @@ class Dispatcher:
             self._not_running(task)
             self._filter(run, group, kind)
             self._judge(drawn, group)
-        useful = [t for t in (group.scored if self.needs_rewards else group.completed) if t.num_sampled_tokens]
+        useful = group.scored if self.needs_rewards else group.completed
         self._failures_in_a_row = 0 if useful else self._failures_in_a_row + 1
         if self._failures_in_a_row >= 2 * self.groups_per_batch:
             last = _why_useless(group.trajectories[-1])
@@ -376,6 +376,4 @@ class Dispatcher:
 def _why_useless(trajectory: Trajectory) -> str:
     if trajectory.error is not None:
         return trajectory.error
-    if trajectory.num_sampled_tokens == 0:
-        return f"it ended ({trajectory.stop_reason}) before a token was sampled: is orchestrator.seq_len too short?"
     return "no reward: `score` returned None, and neither `score_group` nor a turn gave one"

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeGuard
 
-from verbatim.orchestrator.evaluate import Evaluation
-from verbatim.records.equality import is_at_most
+from verbatim.core.records.equality import is_at_most
+from verbatim.core.records.failed import MAX_FAILED, too_many_failed
+from verbatim.run.orchestrator.evaluate import Evaluation
 
 logger = logging.getLogger(__name__)
 
@@ -26,16 +27,19 @@ class Criterion:
     """The environment that counts; None = the mean over all of them."""
 
     def value(self, evaluations: Mapping[str, Evaluation]) -> float | None:
-        """The figure; None where it was not measured in one of the environments: no episode of it came to its end, or
-        the metric is missing, NaN or infinite there."""
-        counted = [evaluations[self.env]] if self.env is not None else list(evaluations.values())
+        """The figure; None where it was not measured in one of the environments: it was left out, or the metric is
+        missing, NaN or infinite there."""
         values = []
-        for evaluation in counted:
+        for evaluation in self.counted(evaluations):
             value = float(evaluation.metrics.get(self.metric, math.nan))
-            if evaluation.num_failed == evaluation.num_episodes or not math.isfinite(value):
+            if not evaluation.num_episodes or not math.isfinite(value):
                 return None
             values.append(value)
         return sum(values) / len(values) if values else None
+
+    def counted(self, evaluations: Mapping[str, Evaluation]) -> list[Evaluation]:
+        """Those of the environments that count."""
+        return [evaluations[self.env]] if self.env is not None else list(evaluations.values())
 
     def improves(self, value: float, best: float | None, by: float = 0.0) -> bool:
         """Whether a value is better than the best before, by more than this. An equal one is not: what differs
@@ -137,12 +141,17 @@ class EvalProgress:
     """None = it is not asked for."""
     early_stopping: EarlyStopping | None = None
     """None = it is not asked for."""
+    played: Mapping[str, Any] = field(default_factory=dict)
+    """What says which episodes an evaluation plays, by name; plain JSON values."""
+    max_failed: float = MAX_FAILED
+    """Largest share of failed episodes of an environment with which an evaluation is compared."""
     _warned: set[str] = field(default_factory=set)
 
     def observe(self, step: int, evaluations: Mapping[str, Evaluation]) -> bool:
         """Every environment was evaluated after this step. Returns whether this is the best evaluation so far.
 
-        One that was not measured is neither the best, nor does it count for early stopping; that is logged.
+        One that was not measured, or of which too many episodes failed, is neither the best, nor does it count for
+        early stopping; that is logged.
         """
         if self.best is not None and (value := self._value(self.best.criterion, step, evaluations)) is not None:
             is_best = self.best.observe(step, value)
@@ -154,6 +163,20 @@ class EvalProgress:
         return is_best
 
     def _value(self, criterion: Criterion, step: int, evaluations: Mapping[str, Evaluation]) -> float | None:
+        failed = {
+            one.env: too_many_failed(one.num_failed, one.num_episodes, self.max_failed)
+            for one in criterion.counted(evaluations)
+        }
+        if said := [f"{clause} in {env}" for env, clause in failed.items() if clause is not None]:
+            logger.warning(
+                "the evaluation after step %d is not counted as the best, nor for early stopping: %s, and "
+                "%s would be that of the survivors (orchestrator.eval.max_failed = %g)",
+                step,
+                ", ".join(said),
+                criterion.metric,
+                self.max_failed,
+            )
+            return None
         value = criterion.value(evaluations)
         if value is None and criterion.metric not in self._warned:
             self._warned.add(criterion.metric)
@@ -177,11 +200,20 @@ class EvalProgress:
         return {
             "best": self.best.state_dict() if self.best is not None else None,
             "early_stopping": self.early_stopping.state_dict() if self.early_stopping is not None else None,
+            "played": dict(self.played),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`. What was measured by another criterion is left out: it compares with nothing."""
-        best, stopping = state.get("best"), state.get("early_stopping")
+        """Continue from `state_dict`. What was measured by another criterion, or on other episodes, is left out: it
+        compares with nothing."""
+        best, stopping, played = state.get("best"), state.get("early_stopping"), state.get("played", self.played)
+        if others := sorted(name for name in {*played, *self.played} if played.get(name) != self.played.get(name)):
+            if best is not None or stopping is not None:
+                logger.warning(
+                    "evaluations play other episodes since %s changed: the evaluations before are not compared with",
+                    " and ".join(others),
+                )
+            return
         if self.best is not None and _fits(best, self.best.criterion, "checkpoint.keep_best"):
             self.best.step, self.best.value = best["step"], best["value"]
         watch = self.early_stopping

@@ -7,19 +7,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from verbatim.core.errors import UsageError
+from verbatim.core.types import Example, Group, Trajectory
 from verbatim.environments.base import succeeded
 from verbatim.environments.resolve import examples_of
-from verbatim.errors import UsageError
-from verbatim.evaluation.intervals import mean_interval, share_interval
-from verbatim.orchestrator.assemble import (
+from verbatim.rollouts import GroupRun, RolloutSetup
+from verbatim.rollouts.group import MOST_IN_LINE, run_together
+from verbatim.run.evaluation.intervals import mean_interval, share_interval
+from verbatim.run.orchestrator.assemble import (
     agent_reward_metrics,
     episode_metrics,
     judge_metrics,
     reward_part_metrics,
 )
-from verbatim.rollouts import GroupRun, RolloutSetup
-from verbatim.rollouts.group import MOST_IN_LINE, run_together
-from verbatim.types import Example, Group, Trajectory
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass
 
-from verbatim.curriculum import ScheduledExample
+from verbatim.algorithms.curriculum import ScheduledExample
+from verbatim.core.types import Group
 from verbatim.rollouts import GroupRun
-from verbatim.types import Group
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from verbatim.core.types import Float32, TrainingSample
 from verbatim.inference.teacher import Teacher
-from verbatim.orchestrator.assemble import AssembledGroup
-from verbatim.types import Float32, TrainingSample
+from verbatim.run.orchestrator.assemble import AssembledGroup
 
 MOST_REQUESTS = 32
 """Samples that one model is asked about at one time."""

@@ -31,26 +31,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from verbatim.core.errors import VerbatimError
+from verbatim.core.trajectories import Ledger
 from verbatim.environments.base import Environment
-from verbatim.errors import VerbatimError
 from verbatim.inference.base import Sampler, watch_engine
 from verbatim.inference.teacher import Teacher
-from verbatim.orchestrator import collector
-from verbatim.orchestrator.assemble import GroupRules
-from verbatim.orchestrator.base import Checkpointer, Observer, RunSchedule
-from verbatim.orchestrator.dispatcher import Dispatcher
-from verbatim.orchestrator.eval_progress import EvalProgress
-from verbatim.orchestrator.evaluate import Evaluation, evaluate
-from verbatim.orchestrator.loop_lag import LoopLag
-from verbatim.orchestrator.producer import Producer, Submitted, cancel_all
-from verbatim.orchestrator.sending_trainer import SendingTrainer
-from verbatim.orchestrator.step_metrics import StepMetrics
-from verbatim.orchestrator.turns import Turns
-from verbatim.orchestrator.weight_sync import WeightSync
 from verbatim.rollouts import EpisodeTally, RolloutSetup
-from verbatim.trajectories import Ledger
-from verbatim.transport import StepReport, TrainerLink
-from verbatim.transport.canary import Probes
+from verbatim.run.orchestrator import collector
+from verbatim.run.orchestrator.assemble import GroupRules
+from verbatim.run.orchestrator.base import Checkpointer, Observer, RunSchedule
+from verbatim.run.orchestrator.dispatcher import Dispatcher
+from verbatim.run.orchestrator.eval_progress import EvalProgress
+from verbatim.run.orchestrator.evaluate import Evaluation, evaluate
+from verbatim.run.orchestrator.loop_lag import LoopLag
+from verbatim.run.orchestrator.producer import Producer, Submitted, cancel_all
+from verbatim.run.orchestrator.sending_trainer import SendingTrainer
+from verbatim.run.orchestrator.step_metrics import StepMetrics
+from verbatim.run.orchestrator.turns import Turns
+from verbatim.run.orchestrator.weight_sync import WeightSync
+from verbatim.trainer.transport import StepReport, TrainerLink
+from verbatim.trainer.transport.canary import Probes
 
 logger = logging.getLogger(__name__)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from verbatim.core.trajectories import Ledger
 from verbatim.rollouts import EpisodeTally
-from verbatim.trajectories import Ledger
 
 _REMEDIES = {
     "filter:zero_advantage": "the rewards of each group were equal, so that every advantage was 0: give partial "
@@ -11,6 +11,8 @@ _REMEDIES = {
     "filter:gibberish": "the model hardly believes what it says: give it a [warm_start], or list "
     "[[orchestrator.filters]] without it",
     "filter:repetition": "list [[orchestrator.filters]] with a higher threshold, or without it",
+    "filter:truncated": "every rollout was cut off: raise orchestrator.sampling.max_tokens, orchestrator.seq_len or "
+    "the environment's max_turns, or list [[orchestrator.filters]] without it",
     "difficulty": "the rewards of each group were equal: take other examples, or set "
     "orchestrator.buffer.online_difficulty_filtering = false",
     "stale": "rollouts were too old when they were trained: raise orchestrator.max_off_policy_steps",
@@ -21,14 +23,14 @@ _REMEDIES = {
 """What to do, by the reason that took most tokens."""
 
 
-def why_nothing_was_trained(ledger: Ledger, tally: EpisodeTally, *, num_steps: int, seq_len: int) -> str:
+def why_nothing_was_trained(ledger: Ledger, tally: EpisodeTally, *, num_steps: int) -> str:
     """Which reason took the tokens of the whole run, which failures there were in this process, and what to do.
 
     Example:
         >>> ledger, tally = Ledger(), EpisodeTally()
         >>> ledger.sampled_tokens(12)
         >>> ledger.drop({"stale": 12})
-        >>> print(why_nothing_was_trained(ledger, tally, num_steps=2, seq_len=64))
+        >>> print(why_nothing_was_trained(ledger, tally, num_steps=2))
         in 2 steps no token was trained.
           of 12 sampled tokens: 12 stale
           rollouts were too old when they were trained: raise orchestrator.max_off_policy_steps
@@ -41,9 +43,4 @@ def why_nothing_was_trained(ledger: Ledger, tally: EpisodeTally, *, num_steps: i
     elif taken:
         lines.append(f"of {ledger.sampled} sampled tokens: {', '.join(f'{count} {name}' for name, count in taken)}")
         lines += [_REMEDIES[taken[0][0]]] if taken[0][0] in _REMEDIES else []
-    elif tally.num_without_turn:
-        lines.append(
-            f"{tally.num_without_turn} of {tally.num_episodes} episodes ended before their first turn: the opening "
-            f"prompt leaves no room in orchestrator.seq_len = {seq_len}; raise it, or shorten the prompt"
-        )
     return "\n  ".join([*lines, *tally.summary()])

@@ -10,17 +10,17 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from verbatim.credit.base import function_name
-from verbatim.credit.chunk_returns import TURN_REWARDS_SUM
+from verbatim.algorithms.credit.base import function_name
+from verbatim.algorithms.credit.chunk_returns import TURN_REWARDS_SUM
+from verbatim.core.types import Group
 from verbatim.inference.teacher import Teacher
-from verbatim.orchestrator.assemble import AssembledGroup, GroupRules, assemble_group
-from verbatim.orchestrator.base import RunSchedule
-from verbatim.orchestrator.dispatcher import Dispatcher
-from verbatim.orchestrator.logprob_streams import add_logprob_streams
-from verbatim.orchestrator.turns import Turns
 from verbatim.rollouts import EpisodeTally
-from verbatim.transport import StepReport, TrainerLink
-from verbatim.types import Group
+from verbatim.run.orchestrator.assemble import AssembledGroup, GroupRules, assemble_group
+from verbatim.run.orchestrator.base import RunSchedule
+from verbatim.run.orchestrator.dispatcher import Dispatcher
+from verbatim.run.orchestrator.logprob_streams import add_logprob_streams
+from verbatim.run.orchestrator.turns import Turns
+from verbatim.trainer.transport import StepReport, TrainerLink
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+from verbatim.core.types import TrainingSample
 from verbatim.inference.sending import SendOrder, SendReport, WeightStore
-from verbatim.transport import StepReport, TrainerLink
-from verbatim.types import TrainingSample
+from verbatim.trainer.transport import StepReport, TrainerLink
 
 
 class SendingTrainer:

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from verbatim.config.schema import OrchestratorConfig
-from verbatim.trajectories import age
-from verbatim.types import Group
+from verbatim.core.trajectories import age
+from verbatim.core.types import Group
 
 MOST_AGES = 16
 """Ages up to this one are counted in every step; older ones where they occur."""

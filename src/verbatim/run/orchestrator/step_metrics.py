@@ -10,18 +10,18 @@ from typing import Any, Protocol, get_args, runtime_checkable
 
 import numpy as np
 
-from verbatim.curriculum import Flatness
+from verbatim.algorithms.curriculum import Flatness
+from verbatim.core.records.trained_tokens import TrainedTokens
+from verbatim.core.trajectories import Fate, Ledger
+from verbatim.core.types import Float32, Group, TrainingSample
 from verbatim.environments.base import Environment, succeeded
 from verbatim.inference.base import Sampler
-from verbatim.orchestrator.assemble import GroupRules, rollout_metrics, truncation_metrics
-from verbatim.orchestrator.base import Observer
-from verbatim.orchestrator.dispatcher import Dispatcher
-from verbatim.orchestrator.loop_lag import LoopLag
-from verbatim.orchestrator.producer import Submitted
-from verbatim.records.trained_tokens import TrainedTokens
-from verbatim.trajectories import Fate, Ledger
-from verbatim.transport import StepReport
-from verbatim.types import Float32, Group, TrainingSample
+from verbatim.run.orchestrator.assemble import GroupRules, rollout_metrics, truncation_metrics
+from verbatim.run.orchestrator.base import Observer
+from verbatim.run.orchestrator.dispatcher import Dispatcher
+from verbatim.run.orchestrator.loop_lag import LoopLag
+from verbatim.run.orchestrator.producer import Submitted
+from verbatim.trainer.transport import StepReport
 
 
 @runtime_checkable

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from verbatim.errors import RunStopped
+from verbatim.core.errors import RunStopped
 from verbatim.inference.base import AsksPrefixCache, Sampler, as_replicated
-from verbatim.transport import StepReport
-from verbatim.transport.canary import (
+from verbatim.trainer.transport import StepReport
+from verbatim.trainer.transport.canary import (
     Probes,
     allowed_difference,
     cached_prefixes,

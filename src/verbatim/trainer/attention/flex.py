@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from verbatim.core.types import Int32
 from verbatim.models.attention import AttentionCall
-from verbatim.types import Int32
 
 BLOCK = 128
 """Queries and keys of a block of the mask; the tokens of a micro-batch are a multiple of this, by padding."""

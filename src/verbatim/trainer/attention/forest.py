@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from verbatim.core.types import Int32
 from verbatim.models.attention import AttentionPlan
 from verbatim.trainer.attention.flex import FlexPlan
 from verbatim.trainer.attention.tree import TreePlan
-from verbatim.types import Int32
 
 
 def forest_plan(position_ids: Int32, ends: Int32, device: torch.device) -> AttentionPlan:

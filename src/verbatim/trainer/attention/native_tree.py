@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from verbatim import native
+from verbatim.core.types import Int32
+from verbatim.models import native
 from verbatim.models.attention import AttentionCall
-from verbatim.types import Int32
 
 SOURCE = native.CSource.read(Path(__file__).with_name("tree.c"))
 SIZE_MULTIPLE = 16

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from verbatim.core.types import Int32
 from verbatim.models.attention import AttentionCall
 from verbatim.trainer.attention.native_tree import NativeForest, suits
 from verbatim.trainer.linear import product
-from verbatim.types import Int32
 
 BLOCK = 128
 """Queries scored together."""

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 
 from verbatim.config import import_object
-from verbatim.packing.rows import pack_rows
-from verbatim.packing.tree import pack_tree, unique_tokens
-from verbatim.types import MicroBatch, TrainingSample
+from verbatim.core.types import MicroBatch, TrainingSample
+from verbatim.trainer.packing.rows import pack_rows
+from verbatim.trainer.packing.tree import pack_tree, unique_tokens
 
 WORTH_A_TREE = 0.95
 """A tree of at most this share of the rows' tokens is the cheaper one."""

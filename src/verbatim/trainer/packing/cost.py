@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from verbatim.types import MicroBatch
+from verbatim.core.types import MicroBatch
 
 Int64 = NDArray[np.int64]
 Float64 = NDArray[np.float64]

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from verbatim.errors import UsageError
-from verbatim.records.experts import RoutedExperts
-from verbatim.records.samples import assert_same_streams
-from verbatim.types import Float32, Int32, Targets, TrainingSample
+from verbatim.core.errors import UsageError
+from verbatim.core.records.experts import RoutedExperts
+from verbatim.core.records.samples import assert_same_streams
+from verbatim.core.types import Float32, Int32, Targets, TrainingSample
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from verbatim.packing import WORTH_A_TREE, find_packer
-from verbatim.packing.cost import CostModel, Int64
-from verbatim.packing.deal import Piece, deal, idle_share, lock_step_time
-from verbatim.packing.layout import Row, rows_of
-from verbatim.packing.rows import lay_rows, row_items
-from verbatim.packing.tree import in_order, lay_tree, lengths_of, repeated_tokens, shared_tokens, tree_pieces
-from verbatim.types import MicroBatch, TrainingSample
+from verbatim.core.types import MicroBatch, TrainingSample
+from verbatim.trainer.packing import WORTH_A_TREE, find_packer
+from verbatim.trainer.packing.cost import CostModel, Int64
+from verbatim.trainer.packing.deal import Piece, deal, idle_share, lock_step_time
+from verbatim.trainer.packing.layout import Row, rows_of
+from verbatim.trainer.packing.rows import lay_rows, row_items
+from verbatim.trainer.packing.tree import in_order, lay_tree, lengths_of, repeated_tokens, shared_tokens, tree_pieces
 
 Costs = tuple[tuple[float, ...], ...]
 """By rank and pass."""

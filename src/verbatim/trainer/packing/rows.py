@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from verbatim.packing.layout import Row, experts_of, first_fit_decreasing, rows_of, targets_of
-from verbatim.types import MicroBatch, TrainingSample
+from verbatim.core.types import MicroBatch, TrainingSample
+from verbatim.trainer.packing.layout import Row, experts_of, first_fit_decreasing, rows_of, targets_of
 
 
 def pack_rows(samples: Sequence[TrainingSample], *, micro_batch_tokens: int, keep_whole: bool) -> list[MicroBatch]:

@@ -10,10 +10,10 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from verbatim.packing.layout import Row, experts_of, first_fit_decreasing, rows_of, targets_of, token_order
-from verbatim.records.experts import RoutedExperts, same_routing
-from verbatim.token_tree import common_prefix_length
-from verbatim.types import MicroBatch, TrainingSample
+from verbatim.core.records.experts import RoutedExperts, same_routing
+from verbatim.core.token_tree import common_prefix_length
+from verbatim.core.types import MicroBatch, TrainingSample
+from verbatim.trainer.packing.layout import Row, experts_of, first_fit_decreasing, rows_of, targets_of, token_order
 
 Int64 = NDArray[np.int64]
 

@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from verbatim.errors import ComponentError, RunStopped, SamplerFault, UsageError, VerbatimError
-from verbatim.machine_faults import describe, is_machine_fault, is_out_of_memory
+from verbatim.core.errors import ComponentError, RunStopped, SamplerFault, UsageError, VerbatimError
+from verbatim.core.machine_faults import describe, is_machine_fault, is_out_of_memory
 
 GRACE = 10.0
 """Seconds that the other ranks have to say what went wrong with them, once one has failed."""

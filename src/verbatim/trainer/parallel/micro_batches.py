@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from verbatim.core.types import MicroBatch, RoutedExperts, Targets
 from verbatim.trainer.parallel.ranks import Ranks
-from verbatim.types import MicroBatch, RoutedExperts, Targets
 
 _TOKENS = ("input_ids", "position_ids", "starts", "ends", "trajectory_lengths")
 _TARGETS = (

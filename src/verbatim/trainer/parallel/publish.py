@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from verbatim.errors import SamplerFault
-from verbatim.machine_faults import describe, rust_errors_as_oserror
+from verbatim.core.errors import SamplerFault
+from verbatim.core.machine_faults import describe, rust_errors_as_oserror
 from verbatim.models.shards import whole
 from verbatim.models.tiny import decoder_layers
 from verbatim.trainer.parallel.ranks import Ranks

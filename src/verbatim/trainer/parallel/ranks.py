@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from verbatim.errors import RunStopped, VerbatimError
-from verbatim.machine_faults import describe
+from verbatim.core.errors import RunStopped, VerbatimError
+from verbatim.core.machine_faults import describe
 from verbatim.trainer.parallel.failures import KINDS, Failures, kind_of
 
 NO_DEADLINE = timedelta(days=365)

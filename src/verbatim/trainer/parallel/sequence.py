@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verbatim.errors import ModelError, UsageError
+from verbatim.core.errors import ModelError, UsageError
 from verbatim.models.attention import AttentionCall, AttentionPlan
 from verbatim.models.head import CausalLM
 from verbatim.trainer.parallel.ranks import Ranks

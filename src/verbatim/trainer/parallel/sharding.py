@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from verbatim.errors import ModelError
+from verbatim.core.errors import ModelError
 from verbatim.models.head import CausalLM
 from verbatim.models.refusal import refusing
 from verbatim.models.tiny import decoder_layers

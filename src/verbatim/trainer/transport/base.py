@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from verbatim.core.records.trained_tokens import TrainedTokens
+from verbatim.core.types import TrainingSample
 from verbatim.inference.sending import SendOrder, SendReport, WeightStore
-from verbatim.records.trained_tokens import TrainedTokens
-from verbatim.transport.canary import Probes
-from verbatim.types import TrainingSample
+from verbatim.trainer.transport.canary import Probes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from verbatim.types import Float32, Int32
+from verbatim.core.types import Float32, Int32
 
 NUM_PROBES = 4
 PROBE_LENGTH = 32

@@ -8,19 +8,21 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from verbatim.errors import RunStopped
-from verbatim.machine_faults import naming
+from verbatim.core.disk import make_private
+from verbatim.core.errors import RunStopped
+from verbatim.core.machine_faults import naming
 
 _BUFFER = 2**18
 """Bytes from which on a part is written by itself."""
 
 
-def publish_bytes(path: Path, data: bytes | Iterable[memoryview]) -> None:
+def publish_bytes(path: Path, data: bytes | Iterable[memoryview], *, private: bool = False) -> None:
     """Write under another name, then rename. Not synced to disk: after a crash it is not read any more.
 
     Args:
         path: The file.
         data: Its content, whole or in parts, one after the other.
+        private: Whether its owner alone may read it.
 
     Raises:
         OSError: the system refused to write; no file of this name, or the one before, is there.
@@ -28,6 +30,8 @@ def publish_bytes(path: Path, data: bytes | Iterable[memoryview]) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with naming(path):
+            if private:
+                make_private(temporary)
             if isinstance(data, bytes):
                 temporary.write_bytes(data)
             else:

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from verbatim.errors import RunStopped
-from verbatim.transport.files import publish_json, read_published_json
+from verbatim.core.errors import RunStopped
+from verbatim.trainer.transport.files import publish_json, read_published_json
 
 BEAT_SECONDS = 0.5
 """Seconds between two beats."""

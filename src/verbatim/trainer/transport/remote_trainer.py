@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from verbatim.errors import RunStopped
+from verbatim.core.errors import RunStopped
+from verbatim.core.types import TrainingSample
 from verbatim.inference.sending import SendOrder, SendReport
-from verbatim.transport.base import StepReport
-from verbatim.transport.exchange import FIRST_WAIT, LONGEST_WAIT, Exchange
-from verbatim.transport.trainer_messages import TrainerMessage, path_from_json, report_from_json
-from verbatim.types import TrainingSample
+from verbatim.trainer.transport.base import StepReport
+from verbatim.trainer.transport.exchange import FIRST_WAIT, LONGEST_WAIT, Exchange
+from verbatim.trainer.transport.trainer_messages import TrainerMessage, path_from_json, report_from_json
 
 _LOOK_SECONDS = 0.25
 """Seconds between two checks that the trainer still runs."""

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from verbatim.records.samples import assert_same_streams
-from verbatim.records.spans import Span
-from verbatim.types import RoutedExperts, TrainingSample
+from verbatim.core.records.samples import assert_same_streams
+from verbatim.core.records.spans import Span
+from verbatim.core.types import RoutedExperts, TrainingSample
 
 Parts = Sequence[NDArray[Any]]
 """A tensor as the arrays that it is joined of, along the first dimension."""

@@ -32,14 +32,14 @@ from typing import Any, Literal
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from verbatim.errors import RunStopped
+from verbatim.core.errors import RunStopped
+from verbatim.core.records.trained_tokens import TrainedTokens
+from verbatim.core.types import TrainingSample
 from verbatim.inference.sending import SendOrder, WeightStore
-from verbatim.records.trained_tokens import TrainedTokens
-from verbatim.transport.base import StepReport, TrainerReady
-from verbatim.transport.canary import Probes
-from verbatim.transport.sample_tensors import samples_from_tensors, samples_to_tensors
-from verbatim.transport.tensor_file import tensor_file
-from verbatim.types import TrainingSample
+from verbatim.trainer.transport.base import StepReport, TrainerReady
+from verbatim.trainer.transport.canary import Probes
+from verbatim.trainer.transport.sample_tensors import samples_from_tensors, samples_to_tensors
+from verbatim.trainer.transport.tensor_file import tensor_file
 
 _OF_TOKENS = ("logprobs", "gradients")
 """Fields of `TrainedTokens`, float32; in answers their bytes as base64."""

@@ -35,6 +35,14 @@ def one(example):
     if how == "silent":
         print(0.5)
         return
+    if how == "share":
+        for _ in range(3):
+            if os.fork() == 0:
+                held = bytes([1]) * (40 << 20)
+                time.sleep(1_000_000 + len(held))
+        os.wait()
+    if how == "tell":
+        sys.exit(f"my key is {os.environ['SEARCH_KEY']}.")
     if how == "crash":
         sys.exit("it broke")
     base_url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]

@@ -10,9 +10,8 @@ import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 
-from verbatim import Example, Trajectory
+from verbatim import Example, Message, Trajectory
 from verbatim.environments import Demonstration, Episode, Reply
-from verbatim.types import Message
 
 OPPOSITES = {"hot": "cold", "big": "small", "old": "new", "wet": "dry"}
 ROUNDS = 3

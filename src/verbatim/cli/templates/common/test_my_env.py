@@ -1,6 +1,6 @@
 """Run by `pytest`: the environment is sound, and a perfect agent earns everything."""
 
-from verbatim.envcheck import CheckSettings, check_environment
+from verbatim.inspection.envcheck import CheckSettings, check_environment
 
 
 def test_nothing_is_wrong_with_the_environment() -> None:

@@ -9,10 +9,8 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 
-from verbatim import Example, Trajectory
-from verbatim.environments import Agent, Demonstration, Episode, tool_call, tool_exchange
-from verbatim.tools import FunctionTool
-from verbatim.types import Message
+from verbatim import Example, Message, Trajectory
+from verbatim.environments import Agent, Demonstration, Episode, FunctionTool, tool_call, tool_exchange
 
 SIGNS = {"cracked soil": "dry", "yellow leaves": "pale", "hanging stems": "wilting", "roots outside": "crowded"}
 """What the scout sees, and the word for it."""

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import random
 
-from verbatim import Example, Trajectory
-from verbatim.environments import Demonstration, Episode, tool_call, tool_exchange
-from verbatim.tools import FunctionTool, ToolResult
-from verbatim.types import Message
+from verbatim import Example, Message, Trajectory
+from verbatim.environments import Demonstration, Episode, FunctionTool, ToolResult, tool_call, tool_exchange
 
 RIGHT_CARE = {"dry": "water", "pale": "feed", "wilting": "shade", "crowded": "repot"}
 CARES = list(RIGHT_CARE.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-from verbatim.native import Build, CSource, build
+from verbatim.models.native import Build, CSource, build
 
 SOURCE = CSource.read(Path(__file__).with_name("kernel.c"))
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verbatim.inference.embedded.fast_forward import FastBackbone
+from verbatim.inference.embedded.fast_forward import FastBackbone, why_unknown
 from verbatim.models.attention import AttentionCall
 from verbatim.models.head import CausalLM
 
@@ -106,7 +106,7 @@ def why_not(model: CausalLM, fast: FastBackbone | None, calls: Sequence[Attentio
     if weight.dtype not in (torch.float32, torch.bfloat16):
         return f"the model is in {str(weight.dtype).removeprefix('torch.')}"
     if fast is None:
-        return f"{type(model.model).__name__} is not one of the architectures that it knows"
+        return why_unknown(model)
     if not all(call.is_plain for call in calls):
         return "the attention has a soft cap or sinks"
     if model.softcap is not None or model.scale != 1.0 or model.output.bias is not None:

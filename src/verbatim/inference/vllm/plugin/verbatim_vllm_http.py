@@ -10,7 +10,6 @@ Verbatim is not installed.
 
 from __future__ import annotations
 
-import hmac
 import json
 import logging
 import os
@@ -18,6 +17,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
+import verbatim_keys
 import verbatim_uploads
 import verbatim_vllm_answers
 from verbatim_uploads import Receive, Scope
@@ -55,8 +55,7 @@ class Guard:
     def _is_allowed(self, scope: Scope) -> bool:
         if self._key is None:
             return True
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        return hmac.compare_digest(given, b"Bearer " + self._key.encode())
+        return bool(verbatim_keys.is_key(verbatim_keys.bearer_of(scope["headers"]), self._key.encode()))
 
 
 async def _answer(send: Send, status: int, body: dict[str, Any]) -> None:

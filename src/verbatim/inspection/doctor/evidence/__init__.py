@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from verbatim.doctor.classes import BreakClass
-from verbatim.doctor.difference import Difference
-from verbatim.doctor.evidence.endings import stop_token, truncated
-from verbatim.doctor.evidence.history import (
+from verbatim.inspection.doctor.classes import BreakClass
+from verbatim.inspection.doctor.difference import Difference
+from verbatim.inspection.doctor.evidence.endings import stop_token, truncated
+from verbatim.inspection.doctor.evidence.history import (
     another_conversation,
     another_system_message,
     cannot_tell,
@@ -22,7 +22,7 @@ from verbatim.doctor.evidence.history import (
     sampled_again,
     tools_changed,
 )
-from verbatim.doctor.evidence.rewording import retokenised, thinking_stripped, tool_arguments, whitespace
+from verbatim.inspection.doctor.evidence.rewording import retokenised, thinking_stripped, tool_arguments, whitespace
 
 Test = Callable[[Difference], str | None]
 

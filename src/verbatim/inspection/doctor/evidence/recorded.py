@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from verbatim.doctor.classes import BreakClass
-from verbatim.gateway.session import INFO
-from verbatim.gateway.threads import BranchReason
-from verbatim.renderers.conversation import BreakReason
+from verbatim.inspection.doctor.classes import BreakClass
+from verbatim.models.renderers.conversation import BreakReason
+from verbatim.rollouts.gateway.session import INFO
+from verbatim.rollouts.gateway.threads import BranchReason
 from verbatim.rollouts.loop import RENDERED_ANEW
 
 _CLASSES: Mapping[BranchReason, BreakClass] = {

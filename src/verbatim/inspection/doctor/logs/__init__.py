@@ -1,9 +1,9 @@
 """Reads logs of trajectories of Verbatim and other frameworks."""
 
-from verbatim.doctor.logs.base import Format, LogFile, LoggedTrajectory, Problems, recognise
-from verbatim.doctor.logs.fates import FateFormat, is_fate_path
-from verbatim.doctor.logs.lines import VERBATIM, VERIFIERS
-from verbatim.doctor.logs.vllm import VllmFormat
+from verbatim.inspection.doctor.logs.base import Format, LogFile, LoggedTrajectory, Problems, recognise
+from verbatim.inspection.doctor.logs.fates import FateFormat, is_fate_path
+from verbatim.inspection.doctor.logs.lines import VERBATIM, VERIFIERS
+from verbatim.inspection.doctor.logs.vllm import VllmFormat
 
 
 def known_formats() -> tuple[Format, ...]:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from verbatim.errors import RecordError, UsageError
-from verbatim.types import Trajectory
+from verbatim.core.errors import RecordError, UsageError
+from verbatim.core.types import Trajectory
 
 _KEPT = 50
 """Most unreadable lines kept; the rest is counted."""

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from verbatim.doctor.logs.base import LogFile, LoggedTrajectory
-from verbatim.monitors.trajectory_log import TRAJECTORIES, read_trajectories
+from verbatim.inspection.doctor.logs.base import LogFile, LoggedTrajectory
+from verbatim.logs.monitors.trajectory_log import TRAJECTORIES, read_trajectories
 
 
 class FateFormat:

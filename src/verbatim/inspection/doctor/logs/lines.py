@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verbatim.doctor.logs.base import DAMAGED, LogFile, LoggedTrajectory
-from verbatim.trajectory_json import trajectory_from_json
-from verbatim.types import StopReason, Trajectory, Turn
+from verbatim.core.trajectory_json import trajectory_from_json
+from verbatim.core.types import StopReason, Trajectory, Turn
+from verbatim.inspection.doctor.logs.base import DAMAGED, LogFile, LoggedTrajectory
 
 
 @dataclass(kw_only=True)

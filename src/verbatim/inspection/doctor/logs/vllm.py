@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verbatim.doctor.logs.base import DAMAGED, LogFile, LoggedTrajectory
-from verbatim.token_tree import as_ids
-from verbatim.types import StopReason, Trajectory, Turn
+from verbatim.core.token_tree import as_ids
+from verbatim.core.types import StopReason, Trajectory, Turn
+from verbatim.inspection.doctor.logs.base import DAMAGED, LogFile, LoggedTrajectory
 
 CONVERSATION_KEYS = (
     "trajectory_id",

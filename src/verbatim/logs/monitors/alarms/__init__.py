@@ -3,17 +3,17 @@
 from collections.abc import Mapping
 from typing import Any
 
-from verbatim.monitors.alarms.base import Finding, Rule, StepFigures, Window
-from verbatim.monitors.alarms.entropy import EntropyCollapse
-from verbatim.monitors.alarms.errors import RepeatedError
-from verbatim.monitors.alarms.evaluation_drop import EvaluationDrop
-from verbatim.monitors.alarms.filtered import EnvironmentStarves, EverythingFiltered, PoolsDry
-from verbatim.monitors.alarms.idle import SamplerIdle, TrainerIdle
-from verbatim.monitors.alarms.off_policy import MaskedTokens, MismatchKl, Staleness
-from verbatim.monitors.alarms.parting import EvaluationFlat, RewardSuccessGap
-from verbatim.monitors.alarms.reward_hacking import RewardHacking
-from verbatim.monitors.alarms.tools import PromptBreaks, ToolFormat
-from verbatim.monitors.alarms.watch import AlarmWatch
+from verbatim.logs.monitors.alarms.base import Finding, Rule, StepFigures, Window
+from verbatim.logs.monitors.alarms.entropy import EntropyCollapse
+from verbatim.logs.monitors.alarms.errors import RepeatedError
+from verbatim.logs.monitors.alarms.evaluation_drop import EvaluationDrop
+from verbatim.logs.monitors.alarms.filtered import EnvironmentStarves, EverythingFiltered, PoolsDry
+from verbatim.logs.monitors.alarms.idle import SamplerIdle, TrainerIdle
+from verbatim.logs.monitors.alarms.off_policy import MaskedTokens, MismatchKl, Staleness
+from verbatim.logs.monitors.alarms.parting import EvaluationFlat, RewardSuccessGap
+from verbatim.logs.monitors.alarms.reward_hacking import RewardHacking
+from verbatim.logs.monitors.alarms.tools import PromptBreaks, ToolFormat
+from verbatim.logs.monitors.alarms.watch import AlarmWatch
 
 ALARMS: Mapping[str, Any] = {
     "reward_hacking": RewardHacking,

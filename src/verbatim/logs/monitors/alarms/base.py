@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from verbatim.records.equality import are_equal
-from verbatim.trajectories import Fate
+from verbatim.core.records.equality import are_equal
+from verbatim.core.trajectories import Fate
 
 Figures = Mapping[str, float]
 """Name to value; finite values only."""

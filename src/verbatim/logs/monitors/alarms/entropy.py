@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verbatim.config.sections import Fraction, PositiveInt
-from verbatim.monitors.alarms.base import Finding, Window, is_mastered, median
-from verbatim.monitors.alarms.change import chance_of_rise
+from verbatim.logs.monitors.alarms.base import Finding, Window, is_mastered, median
+from verbatim.logs.monitors.alarms.change import chance_of_rise
 
 _STILL_RISES = 0.05
 """The chance below which a reward counts as still rising: less strict than for an alarm, so that a run that learns is

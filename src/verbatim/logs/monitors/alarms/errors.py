@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from verbatim.config.sections import Fraction, PositiveInt
-from verbatim.monitors.alarms.base import Finding, Window
+from verbatim.core.trajectories import Fate
+from verbatim.logs.monitors.alarms.base import Finding, Window
 from verbatim.rollouts.tally import failure_kind
-from verbatim.trajectories import Fate
 
 _SHOWN = 5
 _ADVICE = {

@@ -9,8 +9,9 @@ from statistics import NormalDist
 from typing import ClassVar
 
 from verbatim.config.sections import Fraction, NonNegativeFloat
-from verbatim.monitors.alarms.base import TRAINING, TRAINING_ERROR, Figures, Finding, Window
-from verbatim.monitors.alarms.change import SURE
+from verbatim.core.records.failed import MAX_FAILED, too_many_failed
+from verbatim.logs.monitors.alarms.base import TRAINING, TRAINING_ERROR, Figures, Finding, Window
+from verbatim.logs.monitors.alarms.change import SURE
 
 _Z95 = NormalDist().inv_cdf(0.975)
 _Evaluation = tuple[int, Figures]
@@ -36,15 +37,17 @@ class EvaluationDrop:
 
     def __call__(self, window: Window) -> Iterator[Finding]:
         """What the evaluations show."""
+        given = window.setting("orchestrator.eval.max_failed")
+        most = MAX_FAILED if given is None else float(given)
         for env, (*before, last) in window.evaluations.items():
-            found = [self._compared(name, before, last) for name in ("success", "reward/mean")]
+            found = [self._compared(name, before, last, most) for name in ("success", "reward/mean")]
             drops = [drop for drop in found if drop is not None]
             if drops:
                 yield _finding(window, env, last, max(drops, key=lambda drop: drop.level))
 
-    def _compared(self, name: str, before: Sequence[_Evaluation], last: _Evaluation) -> _Drop | None:
-        known = [evaluation for evaluation in before if name in evaluation[1]]
-        if not known or name not in last[1]:
+    def _compared(self, name: str, before: Sequence[_Evaluation], last: _Evaluation, most: float) -> _Drop | None:
+        known = [evaluation for evaluation in before if _has(name, evaluation, most)]
+        if not known or not _has(name, last, most):
             return None
         best = max(known, key=lambda evaluation: evaluation[1][name])
         was, now = best[1][name], last[1][name]
@@ -55,6 +58,15 @@ class EvaluationDrop:
         large = self.fall if name == "success" else self.reward_fall * scale
         level = min((was - now) / max(sure * spread, 1e-9), (was - now) / max(large, 1e-9))
         return _Drop(name=name, best=best, level=max(0.0, level))
+
+
+def _has(name: str, evaluation: _Evaluation, most: float) -> bool:
+    """Whether it measured this. A failed episode is no success; a mean reward is that of the survivors."""
+    metrics = evaluation[1]
+    if name not in metrics:
+        return False
+    failed = too_many_failed(int(metrics.get("failed", 0)), int(metrics.get("episodes", 0)), most)
+    return name == "success" or failed is None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +98,7 @@ def _finding(window: Window, env: str, last: _Evaluation, drop: _Drop) -> Findin
 
 def _why(window: Window, step: int, best: Figures, last: Figures) -> tuple[str, str]:
     """The cause that the evaluation's other metrics point to, and what to change."""
-    failed, before = last.get("failed", 0.0), best.get("failed", 0.0)
+    failed, before = (one.get("failed", 0.0) / max(1.0, one.get("episodes", 0.0)) for one in (last, best))
     if failed - before > 0.5 * (best.get("success", 0.0) - last.get("success", 0.0)) > 0:
         return (
             f"{failed:.0%} of its episodes failed, {before:.0%} of the best one's",

@@ -12,12 +12,13 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from verbatim.records.equality import deviation, is_at_least
+from verbatim.core.records.equality import deviation, is_at_least
+from verbatim.core.trajectories import TRAINED, Fate
+from verbatim.core.trajectories.openings import breaks
+from verbatim.core.trajectories.record import TrajectoryRecord
+from verbatim.core.types import StopReason
 from verbatim.rollouts.loop import TOOLS_OFFERED
 from verbatim.rollouts.tally import failure_kind
-from verbatim.trajectories import TRAINED, Fate
-from verbatim.trajectories.record import TrajectoryRecord
-from verbatim.types import StopReason
 
 Float64 = NDArray[np.float64]
 LOOKED_AT = 128
@@ -49,8 +50,8 @@ def rollout_figures(metrics: Mapping[str, float], fates: Sequence[Fate]) -> dict
     - `credit/tokens_per_turn`, `credit/repetition`, `credit/tool/{name}`: correlation with the reward within groups
     - `offered`: rollouts that were offered tools; of those `called`: share with a readable call, `unread`: share of
       the turns with a call that cannot be read, `call_like`: share without a readable call whose text looks like one
-    - `later_turns`: turns after the first one of the agent that spoke first; `broken`: share of them whose prompt does
-      not extend the turn before; `rewritten`: share of those that lose half of its completion or more
+    - `later_turns`: turns after the first one of the agent that spoke first; `broken`: share of them that break;
+      `rewritten`: share of them that break and lose half of the completion before or more
     """
     by_env: dict[str, list[Fate]] = {}
     for fate in fates:
@@ -244,16 +245,15 @@ def _break_figures(completed: Sequence[TrajectoryRecord]) -> dict[str, float]:
 
 
 def own_breaks(trajectory: TrajectoryRecord) -> tuple[int, int, int]:
-    """The turns after the first one of the agent that spoke first; how many of them do not extend the one before; and
-    in how many of these at least half of the completion before has gone or changed.
+    """The turns after the first one of the agent that spoke first; how many of them break; and in how many of these at
+    least half of its completion before has gone or changed.
 
     Other agents' conversations may begin anew whenever they are called.
     """
-    turns = [turn for turn in trajectory.turns if turn.agent == trajectory.turns[0].agent]
-    broken, rewritten = 0, 0
-    for before, turn in pairwise(turns):
-        if not turn.extends(before):
-            kept = min(turn.num_prompt_tokens, turn.path.shared_with(before.path))
-            broken += 1
-            rewritten += 2 * (before.path.length - kept) >= len(before.completion_ids)
-    return max(0, len(turns) - 1), broken, rewritten
+    own = [place for place, turn in enumerate(trajectory.turns) if turn.agent == trajectory.turns[0].agent]
+    breaking, broken, rewritten = set(breaks(trajectory.turns)), 0, 0
+    for before, turn in ((trajectory.turns[a], trajectory.turns[b]) for a, b in pairwise(own) if b in breaking):
+        kept = min(turn.num_prompt_tokens, turn.path.shared_with(before.path))
+        broken += 1
+        rewritten += 2 * (before.path.length - kept) >= len(before.completion_ids)
+    return max(0, len(own) - 1), broken, rewritten

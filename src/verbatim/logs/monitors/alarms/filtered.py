@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from verbatim.config.sections import Fraction, PositiveInt
-from verbatim.monitors.alarms.base import Finding, StepFigures, Window, is_mastered
-from verbatim.monitors.alarms.figures import main_reason
-from verbatim.trajectories import Fate
+from verbatim.core.trajectories import Fate
+from verbatim.logs.monitors.alarms.base import Finding, StepFigures, Window, is_mastered
+from verbatim.logs.monitors.alarms.figures import main_reason
 
 _SHOWN = 5
 _OF_ERRORS = ("error", "stale", "cancelled", "lost_worker", "lost_replica", "empty")
@@ -33,6 +33,11 @@ _CAUSES = {
     "filter:repetition": (
         "the model repeats itself",
         "lower {max_tokens} and {lr}, and read some episodes before the filter's threshold is raised",
+    ),
+    "filter:truncated": (
+        "nearly every rollout is cut off before its own end",
+        "raise {max_tokens}, {seq_len} or the environment's max_turns; or leave the filter out, so that what is cut "
+        "off is trained",
     ),
     "over_length": ("rollouts are longer than a training sample may be", "raise {seq_len}"),
     "missing_logprobs": (

@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass
 
 from verbatim.config.sections import Fraction, NonNegativeFloat, PositiveInt
-from verbatim.monitors.alarms.base import HOLD, Finding, Window
+from verbatim.logs.monitors.alarms.base import HOLD, Finding, Window
 
 
 @dataclass(frozen=True, kw_only=True)

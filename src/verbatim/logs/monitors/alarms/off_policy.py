@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from verbatim.config.sections import FinitePositive, Fraction, NonNegativeFloat, PositiveInt
-from verbatim.monitors.alarms.base import Finding, Window
-from verbatim.trajectories import Fate, first_version
+from verbatim.core.trajectories import Fate, first_version
+from verbatim.logs.monitors.alarms.base import Finding, Window
 
 _SHOWN = 5
 """Trajectories that a finding names."""

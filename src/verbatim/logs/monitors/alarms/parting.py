@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from verbatim.config.sections import Fraction, NonNegativeFloat, PositiveInt
-from verbatim.monitors.alarms.base import TRAINING, TRAINING_ERROR, Figures, Finding, Window, training_before
-from verbatim.monitors.alarms.change import falls, rises
-from verbatim.records.equality import is_at_least
-from verbatim.trajectories import Fate
+from verbatim.core.records.equality import is_at_least
+from verbatim.core.trajectories import Fate
+from verbatim.logs.monitors.alarms.base import TRAINING, TRAINING_ERROR, Figures, Finding, Window, training_before
+from verbatim.logs.monitors.alarms.change import falls, rises
 
 _SHOWN = 5
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from verbatim.config.sections import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt
-from verbatim.monitors.alarms.base import Finding, Window
-from verbatim.monitors.alarms.change import rises
-from verbatim.monitors.alarms.figures import LOOKED_AT, calls_of, repetition, tokens_per_turn
-from verbatim.trajectories import Fate
-from verbatim.trajectories.record import TrajectoryRecord
+from verbatim.core.trajectories import Fate
+from verbatim.core.trajectories.record import TrajectoryRecord
+from verbatim.logs.monitors.alarms.base import Finding, Window
+from verbatim.logs.monitors.alarms.change import rises
+from verbatim.logs.monitors.alarms.figures import LOOKED_AT, calls_of, repetition, tokens_per_turn
 
 _SHOWN = 5
 _TOOL = "tool/"

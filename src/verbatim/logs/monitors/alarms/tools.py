@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from verbatim.config.sections import Fraction, PositiveInt
-from verbatim.monitors.alarms.base import Finding, Window, median
-from verbatim.monitors.alarms.figures import LOOKED_AT, looks_like_a_call, own_breaks
+from verbatim.core.trajectories import Fate
+from verbatim.logs.monitors.alarms.base import Finding, Window, median
+from verbatim.logs.monitors.alarms.break_reasons import cause_and_advice
+from verbatim.logs.monitors.alarms.figures import LOOKED_AT, looks_like_a_call, own_breaks
 from verbatim.rollouts.loop import TOOLS_OFFERED
-from verbatim.trajectories import Fate
 
 _SHOWN = 5
 _FEW_ROLLOUTS = 8
@@ -147,16 +148,14 @@ class PromptBreaks:
                 continue
             began = median(_first(window, env, "broken")[: self.steps]) or 0.0
             share = max(min(rewritten), min(*broken, began))
+            cause, advice = cause_and_advice(window, env)
             yield Finding(
                 env=env,
                 level=share / max(self.share, 1e-9),
-                message=f"{broken[-1]:.0%} of the later turns of {env} do not extend the turn before them, so each of "
+                message=f"{broken[-1]:.0%} of the later turns of {env} extend no sample, so each of "
                 "them is a sample of its own that repeats the history",
-                cause="the chat template rewrites history (it strips the thinking of earlier turns, or formats calls "
-                "anew), or the environment changes messages that were sampled",
-                advice="`verbatim doctor RUN` shows the tokens and the reason. Where thoughts are dropped at a user's "
-                f'message, {window.now("orchestrator.renderer.thinking_retention")} keeps them ("all"). Where the '
-                "environment rewrites history on purpose, set monitor.alarms.prompt_breaks = false",
+                cause=cause,
+                advice=advice,
                 evidence={
                     name: value
                     for name in ("breaks", "samples", "rollouts")

@@ -11,12 +11,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verbatim.config.secrets import without_secrets
-from verbatim.errors import ComponentError
-from verbatim.monitors.alarm import Alarm
-from verbatim.monitors.alarms.base import HOLD, Figures, Finding, Rule, StepFigures, Window, training_before
-from verbatim.monitors.alarms.figures import error_counts, rollout_figures
-from verbatim.trajectories import Fate
+from verbatim.core.errors import ComponentError
+from verbatim.core.redaction import without_secrets
+from verbatim.core.trajectories import Fate
+from verbatim.logs.monitors.alarm import Alarm
+from verbatim.logs.monitors.alarms.base import HOLD, Figures, Finding, Rule, StepFigures, Window, training_before
+from verbatim.logs.monitors.alarms.figures import error_counts, rollout_figures
 
 logger = logging.getLogger(__name__)
 

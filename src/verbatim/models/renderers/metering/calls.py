@@ -14,88 +14,26 @@ from jinja2.sandbox import SandboxedEscapeFormatter, SandboxedFormatter
 from jinja2.utils import _PassArg
 from markupsafe import Markup
 
-from verbatim.renderers.metering.meter import Meter, Overrun
+from verbatim.models.renderers.metering.meter import Meter, Overrun
 
 MAX_BITS = 10_000
 """Bits of the largest integer that a template may compute with."""
 
-_SHALLOW = frozenset(
-    {
-        "map",
-        "select",
-        "reject",
-        "selectattr",
-        "rejectattr",
-        "first",
-        "last",
-        "length",
-        "count",
-        "items",
-        "reverse",
-        "list",
-        "default",
-        "d",
-        "random",
-        "batch",
-        "slice",
-        "attr",
-        "copy",
-    }
-)
+_SHALLOW = frozenset({"map", "select", "reject", "selectattr", "rejectattr", "first", "last", "length", "count",
+                      "items", "reverse", "list", "default", "d", "random", "batch", "slice", "attr",
+                      "copy"})  # fmt: skip
 """They look at the items of a list, and not into them."""
 _TIMES = dict.fromkeys(("sort", "unique", "groupby", "min", "max", "dictsort", "pprint", "title", "wordwrap"), 16)
 """How often some look at all of a value."""
 _QUADRATIC = frozenset({"striptags", "urlize", "sum"})
 _AT_ONCE = frozenset({"sort", "unique", "groupby", "min", "max", "sum", "join"})
 """They go through all items of a generator, which are counted first."""
-_GROWING = frozenset(
-    {
-        "center",
-        "ljust",
-        "rjust",
-        "zfill",
-        "to_bytes",
-        "batch",
-        "slice",
-        "round",
-        "expandtabs",
-        "indent",
-        "tojson",
-        "replace",
-        "wordwrap",
-        "translate",
-        "join",
-        "split",
-        "rsplit",
-        "splitlines",
-        "list",
-        "%",
-        "format",
-    }
-)
+_GROWING = frozenset({"center", "ljust", "rjust", "zfill", "to_bytes", "batch", "slice", "round", "expandtabs",
+                      "indent", "tojson", "replace", "wordwrap", "translate", "join", "split", "rsplit", "splitlines",
+                      "list", "%", "format"})  # fmt: skip
 """They may make much more than they are given: see `_growth`."""
-_LOOKING = frozenset(
-    {
-        "in",
-        "lower",
-        "upper",
-        "==",
-        "eq",
-        "equalto",
-        "!=",
-        "ne",
-        ">",
-        "gt",
-        "greaterthan",
-        "ge",
-        ">=",
-        "<",
-        "lt",
-        "lessthan",
-        "<=",
-        "le",
-    }
-)
+_LOOKING = frozenset({"in", "lower", "upper", "==", "eq", "equalto", "!=", "ne", ">", "gt", "greaterthan", "ge", ">=",
+                      "<", "lt", "lessthan", "<=", "le"})  # fmt: skip
 """Tests that look at all of a value."""
 _PASSED = {_PassArg.eval_context: "eval_ctx", _PassArg.environment: "environment"}
 _CODECS = frozenset({"utf-8", "utf-16", "utf-32", "ascii", "iso8859-1"})

@@ -17,8 +17,8 @@ from jinja2.utils import Cycler, Joiner
 from markupsafe import Markup
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from verbatim.renderers.metering.calls import call_method, count_operation, metered_filter, metered_test
-from verbatim.renderers.metering.meter import Meter, Overrun
+from verbatim.models.renderers.metering.calls import call_method, count_operation, metered_filter, metered_test
+from verbatim.models.renderers.metering.meter import Meter, Overrun
 
 LOOKED_AT, WRITTEN, ROUNDS, SPEND = (f"verbatim {name}" for name in ("looked at", "written", "rounds", "spend"))
 """Filters with which a compiled template counts."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2 import Template, nodes
 
-from verbatim.renderers.metering.environment import LOOKED_AT, ROUNDS, SPEND, WRITTEN, metered_environment
+from verbatim.models.renderers.metering.environment import LOOKED_AT, ROUNDS, SPEND, WRITTEN, metered_environment
 
 
 @lru_cache(maxsize=64)

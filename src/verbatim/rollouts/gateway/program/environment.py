@@ -13,26 +13,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from verbatim.core.errors import EnvironmentFault, NoDemonstrations, ProgramFault, UsageError
+from verbatim.core.imports import find_file
+from verbatim.core.types import Example, StopReason, Trajectory
 from verbatim.environments.base import Demonstration, Episode, Score
 from verbatim.environments.resolve import create_environment, demonstrations_of
 from verbatim.environments.rows import read_splits
 from verbatim.environments.sources import read_json_lines
-from verbatim.errors import EnvironmentFault, NoDemonstrations, ProgramFault, UsageError
-from verbatim.gateway.gateway import stop_reason_of
-from verbatim.gateway.program.launch import Launch
-from verbatim.gateway.program.process import SCORE_SECONDS, Outcome, ProgramProcess
-from verbatim.gateway.program.reused import ReusedPrograms
-from verbatim.gateway.program.rewards import read_reward
-from verbatim.gateway.service import Service
-from verbatim.gateway.session import INFO, Session
-from verbatim.gateway.session_settings import SessionSettings
-from verbatim.gateway.watch import Watch
-from verbatim.imports import find_file
+from verbatim.environments.tools.isolation import SandboxLimits
+from verbatim.environments.tools.variables import EnvFrom, further_variables
 from verbatim.inference.chat.protocol import UNENFORCEABLE, Options
 from verbatim.rollouts.agent_loop import AgentLoop
+from verbatim.rollouts.gateway.gateway import stop_reason_of
+from verbatim.rollouts.gateway.program.launch import Launch
+from verbatim.rollouts.gateway.program.process import SCORE_SECONDS, Outcome, ProgramProcess
+from verbatim.rollouts.gateway.program.reused import ReusedPrograms
+from verbatim.rollouts.gateway.program.rewards import read_reward
+from verbatim.rollouts.gateway.service import Service, ServiceLimits
+from verbatim.rollouts.gateway.session import INFO, Session
+from verbatim.rollouts.gateway.session_settings import SessionSettings
+from verbatim.rollouts.gateway.watch import Watch
 from verbatim.rollouts.loop import EpisodeOver
-from verbatim.tools.isolation import SandboxLimits
-from verbatim.types import Example, StopReason, Trajectory
 
 HARMLESS = (
     "tool_choice",
@@ -108,18 +109,24 @@ class Program:
         cwd: The folder it runs in. By default the one with a file of the command, beside the run's TOML file or in
             the current directory, else the current one. In the sandbox it is read-only; VERBATIM_WORK_DIR can be
             written to.
-        env: Further environment variables.
+        env: Further environment variables. Keys and passwords have no place here: the configuration is stored.
+        env_from: Variables of this process that the program gets too, as in the sandbox it would not: their names, or
+            `{name there = "name here"}`.
         example: Whether the row is on standard input or in a file, whose path is in VERBATIM_EXAMPLE.
         reward: Where the reward is: on the last line of the output, in the file `reward.txt` of the work folder, on the
             last line of `score`, or posted to VERBATIM_REWARD_URL. What was posted always counts.
         score: A bash command that runs after the program, in the same folder and sandbox, for reward = "score".
-        failed_reward: The reward of a program that crashed, hung or never called the model. None = such an episode has
-            failed, and is counted as `program_crashed`, `program_hung` or `program_silent`.
+        failed_reward: The reward of a program that crashed or hung after it had an answer of the model. None = such an
+            episode has failed, and is counted as `program_crashed` or `program_hung`; one without an answer always has,
+            also as `program_silent`.
         timeout: Seconds for the program, waiting for a place not counted; at most, and by default, what is left of the
             episode's, less 5.
-        memory_mb: MiB of address space of each of its processes.
+        memory_mb: MiB of data that each of its processes may have, and that all of them may hold together. Address
+            space that is only reserved is free.
         processes: Processes at a time, in the sandbox.
         disk_mb: MiB of files that it may write, in the sandbox.
+        connections: Connections to the gateway that it may have open at a time, in the sandbox.
+        max_body_mb: MiB of one of its requests; of all that arrive at a time, twice as many.
         sandbox: Whether it runs in a sandbox, with its own folder, those in `visible`, and no network but the gateway.
             Without one it runs as you, with your files, variables and network.
         visible: Further folders that the sandbox shows, read-only.
@@ -130,6 +137,8 @@ class Program:
         sampling: Whose temperature, top_p, top_k and min_p hold: the run's, or those of requests.
         restores_reasoning: Whether an answer that comes back without its reasoning is taken for the whole answer.
             None = where the renderer continues what was sampled.
+        train_undelivered: Whether an answer is trained that no client has received to its end, and that none went on
+            from. By default it is context, counted as `untrained`.
         unenforced: Fields of requests that are let pass without effect, and counted.
         demonstrations: For a warm start: a JSONL file of conversations, `{"messages": [...], "tools": [...]}`, or the
             id of a bundled environment.
@@ -147,6 +156,7 @@ class Program:
         eval_share: float = 0.1,
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
+        env_from: EnvFrom = (),
         example: Literal["stdin", "file"] = "stdin",
         reward: Literal["last_line", "file", "score", "post"] = "last_line",
         score: str | None = None,
@@ -155,6 +165,8 @@ class Program:
         memory_mb: int = 4096,
         processes: int = 128,
         disk_mb: int = 64,
+        connections: int = 512,
+        max_body_mb: int = 32,
         sandbox: bool = True,
         visible: Sequence[str] = (),
         unsafe_allow: bool = False,
@@ -163,6 +175,7 @@ class Program:
         episodes_per_process: int = 1,
         sampling: Literal["run", "client"] = "run",
         restores_reasoning: bool | None = None,
+        train_undelivered: bool = False,
         unenforced: Sequence[str] = HARMLESS,
         demonstrations: str | None = None,
     ) -> None:
@@ -173,7 +186,12 @@ class Program:
                 "program: one that is reused reads its examples from lines and answers them with lines; "
                 'leave out example and reward, or use reward = "post"'
             )
-        for name, value in (("max_processes", max_processes), ("episodes_per_process", episodes_per_process)):
+        for name, value in (
+            ("max_processes", max_processes),
+            ("episodes_per_process", episodes_per_process),
+            ("connections", connections),
+            ("max_body_mb", max_body_mb),
+        ):
             if value < 1:
                 raise UsageError(f"program: {name} = {value}; expected at least 1")
         if unknown := sorted(set(unenforced) - UNENFORCEABLE):
@@ -183,7 +201,7 @@ class Program:
         self.launch = Launch.of(
             command,
             folder=folder,
-            variables=env or {},
+            variables=further_variables(env, env_from, "program"),
             sandbox=sandbox,
             unsafe_allow=unsafe_allow,
             visible=visible,
@@ -194,8 +212,14 @@ class Program:
             example_in_file=example == "file",
         )
         self.reward, self.failed_reward, self.timeout, self.reuse = reward, failed_reward, timeout, reuse
-        self.settings = SessionSettings(sampling=sampling, restores_reasoning=restores_reasoning)
+        self.settings = SessionSettings(
+            sampling=sampling, restores_reasoning=restores_reasoning, train_undelivered=train_undelivered
+        )
         self._options = Options(unenforced=frozenset(unenforced))
+        most = max_body_mb << 20
+        self._limits = ServiceLimits(
+            max_body=most, session_bytes=2 * most, all_bytes=16 * most, program_connections=connections
+        )
         self.most, self.places = max_processes, episodes_per_process
         self._demonstrations = demonstrations
         self.watch: Watch | None = None
@@ -231,7 +255,8 @@ class Program:
         """The gateway of the running event loop, and the programs that are reused; they end with the loop."""
         loop = asyncio.get_running_loop()
         if loop not in self._serving:
-            self._serving[loop] = Serving(self.launch, Service(options=self._options), self.most, self.places)
+            service = Service(options=self._options, limits=self._limits)
+            self._serving[loop] = Serving(self.launch, service, self.most, self.places)
         serving = self._serving[loop]
         await serving.up()
         return serving
@@ -323,6 +348,11 @@ class ProgramEpisode(Episode):
         fault = played.fault
         if fault is None and not session.loop.turns and not session.num_requests:
             fault = ProgramFault("program_silent", "the program ended without a request to the model")
+        if session.loop.why_nothing_sampled(session.last_stop) is not None:
+            # A reward, of the program's own or for its failure, would not be the policy's.
+            if fault is None or session.loop.no_room is not None:
+                return
+            raise fault
         if session.reward is not None:
             self._reward = session.reward
         elif fault is not None:
@@ -357,7 +387,7 @@ class ProgramEpisode(Episode):
                 fault = ProgramFault("program_hung", f"no end after {seconds:g} s; so far {outcome.words()}")
             if fault is None and outcome.status is not None and self._environment.launch.score:
                 outcome = await process.scored(min(SCORE_SECONDS, time_limit.left + _RESERVE / 2))
-            if fault is None and outcome.status != 0:
+            if fault is None and not outcome.is_well:
                 fault = ProgramFault("program_crashed", f"the program ended with {outcome.told()}")
             first = session.first_request
             info = {

@@ -11,8 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from verbatim.errors import UsageError
-from verbatim.tools.isolation import ENVIRONMENT, NO_ISOLATION, WORK, Isolation, SandboxLimits, find_isolation
+from verbatim.core.errors import UsageError
+from verbatim.environments.tools.isolation import (
+    ENVIRONMENT,
+    NO_ISOLATION,
+    WORK,
+    Isolation,
+    SandboxLimits,
+    find_isolation,
+    ulimits,
+)
 
 FOLDER = "/program"
 """The program's folder as seen from inside of a sandbox, read-only."""
@@ -33,7 +41,7 @@ the program and the gateway."""
 
 _SCRIPT = """
 exec 3<&0 </dev/null
-ulimit -c 0 && ulimit -v {memory_kb} -n {open_files} {inside} || exit 125
+{ulimits} || exit 125
 printf '\\0{token} ready\\0'
 IFS= read -r go <&3 || exit 125
 cd {folder} || exit 125
@@ -149,9 +157,9 @@ class Launch:
         limits = self.limits
         script = _SCRIPT.format(
             token=token,
-            memory_kb=limits.memory_mb << 10,
-            open_files=limits.open_files,
-            inside=f"-t {limits.cpu_seconds} -f {limits.disk_mb << 10} -u {limits.processes}" if self.is_inside else "",
+            ulimits=ulimits(
+                limits, "memory_mb", "open_files", *(("cpu_seconds", "disk_mb", "processes") if self.is_inside else ())
+            ),
             folder=shlex.quote(FOLDER if self.is_inside else str(self.folder)),
             example=read if self.example_in_file else "",
             command=command,
@@ -162,13 +170,8 @@ class Launch:
 
     def score_argv(self, work: str) -> list[str]:
         """The command line of the scoring command, without a sandbox."""
-        limits, folder = self.limits, shlex.quote(str(self.folder))
-        return [
-            "bash",
-            "-c",
-            f"ulimit -c 0 && ulimit -v {limits.memory_mb << 10} -n {limits.open_files} && "
-            f"cd {folder} || exit 125\n{self.score.replace('{work}', work)}",
-        ]
+        set_limits, folder = ulimits(self.limits, "memory_mb", "open_files"), shlex.quote(str(self.folder))
+        return ["bash", "-c", f"{set_limits} && cd {folder} || exit 125\n{self.score.replace('{work}', work)}"]
 
     def environment(self, variables: Mapping[str, str], work: str) -> dict[str, str]:
         """All environment variables."""

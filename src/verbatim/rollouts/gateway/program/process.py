@@ -16,11 +16,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from verbatim.errors import EnvironmentFault
-from verbatim.gateway.gateway import variables
-from verbatim.gateway.program.launch import PORT, Launch
-from verbatim.gateway.program.leftovers import VARIABLE, kill_marked
-from verbatim.gateway.service import Service
+from verbatim.core.errors import EnvironmentFault
+from verbatim.environments.tools.group_memory import WATCH, Watched
+from verbatim.inference.http.acceptor import Acceptor
+from verbatim.rollouts.gateway.gateway import variables
+from verbatim.rollouts.gateway.program.launch import PORT, Launch
+from verbatim.rollouts.gateway.program.leftovers import VARIABLE, kill_marked
+from verbatim.rollouts.gateway.service import Service
 
 START_SECONDS = 60.0
 """Seconds for the sandbox and the shell in it; many may start at a time on few cores."""
@@ -52,6 +54,13 @@ class Outcome:
     stderr: str
     score: str = ""
     """The end of what the scoring command wrote."""
+    ended_at_mb: int | None = None
+    """MiB that its processes held more than, together, for which it was ended."""
+
+    @property
+    def is_well(self) -> bool:
+        """Whether it ended by itself, with status 0, and none of its processes was ended for its memory."""
+        return self.status == 0 and self.ended_at_mb is None
 
     @property
     def last_line(self) -> str:
@@ -61,6 +70,8 @@ class Outcome:
     def told(self) -> str:
         """For an error: the exit status, and the last words."""
         how = "its process is gone" if self.status is None else f"exit status {self.status}"
+        if self.ended_at_mb is not None:
+            how = f"more than {self.ended_at_mb} MiB held by its processes together (memory_mb)"
         return f"{how}; {self.words()}"
 
     def words(self) -> str:
@@ -83,7 +94,7 @@ class ProgramProcess:
         self._token = f"program-{secrets.token_hex(8)}"
         self._mark = re.compile(rb"\0%s (ready|done (\d{1,3}))\0" % self._token.encode())
         self._process: Process | None = None
-        self._site: object | None = None
+        self._door: Acceptor | None = None
         self._reading: list[asyncio.Task[None]] = []
         self._ready, self._done = asyncio.Event(), asyncio.Event()
         self._status: int | None = None
@@ -92,6 +103,8 @@ class ProgramProcess:
         self._work, self._folder = launch.work_folder()
         self._environment: dict[str, str] = {}
         self._marked = secrets.token_hex(16)
+        self._watched: list[Watched] = []
+        self._ended_at_mb: int | None = None
         self.url = service.url
         """Where the program reaches the gateway."""
         self.started = time.monotonic()
@@ -134,12 +147,14 @@ class ProgramProcess:
                 if self._status is None and self._done.is_set():
                     raise EnvironmentFault(f"program: its sandbox did not start: {self.outcome().told()}")
                 if self._launch.is_inside:
-                    self._site = await self._service.listen_on(await _listen_inside(self._process.pid))
+                    self._door = self._service.open_door(await _listen_inside(self._process.pid))
         except TimeoutError:
             raise EnvironmentFault(f"program: its sandbox did not start within {START_SECONDS:g} s") from None
 
     async def go(self) -> None:
         """Let the program begin."""
+        assert self._process is not None
+        self._watch(self._process.pid)
         self.started = time.monotonic()
         await self.send(b"go\n")
 
@@ -188,6 +203,7 @@ class ProgramProcess:
         )
         assert process.stdout is not None and process.stderr is not None
         errors = asyncio.create_task(self._read_errors(process.stderr), name="score-stderr")
+        self._watch(process.pid)
         try:
             while chunk := await process.stdout.read(1 << 16):
                 self._score += chunk
@@ -200,11 +216,31 @@ class ProgramProcess:
 
     def outcome(self) -> Outcome:
         """How it ended, or what it has written so far."""
+        if any(watched.was_ended for watched in self._watched):  # by the kernel, before anybody looked
+            self._ended_at_mb = self._launch.limits.memory_mb
         text = [bytes(part).decode(errors="replace") for part in (self._stdout, self._stderr, self._score)]
-        return Outcome(status=self._status, stdout=text[0], stderr=text[1], score=text[2])
+        return Outcome(
+            status=self._status, stdout=text[0], stderr=text[1], score=text[2], ended_at_mb=self._ended_at_mb
+        )
+
+    def _watch(self, pid: int) -> None:
+        """End the processes where they hold too much memory together."""
+        most = self._launch.limits.memory_mb
+
+        def end() -> None:  # in the thread that looks at memory
+            self._ended_at_mb = most
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+            if not self._launch.is_inside:
+                kill_marked(self._marked)
+
+        files = self._launch.limits.disk_mb if self._launch.is_inside else 0
+        self._watched.append(WATCH.add(pid, most, end, files_mb=files))
 
     async def close(self) -> None:
         """Kill the program and what it has started, daemons too, and delete its files. May be called again."""
+        for watched in self._watched:
+            WATCH.remove(watched)
         process, self._process = self._process, None
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -215,9 +251,9 @@ class ProgramProcess:
                 task.cancel()
             await asyncio.gather(*self._reading, return_exceptions=True)
             await _waited(process)
-        if self._site is not None:
-            site, self._site = self._site, None
-            await site.stop()  # type: ignore[attr-defined]
+        if self._door is not None:
+            door, self._door = self._door, None
+            self._service.close_door(door)
         if self._folder is not None:
             self._folder.cleanup()
 

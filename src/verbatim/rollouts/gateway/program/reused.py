@@ -15,10 +15,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from verbatim.errors import ProgramFault
-from verbatim.gateway.program.launch import Launch
-from verbatim.gateway.program.process import ProgramProcess
-from verbatim.gateway.service import Service
+from verbatim.core.errors import ProgramFault
+from verbatim.rollouts.gateway.program.launch import Launch
+from verbatim.rollouts.gateway.program.process import ProgramProcess
+from verbatim.rollouts.gateway.service import Service
 
 
 class Reused:

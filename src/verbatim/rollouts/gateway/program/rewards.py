@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from verbatim.errors import EnvironmentFault
+from verbatim.core.errors import EnvironmentFault
 from verbatim.rollouts.rewards import read_score
 
 

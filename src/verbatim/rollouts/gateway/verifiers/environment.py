@@ -7,15 +7,15 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from verbatim.core.errors import ComponentError, EnvironmentFault, UsageError
+from verbatim.core.types import Example, StopReason, Trajectory
 from verbatim.environments.base import Episode, Score
-from verbatim.errors import ComponentError, EnvironmentFault, UsageError
-from verbatim.gateway.chat import MODEL
-from verbatim.gateway.verifiers import trace as verifiers_trace
-from verbatim.gateway.verifiers.serving import Serving
-from verbatim.renderers.renderer_spec import renderer_spec
+from verbatim.models.renderers.renderer_spec import renderer_spec
 from verbatim.rollouts.agent_loop import AgentLoop
+from verbatim.rollouts.gateway.chat import MODEL
+from verbatim.rollouts.gateway.verifiers import trace as verifiers_trace
+from verbatim.rollouts.gateway.verifiers.serving import Serving
 from verbatim.rollouts.loop import EpisodeOver
-from verbatim.types import Example, StopReason, Trajectory
 
 HARNESS = "verbatim-chat"
 """The chat loop that needs no network (`harnesses/verbatim_chat.py`)."""
@@ -178,7 +178,7 @@ def _read_config(taskset: str, env: str, harness: str, config: dict[str, Any]) -
         from verifiers.v1.utils.loaders import env_config_type, resolve_env_config
     except ImportError as error:
         raise UsageError(f"verifiers' environments need {error.name}: pip install 'verbatim-rl[verifiers]'") from None
-    from verbatim.gateway.verifiers import harnesses as verifiers_harnesses
+    from verbatim.rollouts.gateway.verifiers import harnesses as verifiers_harnesses
 
     folder = next(iter(verifiers_harnesses.__path__))
     if folder not in harnesses.__path__:

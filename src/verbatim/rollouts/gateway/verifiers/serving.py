@@ -14,15 +14,19 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from verbatim.errors import RolloutError
-from verbatim.gateway.service import Service
-from verbatim.gateway.session import Session
-from verbatim.gateway.session_settings import SessionRefusal, SessionSettings
+from verbatim.core.errors import RolloutError
 from verbatim.inference.base import Completion, SampleRequest
 from verbatim.inference.cut_off import settle
 from verbatim.rollouts.agent_loop import AgentLoop
+from verbatim.rollouts.gateway.progress import Progress
+from verbatim.rollouts.gateway.service import Service
+from verbatim.rollouts.gateway.session import Session
+from verbatim.rollouts.gateway.session_settings import SessionRefusal, SessionSettings
 
 logger = logging.getLogger(__name__)
+
+_STOPS = {"max_turns": "max_turns", "max_total_completion_tokens": "max_output_tokens"}
+"""What verifiers calls the reason of a refusal."""
 
 
 class TraceSession(Session):
@@ -37,16 +41,21 @@ class TraceSession(Session):
         super().__init__(loop, SessionSettings(sampling="client"))
         self._trace = trace
 
-    async def complete(self, request: SampleRequest, *, agent: str = "", trained: bool = True) -> Completion:
+    async def complete(
+        self, request: SampleRequest, *, agent: str = "", trained: bool = True, progress: Progress | None = None
+    ) -> Completion:
         """A turn of the trace's agent. Where no turn or token is left, verifiers is told to stop and score. The experts
         of a mixture stay in the episode's record: verifiers reads another format of them."""
         own = self._trace.agent
         try:
             completion = await super().complete(
-                request, agent="main" if own.name == "agent" else own.name, trained=own.trainable
+                request,
+                agent="main" if own.name == "agent" else own.name,
+                trained=own.trainable,
+                progress=progress,
             )
         except SessionRefusal as refusal:
-            self._trace.stop("max_turns" if refusal.kind == "max_turns" else "context_length")
+            self._trace.stop(_STOPS.get(refusal.kind, "context_length"))
             raise
         return dataclasses.replace(completion, routed_experts=None)
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from verbatim.errors import EnvironmentFault
-from verbatim.types import Message, StopReason, Turn
+from verbatim.core.errors import EnvironmentFault
+from verbatim.core.types import Message, StopReason, Turn
 
 _STOPS = {
     "max_turns": StopReason.MAX_TURNS,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import hmac
 import json
 import logging
 import re
@@ -21,13 +20,18 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from verbatim.machine_faults import describe
-from verbatim.texts import cut, printable, shown
-from verbatim.transport.exchange import READY, Exchange, answer_name, message_name
-from verbatim.transport.files import publish_bytes
-from verbatim.transport.heartbeat import read_beat
-from verbatim.transport.mirror.incoming import Incoming
-from verbatim.transport.mirror.protocol import (
+from verbatim.core.machine_faults import describe
+from verbatim.core.texts import cut, printable, shown
+from verbatim.inference.http.exchange import read_whole
+from verbatim.inference.http.json_size import check_json_size
+from verbatim.inference.http.limits import ConnectionLimits
+from verbatim.inference.http.request_body import Refused as RefusedBody
+from verbatim.inference.vllm.plugin.verbatim_keys import bearer_of, is_key
+from verbatim.trainer.transport.exchange import READY, Exchange, answer_name, message_name
+from verbatim.trainer.transport.files import publish_bytes
+from verbatim.trainer.transport.heartbeat import read_beat
+from verbatim.trainer.transport.mirror.incoming import Incoming
+from verbatim.trainer.transport.mirror.protocol import (
     LONGEST_WAIT,
     MOST_JSON,
     PROTOCOL,
@@ -38,7 +42,7 @@ from verbatim.transport.mirror.protocol import (
     is_uploaded,
     mark_of,
 )
-from verbatim.transport.weights import WeightFolders
+from verbatim.trainer.transport.weights import WeightFolders
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +51,8 @@ _REFUSAL_SECONDS = 0.25
 """Seconds before a wrong key is refused."""
 _QUIET = 5.0
 """Seconds without a request after which a trainer may be replaced, where it serves no orchestrator yet."""
+LIMITS = ConnectionLimits(max_connections=64)
+"""A trainer has a handful of connections."""
 _SESSION = re.compile(r"[0-9a-f]{16}")
 
 
@@ -96,7 +102,7 @@ class MirrorApp:
 
     def __init__(self, run: Path, *, config: str, offers: Mapping[str, Files], keep: int, key: str) -> None:
         self._run, self._config, self._offers, self._keep = run, config, offers, keep
-        self._bearer = f"Bearer {key}".encode()
+        self._key = key.encode()
         self.session: Session | None = None
         """The trainer that is served; None before the first."""
         self.stopping = False
@@ -126,8 +132,7 @@ class MirrorApp:
         """Handle one request, if it brings the key."""
         if scope["type"] != "http":
             return
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        if hmac.compare_digest(given, self._bearer):
+        if is_key(bearer_of(scope["headers"]), self._key):
             await self._app(scope, receive, send)
             return
         await asyncio.sleep(_REFUSAL_SECONDS)
@@ -188,7 +193,7 @@ class MirrorApp:
                 alive=old.ended is None and quiet < _QUIET,
             )
         exchange = await asyncio.to_thread(Exchange.open, self._run / "exchange", session)
-        publish_bytes(exchange.config, self._config.encode())
+        publish_bytes(exchange.config, self._config.encode(), private=True)
         incoming = Incoming(
             self._run, exchange.folder / "incoming", WeightFolders(self._run / "weights", keep=self._keep)
         )
@@ -297,23 +302,32 @@ async def _answered(handle: Callable[[Request], Awaitable[Any]], request: Reques
 
 
 async def _parts(request: Request, session: Session) -> AsyncIterator[bytes]:
-    async for part in request.stream():
+    """The parts of a file, of which the next one always comes in time."""
+    parts = request.stream()
+    while True:
+        try:
+            async with asyncio.timeout(LIMITS.body_seconds):
+                part = await anext(parts)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            raise Refused(408, f"no part of the file came for {LIMITS.body_seconds:g} s") from None
         session.heard = time.monotonic()
         yield part
 
 
 async def _body(request: Request) -> bytes:
-    parts = bytearray()
-    async for part in request.stream():
-        parts += part
-        if len(parts) > MOST_JSON:
-            raise Refused(413, f"expected at most {MOST_JSON} bytes")
-    return bytes(parts)
+    try:
+        return bytes(await read_whole(request, MOST_JSON, LIMITS))
+    except RefusedBody as refused:
+        raise Refused(refused.status, refused.message) from None
 
 
 async def _json(request: Request) -> dict[str, Any]:
+    body = await _body(request)
     with contextlib.suppress(ValueError, RecursionError):
-        found = json.loads(await _body(request))
+        check_json_size(body)
+        found = json.loads(body)
         if isinstance(found, dict):
             return found
     raise Refused(400, "expected a JSON object")

@@ -9,10 +9,10 @@ import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from verbatim.disk import making
-from verbatim.machine_faults import naming
-from verbatim.transport.mirror.protocol import Files, files_of
-from verbatim.transport.weights import WeightFolders
+from verbatim.core.disk import making
+from verbatim.core.machine_faults import naming
+from verbatim.trainer.transport.mirror.protocol import Files, files_of
+from verbatim.trainer.transport.weights import WeightFolders
 
 _WRITTEN_AT_ONCE = 2**20
 """Bytes that are gathered for one write."""

@@ -15,7 +15,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from verbatim.errors import RunStopped, UsageError
+from verbatim.core.disk import make_private
+from verbatim.core.errors import RunStopped, UsageError
+from verbatim.core.machine_faults import naming
+from verbatim.core.texts import cut, printable
 from verbatim.inference.http.client import CONNECT
 from verbatim.inference.http.connection_settings import (
     certificates,
@@ -24,9 +27,7 @@ from verbatim.inference.http.connection_settings import (
     check_key,
     untrusted,
 )
-from verbatim.machine_faults import naming
-from verbatim.texts import cut, printable
-from verbatim.transport.mirror.protocol import OTHER_BYTES, PART, SESSIONS, files_of
+from verbatim.trainer.transport.mirror.protocol import OTHER_BYTES, PART, SESSIONS, files_of
 
 if TYPE_CHECKING:
     import aiohttp
@@ -320,6 +321,7 @@ def _size(path: Path) -> int:
 
 def _digest_of(partial: Path) -> hashlib._Hash:
     """SHA-256 of what is there, which may be nothing."""
+    make_private(partial)
     with partial.open("ab+") as file:
         file.seek(0)
         return hashlib.file_digest(file, "sha256")

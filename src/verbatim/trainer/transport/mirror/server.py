@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verbatim.errors import UsageError
+from verbatim.core.descriptors import raise_descriptor_limit
+from verbatim.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from verbatim.transport.mirror.app import MirrorApp
+    from verbatim.trainer.transport.mirror.app import MirrorApp
 
 _POLL = 0.02
 _SILENT = 3.0
@@ -111,15 +112,15 @@ class _ServerThread(threading.Thread):
             runner.run(self._main())
 
     async def _main(self) -> None:
-        from verbatim.inference.http.connections import ConnectionTable, Server
-        from verbatim.inference.http.limits import ServerLimits
+        from verbatim.inference.http.connections import Server
+        from verbatim.inference.http.doors import ConnectionTable
+        from verbatim.trainer.transport.mirror.app import LIMITS
 
-        limits = ServerLimits(max_connections=64)
-        server = Server(self._app, self._listening, ConnectionTable(limits, limits.max_connections), tls=self._tls)
-        running = asyncio.create_task(server.serve(sockets=[self._listening]), name="mirror-server")
-        stopping = asyncio.create_task(self._stopping.wait())
-        await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        await server.stop(running)
+        most = min(LIMITS.max_connections, raise_descriptor_limit())
+        server = Server(self._app, ConnectionTable(LIMITS, most), tls=self._tls)
+        server.listen_on(self._listening)
+        await self._stopping.wait()
+        await server.stop()
 
     def stop(self) -> None:
         """End it, and wait for that."""

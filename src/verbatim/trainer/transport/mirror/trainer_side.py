@@ -13,14 +13,14 @@ import threading
 import time
 from typing import Any
 
-from verbatim.errors import RunStopped, UsageError
-from verbatim.machine_faults import describe
-from verbatim.transport.exchange import FIRST_WAIT, LONGEST_WAIT, READY, Exchange, answer_name, message_name
-from verbatim.transport.files import publish_json
-from verbatim.transport.heartbeat import BEAT_SECONDS
-from verbatim.transport.mirror.link import Broken, Busy, CannotWrite, Link, SessionGone
-from verbatim.transport.mirror.protocol import SESSIONS
-from verbatim.transport.trainer_messages import IN_RUN
+from verbatim.core.errors import RunStopped, UsageError
+from verbatim.core.machine_faults import describe
+from verbatim.trainer.transport.exchange import FIRST_WAIT, LONGEST_WAIT, READY, Exchange, answer_name, message_name
+from verbatim.trainer.transport.files import publish_json
+from verbatim.trainer.transport.heartbeat import BEAT_SECONDS
+from verbatim.trainer.transport.mirror.link import Broken, Busy, CannotWrite, Link, SessionGone
+from verbatim.trainer.transport.mirror.protocol import SESSIONS
+from verbatim.trainer.transport.trainer_messages import IN_RUN
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,118 @@
+"""Finds the keys and passwords in a configuration that leave no doubt: for them it is refused.
+
+Redaction hides what may be a key; a refusal stops work, so it is strict. A text is a key for sure
+- in a form that services give their keys: a known beginning, and then letters and digits without a break;
+- as the password in an address, behind `Bearer` or `Basic`, or as the value of a variable with such a name;
+- under the name of a password or an API key, if it has no spaces or a digit: `password`, `api_key`, `authorization`;
+- under other names of keys that say whose it is, as `MY_PASS` and `client_secret` do, and in a text behind either kind
+  of name, if it has letters and digits and is no path and no words: `hunter2`, and not `label_v2` or `pass@8`;
+- under names that also mean other things (`key`, `token`, `pass` alone, plurals) if it looks drawn: 16 letters and
+  digits or more without a break, that change at least three times from one to the other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+from verbatim.core.redaction import (
+    Place,
+    given_in,
+    is_placeholder,
+    is_sure_name,
+    named_texts,
+    named_within,
+    names_key,
+    variable_in,
+    words_of,
+)
+
+_PASSWORDS = ("apikey", "authorization", "passcode", "passphrase", "passwd", "password")
+_MIXED = r"(?:(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z0-9]{16,}|(?=[a-z]*[A-Z])(?=[A-Z]*[a-z])[A-Za-z]{30,})"
+_LONG = r"(?=[\w\-]*[a-z])(?=[\w\-]*[A-Z])(?=[\w\-]*\d)[\w\-]{40,}"
+_FORMS = re.compile(
+    r"(?<=://)[^/\s@:]*:(?!\$)[^/\s@]+(?=@)"  # user:password@host
+    r"|(?i:\b(?:bearer|basic)) +(?=[\w\-.~+/=]*\d)[\w\-.~+/=]{16,}"
+    r"|(?<![\w\-./])(?:"
+    r"(?:[spr]k[\-_](?:(?:live|test|proj|or-v1|ant-\w+)[\-_])?|(?:hf|gh[pousr]|gsk|npm|wandb_v\d)_|glpat-|nvapi-"
+    r"|xox[abprs]-(?:\d+-)*)"
+    + _MIXED
+    + r"|(?:sk-(?:proj|ant|svcacct|admin)-|github_pat_|nvapi-|pypi-)"
+    + _LONG
+    + r"|(?=\w*\d)AKIA[0-9A-Z]{16}\b|AIza(?=[\w\-]*\d)[\w\-]{35}|vb-[0-9a-f]{16}-[\w\-]{16,}"
+    r"|eyJ[\w\-]{8,2000}\.[\w\-]{8,}\.[\w\-]*)"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
+)
+_BEGINNING = re.compile(r"[spr]k[\-_][A-Za-z0-9]{16,}")
+_RUN = re.compile(r"[A-Za-z0-9]{16,}")
+_PATH = re.compile(r"(?:~|\.{0,2})/.*|[A-Za-z]:\\.*|.*/[^/]*\.\w{1,5}")
+_WORDS = re.compile(r"(?:[A-Za-z]+|v?\d{1,4})(?:[_\-.:/](?:[A-Za-z]+|v?\d{1,4}))+")
+_OTHER = re.compile(r"<.*>|[A-Za-z_]+@\d+")
+"""Special tokens, and metrics such as pass@8."""
+
+
+def keys_in(value: Any) -> Iterator[tuple[Place, str, str]]:
+    """The texts in a configuration that are keys for sure, or hold some: place, name and text of each.
+
+    >>> list(keys_in({"args": {"env": {"MY_PASS": "hunter2"}, "command": ["agent", "--key", "a1b2c3d4e5f6g7h8"]}}))
+    [(('args', 'env', 'MY_PASS'), 'MY_PASS', 'hunter2'), (('args', 'command', 2), '--key', 'a1b2c3d4e5f6g7h8')]
+    """
+    return ((path, name, text) for path, name, text in named_texts(value) if is_sure_key(name, text))
+
+
+def is_sure_key(name: str, text: str) -> bool:
+    """Whether a text of this name is a key, or holds one, without a doubt.
+
+    >>> is_sure_key("MY_PASS", "hunter2"), is_sure_key("pass", "pass@8"), is_sure_key("model", "sk-learn_models_v2")
+    (True, False, False)
+    """
+    if _FORMS.search(text) or variable_in(text) or given_in(text):
+        return True
+    return _is_named(name, text) or any(_is_named(inner, found, within=True) for inner, found in named_within(text))
+
+
+def _is_named(name: str, value: str, *, within: bool = False) -> bool:
+    """Whether a value is a key by its name. Within a text it may be prose: `password: swordfish`."""
+    words = words_of(name)
+    if not names_key(name) or is_placeholder(value):
+        return False
+    if _is_plural(name) or not _says_whose(name, words):
+        return _looks_drawn(value)
+    if _is_password(words) and not within:
+        return not any(c.isspace() for c in value) or any(c.isdecimal() for c in value)
+    return _is_plausible(value)
+
+
+def _is_plural(name: str) -> bool:
+    letters = name.lower().rstrip("0123456789_-")
+    return letters.endswith("s") and not letters.endswith("ss")
+
+
+def _says_whose(name: str, words: Sequence[str]) -> bool:
+    """False for `key`, `pass` and the like alone, and for names that end so by chance: sort_key."""
+    return name.isupper() or _is_password(words) or (len(words) > 1 and is_sure_name(name))
+
+
+def _is_password(words: Sequence[str]) -> bool:
+    return words[-1].endswith(_PASSWORDS) or tuple(words[-2:]) == ("api", "key")
+
+
+def _is_plausible(value: str) -> bool:
+    if len(value) < 6 or any(c.isspace() for c in value):
+        return False
+    if any(form.fullmatch(value) for form in (_PATH, _WORDS, _OTHER)):
+        return False
+    return any(c.isdecimal() for c in value) and any(c.isalpha() for c in value)
+
+
+def _looks_drawn(value: str) -> bool:
+    if _PATH.fullmatch(value) or _OTHER.fullmatch(value) or any(c.isspace() for c in value):
+        return False
+    return bool(_BEGINNING.fullmatch(value)) or any(_changes(run) >= 3 for run in _RUN.findall(value))
+
+
+def _changes(run: str) -> int:
+    """How often letters and digits take turns."""
+    return sum(a.isdecimal() != b.isdecimal() for a, b in pairwise(run))

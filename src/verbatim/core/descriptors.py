@@ -1,0 +1,22 @@
+"""Raises a process's limit of open files: the usual soft limit, 1024, is less than a batch of episodes has sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+
+_MOST = 65536
+_RESERVE = 128
+"""Descriptors reserved for the rest of the process."""
+
+
+def raise_descriptor_limit() -> int:
+    """Raise this process's limit of open files as far as the system allows; returns how many connections fit. Processes
+    that it starts inherit the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # some systems allow less than they report; the limit then stays
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST if soft == resource.RLIM_INFINITY else max(soft - _RESERVE, soft // 2)

@@ -1,0 +1,41 @@
+"""Decides which turns break: those that open a training sample although their agent had spoken before.
+
+Metrics, files, the viewer, alarms, the doctor and `on_break = "error"` ask here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from verbatim.core.records.turn import Turn
+from verbatim.core.trajectories.interleaved import interleaved
+
+
+def breaks(turns: Sequence[Turn]) -> list[int]:
+    """The places of the turns that break, in order.
+
+    A turn that sampled nothing is in no sample. An agent's first turn is no break: it has no history that could have
+    changed.
+
+    Example: `main, sub/1, main`, where the last turn extends the first: `[]`. If it extends neither: `[2]`.
+    """
+    kept = [place for place, turn in enumerate(turns) if len(turn.completion_ids)]
+    samples = interleaved([turns[place] for place in kept])
+    return spoken_before((kept[sample[0]] for sample in samples), turns)
+
+
+def spoken_before(openings: Iterable[int], turns: Sequence[Turn]) -> list[int]:
+    """Of the places at which samples open, those whose agent has sampled in a turn before; in order."""
+    found, agents, opens = [], set[str](), set(openings)
+    for place, turn in enumerate(turns):
+        if place in opens and turn.agent in agents:
+            found.append(place)
+        if len(turn.completion_ids):
+            agents.add(turn.agent)
+    return found
+
+
+def is_one_list(turns: Sequence[Turn]) -> bool:
+    """Whether the last turn's context holds all of them: each extends the one before."""
+    return all(turn.extends(before) for before, turn in pairwise(turns))

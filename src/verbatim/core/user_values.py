@@ -1,0 +1,169 @@
+"""Checks values that users give (messages, tool schemas, info, rows) where they enter: what holds itself, or is too
+deep or too large, would end a run wherever it is walked through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from types import NoneType
+from typing import Any
+
+import numpy as np
+
+from verbatim.core.texts import error_text
+
+DEEPEST = 100
+"""Levels of lists and mappings inside of each other; Python itself walks through about 1,000."""
+MOST_VALUES = 1_000_000
+"""Values in all: what stands at two places counts twice, as it would when it is written."""
+MOST_CHARACTERS = 64 * 2**20
+"""Characters of all texts."""
+EXPECTED = "texts, numbers, booleans, None, lists and mappings"
+ATOMS = frozenset({str, int, float, bool, NoneType})
+"""Python's own types of JSON's values that hold no others."""
+_MOST_BITS = 14_000
+"""A number of so many bits can be written in any Python, which writes 4,300 digits; what has more is tried."""
+
+
+def why_refused(value: Any, *, of_json: bool = True, of_info: bool = False) -> str | None:
+    """What is wrong with a user's value; None where nothing is.
+
+    Args:
+        value: Anything. What it is made of is looked at once, however often it occurs.
+        of_json: Whether it may hold nothing but JSON's types and numpy's numbers; else values of other types are
+            passed over.
+        of_info: Whether numpy's arrays are allowed as well, and keys of any type: `info` is only written down.
+
+    >>> loop = {"role": "user"}
+    >>> loop["self"] = loop
+    >>> why_refused(loop)
+    "it holds itself, at ['self']"
+    >>> why_refused({"when": {1, 2}})
+    "['when'] is a set; expected texts, numbers, booleans, None, lists and mappings"
+    """
+    try:
+        _Look(of_json, of_info).size(value, ())
+    except _Refused as refused:
+        return str(refused)
+    except Exception as error:  # noqa: BLE001  a user's own mapping raises what it likes
+        return f"it cannot be read: {error_text(error, 200)}"
+    return None
+
+
+def is_short(number: int) -> bool:
+    """Whether Python writes a number in decimal: it refuses more than 4,300 digits."""
+    if int.bit_length(number) <= _MOST_BITS:
+        return True
+    try:
+        int.__repr__(number)
+    except ValueError:
+        return False
+    return True
+
+
+def as_atom(value: Any) -> Any:
+    """A value of JSON that holds no others, as Python's own type of it: a subclass may say of itself what it likes.
+
+    What is none is returned as it is.
+
+    >>> as_atom(np.int64(5)), as_atom(np.str_("x")), as_atom([1])
+    (5, 'x', [1])
+    """
+    if type(value) in ATOMS:
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    for kind, exact in _EXACT:
+        if isinstance(value, kind):
+            return exact(value)
+    return value
+
+
+_EXACT: tuple[tuple[type, Callable[[Any], Any]], ...] = (
+    (str, lambda text: str.__getitem__(text, slice(None))),
+    (int, lambda number: int.__add__(number, 0)),
+    (float, float.__pos__),
+)
+"""For each type, what makes one of exactly this type out of one of a subclass, without asking it."""
+
+
+class _Refused(Exception):
+    """The value cannot be kept; says why."""
+
+
+class _Look:
+    """One walk through a value. A path is the keys and places that lead to a value."""
+
+    def __init__(self, of_json: bool, of_info: bool) -> None:
+        self._of_json, self._of_info = of_json, of_info
+        self._open: set[int] = set()
+        """The containers that hold the one that is looked at."""
+        self._known: dict[int, tuple[Any, int, int, int]] = {}
+        """Containers that were looked at, by their identity, each held, so that no other one takes it: number of
+        values, of characters, of levels."""
+
+    def size(self, value: Any, path: tuple[Any, ...]) -> tuple[int, int, int]:
+        """Number of values, of characters, of levels."""
+        if type(value) is str:
+            return 1, len(value), 0
+        if isinstance(value, Mapping):
+            return self._container(value, path, value.items)
+        if isinstance(value, list | tuple):
+            return self._container(value, path, lambda: enumerate(value))
+        if isinstance(value, np.ndarray) and value.dtype != object and (self._of_info or not self._of_json):
+            self._check(value.size, 0, value.ndim, path)
+            return max(1, value.size), 0, value.ndim
+        if self._of_json:
+            self._check_atom(value, lambda: _place(path).removeprefix("at ") if path else "it")
+        return 1, str.__len__(value) if isinstance(value, str) else 0, 0
+
+    def _check_atom(self, value: Any, where: Callable[[], str]) -> None:
+        atom = as_atom(value)
+        if type(atom) not in ATOMS:
+            hint = "; .tolist() makes an array a list" if isinstance(value, np.ndarray) else ""
+            raise _Refused(f"{where()} is a {type(value).__name__}; expected {EXPECTED}{hint}")
+        if type(atom) is int and not is_short(atom):
+            raise _Refused(f"{where()} is a number of more than 4,300 digits; expected a shorter one, or a text")
+
+    def _container(self, value: Any, path: tuple[Any, ...], items: Any) -> tuple[int, int, int]:
+        own = id(value)
+        if own in self._open:
+            raise _Refused(f"it holds itself, {_place(path)}")
+        if len(path) > DEEPEST:
+            raise _Refused(f"it has more than {DEEPEST} levels, {_place(path)}")
+        if own not in self._known:
+            self._open.add(own)
+            found = self._content(items(), path)
+            self._open.discard(own)
+            self._known[own] = (value, *found)
+        _, values, characters, levels = self._known[own]
+        self._check(values, characters, len(path) + levels, path)
+        return values, characters, levels
+
+    def _content(self, items: Iterable[tuple[Any, Any]], path: tuple[Any, ...]) -> tuple[int, int, int]:
+        values, characters, levels = 1, 0, 0
+        for key, item in items:
+            if type(key) is not str and self._of_json and not self._of_info:
+                self._check_atom(key, lambda: f"a key {_place(path)}")
+            more, longer, deeper = self.size(item, (*path, key))
+            values, characters, levels = values + more, characters + longer, max(levels, deeper)
+            characters += str.__len__(key) if isinstance(key, str) else 0
+            self._check(values, characters, 0, path)
+        return values, characters, levels + 1
+
+    def _check(self, values: int, characters: int, levels: int, path: tuple[Any, ...]) -> None:
+        if values > MOST_VALUES:
+            raise _Refused(f"it has more than {MOST_VALUES:,} values, {_place(path)}")
+        if characters > MOST_CHARACTERS:
+            raise _Refused(f"its texts have more than {MOST_CHARACTERS:,} characters, {_place(path)}")
+        if levels > DEEPEST:
+            raise _Refused(f"it has more than {DEEPEST} levels, {_place(path)}")
+
+
+def _place(path: tuple[Any, ...]) -> str:
+    """Where a value stands.
+
+    >>> _place(("tools", 3))
+    "at ['tools'][3]"
+    """
+    shown = "".join(f"[{key!r:.40}]" for key in path[:4])
+    return f"at {shown}{'...' if len(path) > 4 else ''}" if path else "at its top"

@@ -1,0 +1,234 @@
+"""Gives calls the ids that a chat format wants, where it writes ids.
+
+Kimi writes a call as its id and its arguments: the tool's name stands in the id, `functions.look:0`, where 0 counts the
+calls of the conversation. Mistral's templates refuse ids that are not nine letters and digits. Our own ids
+(`call_0`) and those of other servers hold no name, or are refused. Which of the two a format does is found by
+rendering.
+
+An id that has the format's form stays as it is: it was sampled, and is in the ids of the prompt.
+
+Many formats write no ids (Qwen, GLM, Llama). There the answers of tools stand in the order of the calls, whatever order
+they came in: a model takes the first answer for that to its first call.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
+
+from verbatim.core.errors import EnvironmentFault
+from verbatim.core.types import Message, ToolCall
+from verbatim.models.renderers.conversation import Said
+from verbatim.models.renderers.probe_messages import ASK, NAME, RESULT, calling
+from verbatim.models.renderers.tool_support import Render
+
+_NINE = re.compile(r"[A-Za-z0-9]{9}")
+
+
+@dataclass(frozen=True)
+class CallIds:
+    """The ids of calls in one chat format."""
+
+    form: Literal["as_given", "unwritten", "named", "nine"]
+    """named: `functions.NAME:INDEX`; nine: nine letters and digits; as_given: the format takes any id; unwritten: it
+    writes none, and only its place says which call an answer is to."""
+
+    def rewritten(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """A conversation with the format's ids. The answers of tools name the same calls as before.
+
+        An answer that names no call of the turn before it belongs to the call that no other answer names, where there
+        is one such answer and one such call. Where no call is left it answers one that could not be read.
+
+        Raises:
+            EnvironmentFault: an answer that may belong to several calls, or follows no turn.
+        """
+        if self.form == "as_given" or not any(
+            message.get("tool_calls") or message.get("role") == "tool" for message in messages
+        ):
+            return messages
+        if self.form == "unwritten":
+            turns = (([] if turn is None else [turn], behind) for _, turn, behind in _turns(messages))
+            return [message for turn, behind in turns for message in (*turn, *_in_order(behind, _ids(turn)))]
+        found, used, num_calls = list[Message](), _given(messages, self._is_own), 0
+        for place, turn, behind in _turns(messages):
+            if turn is None:
+                _refuse_answers(behind)
+                found += behind
+                continue
+            changed, given, own = self._turn(turn, num_calls, used)
+            num_calls += len(own)
+            found += [changed, *self._answers(behind, place + 1, given, own, num_calls)]
+        return found
+
+    def continuing(
+        self, messages: Sequence[Message], said: Said, new: Sequence[Message]
+    ) -> tuple[Sequence[ToolCall], Sequence[Message]]:
+        """The calls of a sampled turn with the ids that it was sampled with, and the new messages with the same.
+
+        Args:
+            messages: Those before the turn.
+            said: The turn.
+            new: Those behind it.
+
+        Raises:
+            EnvironmentFault: as of `rewritten`.
+        """
+        if self.form == "as_given" or not any(message.get("role") == "tool" for message in new):
+            return said.calls, new
+        if self.form == "unwritten":
+            return said.calls, _in_order(new, [call.id for call in said.calls])
+        sampled = [call.id for call in said.parsed.tool_calls if call.status == "ok"]
+        sampled = sampled if len(sampled) == len(said.calls) else [""] * len(said.calls)
+        num_calls = sum(len(message.get("tool_calls") or ()) for message in messages)
+        used = _given(messages, self._is_own) | set(sampled)
+        own = [
+            known or self._own(call.id, str(call.name), num_calls + k, used)
+            for k, (known, call) in enumerate(zip(sampled, said.calls, strict=True))
+        ]
+        given = [call.id for call in said.calls]
+        calls = [replace(call, id=own_id) for call, own_id in zip(said.calls, own, strict=True)]
+        return calls, self._answers(new, len(messages) + 1, given, own, num_calls + len(own))
+
+    def sampled(self, call: ToolCall) -> ToolCall:
+        """A sampled call; an id that is not of the form that the format takes is left out."""
+        return replace(call, id="") if self.form == "nine" and not self._is_own(call.id, "") else call
+
+    def _turn(self, turn: Message, num_before: int, used: set[str]) -> tuple[Message, list[str], list[str]]:
+        """A turn with the format's ids, those that its calls had, and those that they have now."""
+        calls = cast(Any, turn.get("tool_calls") or ())
+        given = _ids([turn])
+        own = [
+            self._own(old, call["function"]["name"], num_before + k, used)
+            for k, (old, call) in enumerate(zip(given, calls, strict=True))
+        ]
+        if own == given:
+            return turn, given, own
+        changed = [{**call, "id": new} for call, new in zip(calls, own, strict=True)]
+        return cast(Message, {**turn, "tool_calls": changed}), given, own
+
+    def _own(self, given: str, name: str, index: int, used: set[str]) -> str:
+        """The id of a call in the format's form; `used` are those that other calls have."""
+        if self._is_own(given, name):
+            return given
+        while (made := f"functions.{name}:{index}" if self.form == "named" else f"call{index:05d}") in used:
+            index += 1
+        used.add(made)
+        return made
+
+    def _is_own(self, given: str, name: str) -> bool:
+        if self.form == "named":
+            return re.fullmatch(rf"(functions\.)?{re.escape(name)}:\d+", given) is not None
+        return _NINE.fullmatch(given) is not None
+
+    def _answers(
+        self, messages: Sequence[Message], place: int, given: Sequence[str], own: Sequence[str], num_calls: int
+    ) -> list[Message]:
+        """The messages behind a turn, of which those of tools name its calls by their own ids.
+
+        Args:
+            messages: Up to the next turn.
+            place: The number of the first one.
+            given, own: The ids that the calls had, and have.
+            num_calls: Calls up to and including the turn's.
+        """
+        left, found, unknown = list(range(len(own))), list(messages), list[int]()
+        for number, message in enumerate(messages):
+            if message.get("role") != "tool":
+                continue
+            fitting = [k for k in range(len(own)) if _named(message) in (given[k], own[k])]
+            if not fitting:
+                unknown.append(number)
+                continue
+            call = next((k for k in fitting if k in left), fitting[-1])
+            left = [k for k in left if k != call]
+            found[number] = _naming(message, own[call])
+        if unknown and left:
+            first = messages[unknown[0]]
+            if len(unknown) > 1 or len(left) > 1:
+                raise EnvironmentFault(
+                    f"message {place + unknown[0]} has tool_call_id = {_named(first)!r}, which no call of the turn "
+                    f"before it has; expected one of {', '.join(given[k] for k in left)}"
+                )
+            found[unknown[0]] = _naming(first, own[left[0]])
+            return found
+        for k, number in enumerate(unknown):  # they answer calls that could not be read
+            name = str(messages[number].get("name") or "")
+            if name or self.form == "nine":
+                own_id = self._own(_named(messages[number]), name, num_calls + k, set(own))
+                found[number] = _naming(messages[number], own_id)
+        return found
+
+
+def find_call_ids(render: Render) -> CallIds:
+    """Which ids a format wants, found by rendering calls."""
+    text = _written(render, "zqcall000")
+    if text and "zqcall000" in text and NAME not in text:
+        return CallIds("named")
+    if text and not _written(render, "zqcall_0"):
+        return CallIds("nine")
+    return CallIds("as_given" if "zqcall000" in text else "unwritten")
+
+
+def _written(render: Render, call_id: str) -> str:
+    """What a format writes of a call with this id, without the tool's name where it answers; "" where it refuses it."""
+    turn = calling()
+    turn["tool_calls"][0]["id"] = call_id
+    answer = {key: value for key, value in RESULT.items() if key != "name"} | {"tool_call_id": call_id}
+    for messages in ([ASK, turn, answer], [ASK, turn]):
+        try:
+            return render(messages, None)
+        except EnvironmentFault:
+            continue
+    return ""
+
+
+def _turns(messages: Sequence[Message]) -> Iterator[tuple[int, Message | None, list[Message]]]:
+    """(number of the turn, the turn, what follows it up to the next one); first what stands before all turns."""
+    starts = [number for number, message in enumerate(messages) if message.get("role") == "assistant"]
+    ends = [*starts, len(messages)]
+    yield -1, None, list(messages[: ends[0]])
+    for start, end in zip(starts, ends[1:], strict=True):
+        yield start, messages[start], list(messages[start + 1 : end])
+
+
+def _ids(messages: Sequence[Message]) -> list[str]:
+    """The ids of the calls of messages; "" where one has none."""
+    return [str(call.get("id") or "") for message in messages for call in cast(Any, message.get("tool_calls") or ())]
+
+
+def _in_order(messages: Sequence[Message], ids: Sequence[str]) -> list[Message]:
+    """The messages behind a turn, with the answers to its calls in the order of these."""
+    places = [
+        number
+        for number, message in enumerate(messages)
+        if message.get("role") == "tool" and _named(message) and _named(message) in ids
+    ]
+    found = list(messages)
+    for place, number in zip(places, sorted(places, key=lambda k: ids.index(_named(messages[k]))), strict=True):
+        found[place] = messages[number]
+    return found
+
+
+def _given(messages: Sequence[Message], is_own: Callable[[str, str], bool]) -> set[str]:
+    """The ids of calls that have the format's form already."""
+    calls = (call for message in messages for call in cast(Any, message.get("tool_calls") or ()))
+    return {str(call.get("id")) for call in calls if is_own(str(call.get("id") or ""), call["function"]["name"])}
+
+
+def _refuse_answers(messages: Sequence[Message]) -> None:
+    for number, message in enumerate(messages):
+        if message.get("role") == "tool" and isinstance(message.get("content"), str):  # else it is refused for that
+            raise EnvironmentFault(
+                f"message {number} has tool_call_id = {_named(message)!r}, and no turn with a call "
+                "stands before it; expected the id of a call"
+            )
+
+
+def _named(message: Message) -> str:
+    return str(message.get("tool_call_id") or "")
+
+
+def _naming(message: Message, call_id: str) -> Message:
+    return cast(Message, message if message.get("tool_call_id") == call_id else {**message, "tool_call_id": call_id})

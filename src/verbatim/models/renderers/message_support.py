@@ -1,0 +1,392 @@
+"""No message is lost between messages and ids: what a chat format does not write is folded, or refused by its field.
+
+Many chat templates write the first system message only, know no role `developer`, or raise "System message must be at
+the beginning". What a format writes is found by rendering (`message_windows`), and then
+
+- a system or developer message that it writes where it stands stays as it is;
+- those before the first other message become one system message, joined by an empty line;
+- any other becomes a user's message in its place, and a part of the user's message beside it where the format takes no
+  two users in a row. It is never moved to the front: a prompt goes on extending what was sampled before;
+- so does a tool's answer behind a turn of which no call was read, on a format that writes answers only to calls
+  (gpt-oss, Gemma 4);
+- everything else that would be lost is refused with the name of its field: `messages[3].content`.
+
+Example, a format that writes one system message, and no two users in a row:
+
+    system "Be brief."  developer "In German."  user "Hi"  assistant "Hallo"  system "It is late."  user "And now?"
+    system "Be brief.\\n\\nIn German."  user "Hi"  assistant "Hallo"  user "It is late.\\n\\nAnd now?"
+
+Two things are left to the format. Thoughts go where it drops them (`bridge`), and with them a text beside a call that
+it writes as a thought (gpt-oss). Inside of a turn the order is its own: Gemma 4 writes the text behind the calls and
+their answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any, Literal, NamedTuple
+
+from verbatim.core.errors import EnvironmentFault
+from verbatim.core.types import Message
+from verbatim.models.renderers.base import Schemas
+from verbatim.models.renderers.message_windows import (
+    MOST_ALIKE,
+    SYSTEM_ROLES,
+    CallKind,
+    Lost,
+    Render,
+    TurnShape,
+    Window,
+    WindowProbes,
+    call_kind,
+    collapsed,
+    has_text,
+    shape_of,
+)
+from verbatim.models.renderers.remembered import Remembered
+
+LaterSystem = Literal["fold", "refuse"]
+"""What becomes of a system or developer message that the format does not write: see above, or an EnvironmentFault."""
+_PLANS, _BYTES, _BYTES_OF_A_ROLE = 4096, 2**22, 64
+_FOLD = 'orchestrator.renderer.later_system = "fold" writes it in another message'
+
+
+class Folded(NamedTuple):
+    """A conversation as a format can write it."""
+
+    messages: Sequence[Message]
+    """Those that are written."""
+    places: Sequence[int]
+    """Where each of them, or the first that it is made of, stands in what was given."""
+
+
+class _Plan(NamedTuple):
+    """How the system messages of one window, and answers to no call, are written. A run is several of them in a row."""
+
+    leads: bool = False
+    """The first run becomes one system message."""
+    folded: frozenset[int] = frozenset()
+    """Runs that become a user's message."""
+    joins: bool = False
+    """Such a message joins the users' messages beside it."""
+
+
+_AS_GIVEN = _Plan()
+
+
+class MessageSupport:
+    """What one chat format writes of messages.
+
+    Args:
+        render: The format, even where it leaves out a part.
+        who: Its name, for people.
+        later_system: What becomes of system messages that it does not write.
+    """
+
+    def __init__(self, render: Render, who: str, later_system: LaterSystem) -> None:
+        self._probes = WindowProbes(render)
+        self._who, self._later_system = who, later_system
+        self._plans: Remembered[Window, _Plan | int] = Remembered(_PLANS, _BYTES)
+
+    def folded(self, messages: Sequence[Message], tools: Schemas) -> Folded:
+        """The conversation with its system and developer messages where the format writes them.
+
+        Raises:
+            EnvironmentFault: one that it writes nowhere, or that `later_system` refuses.
+        """
+        if not any(message["role"] in SYSTEM_ROLES or message["role"] == "tool" for message in messages):
+            return Folded(messages, range(len(messages)))
+        done: list[Message] = []
+        places: list[int] = []
+        for start, end in _cuts(messages):
+            turn = messages[start] if messages[start]["role"] == "assistant" else None
+            if turn is not None:
+                done.append(turn)
+                places.append(start)
+            first = start if turn is None else start + 1
+            before = _role_before(done, len(done) - 1)
+            new = self._folded_behind(messages[first:end], first, (_below_system(done), bool(tools), before, turn))
+            done += new.messages
+            places += new.places
+        return Folded(done, places)
+
+    def appended(
+        self, messages: Sequence[Message], turn: Message, new: Sequence[Message], tools: Schemas
+    ) -> Sequence[Message]:
+        """New messages behind a sampled turn as they are written: what `folded` gives for the whole conversation.
+
+        Args:
+            messages: Those before the turn, folded.
+            turn: The sampled one.
+            new: Those behind it.
+            tools: The schemas that are shown.
+
+        Raises:
+            EnvironmentFault: the format leaves one of them out.
+        """
+        first, before = len(messages) + 1, _role_before(messages, len(messages))
+        end = next((place for place, message in enumerate(new) if message["role"] == "assistant"), len(new))
+        about = (_below_system(messages), bool(tools), before, turn)
+        behind = self._folded_behind(new[:end], first, about)
+        window = _window(about, [message["role"] for message in behind.messages], "prompt")
+        lost = self._probes.lost(window)
+        if lost is not None and lost.messages:
+            self._refuse_message(behind.messages, behind.places, lost)
+        return [*behind.messages, *new[end:]]
+
+    def check(self, given: Folded, tools: Schemas, add_generation_prompt: bool) -> None:
+        """Refuse a folded conversation of which the format leaves out a part.
+
+        Raises:
+            EnvironmentFault: names the field.
+        """
+        for window, start, end in _windows(given.messages, tools, add_generation_prompt):
+            lost = self._probes.lost(window)
+            if lost is None or lost.nothing:
+                continue  # what the format refuses, it refuses in its own words
+            if window.turn is not None:
+                turn, name = given.messages[start], f"messages[{given.places[start]}]"
+                self._refuse_calls(turn, name, window.turn, lost)
+                if lost.text and not self._is_thought(window):
+                    beside = "a text beside a call" if window.turn.calls else "this assistant's text"
+                    raise EnvironmentFault(
+                        f"{name}.content: {self._who} does not write {beside}; give the text a "
+                        "message of its own, or leave it out"
+                    )
+            first = start if window.turn is None else start + 1
+            if lost.messages:
+                self._refuse_message(given.messages[first:end], given.places[first:end], lost)
+
+    def naming(self, fault: EnvironmentFault, given: Folded, tools: Schemas, prompt: bool) -> EnvironmentFault:
+        """The format's refusal of a folded conversation, with the name of the message, if its shape tells."""
+        for window, start, end in _windows(given.messages, tools, prompt):
+            if self._probes.lost(window) is not None:
+                continue
+            if window.turn is not None and (field := self._refused_call(window, given.messages[start])):
+                return EnvironmentFault(f"messages[{given.places[start]}].{field}; {fault}")
+            places = [start] if window.turn is not None else []
+            places += [
+                start + len(places) + place
+                for _, place in collapsed(message["role"] for message in given.messages[start + len(places) : end])
+            ]
+            behind = len(places) - len(window.roles)
+            if window.end == "more" and self._probes.lost(window._replace(end="prompt")) is not None:
+                return EnvironmentFault(f"messages[{given.places[end]}]: {fault}")  # the next turn
+            refused = next((number for number in range(len(places)) if self._refuses(window, number + 1 - behind)), -1)
+            return EnvironmentFault(f"messages[{given.places[places[refused]]}]: {fault}")
+        return fault
+
+    def _refuses(self, window: Window, size: int) -> bool:
+        """Whether the format refuses the window with so many of the messages behind the turn."""
+        shorter = window._replace(roles=window.roles[:size], end="prompt" if size < len(window.roles) else window.end)
+        return self._probes.lost(shorter) is None
+
+    def _refused_call(self, window: Window, turn: Message) -> str:
+        """Of a refused window: the first call whose arguments are no JSON object, if it is not refused with objects; or
+        the second call, if one is not refused. Without either: ""."""
+        assert window.turn is not None
+        kinds = [call_kind(call["function"].get("arguments")) for call in turn.get("tool_calls") or ()]
+        odd = next((place for place, kind in enumerate(kinds) if kind != "object"), None)
+        plain: list[CallKind] = ["object"] * min(len(kinds), MOST_ALIKE)
+        mended = window._replace(turn=window.turn._replace(calls=tuple(plain)))
+        single = window._replace(turn=window.turn._replace(calls=tuple(plain[:1])))
+        if odd is not None and self._probes.lost(mended) is not None:
+            return f"tool_calls[{odd}].function.arguments: expected a JSON object"
+        if len(kinds) > 1 and self._probes.lost(single) is not None:
+            return "tool_calls[1]: expected one call"
+        return ""
+
+    def _is_thought(self, window: Window) -> bool:
+        """Whether a text beside a call is written until the turn has an answer, as thoughts are."""
+        if window.turn is None or not window.turn.calls or window.end != "more":
+            return False
+        lost = self._probes.lost(window._replace(end="prompt"))
+        return lost is None or not lost.text
+
+    def _refuse_calls(self, turn: Message, name: str, shape: TurnShape, lost: Lost) -> None:
+        if not lost.calls:
+            return
+        calls = turn.get("tool_calls") or ()
+        kinds = collapsed(call_kind(call["function"].get("arguments")) for call in calls)
+        place = kinds[lost.calls[0]][1]
+        field = f"{name}.tool_calls[{place}]"
+        if shape.calls[lost.calls[0]] != "object":
+            found = repr(calls[place]["function"].get("arguments"))
+            raise EnvironmentFault(
+                f"{field}.function.arguments: {self._who} writes no arguments but a JSON object, "
+                f"found {found[:80]}; send an object, or the call as text"
+            )
+        about = "no such call; leave it out, or say it as text"
+        if place:
+            about = "only one call of a message; give each call a message of its own, followed by its answer"
+        raise EnvironmentFault(f"{field}: {self._who} writes {about}")
+
+    def _refuse_message(self, messages: Sequence[Message], places: Sequence[int], lost: Lost) -> None:
+        """Refuse the first lost message; one without text has nothing to lose."""
+        kinds = collapsed(message["role"] for message in messages)
+        for number in lost.messages:
+            role, place = kinds[number]
+            if has_text(messages[place].get("content")):
+                what = "a tool's answer" if role == "tool" else f"a message of the role {role!r}"
+                raise EnvironmentFault(
+                    f"messages[{places[place]}].content: {self._who} does not write {what} in this "
+                    "place; say it in a user's message, or elsewhere"
+                )
+
+    def _folded_behind(
+        self, messages: Sequence[Message], first: int, about: tuple[bool, bool, str, Message | None]
+    ) -> Folded:
+        """The messages between two turns, the first of which is number `first` of the conversation."""
+        given = Folded(messages, range(first, first + len(messages)))
+        turn = about[-1]
+        foldable = (*SYSTEM_ROLES, *(() if turn is None or turn.get("tool_calls") else ("tool",)))
+        if not any(message["role"] in foldable for message in messages):
+            return given
+        if not all(isinstance(message.get("content") or "", str) for message in messages):
+            return given
+        plan = self._plan(_window(about, [message["role"] for message in messages], "prompt"))
+        if isinstance(plan, int):
+            runs = [(role, place + first) for role, place in collapsed(message["role"] for message in messages)]
+            role, place = runs[plan]
+            raise EnvironmentFault(
+                f"messages[{place}].content: {self._who} writes no message of the role {role!r} in "
+                f"this place{self._advice}"
+            )
+        return _apply(plan, given)
+
+    @property
+    def _advice(self) -> str:
+        if self._later_system == "refuse":
+            return f"; {_FOLD}"
+        return ", and no user's message instead of it; say it elsewhere"
+
+    def _plan(self, window: Window) -> _Plan | int:
+        """How the system messages of a window are written; the place of one that is not."""
+        found = self._plans.get(window)
+        if found is None:
+            found = self._found_plan(window)
+            self._plans.add(window, found, _BYTES_OF_A_ROLE * len(window.roles))
+        return found
+
+    def _found_plan(self, window: Window) -> _Plan | int:
+        foldable = (*SYSTEM_ROLES, *(("tool",) if self._folds_answers(window) else ()))
+        places = [place for place, role in enumerate(window.roles) if role in foldable]
+        lost = self._probes.lost(window)
+        missing = places if lost is None else [place for place in places if place in lost.messages]
+        if not missing:
+            return _AS_GIVEN
+        plan = next((plan for plan in _plans(window, set(missing)) if self._is_written(plan, window)), None)
+        if plan is None and lost is None:
+            return _AS_GIVEN  # what the format refuses in every form, it refuses in its own words
+        return missing[0] if plan is None or self._later_system == "refuse" else plan
+
+    def _folds_answers(self, window: Window) -> bool:
+        """Whether the answers of a window are to no call, on a format that writes those to a call."""
+        if "tool" not in window.roles or window.turn is None or window.turn.calls:
+            return False
+        call = TurnShape(has_text=False, thinks=False, calls=("object",))
+        lost = self._probes.lost(window._replace(before="user", turn=call, roles=("tool",)))
+        return lost is not None and lost.nothing
+
+    def _is_written(self, plan: _Plan, window: Window) -> bool:
+        roles = _roles(plan, window.roles)
+        lost = self._probes.lost(window._replace(roles=roles))
+        return lost is not None and all(roles[place] == "tool" for place in lost.messages)
+
+
+def _plans(window: Window, missing: set[int]) -> Iterator[_Plan]:
+    """The ways to fold a window, best first."""
+    runs = _runs(window.roles)
+    hit = {number for number, (_, run) in enumerate(runs) if missing.intersection(run)}
+    systems = hit | {number for number, (kind, _) in enumerate(runs) if kind == "system"}
+    if window.turn is None and runs[0][0] == "system":
+        for folded in (hit - {0}, systems - {0}):
+            yield _Plan(leads=True, folded=frozenset(folded))
+            yield _Plan(leads=True, folded=frozenset(folded), joins=True)
+    for folded in (hit, systems):
+        yield _Plan(folded=frozenset(folded))
+        yield _Plan(folded=frozenset(folded), joins=True)
+
+
+def _apply(plan: _Plan, given: Folded) -> Folded:
+    """Messages without a turn, written by a plan."""
+    if plan == _AS_GIVEN:
+        return given
+    written: list[Message] = []
+    places: list[int] = []
+    is_folded: list[bool] = []
+    for number, (_, run) in enumerate(_runs([message["role"] for message in given.messages])):
+        messages = [given.messages[place] for place in run]
+        folds = number in plan.folded
+        if folds or (plan.leads and number == 0):
+            text = _joined(messages)
+            messages = [{"role": "user" if folds else "system", "content": text}] if text or not folds else []
+        for offset, message in enumerate(messages):
+            joins = bool(written) and written[-1]["role"] == message["role"] == "user" and (folds or is_folded[-1])
+            if plan.joins and joins:
+                written[-1] = {**written[-1], "content": _joined([written[-1], message])}
+                is_folded[-1] = True
+            else:
+                written.append(message)
+                places.append(given.places[run[offset]])
+                is_folded.append(folds)
+    return Folded(written, places)
+
+
+def _roles(plan: _Plan, roles: Sequence[str]) -> tuple[str, ...]:
+    messages: list[Message] = [{"role": role, "content": "zq"} for role in roles]
+    folded = _apply(plan, Folded(messages, range(len(messages)))).messages
+    return tuple(role for role, _ in collapsed(message["role"] for message in folded))
+
+
+def _joined(messages: Sequence[Message]) -> str:
+    """The texts of messages, an empty line between them."""
+    return "\n\n".join(text for message in messages if (text := message.get("content") or ""))
+
+
+def _runs(roles: Sequence[str]) -> list[tuple[str, list[int]]]:
+    """Neighbours that are all system messages, all answers, or none of both: ("system", "tool" or "", their places)."""
+    kinds = ["system" if role in SYSTEM_ROLES else "tool" if role == "tool" else "" for role in roles]
+    return [(kind, [place for place, _ in run]) for kind, run in groupby(enumerate(kinds), key=lambda item: item[1])]
+
+
+def _below_system(messages: Sequence[Mapping[str, Any]]) -> bool:
+    return bool(messages) and messages[0]["role"] in SYSTEM_ROLES
+
+
+def _role_before(messages: Sequence[Message], place: int) -> str:
+    """The role of the message before a place; "" where there is none but the system message that leads."""
+    return "" if place < 1 or (place == 1 and _below_system(messages)) else messages[place - 1]["role"]
+
+
+def _cuts(messages: Sequence[Message]) -> Iterator[tuple[int, int]]:
+    """The windows of a conversation: (its first message, the one behind its last)."""
+    starts = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    starts = starts if starts and starts[0] == 0 else [0, *starts]
+    yield from zip(starts, [*starts[1:], len(messages)], strict=True)
+
+
+def _windows(messages: Sequence[Message], tools: Schemas, prompt: bool) -> Iterator[tuple[Window, int, int]]:
+    """The windows of a folded conversation, each with its first message and the one behind its last."""
+    below = _below_system(messages)
+    for start, end in _cuts(messages) if messages else ():
+        turn = messages[start] if messages[start]["role"] == "assistant" else None
+        roles = [message["role"] for message in messages[start if turn is None else start + 1 : end]]
+        before = _role_before(messages, start)
+        last: Literal["prompt", "end"] = "prompt" if prompt else "end"
+        yield _window((below, bool(tools), before, turn), roles, last if end == len(messages) else "more"), start, end
+
+
+def _window(
+    about: tuple[bool, bool, str, Message | None], roles: Sequence[str], end: Literal["prompt", "end", "more"]
+) -> Window:
+    below, has_tools, before, turn = about
+    return Window(
+        below_system=below and turn is not None,
+        has_tools=has_tools,
+        before=before,
+        turn=None if turn is None else shape_of(turn),
+        roles=tuple(role for role, _ in collapsed(roles)),
+        end=end,
+    )

@@ -1,0 +1,120 @@
+"""Reads the arguments of calls that are written one by one between tags, as they were sampled.
+
+A value has no quotes, so it may hold what looks like a tag. It ends where its closing tag is followed by the next
+argument or by the end of the call:
+
+    <parameter=text>
+    a </parameter> in a text
+    </parameter>
+    <parameter=times>
+    2
+    </parameter>
+
+is two arguments, "a </parameter> in a text" and 2. Where the text may mean another call, it is none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from verbatim.core.types import ParseStatus
+from verbatim.models.renderers.responses import NOT_JSON, parameters_of, read_json, types_of, word
+from verbatim.models.renderers.sampled_text import shown
+
+_TEXT = frozenset({"string"})
+_KEY = r'[^<>"\n]+?'
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArgumentTags:
+    """The text around an argument, white space at its ends aside.
+
+    Example, GLM: key `<arg_key>`, value `</arg_key>\\n<arg_value>`, ends `</arg_value>`.
+    """
+
+    key: str
+    """Before the key."""
+    value: str
+    """Between key and value."""
+    ends: str
+    """After the value."""
+    json: str = ""
+    """Between key and value where a format tells values that are no texts from texts; else empty."""
+    padding: tuple[str, str] = ("", "")
+    """The white space that is written before a value and behind it; it is no part of the value."""
+    gap: str = ""
+    """The white space that is written between two arguments."""
+
+    def read(self, text: str, name: str, tools: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ParseStatus]:
+        """The arguments of a call of the tool `name`, and whether they are all of this text.
+
+        Where the format writes this text for some arguments, to the letter, it is these; else white space between the
+        tags does not matter.
+        """
+        arguments, status = self._read(text, name, tools, self._exact)
+        return (arguments, status) if status == "ok" else self._read(text, name, tools, self._spaced)
+
+    @cached_property
+    def _exact(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
+        """(the beginning of an argument, the end of a value), with the white space that the format writes."""
+        value, json, key, ends = map(re.escape, (self.value, self.json, self.key, self.ends))
+        before, behind = self.padding
+        begins = rf"{key}({_KEY})(?:{value}{f'|({json})' if json else '()'}){before}"
+        return re.compile(rf"\s*{begins}"), re.compile(rf"{behind}{ends}(?={self.gap}{begins}|\s*\Z)")
+
+    @cached_property
+    def _spaced(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
+        """As `_exact`, however it is spaced."""
+        json = rf"|({spaced(self.json)})" if self.json else "()"
+        begins = rf"\s*{spaced(self.key)}({_KEY})(?:{spaced(self.value)}{json})"
+        before, behind = (f"(?:{space})?" for space in self.padding)
+        return re.compile(begins + before), re.compile(rf"{behind}{spaced(self.ends)}(?={begins}|\s*\Z)")
+
+    def _read(
+        self, text: str, name: str, tools: Sequence[Mapping[str, Any]], form: tuple[re.Pattern[str], re.Pattern[str]]
+    ) -> tuple[dict[str, Any], ParseStatus]:
+        begins, ends = form
+        arguments = dict[str, Any]()
+        known = parameters_of(tools, name)
+        status: ParseStatus = "ok"
+        place = 0
+        while text[place:].strip():
+            begun = begins.match(text, place)
+            ended = ends.search(text, begun.end()) if begun else None
+            if begun is None or ended is None:
+                return {}, "malformed_structure"
+            key, value = shown(begun[1]), text[begun.end() : ended.start()]
+            if key in arguments or (arguments and known and key not in known) or self._holds_another(value, known):
+                return {}, "malformed_structure"
+            types = types_of(tools, name, key) if not self.json else frozenset[str]() if begun[2] else _TEXT
+            arguments[key] = typed(shown(value), types)
+            if begun[2] and isinstance(arguments[key], str):
+                return {}, "malformed_structure"
+            status = "invalid_json" if arguments[key] is NOT_JSON else status
+            place = ended.end()
+        return arguments, status
+
+    def _holds_another(self, value: str, known: frozenset[str]) -> bool:
+        """Whether a value may be two arguments of which the first one has no end."""
+        return any(not known or shown(found[1]) in known for found in self._spaced[0].finditer(value))
+
+
+def typed(text: str, types: frozenset[str]) -> Any:
+    """An argument written without quotes: a text where it may be one, or else JSON or a template's word for it.
+
+    Where nothing is declared, what is no JSON is a text; where something else is, it is none: `NOT_JSON`.
+    """
+    is_word, meant = word(text, types)
+    if "string" in types or is_word:
+        return text if "string" in types else meant
+    value = read_json(text)
+    return text if isinstance(value, str) or (value is NOT_JSON and not types) else value
+
+
+def spaced(words: str) -> str:
+    """The pattern of these words and tags, however they are spaced."""
+    return r"\s*".join(map(re.escape, re.split(r"\s+|(?<=>)(?=<)", words.strip())))

@@ -1,0 +1,249 @@
+"""Defines the syntaxes of tool calls and reads calls. A model's syntax is never guessed from its output.
+
+`derived_syntax` finds it in what a chat format writes. Four forms are known, which cover Hermes, Mistral and Llama
+JSON, DeepSeek and Kimi, the XML of Qwen, GLM and others, and LFM:
+
+- `whole`: one JSON object with the name in it: `<tool_call>{"name": "look", "arguments": {"at": "Bonn"}}</tool_call>`
+- `named`: the name, then the arguments as a JSON object: `<|begin|>look<|sep|>{"at": "Bonn"}<|end|>`; between them the
+  call's id may stand, `[TOOL_CALLS]look[CALL_ID]a1b2c3d4e[ARGS]{"at": "Bonn"}`
+- `tagged`: the name, then each argument on its own: `<function=look><parameter=at>Bonn</parameter></function>`
+- `python`: a list of calls with keywords: `<|begin|>[look(at="Bonn")]<|end|>`
+
+A call counts only if its parts are all that stands between its marks, so nothing that was sampled there is left out of
+it. Everything else is kept as a text, with what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain, islice
+from typing import Any, Literal
+
+from verbatim.core.types import ToolCall
+from verbatim.models.renderers.python_calls import python_calls
+from verbatim.models.renderers.responses import NOT_JSON, check_call, is_json, read_json, unreadable
+from verbatim.models.renderers.sampled_text import shown
+from verbatim.models.renderers.tagged_calls import ArgumentTags, spaced
+
+Form = Literal["whole", "named", "tagged", "python"]
+
+ANY_NAME = "\ufdd6"
+_MOST_ENDS = 32
+"""Places that are tried as the end of a call; a text within a call may look like its end."""
+_NAME = re.compile(r"""[^\s<>"'=]+""")
+_ID = re.compile(r"(?:functions\.)?(.+):\d+")
+"""The id of a call that is its name too, Kimi's `functions.look:0`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolSyntax:
+    """The text around the parts of a call, stripped of white space at its ends."""
+
+    form: Form
+    before: str
+    """Before the first of several calls; may be empty, or hold `ANY_NAME` where the name of the tool stands."""
+    opens: str
+    """Before each call; empty in `whole` where a call is all there is."""
+    closes: str
+    """After each call."""
+    after: str = ""
+    """Behind the last of several calls; may be empty."""
+    listed: bool = False
+    """In `whole`: several calls are one JSON list."""
+    after_name: str = ""
+    """Between name and arguments."""
+    named_by_id: bool = False
+    """In `named`: the call's id stands in the place of the name, which is a part of it."""
+    after_id: str = ""
+    """In `named`: between a call's id, which stands behind `after_name`, and the arguments; empty where no id does."""
+    arguments: str = "arguments"
+    """In `whole`: the key of the arguments."""
+    others: frozenset[str] = frozenset()
+    """In `whole`: other keys that an object has."""
+    tags: ArgumentTags | None = None
+    """In `tagged`: the text around an argument."""
+    escapes: bool = True
+    """In `python`: whether the format writes a backslash of a text as two."""
+
+    def read(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, tuple[ToolCall, ...]]:
+        """The text beside the calls, each piece a line, and every attempted call in order; of a text as
+        `sampled_text.hide` leaves it.
+
+        Where arguments are written without quotes, the tools' schemas say which of them are texts.
+        """
+        if not self.opens:
+            # A call is all there is, or it is none: an answer may be JSON too.
+            call = self._bare(text)
+            return ("", (call,)) if call is not None else (text, ())
+        begun = self._begins.search(text)
+        if begun is None:
+            return text, ()
+        beside, calls = [self._before.sub("", text[: begun.start()].rstrip()).rstrip()], list[ToolCall]()
+        while begun is not None:
+            found, end = self._attempt(text, begun, tools)
+            calls += found
+            begun = self._begins.search(text, end)
+            if all(call.status == "ok" for call in found):  # behind another it may be a part of that
+                rest = self._after.sub("", text[end : len(text) if begun is None else begun.start()])
+                beside.append(self._before.sub("", rest.rstrip()).strip())
+        return "\n".join(filter(None, beside)), tuple(calls)
+
+    @property
+    def marks(self) -> list[str]:
+        """The texts with which calls begin, or something before them; none where a call is all there is."""
+        first = self.opens.split()[:1]
+        start, name, _ = self.before.partition(ANY_NAME)
+        return [*first, *([start if name else start + first[0]] if first else [])]
+
+    @cached_property
+    def _before(self) -> re.Pattern[str]:
+        return re.compile(re.escape(self.before).replace(ANY_NAME, _NAME.pattern) + r"\Z")
+
+    @cached_property
+    def _after(self) -> re.Pattern[str]:
+        return re.compile(rf"\A\s*{spaced(self.after)}")
+
+    @cached_property
+    def _begins(self) -> re.Pattern[str]:
+        """Finds where an attempt begins: the first word of what opens a call; but a word of prose begins none if the
+        rest does not follow it."""
+        first = self.opens.split()[0]
+        return re.compile(re.escape(first) if _is_tag(first) else rf"(?<!\w){spaced(self.opens)}")
+
+    @cached_property
+    def _opens(self) -> re.Pattern[str]:
+        return re.compile(spaced(self.opens))
+
+    @cached_property
+    def _closes(self) -> re.Pattern[str]:
+        return re.compile(spaced(self.closes))
+
+    def _attempt(
+        self, text: str, begun: re.Match[str], tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[Sequence[ToolCall], int]:
+        """The calls of one attempt, and where it ends: at the first place where its parts are all that stands before
+        it, or else at the first close or the next attempt."""
+        opened = self._opens.match(text, begun.start())
+        following = self._begins.search(text, begun.end())
+        limit = len(text) if following is None else following.start()
+        if opened is not None:
+            for end, behind in islice(self._ends(text, opened.end(), limit), _MOST_ENDS):
+                if self.tags is not None and end > limit:
+                    break  # a value without quotes holds no other call
+                calls = self._calls(text[opened.end() : end], tools)
+                if all(call.status == "ok" for call in calls) and not self._goes_on(text, behind):
+                    return calls, behind
+        closed = self._closes.search(text, begun.end(), limit) if self.closes else None
+        body = text[begun.end() if opened is None else opened.end() : limit if closed is None else closed.start()]
+        end = limit if closed is None else closed.end()
+        if closed is None and self.closes:
+            return [unreadable(shown(body.strip()), "unclosed_block")], end
+        calls = self._calls(body, tools) if opened is not None else ()
+        if not calls or all(call.status == "ok" for call in calls):  # it is more than its parts
+            calls = [unreadable(shown(body.strip()), "malformed_structure")]
+        return calls, end
+
+    def _ends(self, text: str, start: int, limit: int) -> Iterator[tuple[int, int]]:
+        """Where the parts of a call may end, and what closes it too; without a close it is the next attempt."""
+        if not self.closes:
+            later = (found.start() for found in self._begins.finditer(text, limit))
+            return ((end, end) for end in chain(later, [len(text)]))
+        return ((found.start(), found.end()) for found in self._closes.finditer(text, start))
+
+    def _goes_on(self, text: str, end: int) -> bool:
+        """Whether a call without quotes is closed again before the next one: its value may be longer."""
+        following = self._begins.search(text, end) if self.tags is not None else None
+        limit = len(text) if following is None else following.start()
+        return self.tags is not None and self._closes.search(text, end, limit) is not None
+
+    def _calls(self, body: str, tools: Sequence[Mapping[str, Any]]) -> Sequence[ToolCall]:
+        """The calls of which this is all the text."""
+        raw = shown(body.strip())
+        if self.form == "python":
+            return python_calls(raw, escapes=self.escapes)
+        if self.form != "whole":
+            return [self._named(body) if self.tags is None else self._tagged(body, self.tags, tools)]
+        value = read_json(raw)
+        if self.listed and isinstance(value, list):
+            return [self._whole(item, json.dumps(item) if is_json(item) else raw) for item in value]
+        return [self._whole(value, raw)]
+
+    @property
+    def _is_quoted(self) -> bool:
+        """Whether white space beside the name is a part of it: `name="look"`, `<function=look>`."""
+        return self.opens.endswith(('"', "="))
+
+    def _whole(self, value: Any, raw: str) -> ToolCall:
+        if value is NOT_JSON:
+            return unreadable(raw, "invalid_json")
+        if not isinstance(value, dict):
+            return unreadable(raw, "malformed_structure")
+        if not value.get("name"):
+            return unreadable(raw, "missing_name")
+        if not self.others.issuperset(value.keys() - {"name", self.arguments}):
+            return unreadable(raw, "malformed_structure")
+        call_id = value.get("id")
+        call = check_call(value["name"], value.get(self.arguments, {}), "ok", raw)
+        return replace(call, id=call_id) if isinstance(call_id, str) and is_json(call_id) else call
+
+    def _bare(self, text: str) -> ToolCall | None:
+        """Read a call without marks around it: JSON with a name and arguments, or the start of such; else an answer."""
+        raw = shown(text.strip())
+        value = read_json(raw)
+        if value is NOT_JSON:
+            begins = re.match(rf'\{{\s*"name"\s*:\s*"[^"]*"\s*,\s*"{re.escape(self.arguments)}"\s*:\s*\{{', raw)
+            return unreadable(raw, "invalid_json") if begins else None
+        named = isinstance(value, dict) and isinstance(value.get("name"), str)
+        return self._whole(value, raw) if named and isinstance(value.get(self.arguments), dict) else None
+
+    def _named(self, text: str) -> ToolCall:
+        raw = shown(text.strip())
+        name, found, rest = _partition(text, self.after_name) if self.after_name else _before_brace(text)
+        name = name if self._is_quoted else name.strip()
+        if not name:
+            return unreadable(raw, "missing_name")
+        call_id, found_id, rest = _partition(rest, self.after_id) if self.after_id else ("", True, rest)
+        value = read_json(shown(rest)) if found and found_id else NOT_JSON
+        if value is NOT_JSON:
+            return unreadable(raw, "invalid_json")
+        name_of_id = _ID.fullmatch(name) if self.named_by_id else None
+        is_name = _NAME.fullmatch(name) is not None and (name_of_id is not None or not self.named_by_id)
+        is_id = not self.after_id or _NAME.fullmatch(call_id.strip()) is not None
+        if not (is_name and is_id) or self._begins.search(name + call_id) is not None:  # another call begins there
+            return unreadable(raw, "malformed_structure")
+        call = check_call(shown(name if name_of_id is None else name_of_id[1]), value, "ok", raw)
+        # Formats that write the id of a call expect the answer to name it.
+        return replace(call, id=shown(call_id.strip() if name_of_id is None else name))
+
+    def _tagged(self, text: str, tags: ArgumentTags, tools: Sequence[Mapping[str, Any]]) -> ToolCall:
+        raw = shown(text.strip())
+        space = "" if self._is_quoted else r"\s*"
+        # Where nothing is written behind the name, white space or a tag ends it.
+        ends = rf"{space}{spaced(self.after_name)}" if self.after_name else rf"\s*(?={spaced(tags.key)}|\Z)"
+        named = re.match(rf"{space}({_NAME.pattern}){ends}", text)
+        if named is None:
+            is_missing = re.match(rf"\s*{ends}", text) is not None
+            return unreadable(raw, "missing_name" if is_missing else "malformed_structure")
+        name = shown(named[1])
+        arguments, status = tags.read(text[named.end() :], name, tools)
+        return check_call(name, arguments, status, raw) if status != "malformed_structure" else unreadable(raw, status)
+
+
+def _is_tag(word: str) -> bool:
+    """Whether a word is a marker: it has a character that plain sentences do not have."""
+    return any(not (c.isalnum() or c in ".,:;!?'\"()-") for c in word)
+
+
+def _partition(text: str, words: str) -> tuple[str, bool, str]:
+    """The text before and after these words, however they are spaced."""
+    found = re.search(spaced(words), text)
+    return (text[: found.start()], True, text[found.end() :]) if found else (text, False, "")
+
+
+def _before_brace(text: str) -> tuple[str, bool, str]:
+    name, brace, rest = text.partition("{")
+    return name, bool(brace), brace + rest

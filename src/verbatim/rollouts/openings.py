@@ -1,0 +1,171 @@
+"""Measures the opening prompts of an environment's examples: the policy samples nothing of one that leaves no room."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verbatim.core.types import Example, RolloutIdentity, StopReason
+from verbatim.environments.base import Environment
+from verbatim.models.renderers.base import Renderer
+from verbatim.models.renderers.conversation import Conversation
+from verbatim.rollouts.episode import EpisodeRun
+from verbatim.rollouts.group import run_together
+from verbatim.rollouts.loop import Answer, EpisodeLimits, EpisodeLoop, Prompt
+from verbatim.rollouts.recorder import Recorder
+from verbatim.rollouts.seeds import derive_seed
+
+CHARACTERS_PER_TOKEN = 4
+"""English text has about so many; other languages and numbers have fewer, so a prompt may be longer than estimated."""
+_AT_ONCE = 16
+"""Episodes that are started at a time."""
+_HOPELESS = 8
+"""An environment of which the first examples cannot be measured is given up after so many."""
+_MOST_NAMED = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Openings:
+    """What was measured of one split."""
+
+    num_examples: int
+    """All there are."""
+    num_measured: int
+    """Those that were measured."""
+    too_long: Mapping[str, int]
+    """Tokens of the opening prompts that leave no room in the context, by the example's id."""
+    seq_len: int
+    """Tokens of the context."""
+    is_exact: bool
+    """Whether a renderer counted the tokens; else they are estimated from the characters."""
+    first_fault: str | None = None
+    """Why the first example that could not be measured was not; None = there is none."""
+    seconds: float | None = None
+    """After how long it was given up; None = it was not."""
+
+    @property
+    def none_fits(self) -> bool:
+        """Whether it is known that nothing can be sampled of any example."""
+        return self.is_exact and len(self.too_long) == self.num_examples > 0
+
+    @property
+    def found(self) -> str | None:
+        """Which opening prompts are too long; None = no such one was found."""
+        if not self.too_long:
+            return None
+        about = "" if self.is_exact else "about "
+        named = [f"{name!r} ({about}{tokens:,} tokens)" for name, tokens in self.too_long.items()]
+        more = f" and {len(named) - _MOST_NAMED:,} more" if len(named) > _MOST_NAMED else ""
+        return (
+            f"the opening prompts of {len(named):,} of {self.num_measured:,} examples leave no room in seq_len = "
+            f"{self.seq_len:,}, tools included: {', '.join(named[:_MOST_NAMED])}{more}"
+        )
+
+    @property
+    def left_out(self) -> str | None:
+        """What was not looked at, and why; None = everything was."""
+        rest = self.num_examples - self.num_measured
+        if not rest:
+            return None
+        why = f"after {self.seconds:g} s the others were left out" if self.seconds is not None else self.first_fault
+        return f"the opening prompts of {rest:,} of {self.num_examples:,} examples were not measured: {why}"
+
+
+async def measure_openings(
+    environment: Environment,
+    examples: Sequence[Example],
+    *,
+    seq_len: int,
+    renderer: Renderer | None = None,
+    seconds: float = 20.0,
+    clock: Callable[[], float] = time.monotonic,
+) -> Openings:
+    """Start an episode of each example, and measure the first prompt that it asks the policy for; nothing is sampled.
+
+    An episode that owns its control flow runs up to there. Where the opening depends on the episode's seed, one seed is
+    looked at. Where it takes longer than `seconds`, the rest is left out.
+
+    Args:
+        environment: Its episodes are closed again, and never scored.
+        examples: In the order in which they are measured.
+        seq_len: Tokens of the context.
+        renderer: Of the model; None = tokens are estimated from the characters.
+        seconds: For all of them.
+        clock: For tests.
+
+    Raises:
+        ModelError: the model's chat format cannot show an episode's tools.
+    """
+    end, waiting = clock() + seconds, iter(examples)
+    tokens: dict[str, int] = {}
+    faults: list[str] = []
+    late = False
+
+    async def work() -> None:
+        nonlocal late
+        for example in waiting:
+            late = late or clock() >= end
+            if late or (len(faults) >= _HOPELESS and not tokens):
+                return
+            found = await _measured(environment, example, renderer, seconds)
+            if isinstance(found, int):
+                tokens[example.id] = found
+            else:
+                faults.append(f"example {example.id!r}: {found}")
+
+    await run_together(work() for _ in range(_AT_ONCE))
+    return Openings(
+        num_examples=len(examples),
+        num_measured=len(tokens),
+        seq_len=seq_len,
+        is_exact=renderer is not None,
+        too_long={e.id: tokens[e.id] for e in examples if tokens.get(e.id, 0) >= seq_len},
+        first_fault=faults[0] if faults else None,
+        seconds=seconds if late else None,
+    )
+
+
+async def _measured(environment: Environment, example: Example, renderer: Renderer | None, seconds: float) -> int | str:
+    """The tokens of one opening prompt, or why it has none."""
+    seed = derive_seed(0, "opening", example.id)
+    loop = _Measuring(renderer, seconds)
+    run = EpisodeRun(lambda: environment.start(example, seed), loop, RolloutIdentity(example_id=example.id))
+    await run.run()
+    return loop.tokens if loop.tokens is not None else str(run.trajectory().error)
+
+
+class _Measuring(EpisodeLoop):
+    """Ends the episode at its first prompt."""
+
+    def __init__(self, renderer: Renderer | None, seconds: float) -> None:
+        super().__init__(limits=EpisodeLimits(timeout=seconds), recorder=Recorder(1))
+        self._renderer = renderer
+        self.tokens: int | None = None
+
+    async def complete(self, prompt_ids: Sequence[int], *given: Any, **more: Any) -> Any:
+        """The same for an environment that renders by itself."""
+        self._measure(len(prompt_ids))
+
+    async def _answer(self, prompt: Prompt) -> Answer:
+        self._measure(_num_tokens(prompt, self._renderer))
+        raise AssertionError("the episode is over")
+
+    def _measure(self, num_tokens: int) -> None:
+        self.tokens = num_tokens if self.tokens is None else self.tokens
+        self._end(StopReason.CANCELLED)
+
+
+def _num_tokens(prompt: Prompt, renderer: Renderer | None) -> int:
+    if renderer is not None:
+        return len(Conversation.open(renderer, prompt.messages, prompt.schemas or None).prompt_ids)
+    return sum(map(len, _texts(prompt))) // CHARACTERS_PER_TOKEN
+
+
+def _texts(prompt: Prompt) -> Iterator[str]:
+    for message in prompt.messages:
+        yield str(message.get("content") or "")
+    for schema in prompt.schemas:
+        yield json.dumps(schema, default=str)

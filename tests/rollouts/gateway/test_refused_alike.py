@@ -1,0 +1,238 @@
+"""What the gateway and `verbatim serve` refuse in one way: half a character, compressed bodies, begun answers."""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import gzip
+import itertools
+import json
+import zlib
+
+import aiohttp
+import pytest
+from scripted_gateway import scripted
+
+from byte_renderer import ByteRenderer
+from lost_messages import renderer_of, sampler_for
+from verbatim.core.errors import UsageError
+from verbatim.inference.http import lone_surrogates
+from verbatim.inference.http.lone_surrogates import find_lone_surrogate
+from verbatim.inference.http.request_body import read_json
+from verbatim.inference.http.server import serve_sampler
+from verbatim.rollouts.gateway import Gateway
+from verbatim.rollouts.gateway.session_settings import SessionRefusal
+from verbatim.rollouts.gateway.wire import read_object
+
+pytestmark = pytest.mark.realtime
+SERVERS = ["gateway", "serve"]
+HELLO = {"role": "user", "content": "hi"}
+CHAT, RESPONSES, MESSAGES = "chat/completions", "responses", "messages"
+ROUTES = [CHAT, RESPONSES, MESSAGES, "messages/count_tokens"]
+ERROR_TYPE = "invalid_request_error"
+
+
+@contextlib.asynccontextmanager
+async def poster(server, renderer=None):
+    """Sends bytes to a route: (status, content type, JSON of the answer). By default messages are bytes."""
+    sampler, renderer = (scripted(), ByteRenderer()) if renderer is None else (sampler_for(renderer), renderer)
+    async with contextlib.AsyncExitStack() as stack:
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+        if server == "gateway":
+            episode = (await stack.enter_async_context(Gateway(sampler, renderer))).episode()
+            stack.push_async_callback(episode.finish)
+            url, key = episode.base_url, episode.api_key
+        else:
+            serving = await stack.enter_async_context(serve_sampler(sampler, renderer=renderer))
+            url, key = f"{serving.url}/v1", "none"
+
+        async def post(route, data, **headers):
+            sent = {"authorization": f"Bearer {key}", "content-type": "application/json", **headers}
+            async with http.post(f"{url}/{route}", data=data, headers=sent) as answer:
+                return answer.status, answer.content_type, json.loads(await answer.read())
+
+        yield post
+
+
+def body_of(route, text="hi", **fields):
+    messages = [{"role": "user", "content": text}]
+    own = {"input": messages} if route == RESPONSES else {"messages": messages, "max_tokens": 9}
+    return {"model": "policy", **own, **fields}
+
+
+def error_of(route, answer):
+    """The error in an answer of the route's own form."""
+    if route.startswith(MESSAGES):
+        assert answer["type"] == "error"
+    return answer["error"]
+
+
+@pytest.mark.parametrize("server", SERVERS)
+async def test_half_a_character_is_told_with_its_field_and_place(server):
+    async with poster(server) as post:
+        for route in ROUTES:
+            holder = "input" if route == RESPONSES else "messages"
+            status, kind, answer = await post(route, json.dumps(body_of(route, "so \ud83d")).encode())
+            error = error_of(route, answer)
+            assert (status, kind) == (400, "application/json")
+            assert error["message"] == (
+                f"{holder}[0].content holds the lone surrogate U+D83D at position 3, half of a character; send both "
+                r'halves (as in "\ud83d\ude42"), or leave it out'
+            )
+            if not route.startswith(MESSAGES):  # Anthropic's errors have no place for a field
+                assert error["param"] == f"{holder}.content"
+
+
+@pytest.mark.parametrize("server", SERVERS)
+async def test_a_whole_character_is_read_however_it_is_written(server):
+    async with poster(server) as post:
+        for route in ROUTES:
+            for as_escapes in (True, False):
+                data = json.dumps(body_of(route, "🙂"), ensure_ascii=as_escapes)
+                status, _, answer = await post(route, data.encode())
+                assert status == 200, answer
+
+
+@pytest.mark.parametrize("server", SERVERS)
+async def test_a_compressed_body_is_refused_in_the_protocols_form(server):
+    data = {route: json.dumps(body_of(route)).encode() for route in ROUTES}
+    ways = {
+        "gzip": gzip.compress,
+        "deflate": zlib.compress,
+        "zstd": lambda body: b"\x28\xb5\x2f\xfd" + body,
+        "br": lambda body: b"\x8b" + body,
+        "gzip, zstd": gzip.compress,
+    }
+    async with poster(server) as post:
+        for route in ROUTES:
+            for encoding, made in ways.items():
+                status, kind, answer = await post(route, made(data[route]), **{"content-encoding": encoding})
+                assert (status, kind) == (415, "application/json")
+                error = error_of(route, answer)
+                assert error["type"] == ERROR_TYPE
+                assert error["message"] == (
+                    f"content-encoding = '{encoding}': compressed bodies are not read; send "
+                    "the body as it is, without content-encoding"
+                )
+            status, _, answer = await post(route, data[route], **{"content-encoding": "identity"})
+            assert status == 200, answer
+
+
+@pytest.mark.parametrize("server", SERVERS)
+async def test_an_answer_that_was_begun_and_a_late_result_are_refused(server):
+    begun = [HELLO, {"role": "assistant", "content": "It is"}]
+    async with poster(server) as post:
+        for route in ROUTES:
+            body = body_of(route)
+            body["input" if route == RESPONSES else "messages"] = begun
+            status, _, answer = await post(route, json.dumps(body).encode())
+            assert status == 400
+            assert "which would have to be continued" in error_of(route, answer)["message"]
+        late = [
+            HELLO,
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "add", "input": {}}]},
+            {
+                "role": "user",
+                "content": [
+                    {"type": "text", "text": "see"},
+                    {"type": "tool_result", "tool_use_id": "c", "content": "3"},
+                ],
+            },
+        ]
+        status, _, answer = await post(MESSAGES, json.dumps({"max_tokens": 9, "messages": late}).encode())
+        assert status == 400
+        said = "messages[2].content: the result of a call stands behind"
+        assert error_of(MESSAGES, answer)["message"].startswith(said)
+
+
+async def test_half_a_character_in_a_reward_is_told_too():
+    async with poster("gateway") as post:
+        status, _, answer = await post("reward", rb'{"reward": {"a\udc00": 1.0}}')
+        assert (status, answer["error"]["message"].partition(";")[0]) == (
+            400,
+            "a key of reward holds the lone surrogate U+DC00 at position 1, half of a character",
+        )
+        status, _, answer = await post("reward", rb'{"reward": "\ud83d" NaN}')
+        assert (status, answer["error"]["message"][:19]) == (400, "the body is no JSON")
+
+
+def test_the_first_lone_surrogate_of_a_value_is_found():
+    assert doctest.testmod(lone_surrogates).failed == 0
+    assert find_lone_surrogate({"a": ["🙂", {"b": "ö"}], "c": 1, "d": None}) is None
+    found = find_lone_surrogate({"tools": [{}, {"function": {"description": "\udfff"}}]})
+    assert found.field == "tools.function.description"
+    assert found.sentence.startswith("tools[1].function.description holds the lone surrogate U+DFFF at position 0")
+    assert find_lone_surrogate("x\ud800").sentence.startswith("the body holds the lone surrogate U+D800 at position 1")
+
+
+def deep(levels):
+    """An object whose values are nested so deep, as JSON text."""
+    return '{"a": ' + "[" * (levels - 1) + "1" + "]" * (levels - 1) + "}"
+
+
+def with_arguments(route, arguments):
+    """A conversation in which a call was made with these arguments, given as JSON text."""
+    tool = {"name": "add", "parameters": {"type": "object"}}
+    if route == CHAT:
+        call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
+        messages = [
+            HELLO,
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c", "content": "3"},
+        ]
+        return {"model": "policy", "messages": messages, "tools": [{"type": "function", "function": tool}]}
+    if route == RESPONSES:
+        items = [
+            HELLO,
+            {"type": "function_call", "call_id": "c", "name": "add", "arguments": arguments},
+            {"type": "function_call_output", "call_id": "c", "output": "3"},
+        ]
+        return {"model": "policy", "input": items, "tools": [{"type": "function", **tool}]}
+    call = {"type": "tool_use", "id": "c", "name": "add", "input": json.loads(arguments)}
+    messages = [
+        HELLO,
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "3"}]},
+    ]
+    return {
+        "model": "policy",
+        "max_tokens": 9,
+        "messages": messages,
+        "tools": [{"name": "add", "input_schema": {"type": "object"}}],
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("template", ["qwen3_5_think", "llama3_1"])
+async def test_arguments_that_are_nested_too_deep_are_refused_by_their_field(template):
+    """On every route of both servers, streamed or not, however deep: also deeper than Python reads JSON."""
+    for server in SERVERS:
+        async with poster(server, renderer_of(template)) as post:
+            for route, levels, stream in itertools.product(ROUTES, (64, 800, 20_000), (False, True)):
+                if route.startswith(MESSAGES) and levels > 800:
+                    continue  # its arguments are no text, and the body is none
+                body = {**with_arguments(route, deep(levels)), "stream": stream}
+                status, _, answer = await post(route, json.dumps(body).encode())
+                error = error_of(route, answer)
+                assert (status, error["type"]) == (400, ERROR_TYPE), (server, route, levels)
+                in_block = "messages is nested deeper than 64 levels, at messages[1].content[0].input.a"
+                in_call = "nested deeper than 64 levels", "message 1 ", "tool_calls[0].function.arguments"
+                for told in (in_block,) if route.startswith(MESSAGES) else in_call:
+                    assert told in error["message"]
+            for route in ROUTES:
+                status, _, answer = await post(route, json.dumps(with_arguments(route, deep(55))).encode())
+                assert status == 200, answer
+
+
+@pytest.mark.parametrize("read", [lambda data: read_object(data, 100), read_json], ids=SERVERS)
+@pytest.mark.parametrize("number", [2**53 + 1, 2**64 - 1, 2**64 + 1, -(2**63) - 1])
+def test_an_integer_is_the_one_that_was_sent(read, number):
+    assert read(b'{"input": {"at": [%d]}}' % number) == {"input": {"at": [number]}}
+
+
+@pytest.mark.parametrize(
+    ("read", "refusal"), [(lambda data: read_object(data, 100), SessionRefusal), (read_json, UsageError)], ids=SERVERS
+)
+def test_an_integer_of_more_digits_than_python_reads_is_refused(read, refusal):
+    with pytest.raises(refusal, match=r"the body is (no|not) JSON"):
+        read(b'{"input": %s}' % (b"9" * 5000))
