@@ -74,3 +74,17 @@ def test_what_is_kept_aside_gets_a_number_of_its_own(tmp_path: Path):
         (tmp_path / "log").write_text(text)
         disk.keep_aside(tmp_path / "log")
     assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"log.damaged-1": "first", "log.damaged-2": "second"}
+
+
+def test_a_folder_that_is_made_again_is_kept_aside_where_somebody_has_put_a_file_into_it(tmp_path: Path):
+    target = tmp_path / "final"
+    for text in ("first", "second", "third"):
+        with disk.making(target) as partial:
+            (partial / "model").write_text(text)
+        if text == "second":
+            (target / "sub").mkdir()
+            (target / "sub/card.md").write_text("mine")
+    assert (target / "model").read_text() == "third"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["final", "final.kept-1"]
+    assert (tmp_path / "final.kept-1/sub/card.md").read_text() == "mine"
+    assert (tmp_path / "final.kept-1/model").read_text() == "second"

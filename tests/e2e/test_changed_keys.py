@@ -133,6 +133,25 @@ def test_another_model_or_adapters_are_refused(place, capsys):
     resumed(place, "adapters", "--trainer.lora.r", "4", status=USAGE)
 
 
+def test_what_somebody_put_into_the_folders_of_a_run_stays(place):
+    """Made longer, the run writes `final/` anew and retires older checkpoints."""
+    run = place / "notes"
+    shutil.copytree(place / "whole", run, symlinks=True)
+    oldest = min(path.name for path in (run / "checkpoints").glob("step_*"))
+    (run / "final/README.md").write_text("a model card\n")
+    (run / "checkpoints" / oldest / "why.txt").write_text("before the rate changed\n")
+    before = (run / "final/model.safetensors").read_bytes()
+    resumed(place, "notes", "--checkpoint.keep-last", "1")
+    assert (run / "final.kept-1/README.md").read_text() == "a model card\n"
+    assert (run / "final.kept-1/model.safetensors").read_bytes() == before
+    assert sorted(path.name for path in (run / "final").iterdir()) == sorted(
+        path.name for path in (place / "whole/final").iterdir()
+    )
+    notes = list((run / "checkpoints").rglob("why.txt"))
+    assert [note.read_text() for note in notes] == ["before the rate changed\n"]
+    assert notes[0].parent.name == f"{oldest}.kept-1"
+
+
 def test_a_warm_start_is_not_made_later(place):
     said = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "gone"}]
     (place / "said.jsonl").write_text(json.dumps({"messages": said}) + "\n")

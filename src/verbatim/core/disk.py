@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from verbatim.core.errors import UsageError
 from verbatim.core.machine_faults import naming
+
+logger = logging.getLogger(__name__)
 
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP)
 """Errors where there is nothing to sync: a device, or folders of some file systems."""
@@ -75,14 +78,38 @@ def rename(source: Path, target: Path) -> None:
 @contextlib.contextmanager
 def making(target: Path) -> Iterator[Path]:
     """Context manager for an empty folder `.{name}.partial` that replaces `target` when the block ends without an
-    error: after a loss of power the target is whole, or is not there."""
+    error: after a loss of power the target is whole, or is not there. A target with files that the new folder does not
+    have is kept aside, because somebody may have put them there."""
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     yield partial
     sync_tree(partial)
-    shutil.rmtree(target, ignore_errors=True)
+    remove_folder(target, ours=files_below(partial))
     rename(partial, target)
+
+
+def files_below(folder: Path) -> set[str]:
+    """Paths of all files and links below a folder, relative to it and with `/`; empty where there is no folder."""
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()}
+
+
+def remove_folder(folder: Path, ours: Container[str]) -> None:
+    """Remove a folder that we have made; where it holds other files too, keep it aside as `{name}.kept-1`.
+
+    Args:
+        folder: It need not be there.
+        ours: Paths of the files that we make in it, relative to it.
+
+    Raises:
+        OSError: the system refused.
+    """
+    others = sorted(name for name in files_below(folder) if name not in ours)
+    if others:
+        aside = keep_aside(folder, why="kept")
+        logger.warning("%s is kept as %s, because it holds %s, which the run has not written", folder, aside, others[0])
+    elif folder.is_dir():
+        shutil.rmtree(folder)
 
 
 def write_file(path: Path, data: bytes, *, temporary: Path | None = None, private: bool = False) -> None:
@@ -210,17 +237,18 @@ def link_or_copy(source: str | Path, target: str | Path) -> None:
         shutil.copy2(source, target)
 
 
-def keep_aside(path: Path, folder: Path | None = None) -> Path:
+def keep_aside(path: Path, folder: Path | None = None, why: str = "damaged") -> Path:
     """Rename a damaged file or folder, so that it is neither used nor lost; returns the new path.
 
     Args:
         path: What is damaged.
         folder: Where it is kept; by default where it is.
+        why: What stands in its new name.
 
     Example: `metrics.jsonl` becomes `metrics.jsonl.damaged-1`, the next one `metrics.jsonl.damaged-2`.
     """
     number, folder = 1, folder or path.parent
-    while (aside := folder / f"{path.name}.damaged-{number}").exists():
+    while (aside := folder / f"{path.name}.{why}-{number}").exists():
         number += 1
     rename(path, aside)
     return aside

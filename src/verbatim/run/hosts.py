@@ -13,13 +13,13 @@ from rich.console import Console
 
 from verbatim.config import dump_config
 from verbatim.config.schema import RunConfig
-from verbatim.core.disk import make_folder, rename, sync_tree, write_file
+from verbatim.core.disk import make_folder, remove_folder, rename, sync_tree, write_file
 from verbatim.core.errors import RunStopped, UsageError
 from verbatim.core.machine_faults import describe
 from verbatim.core.texts import shown
 from verbatim.logs.checkpoints import CONFIG, ORCHESTRATOR, TRAINER, CheckpointStore, RunFolder, find_damage
 from verbatim.logs.checkpoints.lock import ANOTHER_FOLDER, is_locked
-from verbatim.logs.checkpoints.seal import MANIFEST, read_manifest
+from verbatim.logs.checkpoints.seal import MANIFEST, listed_files, read_manifest
 from verbatim.rollouts.main_loop import run_main
 from verbatim.run.parts import needs_first_model
 from verbatim.trainer.transport.mirror.link import Link
@@ -138,7 +138,7 @@ async def _fetch_run(link: Link, config: RunConfig, folder: RunFolder, console: 
     store = CheckpointStore(folder.checkpoints, read_only=True)
     for step in store.steps():
         if f"checkpoints/step_{step:06d}" != checkpoint:  # copies, of which the orchestrator's host has newer ones
-            shutil.rmtree(folder.checkpoints / f"step_{step:06d}")
+            store.remove(step)
     for left in folder.checkpoints.glob(".fetching-*"):  # of a checkpoint that an earlier process did not get whole
         shutil.rmtree(left)
     return checkpoint
@@ -166,7 +166,7 @@ async def _fetch_folder(link: Link, run: Path, name: str, files: Files, console:
                 f"{target} differs from that of the run at {link.url}: it is of another run. Give this "
                 "trainer another folder, --run-dir FOLDER"
             )
-        shutil.rmtree(target)  # a copy
+        remove_folder(target, ours=listed_files(target))  # a copy
     partial = target.with_name(f".fetching-{target.name}")
     size = sum(size for size, _ in files.values())
     console.print(f"fetching {name}, {size / 2**20:,.1f} MiB", soft_wrap=True)

@@ -10,8 +10,8 @@ import pytest
 from verbatim.cli.main import main
 from verbatim.config import RunConfig, load_config
 from verbatim.core.errors import UsageError
-from verbatim.logs.checkpoints import ORCHESTRATOR, TRAINER, RunFolder, holding
-from verbatim.logs.checkpoints.hold import hold_new
+from verbatim.logs.checkpoints import ORCHESTRATOR, TRAINER, RunFolder, hold, holding
+from verbatim.logs.checkpoints.hold import Held, hold_new
 from verbatim.logs.checkpoints.lock import FolderLock, is_locked
 from verbatim.logs.checkpoints.ownership import MARKER, claim
 
@@ -142,6 +142,54 @@ def test_a_folder_that_is_given_up_until_it_was_locked_is_claimed_again(tmp_path
     assert names_in(tmp_path / "mine") == ["orchestrator.lock", MARKER]
     held.give_up()
     assert names_in(tmp_path / "mine") == []
+
+
+def test_a_folder_that_is_being_given_up_is_not_taken_for_somebody_elses(tmp_path: Path, monkeypatch):
+    """The marker is gone, and the lock is not: the second command waits for neither, and is not refused."""
+    mine = tmp_path / "mine"
+    first = hold_new(mine)
+    taken: list[Held] = []
+    remove = FolderLock.remove
+
+    def removed_in_the_middle(lock: FolderLock) -> None:
+        monkeypatch.undo()
+        with pytest.raises(UsageError, match=r"is in use by process \d+"):
+            hold_new(mine)
+        remove(lock)
+        taken.append(hold_new(mine))
+
+    monkeypatch.setattr(FolderLock, "remove", removed_in_the_middle)
+    first.give_up()
+    assert names_in(mine) == ["orchestrator.lock", MARKER]
+    assert is_locked(mine / "orchestrator.lock")
+    taken[0].give_up()
+    assert not is_locked(mine / "orchestrator.lock")
+
+
+@pytest.mark.parametrize("text", ["my own notes\n", "12345\n67890\n", "12345"])
+def test_a_lock_of_that_name_that_is_no_lock_of_ours_is_not_removed(tmp_path: Path, text: str):
+    (tmp_path / "orchestrator.lock").write_text(text)
+    with pytest.raises(UsageError, match="is not empty, and nothing proves that a run made what is there"):
+        hold_new(tmp_path)
+    assert (tmp_path / "orchestrator.lock").read_text() == text and names_in(tmp_path) == ["orchestrator.lock"]
+
+
+@pytest.mark.parametrize("at", ["claim", "lock_of"])
+def test_a_folder_that_is_removed_meanwhile_is_made_again(tmp_path: Path, monkeypatch, at: str):
+    mine = tmp_path / "mine"
+    first = hold_new(mine)
+    original = getattr(hold, at)
+
+    def given_up_before(path: Path, *args: object, **more: object) -> object:
+        monkeypatch.undo()
+        first.give_up()
+        assert not mine.exists()
+        return original(path, *args, **more)
+
+    monkeypatch.setattr(hold, at, given_up_before)
+    held = hold_new(mine)
+    assert names_in(mine) == ["orchestrator.lock", MARKER]
+    held.give_up()
 
 
 def test_a_lock_file_that_was_removed_locks_nobody_out_and_is_waited_for_by_nobody(tmp_path: Path, monkeypatch):

@@ -211,6 +211,7 @@ def write_until_killed(folder: Path, at: int, says: int) -> None:
         os.write(says, bytes([step]))
 
 
+@pytest.mark.slow
 @pytest.mark.realtime
 def test_a_process_killed_at_any_moment_leaves_only_whole_checkpoints(tmp_path: Path):
     """Before each operation on a file or a folder in the time of two checkpoints, of which the second removes one."""
@@ -322,3 +323,36 @@ def test_a_manifest_of_another_step_is_damage(store: CheckpointStore):
     checkpoint = store.latest()
     assert checkpoint is not None
     assert checkpoint.step == 1
+
+
+def test_a_retired_checkpoint_with_a_file_of_somebody_else_is_kept_aside(store: CheckpointStore, caplog):
+    for step in (1, 2):
+        save(store, step)
+    note = store.folder / "step_000001" / "model" / "notes.txt"
+    note.write_text("the one to show on Monday")
+    save(store, 3)
+    assert store.steps() == [2, 3]
+    kept = store.folder / "step_000001.kept-1"
+    assert (kept / "model" / "notes.txt").read_text() == "the one to show on Monday"
+    assert (kept / "model" / "a.bin").read_text() == "weights 1"
+    assert any("step_000001.kept-1" in message and "model/notes.txt" in message for message in caplog.messages)
+    save(store, 4)
+    assert sorted(path.name for path in store.folder.iterdir()) == ["step_000001.kept-1", "step_000003", "step_000004"]
+
+
+def test_a_checkpoint_that_is_written_again_is_kept_aside_where_it_has_a_file_of_somebody_else(store: CheckpointStore):
+    save(store, 1)
+    (store.folder / "step_000001" / "link").symlink_to("nowhere")
+    save(store, 1, "other")
+    assert (store.folder / "step_000001.kept-1" / "link").is_symlink()
+    assert (store.folder / "step_000001" / "model" / "a.bin").read_text() == "other 1"
+    save(store, 1, "third")
+    assert sorted(path.name for path in store.folder.iterdir()) == ["step_000001", "step_000001.kept-1"]
+
+
+def test_a_checkpoint_without_a_manifest_that_can_be_read_is_not_removed(store: CheckpointStore):
+    save(store, 1)
+    (store.folder / "step_000001" / "manifest.json").write_text("{")
+    for step in (2, 3):
+        save(store, step)
+    assert (store.folder / "step_000001.kept-1" / "model" / "a.bin").read_text() == "weights 1"

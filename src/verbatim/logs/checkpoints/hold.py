@@ -11,7 +11,7 @@ from pathlib import Path
 from verbatim.config.schema import RunConfig
 from verbatim.core.disk import refuse_link
 from verbatim.core.errors import UsageError
-from verbatim.logs.checkpoints.lock import ANOTHER_FOLDER, FolderLock
+from verbatim.logs.checkpoints.lock import ANOTHER_FOLDER, FolderLock, is_lock_file
 from verbatim.logs.checkpoints.ownership import (
     NAMES,
     claim,
@@ -28,6 +28,8 @@ BEST, TEMPORARY_BEST = "best", ".best.tmp"
 """The one link in a run's folder, to the weights of the best evaluation's checkpoint, and its name while it is made."""
 ORCHESTRATOR, TRAINER = "orchestrator", "trainer"
 """The processes of a run: each has its lock, `orchestrator.lock`, and its log, `logs/orchestrator.log`."""
+LOCKS = (f"{ORCHESTRATOR}.lock", f"{TRAINER}.lock")
+_ATTEMPTS = 20
 _LEAVING = 10.0
 """Seconds in which a process of a killed run notices that the other has ended, and ends."""
 
@@ -79,10 +81,20 @@ def hold_new(path: Path, role: str = ORCHESTRATOR) -> Held:
     Raises:
         UsageError: it holds a run, or something that no run made; it is in use, or cannot be written to.
     """
+    for _ in range(_ATTEMPTS):
+        try:
+            return _hold_new(path, role)
+        except UsageError as error:  # a process that has made the folder may give it up, and remove it, meanwhile
+            if not isinstance(error.__context__, FileNotFoundError):
+                raise
+    return _hold_new(path, role)
+
+
+def _hold_new(path: Path, role: str) -> Held:
     _refuse_a_run(path)
     made = tuple(folder for folder in (path, *path.parents) if not folder.exists())
     is_new = not is_claimed(path)
-    claim(path)
+    claim(path, but=[name for name in LOCKS if is_lock_file(path / name)])  # of a process that gives it up
     held = Held(path=path, lock=lock_of(path, role), made=made, is_new=is_new)
     try:  # another process may have begun a run, or given the folder up, until it was locked
         _refuse_a_run(path)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import time
 from pathlib import Path
 
+from verbatim.core.disk import open_regular
 from verbatim.core.errors import UsageError
 from verbatim.core.machine_faults import naming
 
@@ -76,6 +78,15 @@ class FolderLock:
     def release(self) -> None:
         """Release the lock; the file stays, unless `remove` was called."""
         self._file.close()
+
+
+def is_lock_file(path: Path) -> bool:
+    """Whether a file can be one of these: it is empty, or holds the id of a process and nothing else."""
+    try:
+        with open_regular(path) as file:
+            return re.fullmatch(rb"(\d{1,10}\n)?", file.read(16)) is not None
+    except OSError:
+        return False
 
 
 def is_locked(path: Path) -> bool:

@@ -51,6 +51,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
+def listed_files(folder: Path) -> set[str]:
+    """Paths of what we have written into a sealed folder, relative to it: the manifest and all that it lists; empty
+    where it cannot be read."""
+    try:
+        return {MANIFEST, *read_manifest(folder)["files"]}
+    except (CheckpointError, KeyError, TypeError):
+        return set()
+
+
 def find_damage(folder: Path) -> str | None:
     """The first missing or changed file of a sealed folder, as a sentence; None if all are intact.
 

@@ -6,6 +6,7 @@ checkpoints/
     step_000050/
     .writing-step_000075/   being written; renamed when it is complete and on disk
     step_000060.damaged-1/  was damaged when the run was resumed from the one before
+    step_000070.kept-1/     was to be removed, and holds files that its manifest does not list
 ```
 """
 
@@ -22,11 +23,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verbatim.core.disk import keep_aside, link_or_copy, make_folder, rename, sync, sync_tree
+from verbatim.core.disk import (
+    files_below,
+    keep_aside,
+    link_or_copy,
+    make_folder,
+    remove_folder,
+    rename,
+    sync,
+    sync_tree,
+)
 from verbatim.core.errors import CheckpointError, CheckpointNotWritten
 from verbatim.core.machine_faults import describe
 from verbatim.logs.checkpoints.json_files import write_json
-from verbatim.logs.checkpoints.seal import MANIFEST, find_damage, read_manifest, seal
+from verbatim.logs.checkpoints.seal import MANIFEST, find_damage, listed_files, read_manifest, seal
 
 logger = logging.getLogger(__name__)
 
@@ -192,18 +202,32 @@ class CheckpointStore:
         for step in steps[: -self.keep_last]:
             if step in kept or (self.keep_every and step % self.keep_every == 0):
                 continue
-            doomed = self.folder / f"{_DELETING}step_{step:06d}"
             try:
-                rename(self.folder / f"step_{step:06d}", doomed)  # so that a half deleted folder is no checkpoint
-                shutil.rmtree(doomed)
+                self.remove(step)
             except OSError as error:
                 logger.warning("the old checkpoint of step %d could not be removed: %s", step, error)
+
+    def remove(self, step: int) -> None:
+        """Remove a checkpoint; one with files that its manifest does not list is kept as `step_000025.kept-1`.
+
+        Raises:
+            OSError: the system refused.
+        """
+        folder = self.folder / f"step_{step:06d}"
+        doomed = self.folder / f"{_DELETING}{folder.name}"
+        if files_below(folder) <= (ours := listed_files(folder)):
+            rename(folder, doomed)  # so that a half deleted folder is no checkpoint
+            shutil.rmtree(doomed)
+        else:
+            remove_folder(folder, ours)
 
 
 def _put_in_place(temporary: Path, final: Path) -> None:
     replaced = final.with_name(f"{_REPLACED}{final.name}")
     shutil.rmtree(replaced, ignore_errors=True)
-    if final.exists():
+    if not files_below(final) <= (ours := listed_files(final)):
+        remove_folder(final, ours)
+    elif final.exists():
         os.rename(final, replaced)
     try:
         os.rename(temporary, final)
