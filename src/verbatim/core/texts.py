@@ -12,7 +12,7 @@ from verbatim.core.redaction import without_secrets
 
 _MOST_SHOWN = 10_000
 _MOST_READ = 65_536
-"""Most characters of an exception's text in which keys are looked for: a megabyte would take a second."""
+"""Most characters of a text in which keys are looked for: a megabyte would take a second."""
 LONGEST_ERROR = 2000
 """Most characters kept of an exception's text."""
 
@@ -43,11 +43,19 @@ def error_text(error: BaseException, limit: int = LONGEST_ERROR) -> str:
     except BaseException as failure:  # noqa: BLE001  the exception class and its `__str__` may be user code
         said = f"(its text cannot be read: {type(failure).__name__})"
     name = type(error).__name__
-    if len(said) <= max(_MOST_READ, limit):
-        return cut(f"{name}: {without_secrets(said)}" if said else name, limit)
-    total = len(name) + 2 + len(said)
-    text = f"{name}: {without_secrets(said[: max(_MOST_READ, 2 * limit)])}"
-    return f"{text[:limit]} [cut: {total - limit:,} of {total:,} characters]"
+    return cut_without_secrets(f"{name}: {said}" if said else name, limit)
+
+
+def cut_without_secrets(text: str, limit: int = LONGEST_ERROR) -> str:
+    """The beginning of a text, as `cut` gives it, without keys. Of a long text only the beginning is looked at.
+
+    >>> cut_without_secrets("Bearer abc failed", 17)
+    'Bearer [redacted] [cut: 7 of 24 characters]'
+    """
+    most = max(_MOST_READ, 2 * limit)
+    if len(text) <= most:
+        return cut(without_secrets(text), limit)
+    return f"{without_secrets(text[:most])[:limit]} [cut: {len(text) - limit:,} of {len(text):,} characters]"
 
 
 def shown(value: object, limit: int = 200) -> str:

@@ -19,8 +19,7 @@ from verbatim.core.errors import (
     SamplerFault,
     TemplateFault,
 )
-from verbatim.core.redaction import without_secrets
-from verbatim.core.texts import LONGEST_ERROR, cut, shown
+from verbatim.core.texts import LONGEST_ERROR, cut_without_secrets, shown
 from verbatim.core.trajectory_json import why_not_json
 from verbatim.core.types import Example, RolloutIdentity, StopReason, Trajectory
 from verbatim.environments.base import Environment, Episode
@@ -251,7 +250,7 @@ class EpisodeRun:
             TemplateFault: "template",
         }
         kind = fault.kind if isinstance(fault, ProgramFault) else kinds.get(type(fault), "rollout")
-        self._error = f"{kind}: {cut(without_secrets(str(fault)), 2 * LONGEST_ERROR)}"
+        self._error = f"{kind}: {cut_without_secrets(str(fault), 2 * LONGEST_ERROR)}"
         if fault.__cause__ is not None:
             self._dialogue.info[TRACEBACK] = traceback_tail(fault.__cause__)
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from verbatim.core.errors import EnvironmentFault, RecordError
-from verbatim.core.redaction import without_secrets
-from verbatim.core.texts import LONGEST_ERROR, cut, shown
+from verbatim.core.texts import LONGEST_ERROR, cut_without_secrets, shown
 from verbatim.core.types import Example, Group, RolloutIdentity, Trajectory
 from verbatim.environments.base import IS_SUCCESS, Environment
 from verbatim.rollouts import supervised
@@ -202,6 +201,6 @@ def judged(environment: Environment, trajectory: Trajectory) -> Trajectory:
 
 
 def _failed(trajectory: Trajectory, fault: BaseException, why: str = "") -> Trajectory:
-    error = f"environment: {cut(without_secrets(why or str(fault)), 2 * LONGEST_ERROR)}"
+    error = f"environment: {cut_without_secrets(why or str(fault), 2 * LONGEST_ERROR)}"
     info = {TRACEBACK: traceback_tail(fault.__cause__)} if fault.__cause__ is not None else {}
     return trajectory.replace(error=error, info={**trajectory.info, **info})
