@@ -95,7 +95,7 @@ class MessageSupport:
         Raises:
             EnvironmentFault: one that it writes nowhere, or that `later_system` refuses.
         """
-        if not any(message["role"] in SYSTEM_ROLES or message["role"] == "tool" for message in messages):
+        if not _may_fold(messages):
             return Folded(messages, range(len(messages)))
         done: list[Message] = []
         places: list[int] = []
@@ -358,6 +358,19 @@ def _below_system(messages: Sequence[Mapping[str, Any]]) -> bool:
 def _role_before(messages: Sequence[Message], place: int) -> str:
     """The role of the message before a place; "" where there is none but the system message that leads."""
     return "" if place < 1 or (place == 1 and _below_system(messages)) else messages[place - 1]["role"]
+
+
+def _may_fold(messages: Sequence[Message]) -> bool:
+    """Whether there is a message that a format may have no place for: a system or developer message, or a tool's answer
+    behind a turn without calls."""
+    has_calls = True
+    for message in messages:
+        role = message["role"]
+        if role == "assistant":
+            has_calls = bool(message.get("tool_calls"))
+        elif role in SYSTEM_ROLES or (role == "tool" and not has_calls):
+            return True
+    return False
 
 
 def _cuts(messages: Sequence[Message]) -> Iterator[tuple[int, int]]:

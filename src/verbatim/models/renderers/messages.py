@@ -13,6 +13,9 @@ from verbatim.models.renderers.responses import NOT_JSON, read_json
 
 _CALL = '{"type": "function", "function": {"name": "look", "arguments": {"at": "Bonn"}}}'
 
+_OF_TEXT = frozenset({"role", "content", "name", "tool_call_id"})
+"""Keys that hold a text."""
+
 
 def check_messages(messages: Any) -> None:
     """Refuse values that no chat template can read as messages; contents are checked by the template itself.
@@ -32,6 +35,8 @@ def _wrong(message: Any) -> str | None:
     """Describe what is wrong with a message and what was expected; None if it is valid."""
     if not isinstance(message, Mapping):
         return f'is of type {type(message).__name__}; expected a mapping, {{"role": "user", "content": "hi"}}'
+    if message.keys() <= _OF_TEXT and "role" in message and all(type(value) is str for value in message.values()):
+        return None  # most messages of most conversations
     if not isinstance(message.get("role"), str):
         found = f"a role of type {type(message['role']).__name__}" if "role" in message else "no role"
         return f'has {found}; expected "role", a text such as "user" or "tool"'

@@ -24,6 +24,8 @@ ReadCalls: TypeAlias = """Callable[[Sequence[int], Sequence[ToolCall], Sequence[
 """(sampled ids from the first call on, the calls as the family's parser read them, schemas) -> (the text behind calls,
 the calls)"""
 
+_LAST_OF_PROMPT = 64
+"""Tokens at the end of a prompt among which a format writes the mark that opens a thought."""
 _MAX_BITS = 14_000
 """The largest integer, in bits; Python refuses to write longer ones (`sys.get_int_max_str_digits`)."""
 _SCALARS = frozenset({str, int, float, bool, type(None)})
@@ -73,7 +75,7 @@ def read_completion(
     try:
         parsed = family.parse_response(list(ids), prompt_ids=prompt_ids, tools=tools)
         content = parsed.content
-        if parsed.tool_calls and has_thought_marks:
+        if parsed.tool_calls and has_thought_marks and _may_think(tokenizer, ids, parsed, prompt_ids):
             thought = _open_thought(family, tokenizer, ids, parsed.tool_calls[0].token_span[0], prompt_ids)
             if thought is not None:
                 return ParsedResponse(content="", reasoning_content=thought, thought_open=True)
@@ -94,6 +96,15 @@ def read_completion(
     )
 
 
+def _may_think(tokenizer: GuardedTokenizer, ids: Sequence[int], parsed: Any, prompt_ids: Sequence[int] | None) -> bool:
+    """Whether the first call may stand in a thought: one was read, or a mark stands before it or ends the prompt."""
+    if parsed.reasoning_content is not None or parsed.reasoning_complete is False:
+        return True
+    before = tokenizer.decode(ids[: parsed.tool_calls[0].token_span[0]])
+    opened = tokenizer.decode(prompt_ids[-_LAST_OF_PROMPT:]) if prompt_ids else ""
+    return _THOUGHT_MARK.search(opened + before) is not None
+
+
 def _open_thought(
     family: Any, tokenizer: GuardedTokenizer, ids: Sequence[int], call: int, prompt_ids: Sequence[int] | None
 ) -> str | None:
@@ -103,7 +114,7 @@ def _open_thought(
     """
     marks = {i for token, i in tokenizer.control_tokens.items() if _THOUGHT_MARK.fullmatch(token) is None}
     section = next((place for place, i in enumerate(ids[:call]) if i in marks), call)
-    for end in (section, call):
+    for end in dict.fromkeys((section, call)):
         if _THOUGHT_END.search(tokenizer.decode(ids[end:call])) is not None:
             continue
         before = family.parse_response(list(ids[:end]), prompt_ids=prompt_ids)

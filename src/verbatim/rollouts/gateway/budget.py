@@ -22,11 +22,8 @@ class ByteBudget:
         self._each, self._most = each, most
         self._of: Counter[object] = Counter()
         self._freed = asyncio.Condition()
-
-    @property
-    def held(self) -> int:
+        self.held = 0
         """Bytes of all."""
-        return self._of.total()
 
     @contextlib.asynccontextmanager
     async def hold(self, owner: object, size: int, seconds: float) -> AsyncIterator[Callable[[int], None]]:
@@ -48,6 +45,7 @@ class ByteBudget:
             if self._of[owner] + more > self._each:
                 raise too_many
             self._of[owner] += more
+            self.held += more
             held += more
 
         if self._of[owner] + size > self._each:
@@ -62,6 +60,7 @@ class ByteBudget:
             yield grow
         finally:
             self._of[owner] -= held
+            self.held -= held
             if not self._of[owner]:
                 del self._of[owner]
             async with self._freed:

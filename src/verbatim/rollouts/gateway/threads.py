@@ -253,7 +253,8 @@ class Threads(Generic[T]):
                 walk.added.append(digest.bare)
             if not walk.is_new and message.get("role") == "assistant":
                 walk.answers.append(digest.bare)
-            walk.our_ids.update(_our_ids(message, other.message))
+            if message.get("tool_calls"):
+                walk.our_ids.update(_our_ids(message, other.message))
             walk.end = other
             if other.turn is not None:
                 walk.known = other
