@@ -72,6 +72,7 @@ def test_a_process_finds_what_a_new_one_finds(tmp_path: Path, session: bool):
         assert json.loads(forked.stdout)["parent"] == os.getpid()
 
 
+@pytest.mark.slow
 def test_a_module_finds_what_a_new_process_finds(tmp_path: Path):
     (tmp_path / "tells.py").write_text(TELLS)
     cold, forked = both(["-m", "tells", "a"], cwd=tmp_path, env=dict(os.environ))

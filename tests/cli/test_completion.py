@@ -61,6 +61,7 @@ def test_commands_are_completed(tmp_path: Path):
     assert completions("verbatim rol", tmp_path) == ["rollout"]
 
 
+@pytest.mark.slow
 def test_a_run_is_a_recipe_or_a_file(tmp_path: Path):
     (tmp_path / "mine.toml").touch()
     (tmp_path / "notes.txt").touch()

@@ -111,6 +111,7 @@ def test_a_family_beside_hermes_is_refused_with_its_line(
     assert "a family with a tool format of its own" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_with_hermes_learns_the_calls_and_trains_on_them(
     model: Path, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -358,6 +358,7 @@ def test_each_trains_from_one_line_of_toml(model: Path, tmp_path: Path, monkeypa
     assert len([name for name in metrics if name.startswith("success/")]) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "args"),
     [("Vault", {"data": CODES}), ("HotCold", {"num_train": 6, "num_eval": 2}), ("exact", {"data": SUMS})],

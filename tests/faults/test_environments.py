@@ -250,6 +250,7 @@ def runs(pid):
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("here", sized(SHORT_HERE, [*HERE]), ids=" ".join)
 @pytest.mark.realtime
 @virtual_time

@@ -167,6 +167,7 @@ def expected_hidden(folder, ids, *, rounds):
         return model.model(torch.from_numpy(ids)[None]).last_hidden_state[0]
 
 
+@pytest.mark.slow
 @TWO_BUILDS
 @pytest.mark.parametrize("name", CONFIGS)
 def test_hidden_states_are_those_of_the_rounded_weights_in_float32(kernel, name, saved):
@@ -207,6 +208,7 @@ def test_parts_neighbours_shared_pages_and_threads_change_no_bit(kernel, name, s
 CROWDS = (["as_it_is", "without_options"], ["tied", "untied"], [False, True])
 
 
+@pytest.mark.slow
 @pytest.mark.campaign
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize(

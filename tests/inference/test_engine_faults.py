@@ -233,6 +233,7 @@ async def check_end_of_memory(models, monkeypatch, kernel, where, error, at):
         await sampler.close()
 
 
+@pytest.mark.slow
 @pytest.mark.campaign
 @pytest.mark.parametrize(
     ("kernel", "where", "error", "at"), sized(pairs(*PLACES), all_rows(*PLACES)), indirect=["kernel"]

@@ -41,6 +41,7 @@ def works(model):
     assert pair.own_logprobs(ids).isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("heads", "keys"), HEADS)
 def test_every_small_model_that_can_be_built_has_a_copy(heads, keys):
     """[model.build]: all numbers of heads, key/value heads that divide them, and even head widths."""

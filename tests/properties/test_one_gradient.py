@@ -33,6 +33,7 @@ def check(model, turns, formula, samples_by, tolerance, **settings):
         assert loss == pytest.approx(expected_loss.item(), rel=tolerance, abs=tolerance), (strategy, packing)
 
 
+@pytest.mark.slow
 @given(batch=batches(), level=levels, limit=limits, chunk=st.sampled_from([1, 5, 1000]))
 @drawn("one gradient: float64", 10, 1000)
 def test_the_gradient_is_that_of_one_turn_at_a_time(model, batch, level, limit, chunk):

@@ -190,6 +190,7 @@ def test_a_data_frame_needs_pandas_and_says_so(monkeypatch):
         columns.to_pandas()
 
 
+@pytest.mark.slow
 def test_resume_goes_on_where_the_run_ended(place):
     whole = verbatim.run("run.toml", max_steps=3, quiet=True)
     heard = Heard()

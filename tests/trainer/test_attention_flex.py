@@ -61,6 +61,7 @@ def test_attention_is_that_of_the_exact_plan(forest_of, window, block, kind):
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_window_that_is_one_token_too_wide_is_found(block):
     depths, ends = padded(0, block)
     qkv = [torch.randn(1, heads, len(ends), 8, dtype=torch.float64) for heads in (4, 2, 2)]

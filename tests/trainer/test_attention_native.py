@@ -39,6 +39,7 @@ def difference(found, wanted):
     return float((found.double() - wanted).norm() / wanted.norm().clamp(min=1e-12))
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("seed", "count", "window"), [(0, 12, None), (1, 80, None), (1, 80, 3), (2, 40, 7)])

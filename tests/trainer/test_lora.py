@@ -69,6 +69,7 @@ def logprobs_of(model, ids):
 # ---- the gradient
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["default", "gspo"])
 @pytest.mark.parametrize("packing", ["rows", "tree"])
 @pytest.mark.parametrize("model", ["qwen", "sliding_qwen", "llama"])

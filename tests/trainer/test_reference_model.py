@@ -50,6 +50,7 @@ def test_a_frozen_model_in_the_trainer_gives_what_the_same_stream_in_the_samples
     assert before[0]["grad_norm"] == pytest.approx(before[1]["grad_norm"], rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "reference"), [("dense", "experts"), ("experts", "dense"), ("experts", "experts")])
 def test_in_bfloat16_a_frozen_model_is_computed_with_as_if_it_were_trained(policy, reference, qwen, tmp_path):
     """A mixture of experts is autocast on a CPU; of a dense model the products alone are rounded."""

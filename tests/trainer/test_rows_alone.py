@@ -13,6 +13,7 @@ def folder(tmp_path_factory):
     return lambda name: write_other(name, tmp_path_factory.mktemp(name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize("name", ["mamba", "bamba", "lfm2"])
 def test_rows_have_the_gradient_of_one_sample_at_a_time(folder, name, checkpointing):

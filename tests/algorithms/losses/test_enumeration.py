@@ -98,6 +98,7 @@ def test_on_policy_every_loss_is_unbiased(name):
     assert (found + toy.exact_gradient()).abs().max() < 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CREDIT)
 def test_the_bias_of_each_advantage_is_the_one_in_the_documentation(name):
     scale, rest = bias(on_policy(name), three_turns().exact_gradient())

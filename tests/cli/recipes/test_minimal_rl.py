@@ -33,6 +33,7 @@ def test_a_recipe_is_short(name: str):
     assert len((RECIPES / name).read_text().splitlines()) <= most
 
 
+@pytest.mark.slow
 @pytest.mark.realtime  # one of them looks for a sandbox
 @pytest.mark.parametrize("file", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.name)
 def test_config_accepts_the_recipe_and_prints_what_it_says(

@@ -277,6 +277,7 @@ async def test_processor_time_is_limited(start: Start):
     assert await output(sandbox, "echo again") == "again\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("endless", ["yes", "cat /dev/zero", "while :; do echo y; done", "yes >&2"])
 async def test_endless_output_is_stopped_and_cut(start: Start, endless: str):
     sandbox = await start(output_bytes=100)

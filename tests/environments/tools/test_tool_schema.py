@@ -67,6 +67,7 @@ WORD = st.sampled_from(["town", "a", "it:", "(in km)", "x.", "Bonn,", "'s", "[0,
 LINES = st.lists(st.lists(WORD, min_size=1, max_size=4).map(" ".join), min_size=1, max_size=3)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(HINTS, LINES), max_size=3), LINES, st.booleans())
 def test_any_function_has_the_schema_of_transformers(arguments, opening, blank):

@@ -239,6 +239,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_a_planted_fault_is_named_and_the_server_stays_paused_until_it_is_mended(
@@ -393,6 +394,7 @@ HANGING = {
 """Each phase alone, with a limit that the phases before it might not keep on a busy machine."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("route", HANGING)
 async def test_a_phase_that_hangs_is_named_with_its_replica_and_its_limit(tied: TinyModel, route: str):
     async with connected(tied, phase_timeout=0.2) as (double, replica):

@@ -210,6 +210,7 @@ def test_a_file_is_checked_by_its_path_and_the_one_environment_in_it_is_found(mi
     assert json.loads(capsys.readouterr().out)["clean"] is True
 
 
+@pytest.mark.slow
 def test_the_environments_of_a_run_are_checked_with_its_settings(mine: Path, capsys, monkeypatch, warm_replay):
     monkeypatch.chdir(mine.parent)
     run = mine.parent / "run.toml"

@@ -181,6 +181,7 @@ def damaged(file: Path, **columns: pa.Array) -> None:
 DEEP = "[" * 200_000 + "]" * 200_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "value"),
     [

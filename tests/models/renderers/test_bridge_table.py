@@ -34,6 +34,7 @@ def test_the_table_of_the_page_is_what_is_found():
     assert shown == table()
 
 
+@pytest.mark.slow
 @pytest.mark.campaign
 def test_each_bridge_of_the_table_is_what_the_format_writes_behind_a_turn(campaign):
     row, faults = campaign("bridges of the table"), {}

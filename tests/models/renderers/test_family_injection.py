@@ -84,6 +84,7 @@ def let_through(name, renderer, row):
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.campaign
 @pytest.mark.parametrize("which", RENDERERS)
 def test_no_special_token_comes_from_a_field(which, campaign):

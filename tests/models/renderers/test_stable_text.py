@@ -71,6 +71,7 @@ RENDERERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", RENDERERS)
 @given(data=st.data())
 @drawn("settled text", 10, 1000)

@@ -160,6 +160,7 @@ def _simulated(rng: np.random.Generator, examples: int, each: int, easy: float, 
     return {str(i): [float(x) for x in rng.random(each) < share] for i, share in enumerate(shares)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("examples", "each", "easy", "hard"), [(50, 8, 1.0, 1.0), (20, 4, 2.0, 0.3), (100, 2, 3, 1)])
 def test_intervals_of_clustered_episodes_hold_the_truth_as_often_as_they_say(examples, each, easy, hard):
     rng, truth = np.random.default_rng(1), easy / (easy + hard)

@@ -158,6 +158,7 @@ def scripted(kind=ScriptedSampler, **arguments):
     return kind(**script, **arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "arguments", "error"),
     [
@@ -208,6 +209,7 @@ class SamplesMeanwhile(HeldInTheMiddle):
         return await super().prompt_logprobs(token_ids, temperature)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [0, 1, 3])
 async def test_a_sampler_that_holds_other_weights_samples_nothing_that_is_trained(tmp_path, level):
     trainer = ProbingTrainer(tmp_path, delay=0.002)
@@ -241,6 +243,7 @@ async def test_a_sampler_that_holds_other_weights_from_the_start_samples_nothing
 # ---- a stop
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [1, 3])
 async def test_a_stop_settles_every_batch_that_the_trainer_has(tmp_path, level):
     trainer = GatedTrainer(tmp_path)
@@ -259,6 +262,7 @@ async def test_a_stop_settles_every_batch_that_the_trainer_has(tmp_path, level):
     await go_on_and_check(notes, tmp_path, level=level)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [0, 1])
 async def test_a_stop_while_rollouts_are_in_flight_samples_them_again_later(tmp_path, level):
     sampler = scripted(trouble=lambda index, request: "hang" if index >= BATCH + 2 else None)
