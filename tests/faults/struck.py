@@ -26,7 +26,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NoReturn, TypeVar
 
 TESTS = Path(__file__).parents[1]
@@ -232,9 +231,7 @@ def become(request: dict[str, Any]) -> NoReturn:
     address = f"\0verbatim-recorder-{os.getpid()}"  # of no file, whose name may be too long
     if request["two"]:
         spare = Spare(strike, None if trace is None else (address, request["place"]))
-        trainer_process.subprocess = SimpleNamespace(  # type: ignore[attr-defined]
-            Popen=spare.start, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
-        )
+        trainer_process.start = spare.start  # type: ignore[assignment]
     finish = None
     if trace is not None:
         from faults import recorder
@@ -309,7 +306,7 @@ class Spare:
         self.returncode: int | None = None
 
     def start(self, arguments: Sequence[str], *, stderr: Any, **options: Any) -> Spare:
-        """As `subprocess.Popen`, of `python -m verbatim.cli trainer ...`."""
+        """As `children.start`, of `python -m verbatim.cli trainer ...`."""
         assert list(arguments[1:3]) == ["-m", "verbatim.cli"], arguments
         order = {"arguments": list(arguments[3:]), "errors": os.path.abspath(stderr.name)}
         os.write(self._writer, (json.dumps(order) + "\n").encode())
@@ -331,11 +328,6 @@ class Spare:
                 raise subprocess.TimeoutExpired("trainer", timeout or 0.0)
             time.sleep(0.01)
         return status
-
-    def kill(self) -> None:
-        """As `subprocess.Popen.kill`."""
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def expected_in_processes():
     for where in METHODS:
         found[where, "exit"] = "worker: its process ended with status 0"
         found[where, "block"] = "worker: it did not end an episode within"
-    found["score", "killed"] = "worker: its process was killed by SIGKILL"
+    found["score", "killed"] = "worker: its process was ended by SIGKILL"
     return found
 
 

@@ -381,7 +381,7 @@ async def test_a_worker_that_refuses_is_ended_also_where_the_run_ends_meanwhile(
     async with nothing_left_behind(), players.processes(workers=1) as pool:
         made, make = [], pool._make
         pool._make = lambda alone: made.append(make(alone)) or made[-1]
-        monkeypatch.setattr(process_worker, "_kill_group", lambda leader: None)
+        monkeypatch.setattr(process_worker, "kill_group", lambda leader: None)
         (tmp_path / "refuse_and_linger").touch()
         starting = asyncio.create_task(pool._start(alone=True) if alone else pool._replace())
         await until(lambda: made and made[0]._peer._transport and made[0]._peer._transport.is_closing())

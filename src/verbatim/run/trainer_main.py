@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -13,6 +12,7 @@ from rich.console import Console
 
 from verbatim.config import dump_config
 from verbatim.config.schema import RunConfig
+from verbatim.core.children import end_with_parent
 from verbatim.core.errors import CheckpointError, RunStopped
 from verbatim.logs.checkpoints import ORCHESTRATOR, CheckpointStore, RunFolder
 from verbatim.logs.monitors.progress_bar import ProgressBar
@@ -161,9 +161,10 @@ def serve_trainer(
     checkpoint = fetch_run(link, config, folder, console) if link is not None else None
     exchange = Exchange.open(folder.exchange, session)
     publish_bytes(exchange.config, dump_config(config).encode(), private=True)
-    on_beat = _end_with(parent) if parent is not None else None
+    if parent is not None:
+        end_with_parent(parent)  # what this process holds is of no use without it, in the middle of a step too
     with (
-        Heartbeat(exchange.trainer_beat, on_beat=on_beat) as heartbeat,
+        Heartbeat(exchange.trainer_beat) as heartbeat,
         Mirror(link, exchange, checkpoint) if link is not None else contextlib.nullcontext() as mirror,
         open_ranks(config, folder.path / "logs", may_be_launched=session is None) as ranks,
     ):
@@ -225,19 +226,6 @@ def _serve_by_itself(
         look_at_orchestrator()
 
     serve(worker, exchange, heartbeat, look=look, on_step=show)
-
-
-def _end_with(parent: int) -> Callable[[], None]:
-    """Ends this process when the one that started it is gone: what it holds is of no use then.
-
-    Called on the heartbeat's thread, so that it happens in the middle of a step too.
-    """
-
-    def look() -> None:
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return look
 
 
 def _look(exchange: Exchange, config: RunConfig, folder: RunFolder, mirror: Mirror | None) -> Callable[[], None]:

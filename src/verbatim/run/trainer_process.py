@@ -8,7 +8,6 @@ import math
 import os
 import secrets
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from verbatim.config.schema import RunConfig
+from verbatim.core.children import end, how_it_ended, open_log, start
 from verbatim.core.errors import RunStopped, UsageError
 from verbatim.core.imports import child_environment
 from verbatim.core.user_code import is_ctrl_c
@@ -96,9 +96,8 @@ def trainer_child(config: RunConfig, folder: RunFolder, console: Console) -> Ite
     prints where this one does, unless the console is quiet."""
     session, log = secrets.token_hex(8), folder.log(TRAINER)
     exchange = Exchange(folder.exchange / session)
-    with log.open("ab") as errors:
-        # A session of its own: Ctrl-C in the terminal is for this process, which then lets the trainer finish its step.
-        process = subprocess.Popen(
+    with open_log(log) as errors:
+        process = start(
             [
                 sys.executable,
                 "-m",
@@ -112,16 +111,16 @@ def trainer_child(config: RunConfig, folder: RunFolder, console: Console) -> Ite
                 "--parent",
                 str(os.getpid()),
             ],
-            stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL if console.quiet else None,
             stderr=errors,
-            start_new_session=True,
-            env=child_environment(),
+            environment=child_environment(),
         )
 
     def ended() -> str | None:
         status = process.poll()
-        return None if status is None else f"the trainer (process {process.pid}) {_how(status)}{last_lines(log)}"
+        return (
+            None if status is None else f"the trainer (process {process.pid}) {how_it_ended(status)}{last_lines(log)}"
+        )
 
     patience = 0.0  # before it is ready, and when the user cannot wait
     try:
@@ -143,7 +142,7 @@ def trainer_child(config: RunConfig, folder: RunFolder, console: Console) -> Ite
         patience = _LITTLE_PATIENCE
         raise
     finally:
-        _end(process, patience)
+        end(process, patience)
         console.show_cursor()  # a bar of that process may have hidden it
         exchange.remove_temporary()
 
@@ -283,22 +282,6 @@ def _find_session(root: Path, console: Console, how: str) -> Exchange:
             told = True
             console.print(f"waiting for the trainer:  {how}", soft_wrap=True)
         time.sleep(_POLL)
-
-
-def _end(process: subprocess.Popen[bytes], patience: float) -> None:
-    """Wait for a trainer that was told to end; kill it where it does not. What it has published is whole."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(timeout=patience)
-        return
-    process.kill()  # SIGTERM would ask for the end of a run that has ended; one that is frozen does not hear it
-    process.wait()
-
-
-def _how(status: int) -> str:
-    if status < 0:
-        with contextlib.suppress(ValueError):
-            return f"was ended by {signal.Signals(-status).name}"
-    return f"ended with status {status}"
 
 
 async def while_telling(side: TrainerSide, orchestrator: Any, work: Coroutine[Any, Any, bool]) -> bool:

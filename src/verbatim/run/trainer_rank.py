@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
-import time
 
+from verbatim.core.children import end_with_parent
 from verbatim.core.redaction import WithoutSecrets
 
 
 def main() -> None:
     """Follow rank 0 until it ends."""
-    parent = int(os.environ["VERBATIM_TRAINER_LEADER"])
-    threading.Thread(target=_end_with, args=[parent], daemon=True).start()
+    end_with_parent(int(os.environ["VERBATIM_TRAINER_LEADER"]))  # what this process holds is of no use without it
     handler = logging.StreamHandler()
     handler.setFormatter(WithoutSecrets("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
@@ -22,13 +20,6 @@ def main() -> None:
     from verbatim.run.trainer_ranks import follow_leader
 
     follow_leader()
-
-
-def _end_with(parent: int) -> None:
-    """What this process holds is of no use without the others."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
 
 
 if __name__ == "__main__":

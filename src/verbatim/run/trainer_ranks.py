@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from verbatim.config import dump_config
 from verbatim.config.schema import RunConfig
-from verbatim.core.disk import make_private
+from verbatim.core.children import end, how_it_ended, open_log, start
 from verbatim.core.errors import RunStopped, UsageError
 from verbatim.core.imports import child_environment
 from verbatim.run.logs import last_lines
@@ -273,7 +273,6 @@ class _Others:
             "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
         )
         store.set("config", dump_config(config))
-        self._logs.mkdir(parents=True, exist_ok=True)
         for rank in range(1, self._size):
             variables = {
                 **child_environment(),
@@ -284,16 +283,9 @@ class _Others:
                 "WORLD_SIZE": str(self._size),
                 "LOCAL_WORLD_SIZE": str(self._size),
             }
-            make_private(self._log(rank))
-            with self._log(rank).open("ab") as log:
-                self._processes[rank] = subprocess.Popen(
-                    [sys.executable, "-m", "verbatim.run.trainer_rank"],
-                    env=variables,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                )
+            with open_log(self._log(rank)) as log:
+                command = [sys.executable, "-m", "verbatim.run.trainer_rank"]
+                self._processes[rank] = start(command, environment=variables, stdout=log, stderr=log)
         limit = max(config.trainer.parallel.deadline, _START_SECONDS)
         until = time.monotonic() + limit
         while missing := [rank for rank in self._processes if not store.check([f"ready/{rank}"])]:
@@ -312,7 +304,7 @@ class _Others:
         """Those that have ended, and how."""
         statuses = {rank: process.poll() for rank, process in self._processes.items()}
         return {
-            rank: f"{_how(status)}{last_lines(self._log(rank))}"
+            rank: f"{how_it_ended(status)}{last_lines(self._log(rank))}"
             for rank, status in statuses.items()
             if status is not None
         }
@@ -327,19 +319,10 @@ class _Others:
     def kill(self) -> None:
         """End those that are left."""
         for process in self._processes.values():
-            if process.poll() is None:
-                process.kill()
-            process.wait()
+            end(process, patience=0.0)
 
     def _log(self, rank: int) -> Path:
         return self._logs / f"trainer-rank-{rank}.log"
-
-
-def _how(status: int) -> str:
-    if status < 0:
-        with contextlib.suppress(ValueError):
-            return f"was ended by {signal.Signals(-status).name}"
-    return f"ended with status {status}"
 
 
 def _ignore_interrupts() -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Mapping
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import pytest
 
@@ -16,8 +14,10 @@ import warm
 def warm_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sets have an order of their own in that process too: it has another hash seed than this one."""
 
-    def run(command: list[str], *, env: Mapping[str, str], **more: Any) -> subprocess.CompletedProcess[str]:
-        return warm.run(command, env={name: v for name, v in env.items() if name != "PYTHONHASHSEED"}, **more)
+    def run(
+        command: Sequence[str], *, given: bytes, environment: Mapping[str, str], timeout: float
+    ) -> subprocess.CompletedProcess[bytes]:
+        variables = {name: value for name, value in environment.items() if name != "PYTHONHASHSEED"}
+        return warm.run(command, input=given, env=variables, timeout=timeout, capture_output=True)
 
-    forking = SimpleNamespace(run=run, TimeoutExpired=subprocess.TimeoutExpired)
-    monkeypatch.setattr("verbatim.inspection.envcheck.replay.subprocess", forking)
+    monkeypatch.setattr("verbatim.inspection.envcheck.replay.run_program", run)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 
+from verbatim.core.children import run_program, text_of
 from verbatim.core.errors import UsageError
 
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "LANG": "C.UTF-8", "TERM": "dumb"}
@@ -115,22 +116,13 @@ def why_not(isolation: Isolation) -> str | None:
     """Why an isolation does not work here, found by running it; None = it works."""
     try:
         command = isolation.command(SandboxLimits(), f"cd /proc/self/ns && readlink {' '.join(NAMESPACES)}")
-        done = subprocess.run(
-            command,
-            env=ENVIRONMENT,
-            cwd="/",
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=False,
-        )
+        done = run_program(command, environment=ENVIRONMENT, folder="/", timeout=30)
         own = [os.readlink(f"/proc/self/ns/{name}") for name in NAMESPACES]
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     if done.returncode:
-        return " ".join(done.stderr.split())[:200] or f"exit status {done.returncode}"
-    inside = done.stdout.split()
+        return " ".join(text_of(done.stderr).split())[:200] or f"exit status {done.returncode}"
+    inside = text_of(done.stdout).split()
     shared = [name for name, here, there in zip(NAMESPACES, own, inside, strict=True) if here == there]
     return f"it shares the {', '.join(shared)} namespace" if shared else None
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
+from verbatim.core.children import kill_group, start_async
 from verbatim.core.errors import EnvironmentFault, UsageError
 from verbatim.environments.tools.group_memory import WATCH, Watched
 from verbatim.environments.tools.isolation import ENVIRONMENT, Isolation, SandboxLimits, find_isolation, ulimits
@@ -214,22 +215,14 @@ class Sandbox:
             self._folder = tempfile.TemporaryDirectory(prefix="verbatim-sandbox-", ignore_cleanup_errors=True)
         home = {} if self._folder is None else {"HOME": self._folder.name}
         keeper = self._protocol.keeper(self.limits, has_namespaces=self.isolation.has_namespaces)
-        starting = asyncio.ensure_future(
-            asyncio.create_subprocess_exec(
-                *self.isolation.command(self.limits, keeper),
-                stdin=PIPE,
-                stdout=PIPE,
-                stderr=STDOUT,
-                env={**ENVIRONMENT, **home},
-                cwd=home.get("HOME", "/"),
-                start_new_session=True,
-            )
+        self._process = await start_async(
+            self.isolation.command(self.limits, keeper),
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=STDOUT,
+            environment={**ENVIRONMENT, **home},
+            folder=home.get("HOME", "/"),
         )
-        try:
-            await asyncio.shield(starting)
-        finally:
-            # If it were cancelled half-way, asyncio would wait for ever for unconnected pipes.
-            self._process = await starting
         try:
             async with asyncio.timeout(START_SECONDS):
                 await self._answer("ready")
@@ -333,13 +326,11 @@ class Sandbox:
         """Kill process 1, which ends its namespace."""
         if self._process is None or self._process.returncode is not None:
             return
-        try:
-            if self._keeper is not None:
-                signal.pidfd_send_signal(self._keeper, signal.SIGKILL)
-            else:
-                os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
+        if self._keeper is None:
+            kill_group(self._process.pid)
             return
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._keeper, signal.SIGKILL)
 
     def _result(self, output: bytes, status: int | None, *notes: str) -> CommandResult:
         most, notes, self._notes = self.limits.output_bytes, (*self._notes, *notes), ()

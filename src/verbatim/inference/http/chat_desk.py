@@ -7,7 +7,6 @@ untrusted clients renders in other processes, which can be killed; a server of i
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import heapq
 import itertools
@@ -21,6 +20,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from verbatim.core.children import kill_group, start_async
 from verbatim.core.errors import UsageError, VerbatimError
 from verbatim.core.imports import child_environment
 from verbatim.inference.chat.protocol import ProtocolRefusal
@@ -178,8 +178,7 @@ class ProcessDesk(ChatDesk):
                 while await self._serve(process, *await self._next(most)):
                     pass
             finally:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
+                kill_group(process.pid)
                 await process.wait()
 
     async def _serve(self, process: asyncio.subprocess.Process, frame: bytes, outcome: asyncio.Future[Any]) -> bool:
@@ -210,13 +209,11 @@ class ProcessDesk(ChatDesk):
 
 
 async def _start(spec: bytes) -> asyncio.subprocess.Process:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "verbatim.inference.http.chat_desk",
+    process = await start_async(
+        [sys.executable, "-m", "verbatim.inference.http.chat_desk"],
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        env=child_environment(),
+        environment=child_environment(),
     )
     try:
         async with asyncio.timeout(START_SECONDS):
@@ -225,11 +222,10 @@ async def _start(spec: bytes) -> asyncio.subprocess.Process:
     except (OSError, EOFError, TimeoutError) as error:
         outcome = UsageError(f"a process that renders conversations does not start: {type(error).__name__} {error}")
     except BaseException:
-        process.kill()
+        kill_group(process.pid)
         raise
     if isinstance(outcome, BaseException):
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
+        kill_group(process.pid)
         await process.wait()
         raise UsageError(f"a process that renders conversations cannot make the renderer: {outcome}")
     return process
@@ -249,9 +245,6 @@ async def _receive(process: asyncio.subprocess.Process) -> Any:
 
 def main() -> None:
     """Entry of a rendering process: reads a renderer's spec and then calls from standard input, answers on stdout."""
-    import signal
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends this one
     os.nice(5)  # the engine first
     calls_in, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # keeps library output out of the answers

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
+from verbatim.core.children import run_program, text_of
 from verbatim.core.errors import UsageError
 
 VERSION = "0.32.0"
@@ -72,8 +72,8 @@ def requirements_for_text(declared: Sequence[str]) -> list[str]:
 
 
 def _run(command: Sequence[str], what: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_program(command)
     if done.returncode != 0:
-        last = "\n".join((done.stderr or done.stdout).strip().splitlines()[-8:])
+        last = "\n".join(text_of(done.stderr or done.stdout).strip().splitlines()[-8:])
         raise UsageError(f"{what} failed with status {done.returncode}:\n{last}")
-    return done.stdout
+    return text_of(done.stdout)

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import errno
 import logging
-import os
 import re
 import socket
 import sys
@@ -14,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from verbatim.core.disk import make_private
+from verbatim.core.children import kill_group, open_log, start_async
 from verbatim.core.errors import SamplerFault
 from verbatim.core.machine_faults import describe
 from verbatim.core.texts import end_of_file, printable
@@ -117,21 +116,15 @@ class ServerProcess:
         """
         if is_taken(self._host, self._port):
             raise SamplerFault(f"{self.name} cannot listen on {self._host}, port {self._port}: address already in use")
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        make_private(self._log)
         began = self._clock()
-        with self._log.open("ab") as log:
+        with open_log(self._log) as log:
             self._log_begins = log.tell()
-            self._keeper = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-I",
-                keeper.__file__,
-                str(self._patience),
-                *self._command,
+            self._keeper = await start_async(
+                [sys.executable, "-I", keeper.__file__, str(self._patience), *self._command],
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env=dict(self._environment),
+                environment=self._environment,
             )
         try:
             await self._until_it_answers(began, deadline)
@@ -193,8 +186,7 @@ class ServerProcess:
         try:
             await asyncio.wait_for(self._keeper.wait(), 2 * keeper.PATIENCE + 5)
         except TimeoutError:  # the keeper itself is frozen
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._keeper.pid, 9)
+            kill_group(self._keeper.pid)
             await self._keeper.wait()
 
 

@@ -10,6 +10,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from verbatim.config.sections import BroadcastSettings, PositiveFloat, PositiveInt
+from verbatim.core.children import run_program
 from verbatim.core.errors import UsageError
 from verbatim.inference.pool.settings import ServerSettings
 
@@ -221,4 +222,4 @@ class VllmSettings(ServerSettings):
 def _ask(python: str) -> int:
     """The exit status with which this Python says whether it has vLLM."""
     path = shutil.which(os.path.expanduser(python)) or python
-    return subprocess.run([path, "-c", _ASK_PYTHON], capture_output=True, timeout=60, check=False).returncode
+    return run_program([path, "-c", _ASK_PYTHON], timeout=60).returncode

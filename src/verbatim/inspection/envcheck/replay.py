@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from verbatim.core.children import run_program, text_of
 from verbatim.core.imports import child_environment
 from verbatim.core.types import Example
 from verbatim.environments.resolve import create_environment, examples_of
@@ -47,19 +48,16 @@ def play_elsewhere(name: str, args: Mapping[str, Any], ids: Sequence[str], limit
         out = Path(folder) / "transcripts.json"
         job = {"name": name, "args": dict(args), "ids": list(ids), "limits": asdict(limits), "out": str(out)}
         try:
-            done = subprocess.run(
+            done = run_program(
                 [sys.executable, "-c", "from verbatim.inspection.envcheck.replay import main; main()"],
-                input=json.dumps(job),
-                env={**child_environment(), "PYTHONHASHSEED": str(1 + os.getpid() % 1000)},
-                text=True,
-                capture_output=True,
+                given=json.dumps(job).encode(),
+                environment={**child_environment(), "PYTHONHASHSEED": str(1 + os.getpid() % 1000)},
                 timeout=_PATIENCE,
-                check=False,
             )
         except subprocess.TimeoutExpired:
             return f"it took more than {_PATIENCE:g} s"
         if not out.exists():
-            return f"it ended with status {done.returncode}: {done.stderr.strip()[-500:]}"
+            return f"it ended with status {done.returncode}: {text_of(done.stderr).strip()[-500:]}"
         transcripts: list[str] = json.loads(out.read_text(encoding="utf-8"))
         return transcripts
 

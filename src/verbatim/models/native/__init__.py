@@ -12,13 +12,13 @@ import os
 import platform
 import shlex
 import shutil
-import signal
 import subprocess
 import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from verbatim.core.children import run_program
 from verbatim.models.native.ownership import read_own, why_not_own
 
 logger = logging.getLogger(__name__)
@@ -249,19 +249,14 @@ def _run(compiler: tuple[str, ...], command: list[str], *, check: bool = True) -
     """
     if compiler in _HUNG:
         raise subprocess.TimeoutExpired(command, _PATIENCE)
-    with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-    ) as process:
-        try:
-            said, errors = process.communicate(timeout=_PATIENCE)
-        except BaseException as error:
-            if isinstance(error, subprocess.TimeoutExpired):
-                _HUNG.add(compiler)
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-    if check and process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command, said, errors)
-    return said
+    try:
+        done = run_program(command, timeout=_PATIENCE)
+    except subprocess.TimeoutExpired:
+        _HUNG.add(compiler)
+        raise
+    if check:
+        done.check_returncode()
+    return done.stdout
 
 
 @cache

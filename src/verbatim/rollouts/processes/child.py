@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import faulthandler
 import functools
 import logging
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from verbatim.core.children import end_with_parent
 from verbatim.core.descriptors import raise_descriptor_limit
 from verbatim.core.errors import SamplerFault, UsageError, VerbatimError
 from verbatim.core.redaction import WithoutSecrets
@@ -31,13 +31,12 @@ from verbatim.rollouts.runner import EpisodeTask
 from verbatim.rollouts.workers.episodes import RunEpisode, open_episodes
 from verbatim.rollouts.workers.worker import WorkerContext, loaded
 
-_PR_SET_PDEATHSIG = 1
 _FOR_THE_RUN = (signal.SIGINT, signal.SIGTERM)
 
 
 def main(descriptor: int, parent: int) -> None:
     """Run episodes until the other end of the socket is closed; `parent` is the process id there."""
-    die_with(parent)
+    end_with_parent(parent)
     _prepare_process()
     faulthandler.enable()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # keeps output that precedes a crash
@@ -60,15 +59,6 @@ def _be_a_copy(connection: socket.socket, loop: asyncio.AbstractEventLoop) -> No
     loop._selector.close()  # type: ignore[attr-defined]
     for number in _FOR_THE_RUN:
         signal.signal(number, signal.SIG_DFL)
-
-
-def die_with(parent: int) -> None:
-    """Make the kernel kill this process when its parent ends, for any reason."""
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # the parent ended before the call
-        os._exit(1)
 
 
 def _prepare_process() -> None:

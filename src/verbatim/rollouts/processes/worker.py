@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import functools
 import os
-import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import verbatim
-from verbatim.core.disk import make_private
+from verbatim.core.children import how_it_ended, kill_group, open_log, start_async
 from verbatim.core.errors import RecordError, SamplerFault, UsageError
 from verbatim.inference.base import nothing_sampled
 from verbatim.rollouts.draws import CountingSampler
@@ -119,7 +118,7 @@ class ProcessWorker:
     def kill(self) -> None:
         """Kill the process and its children."""
         if self._process is not None and self._process.returncode is None:
-            _kill_group(self._process.pid)
+            kill_group(self._process.pid)
 
     async def close(self) -> None:
         """Let the process end by itself for `PATIENCE` seconds; then kill it."""
@@ -139,16 +138,13 @@ class ProcessWorker:
         root = str(Path(verbatim.__file__).parents[1])
         command = (sys.executable, "-P", "-c", _START, root, str(theirs.fileno()), str(os.getpid()), self._label)
         try:
-            make_private(self._log)
-            with theirs, self._log.open("ab") as log:
-                self._process = await asyncio.create_subprocess_exec(
-                    *command,
-                    pass_fds=(theirs.fileno(),),
-                    stdin=asyncio.subprocess.DEVNULL,
+            with theirs, open_log(self._log) as log:
+                self._process = await start_async(
+                    command,
+                    descriptors=(theirs.fileno(),),
                     stdout=log,
                     stderr=log,
-                    start_new_session=True,
-                    env={**_ONE_THREAD, **os.environ},
+                    environment={**_ONE_THREAD, **os.environ},
                 )
             self._overseeing = asyncio.create_task(self._oversee(self._process), name=f"worker-{self._process.pid}")
             await asyncio.get_running_loop().create_unix_connection(lambda: self._peer, sock=ours)
@@ -171,7 +167,7 @@ class ProcessWorker:
             await asyncio.wait(either, timeout=PATIENCE)
             self.kill()
             await exited
-            _kill_group(process.pid)  # its children
+            kill_group(process.pid)  # its children
         finally:
             exited.cancel()
             self._peer.close()
@@ -202,10 +198,7 @@ class ProcessWorker:
             return f"it sent unreadable data: {self._peer.broken}"
         if code is None:
             return "it cannot be ended"
-        if code < 0:
-            with contextlib.suppress(ValueError):
-                return f"its process was killed by {signal.Signals(-code).name}"
-        return f"its process ended with status {code}"
+        return f"its process {how_it_ended(code)}"
 
     def _last_words(self) -> str:
         try:
@@ -239,9 +232,3 @@ class ProcessWorker:
         this package appears again in the next process."""
         self._why = f"its code failed outside the environment: {why}"
         self.kill()
-
-
-def _kill_group(leader: int) -> None:
-    """Kill the process and its children, except those in groups of their own."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(leader, signal.SIGKILL)

@@ -54,12 +54,10 @@ class Heartbeat:
 
     Args:
         path: Its file.
-        on_beat: Called at each beat, on the heartbeat's thread.
     """
 
-    def __init__(self, path: Path, *, on_beat: Callable[[], None] | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._on_beat = on_beat
         self._beats = 0
         self._progress = 0
         self._doing = "starting"
@@ -89,8 +87,6 @@ class Heartbeat:
         while not self._ended.wait(BEAT_SECONDS):
             try:
                 self._beat()
-                if self._on_beat is not None:
-                    self._on_beat()
             except MemoryError:
                 continue  # there may be room for the next one
 

@@ -7,7 +7,6 @@ import contextlib
 import os
 import re
 import secrets
-import signal
 import socket
 import sys
 import time
@@ -16,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from verbatim.core.children import gone, kill_group, start_async
 from verbatim.core.errors import EnvironmentFault
 from verbatim.environments.tools.group_memory import WATCH, Watched
 from verbatim.inference.http.acceptor import Acceptor
@@ -121,21 +121,7 @@ class ProgramProcess:
         """
         self.url = f"http://127.0.0.1:{PORT}" if self._launch.is_inside else self._service.url
         self._environment = {**self._launch.environment(variables(self.url, key), self._work), VARIABLE: self._marked}
-        starting = asyncio.ensure_future(
-            asyncio.create_subprocess_exec(
-                *self._launch.argv(self._token, self._work),
-                stdin=PIPE,
-                stdout=PIPE,
-                stderr=PIPE,
-                start_new_session=True,
-                env=self._environment,
-                cwd="/",
-            )
-        )
-        try:
-            await asyncio.shield(starting)
-        finally:
-            self._process = await starting
+        self._process = await self._start(self._launch.argv(self._token, self._work))
         assert self._process.stdout is not None and self._process.stderr is not None
         self._reading = [
             asyncio.create_task(self._read(self._process.stdout), name="program-stdout"),
@@ -150,6 +136,9 @@ class ProgramProcess:
                     self._door = self._service.open_door(await _listen_inside(self._process.pid))
         except TimeoutError:
             raise EnvironmentFault(f"program: its sandbox did not start within {START_SECONDS:g} s") from None
+
+    async def _start(self, argv: list[str]) -> Process:
+        return await start_async(argv, stdin=PIPE, stdout=PIPE, stderr=PIPE, environment=self._environment, folder="/")
 
     async def go(self) -> None:
         """Let the program begin."""
@@ -192,15 +181,7 @@ class ProgramProcess:
 
     async def _score_outside(self) -> None:
         """Run the scoring command in a process of its own, with an output that no other process has."""
-        process = await asyncio.create_subprocess_exec(
-            *self._launch.score_argv(self._work),
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=PIPE,
-            start_new_session=True,
-            env=self._environment,
-            cwd="/",
-        )
+        process = await self._start(self._launch.score_argv(self._work))
         assert process.stdout is not None and process.stderr is not None
         errors = asyncio.create_task(self._read_errors(process.stderr), name="score-stderr")
         self._watch(process.pid)
@@ -209,10 +190,9 @@ class ProgramProcess:
                 self._score += chunk
                 del self._score[:-_TAIL]
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            kill_group(process.pid)
             errors.cancel()
-            await _waited(process)
+            await gone(process)
 
     def outcome(self) -> Outcome:
         """How it ended, or what it has written so far."""
@@ -229,8 +209,7 @@ class ProgramProcess:
 
         def end() -> None:  # in the thread that looks at memory
             self._ended_at_mb = most
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
+            kill_group(pid)
             if not self._launch.is_inside:
                 kill_marked(self._marked)
 
@@ -243,14 +222,13 @@ class ProgramProcess:
             WATCH.remove(watched)
         process, self._process = self._process, None
         if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            kill_group(process.pid)
             if not self._launch.is_inside:  # a sandbox ends with its first process
                 await asyncio.to_thread(kill_marked, self._marked)
             for task in self._reading:
                 task.cancel()
             await asyncio.gather(*self._reading, return_exceptions=True)
-            await _waited(process)
+            await gone(process)
         if self._door is not None:
             door, self._door = self._door, None
             self._service.close_door(door)
@@ -297,19 +275,6 @@ class ProgramProcess:
             del self._stderr[:-_TAIL]
 
 
-async def _waited(process: Process) -> None:
-    """Wait for the end of a killed process. Our ends of its pipes are closed first: asyncio waits for the other ends
-    too, and without a sandbox a child in a session of its own outlives the process and holds them."""
-    transport = process._transport  # type: ignore[attr-defined]
-    stdin = transport.get_pipe_transport(0)
-    if not stdin.is_closing() or stdin.get_write_buffer_size():
-        stdin.abort()  # what nothing reads any more is not waited for
-    for descriptor in (1, 2):
-        transport.get_pipe_transport(descriptor).close()
-    await process.wait()
-    transport.close()
-
-
 async def _listen_inside(pid: int) -> socket.socket:
     """A socket that listens in the network of a sandbox.
 
@@ -322,24 +287,12 @@ async def _listen_inside(pid: int) -> socket.socket:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         user = () if os.geteuid() == 0 else ("--user", "--preserve-credentials")
-        entering = await asyncio.create_subprocess_exec(
-            "nsenter",
-            "--target",
-            inside,
-            "--net",
-            *user,
-            "--",
-            sys.executable,
-            "-I",
-            "-S",
-            "-c",
-            _LISTEN,
-            str(theirs.fileno()),
-            str(PORT),
-            stdin=asyncio.subprocess.DEVNULL,
-            stderr=PIPE,
+        python = (sys.executable, "-I", "-S", "-c", _LISTEN, str(theirs.fileno()), str(PORT))
+        entering = await start_async(
+            ["nsenter", "--target", inside, "--net", *user, "--", *python],
             stdout=PIPE,
-            pass_fds=[theirs.fileno()],
+            stderr=PIPE,
+            descriptors=[theirs.fileno()],
         )
         _, said = await entering.communicate()
         if entering.returncode:
