@@ -37,11 +37,12 @@ async def test_no_token_of_a_faulty_run_is_outside_the_ledger(tmp_path, campaign
     assert {"finished", "stopped", "RunStopped"} <= total.ends.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.realtime
 async def test_no_token_of_a_faulty_run_of_the_embedded_engine_is_outside_the_ledger(tmp_path, model, campaign):
     """The engine draws on a thread of its own; how much of a run its deadlines cut off depends on the machine."""
     row = campaign("faulty runs, embedded engine")
-    total = await total_of(range(2000, 2000 + sized(6, 120)), model, tmp_path, row)
+    total = await total_of(range(2000, 2000 + sized(20, 120)), model, tmp_path, row)
     assert (total.outside, row.wrong) == (0, 0)
     assert total.drawn == sum(total.fates.values()) + total.rolled_back > 0
     assert total.fates["cancelled"] > 0
