@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from verbatim.core import redaction
-from verbatim.core.redaction import WithoutSecrets, hide, names_key, redacted, without_secrets
+from verbatim.core.key_names import names_key
+from verbatim.core.redaction import WithoutSecrets, hide, redacted, without_secrets
 from verbatim.core.texts import error_text
 
 

@@ -3,6 +3,7 @@
 Redaction hides what may be a key; a refusal stops work, so it is strict. A text is a key for sure
 - in a form that services give their keys: a known beginning, and then letters and digits without a break;
 - as the password in an address, behind `Bearer` or `Basic`, or as the value of a variable with such a name;
+- as a login or a password of a command, `curl -u user:password`, and of a name: `basic_auth = "user:password"`;
 - under the name of a password or an API key, if it has no spaces or a digit: `password`, `api_key`, `authorization`;
 - under other names of keys that say whose it is, as `MY_PASS` and `client_secret` do, and in a text behind either kind
   of name, if it has letters and digits and is no path and no words: `hunter2`, and not `label_v2` or `pass@8`;
@@ -17,23 +18,17 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from verbatim.core.redaction import (
-    Place,
-    given_in,
-    is_placeholder,
-    is_sure_name,
-    named_texts,
-    named_within,
-    names_key,
-    variable_in,
-    words_of,
-)
+from verbatim.core.key_forms import keys_of_services
+from verbatim.core.key_names import is_sure_login_name, is_sure_name, names_key, words_of
+from verbatim.core.logins import logins_in, password_in
+from verbatim.core.redaction import Place, given_in, is_placeholder, named_texts, named_within, variable_in
 
 _PASSWORDS = ("apikey", "authorization", "passcode", "passphrase", "passwd", "password")
 _MIXED = r"(?:(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z0-9]{16,}|(?=[a-z]*[A-Z])(?=[A-Z]*[a-z])[A-Za-z]{30,})"
 _LONG = r"(?=[\w\-]*[a-z])(?=[\w\-]*[A-Z])(?=[\w\-]*\d)[\w\-]{40,}"
 _FORMS = re.compile(
-    r"(?<=://)[^/\s@:]*:(?!\$)[^/\s@]+(?=@)"  # user:password@host
+    r"(?<=://)[^/\s@:?#\"']*:(?![$<{*\[])[^/\s?#\"']+(?=@)"  # user:password@host
+    r"|(?<![\w/.\-%+])[\w.\-%+]+:(?![$<{*\[])[^/\s@\"']{1,200}(?=@[\w.\-]{1,253}:\d{2,5}\b)"  # without http://
     r"|(?i:\b(?:bearer|basic)) +(?=[\w\-.~+/=]*\d)[\w\-.~+/=]{16,}"
     r"|(?<![\w\-./])(?:"
     r"(?:[spr]k[\-_](?:(?:live|test|proj|or-v1|ant-\w+)[\-_])?|(?:hf|gh[pousr]|gsk|npm|wandb_v\d)_|glpat-|nvapi-"
@@ -41,8 +36,7 @@ _FORMS = re.compile(
     + _MIXED
     + r"|(?:sk-(?:proj|ant|svcacct|admin)-|github_pat_|nvapi-|pypi-)"
     + _LONG
-    + r"|(?=\w*\d)AKIA[0-9A-Z]{16}\b|AIza(?=[\w\-]*\d)[\w\-]{35}|vb-[0-9a-f]{16}-[\w\-]{16,}"
-    r"|eyJ[\w\-]{8,2000}\.[\w\-]{8,}\.[\w\-]*)"
+    + r"|AIza(?=[\w\-]*\d)[\w\-]{35})"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
 )
 _BEGINNING = re.compile(r"[spr]k[\-_][A-Za-z0-9]{16,}")
@@ -68,7 +62,9 @@ def is_sure_key(name: str, text: str) -> bool:
     >>> is_sure_key("MY_PASS", "hunter2"), is_sure_key("pass", "pass@8"), is_sure_key("model", "sk-learn_models_v2")
     (True, False, False)
     """
-    if _FORMS.search(text) or variable_in(text) or given_in(text):
+    if _FORMS.search(text) or any(keys_of_services(text)) or any(logins_in(text)):
+        return True
+    if variable_in(text) or given_in(text):
         return True
     return _is_named(name, text) or any(_is_named(inner, found, within=True) for inner, found in named_within(text))
 
@@ -78,6 +74,10 @@ def _is_named(name: str, value: str, *, within: bool = False) -> bool:
     words = words_of(name)
     if not names_key(name) or is_placeholder(value):
         return False
+    if (password := password_in(name, value)) is not None and not within:
+        return is_sure_login_name(name) or _is_plausible(password)
+    if within and words[-1] == "authorization":
+        value = value.rpartition(" ")[2]
     if _is_plural(name) or not _says_whose(name, words):
         return _looks_drawn(value)
     if _is_password(words) and not within:

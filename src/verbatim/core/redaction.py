@@ -6,10 +6,15 @@ import base64
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 from urllib.parse import quote
+
+from verbatim.core.key_forms import keys_of_services
+from verbatim.core.key_names import inner_name, is_sure_name, names_key
+from verbatim.core.logins import attached_password, has_password, is_login_pair, logins_in, password_in, program_of
+from verbatim.core.named_values import HEADERS, LINES, SETTINGS
 
 REDACTED = "[redacted]"
 SHORTEST = 6
@@ -17,65 +22,26 @@ SHORTEST = 6
 SHORTEST_OF_VARIABLE = 8
 """The same of an environment variable, which nobody said is a key: only its name does."""
 
-_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-_SURE = frozenset({
-    "apikey", "authorization", "bearer", "cred", "credential", "jwt", "pass", "passcode", "passphrase", "passwd",
-    "password", "pw", "pwd",
-})  # fmt: skip
-_SURE_PAIRS = frozenset(
-    (kind, what)
-    for kind in ("access", "api", "auth", "client", "master", "private", "secret", "service", "signing")
-    for what in ("key", "secret", "token")
-)
-_MAYBE = frozenset({"auth", "cookie", "key", "pat", "secret", "token"})
-"""Last words of names that hold keys, and other things too: `key = "answer"`."""
-_BEHIND = frozenset(
-    {"base", "default", "dev", "hash", "live", "plain", "prod", "production", "raw", "staging", "test", "text", "value"}
-)
-"""Words that may stand behind them: API_KEY_PROD. Others change the meaning: api_key_env."""
-_FOLDERS = ("PWD", "OLDPWD")
-"""Variables of a shell that have the working folder, not a password."""
 _NO_KEY = frozenset({
     "", "-", "0", "1", "always", "default", "disabled", "dummy", "empty", "enabled", "false", "never", "no", "none",
     "null", "off", "on", "optional", "required", "true", "unused", "x", "yes",
 })  # fmt: skip
 
 _FORMS = re.compile(
-    r"(?<=://)[^/\s@:]*:[^/\s@]+(?=@)"  # user:password@host
+    r"(?<=://)[^/\s@:?#\"']*:[^/\s?#\"']+(?=@)"  # user:password@host
+    r"|(?<![\w/.\-%+])[\w.\-%+]+:[^/\s@\"']{1,200}(?=@[\w.\-]{1,253}:\d{2,5}\b)"  # without http://
     r"|(?<=[?&]key=)[^&\s]+|(?<=[?&]token=)[^&\s]+|(?<=[?&]api_key=)[^&\s]+"
-    r"|(?<=Bearer )[^\s\"',]{3,}|(?<=Basic )(?=\S*[\dA-Z=+/])[^\s\"',]+"
+    r"|(?<=Bearer )[^\s\"',\\]{3,}|(?<=Basic )(?=\S*[\dA-Z=+/])[^\s\"',\\]+"
     r"|(?i:(?<=bearer )|(?<=basic ))(?=\S*\d)[\w\-.~+/=]{8,}"
-    r"|\b(?:sk|pk|rk)[\-_][\w\-]{16,}|\bhf_\w{16,}|\bgh[pousr]_\w{16,}|\bgithub_pat_\w{16,}|\bwandb_v\d_\w{16,}"
-    r"|\bglpat-[\w\-]{16,}|\bxox[abprs]-[\w\-]{10,}|\bAKIA[0-9A-Z]{16}\b|\bAIza[\w\-]{30,}|\bgsk_\w{16,}"
-    r"|\bnvapi-[\w\-]{16,}|\bnpm_\w{30,}|\bpypi-[\w\-]{30,}|\bvb-[0-9a-f]{16}-[\w\-]{16,}"
-    r"|(?<![\w\-])eyJ[\w\-]{8,2000}\.[\w\-]{8,}\.[\w\-]*"
+    r"|(?:\b|(?<=\\[nrt])|(?<=%[0-9A-Fa-f]{2}))(?:(?:sk|pk|rk)[\-_][\w\-]{16,}|hf_\w{16,}|gh[pousr]_\w{16,}"
+    r"|github_pat_\w{16,}|wandb_v\d_\w{16,}|glpat-[\w\-]{16,}|xox[a-eoprs]-[\w\-]{10,}|AIza[\w\-]{30,}|gsk_\w{16,}"
+    r"|nvapi-[\w\-]{16,}|npm_\w{30,}|pypi-[\w\-]{30,})"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*-----|\Z)"
 )
 _MAYBE_FORMS = re.compile(r"(?<=://)[^/\s@]+(?=@)|\b(?:local-)?[0-9a-f]{40}\b")
 """Redacted in texts, but no reason to refuse a setting: the user of an address, the id of a commit."""
-_NAME = r"(?<![\w\-.])-{0,2}(?P<name>[A-Za-z_][\w\-.]{0,200})(?![\w\-.])"
-_NAMED = (
-    re.compile(_NAME + r"""["']?\s*[=:]\s*(?P<quote>["'])(?P<value>[^"'\n]+)(?=(?P=quote))"""),
-    re.compile(_NAME + r"""=(?P<value>[^\s"',;&()\[\]{}]+)"""),
-    re.compile(
-        r"(?<![\w\-.])--?(?P<name>[A-Za-z_][\w\-.]{0,200})"
-        + r"""["']?(?:,\s*|\s+)["']?(?P<value>[^\s"',\-\[][^\s"',]*)"""
-    ),
-)
-"""`"api_key": "..."`, `API_KEY=...`, `--api-key ...` and `"--api-key", "..."`."""
-_YAML = re.compile(
-    _NAME + r"""["']?:[ \t]+(?=\S*[\d+/=!@#%^&*])(?P<value>[^\s"',;{}\[\]]{6,})(?=[ \t]*(?:[\r\n]|\Z))"""
-)
-"""`MY_PASS: ...` to the end of a line; a word there is rather a sentence: `password: missing`."""
-_HEADERS = (
-    re.compile(r"(?i:(?<![\w\-.])(?:proxy-)?authorization)\s*:\s*(?P<value>[^\s\"'][^\r\n\"']*)"),
-    re.compile(
-        r"(?i:(?<![\w\-])x-[\w\-]{0,40}(?:key|token|auth))\s*:\s*(?P<value>(?=[^\s\"',;]*\d)(?=[^\s\"',;]*[A-Za-z])"
-        r"[^\s\"',;]+|[^\s\"',;]+(?=[ \t]*(?:[\"',;\r\n]|\Z)))"
-    ),
-    re.compile(r"(?i:(?<![\w\-.])(?:set-)?cookie)\s*:\s*(?P<value>[\w\-.]+=[^\r\n\"']*|(?=[^\s\"']*\d)[^\s\"']{16,})"),
-)
-"""HTTP headers; `x-token: 5 tokens left` and `cookie: chocolate` are none."""
+_OPTION = re.compile(r"--?[A-Za-z][\w\-.]*")
+_PASSWORD = "password"
 
 Place = tuple[str | int, ...]
 """Keys and indices of a value in tables and lists."""
@@ -94,13 +60,21 @@ def hide_in(name: str, value: str) -> None:
     if _is_under(name, value):
         hide(value)
         hide(value.rpartition(" ")[2])  # "Bearer ..."
+        hide(password_in(name, value))
         return
-    for found in (match for pattern in (_FORMS, *_HEADERS) for match in pattern.finditer(value)):
-        hide(found.groupdict().get("value") or found[0])
-    for pattern in _NAMED:
-        for found in pattern.finditer(value):
-            if _is_under(found["name"], found["value"]):
-                hide(found["value"])
+    for found in _FORMS.finditer(value):
+        hide(found[0])
+        hide(found[0].partition(":")[2])  # the password of a user
+    for start, end in (*keys_of_services(value), *logins_in(value)):
+        hide(value[start:end])
+        hide(value[start:end].partition(":")[2])
+    for find in HEADERS:
+        for named in find(value):
+            hide(value[named.start : named.end])
+    for find in SETTINGS:
+        for named in find(value):
+            if _is_under(named.name, value[named.start : named.end]):
+                hide(value[named.start : named.end])
 
 
 def without_secrets(text: str) -> str:
@@ -121,32 +95,6 @@ def is_key(name: str, value: str) -> bool:
     return _is_under(name, value) or _without_keys(value) != value
 
 
-@lru_cache(4096)
-def names_key(name: str) -> bool:
-    """Whether what has this name may be a key.
-
-    >>> [name for name in ("openaiKey", "MY_PASS", "--api-key", "api_key_env", "max_tokens") if names_key(name)]
-    ['openaiKey', 'MY_PASS', '--api-key', 'max_tokens']
-    """
-    words = words_of(name)
-    return bool(words) and name not in _FOLDERS and (_is_sure(words) or words[-1] in _MAYBE)
-
-
-def words_of(name: str) -> list[str]:
-    """The words of a name in lower case and the singular, without numbers and the like behind them."""
-    words = [word.lower() for word in _WORD.findall(name)]
-    words = [word[:-1] if word.endswith("s") and not word.endswith("ss") else word for word in words]
-    while words and (words[-1].isdecimal() or words[-1] in _BEHIND):
-        words.pop()
-    return words
-
-
-def is_sure_name(name: str) -> bool:
-    """Whether a name says that it is of a key, as `client_secret` does; `key` and `token` also name other things."""
-    words = words_of(name)
-    return bool(words) and _is_sure(words)
-
-
 def redacted(value: Any, name: str = "") -> Any:
     """A configuration without secrets: neither under names of keys, as `is_key` tells them, nor inside other texts.
 
@@ -158,9 +106,9 @@ def redacted(value: Any, name: str = "") -> Any:
     {'api_key': '[redacted]', 'api_key_env': 'KEY', 'key': 'answer', 'max_tokens': 8}
     """
     if isinstance(value, Mapping):
-        return {key: redacted(inner, _inner_name(_name_of(value, key), name)) for key, inner in value.items()}
+        return {key: redacted(inner, inner_name(_name_of(value, key), name)) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [redacted(inner, option or name) for option, inner in _optioned(value)]
+        return [redacted(inner, option or name) for option, inner in _optioned(value, name)]
     if _is_number_of_key(name, value):
         return REDACTED
     if not isinstance(value, str):
@@ -176,7 +124,7 @@ def redacted_at(key: str, value: Any) -> Any:
     """
     name = ""
     for part in key.split("."):
-        name = _inner_name(part, name)
+        name = inner_name(part, name)
     return redacted(value, name)
 
 
@@ -193,9 +141,9 @@ def named_texts(value: Any, path: Place = (), name: str = "") -> Iterator[tuple[
     """
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from named_texts(inner, (*path, key), _inner_name(_name_of(value, key), name))
+            yield from named_texts(inner, (*path, key), inner_name(_name_of(value, key), name))
     elif isinstance(value, list | tuple):
-        for index, (option, inner) in enumerate(_optioned(value)):
+        for index, (option, inner) in enumerate(_optioned(value, name)):
             yield from named_texts(inner, (*path, index), option or name)
     elif isinstance(value, str) or _is_number_of_key(name, value):
         yield path, name, str(value)
@@ -207,11 +155,10 @@ def named_within(text: str) -> Iterator[tuple[str, str]]:
     >>> list(named_within("agent --api-key abc")), list(named_within("Authorization: Digest c"))
     ([('api-key', 'abc')], [('Authorization', 'c')])
     """
-    for pattern in _NAMED:
-        yield from ((found["name"], found["value"]) for found in pattern.finditer(text))
-    for pattern in _HEADERS:
-        for found in pattern.finditer(text):
-            yield found[0].partition(":")[0].strip(), found["value"].split()[-1]
+    for find in SETTINGS:
+        yield from ((named.name, text[named.start : named.end]) for named in find(text))
+    for find in HEADERS:
+        yield from ((named.name, text[named.start : named.end].rsplit(maxsplit=1)[-1]) for named in find(text))
 
 
 def is_placeholder(value: str) -> bool:
@@ -240,19 +187,24 @@ class WithoutSecrets(logging.Formatter):
 def _without_keys(text: str) -> str:
     text = _any_of(_values()).sub(REDACTED, text)
     text = _FORMS.sub(REDACTED, text)
-    for pattern in _HEADERS:
-        text = pattern.sub(_of_match, text)
-    for pattern in (*_NAMED, _YAML):
-        text = pattern.sub(_of_named, text)
+    text = _cut(text, keys_of_services(text))
+    for find in HEADERS:
+        text = _cut(text, ((named.start, named.end) for named in find(text)))
+    text = _cut(text, logins_in(text))
+    for find in (*SETTINGS, LINES):
+        found = [named for named in find(text) if _is_under(named.name, text[named.start : named.end])]
+        text = _cut(text, ((named.start, named.end) for named in found))
     return text
 
 
-def _of_named(found: re.Match[str]) -> str:
-    return _of_match(found) if _is_under(found["name"], found["value"]) else found[0]
-
-
-def _of_match(found: re.Match[str]) -> str:
-    return found[0][: found.start("value") - found.start()] + REDACTED if REDACTED not in found["value"] else found[0]
+def _cut(text: str, places: Iterable[tuple[int, int]]) -> str:
+    """The text with its parts from start to end redacted, but for those that hold what is redacted already."""
+    parts, done = [], 0
+    for start, end in sorted(places):
+        if start >= done and REDACTED not in text[start:end]:
+            parts += [text[done:start], REDACTED]
+            done = end
+    return "".join([*parts, text[done:]])
 
 
 def _values() -> frozenset[str]:
@@ -299,23 +251,13 @@ def _quoted(value: str) -> tuple[str, ...]:
     return value, repr(value)[1:-1], escaped, quote(data, safe=""), base64.b64encode(data).decode()
 
 
-def _is_sure(words: Sequence[str]) -> bool:
-    return words[-1] in _SURE or words[-1].endswith(("apikey", "password")) or tuple(words[-2:]) in _SURE_PAIRS
-
-
 def _is_under(name: str, value: str) -> bool:
     """Whether a text of this name is a key: always where the name leaves no doubt, else where it looks like one."""
-    words = words_of(name)
-    if not words or not names_key(name) or is_placeholder(value):
+    if not names_key(name) or is_placeholder(value):
         return False
-    if _is_sure(words) or (name.isupper() and len(value) >= SHORTEST):
+    if is_sure_name(name) or (name.isupper() and len(value) >= SHORTEST):
         return True
-    return _looks_random(value)
-
-
-def _inner_name(own: str, outer: str) -> str:
-    """What tells whether a value is a key: its own name, or that of a table of keys which it is in."""
-    return outer if names_key(outer) and not names_key(own) else own
+    return password_in(name, value) is not None or _looks_random(value)
 
 
 def _is_number_of_key(name: str, value: object) -> bool:
@@ -331,13 +273,20 @@ def _name_of(table: Mapping[Any, Any], key: object) -> str:
     return str(key)
 
 
-def _optioned(values: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """Each element of a list, with the option of a command line that it is the value of, `["--api-key", "..."]`, or in
-    a pair the name of a key, `["API_KEY", "..."]`."""
+def _optioned(values: Sequence[Any], name: str) -> Iterator[tuple[str, Any]]:
+    """Each element of a list of this name, with what says that it is a key: the option of a command line that it is the
+    value of, `["--api-key", "..."]`, in a pair the name of a key, `["API_KEY", "..."]`, or that it is a password."""
     before = ""
-    for value in values:
+    words: set[str] = set()
+    is_pair = is_login_pair(name, values)
+    for index, value in enumerate(values):
+        is_text = isinstance(value, str)
+        if is_text and (has_password(words, before, value) or attached_password(words, value)):
+            before = _PASSWORD
+        elif is_pair and index == 1:
+            before = f"{name}.{_PASSWORD}"
         yield before, value
-        names = isinstance(value, str) and (
-            re.fullmatch(r"--?[A-Za-z][\w\-.]*", value) or (len(values) == 2 and is_sure_name(value))
-        )
-        before = value if names else ""
+        is_name = is_text and (_OPTION.fullmatch(value) or (len(values) == 2 and is_sure_name(value)))
+        before = value if is_name else ""
+        if is_text and (program := program_of(value)):
+            words.add(program)

@@ -1,0 +1,147 @@
+"""Tells passwords of users by what stands beside them: `basic_auth = "user:password"`, `auth = ["user", "password"]`,
+and `curl -u user:password` and its like, as a list or a text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+from verbatim.core.key_names import is_login_name, is_sure_login_name
+
+_LOGIN = re.compile(r"[^\s:/\\]+:(?P<password>[^\s/\\$<{\[*][^\s]*)")
+"""`user:password`; no path, no name of a variable, nothing that is left to be filled in."""
+_METHODS = frozenset({
+    "admin", "api_key", "apikey", "basic", "bearer", "cert", "certificate", "cookie", "digest", "false", "header",
+    "iam", "jwt", "kerberos", "ldap", "mtls", "negotiate", "none", "ntlm", "oauth", "oauth1", "oauth2", "optional",
+    "pass", "passwd", "password", "private", "public", "query", "read", "required", "saml", "secret", "sso", "tls",
+    "token", "true", "user", "write",
+})  # fmt: skip
+"""Behind such a name these are ways to log in, rights, or words for what is left out; no passwords."""
+_HTTP_CLIENTS = frozenset({"curl", "wget", "http", "https", "httpie", "xh", "xhs", "curlie"})
+_LOGIN_OPTIONS = frozenset({"-u", "-U", "--user", "--proxy-user", "-a", "--auth"})
+"""Options of theirs with `user:password`; of other programs `-u`, `--user` and `--proxy-user` may be the same."""
+_PASSWORD_OPTIONS = frozenset({("sshpass", "-p"), ("redis-cli", "-a"), ("twine", "-p")})
+"""A program and its option whose value is a password."""
+_CONTAINERS = frozenset({"docker", "podman", "nerdctl", "helm"})
+"""Programs whose `-u` is the user of a process, and of whose `login -p` the value is a password."""
+_LOGIN_WORD = "login"
+_ATTACHED = frozenset({
+    *((client, option) for client in _HTTP_CLIENTS for option in ("-u", "-U")),
+    *((program, "-p") for program in ("mysql", "mysqldump", "mariadb", "sshpass")),
+})  # fmt: skip
+"""Options that have their value in the same word: `mysql -pPASSWORD`."""
+_PROGRAMS = _HTTP_CLIENTS | _CONTAINERS | {program for program, _ in _PASSWORD_OPTIONS | _ATTACHED}
+_COMMAND = re.compile(
+    r"(?<![\w\-.])(?<!//)(?:" + "|".join(sorted(_PROGRAMS, key=len, reverse=True)) + r")(?![\w\-]|\.\w|:/)"
+)
+_PART = re.compile(r"""[^\s"',;|&\[\]()\\]+|[\n;|&]""")
+
+
+def password_in(name: str, value: str) -> str | None:
+    """The password in the value of such a name; None where it is no `user:password`.
+
+    >>> password_in("basic_auth", "me:swordfish"), password_in("auth", "package.module:function")
+    ('swordfish', None)
+    """
+    found = _LOGIN.fullmatch(value) if is_login_name(name) else None
+    password = "" if found is None else found["password"]
+    if not password or password.lower() in _METHODS:
+        return None
+    return password if is_sure_login_name(name) or _is_mixed(password) else None
+
+
+def is_login_pair(name: str, values: Sequence[Any]) -> bool:
+    """Whether a list of this name is a user and a password.
+
+    >>> is_login_pair("auth", ["me", "swordfish"]), is_login_pair("auth", ["basic", "digest"])
+    (True, False)
+    """
+    if len(values) != 2 or not is_login_name(name):
+        return False
+    user, password = values
+    if not isinstance(user, str) or any(c.isspace() for c in user) or not isinstance(password, str | int):
+        return False
+    return not isinstance(password, bool) and str(password).lower() not in _METHODS
+
+
+def has_password(before: Collection[str], option: str, value: str) -> bool:
+    """Whether the value of an option of a command holds a password.
+
+    Args:
+        before: The words of the command that were before it, those of programs by their names alone.
+        option: `-u`, `--user`.
+        value: What follows.
+
+    >>> has_password({"curl"}, "-u", "me:swordfish"), has_password({"docker", "run"}, "-u", "1000:1000")
+    (True, False)
+    """
+    of_containers = not _CONTAINERS.isdisjoint(before)
+    if any(program in before and option == own for program, own in _PASSWORD_OPTIONS) or (
+        of_containers and _LOGIN_WORD in before and option == "-p"
+    ):
+        return bool(value) and not value.startswith(("-", "$", "{", "<"))
+    found = _LOGIN.fullmatch(value) if option in _LOGIN_OPTIONS else None
+    if found is None:
+        return False
+    if option == "--proxy-user" or not _HTTP_CLIENTS.isdisjoint(before):
+        return True
+    return option in ("-u", "--user") and not of_containers and _is_mixed(found["password"])
+
+
+def attached_password(before: Collection[str], word: str) -> int:
+    """Where in a word of a command a password or a login begins that its option has attached: `-uuser:password`,
+    `--user=user:password`; 0 where there is none."""
+    option, equals, value = word.partition("=")
+    if equals and word.startswith("-") and has_password(before, option, value):
+        return len(option) + 1
+    short, value = word[:2], word[2:]
+    programs = [program for program, own in _ATTACHED if program in before and own == short]
+    if not programs or not value or value[0] in "$={<-":
+        return 0
+    return 2 if _LOGIN.fullmatch(value) or not _HTTP_CLIENTS.issuperset(programs) else 0
+
+
+def program_of(word: str) -> str:
+    """A word of a command that says what its options are, without its folder; any other one is nothing."""
+    name = word.rpartition("/")[2]
+    return name if name in _PROGRAMS or word == _LOGIN_WORD else ""
+
+
+def logins_in(text: str) -> Iterator[tuple[int, int]]:
+    """Where in a text the passwords and logins of commands stand: start and end of each. Costs time linear in it.
+
+    >>> text = "curl -s -u me:swordfish https://host; docker run -u 1000:1000 -p 80:80 image"
+    >>> [text[slice(*place)] for place in logins_in(text)]
+    ['me:swordfish']
+    """
+    starts = [found.span() for found in _COMMAND.finditer(text)]
+    for number, (start, place) in enumerate(starts):
+        end = starts[number + 1][0] if number + 1 < len(starts) else len(text)
+        yield from _of_command(text, {text[start:place]}, place, end)
+
+
+def _of_command(text: str, before: set[str], place: int, end: int) -> Iterator[tuple[int, int]]:
+    option = ""
+    for found in _PART.finditer(text, place, end):
+        word = found[0]
+        if word in "\n;|&":
+            if text[found.start() - 1] == "\\":  # the command goes on in the next line
+                continue
+            return
+        if has_password(before, option, word) and not _is_left_out(word):
+            yield found.span()
+        elif (skipped := attached_password(before, word)) and not _is_left_out(word[skipped:]):
+            yield found.start() + skipped, found.end()
+        option = word if word.startswith("-") else ""
+        if word == _LOGIN_WORD:
+            before.add(word)
+
+
+def _is_left_out(value: str) -> bool:
+    """Whether it is a word for a password, as in an explanation of the command."""
+    return value.rpartition(":")[2].lower() in _METHODS
+
+
+def _is_mixed(password: str) -> bool:
+    return len(password) >= 6 and any(c.isdecimal() for c in password) and any(c.isalpha() for c in password)
