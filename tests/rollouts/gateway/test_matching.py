@@ -7,7 +7,7 @@ import uuid
 
 import pytest
 
-from verbatim.rollouts.gateway import canonical
+from verbatim.rollouts.gateway import canonical, clocks
 from verbatim.rollouts.gateway.canonical import canonical_arguments, digests, frame_of, text_of
 from verbatim.rollouts.gateway.threads import BranchReason, Threads
 
@@ -344,6 +344,48 @@ def test_what_was_refused_is_forgotten_and_what_others_have_is_kept():
     assert (again.reason, again.known.turn) == (None, 0)
 
 
+PROMPTS = [
+    # two system prompts; one agent where no answer comes back; one agent where answers do
+    ("It is 2026-11-26.", "It is 2026-11-27.", True, True),
+    ("It is 2026-11-26T09:00:00Z.", "It is 2026-11-27T17:05:10+01:00.", True, True),
+    ("You help. It is 15:47.", "You help. It is 9:03.", True, True),
+    ("You help. It's 15:47.", "You help. It's 15:48.", True, True),
+    ("The time is now 15:47 here.", "The time is now 15:48 here.", True, True),
+    ("Current time (UTC): 15:47", "Current time (UTC): 15:48", True, True),
+    ("You help. Time: 1790000000", "You help. Time: 1790000060", True, True),
+    ("Now 1790000000123 ms", "Now 1790000060456 ms", True, True),
+    ("You help.\n[15:47]", "You help.\n[15:48]", True, True),
+    ("You help.\n1790000000", "You help.\n1790000060", True, True),
+    ("You help at 9:59 AM.", "You help at 10:00 AM.", True, True),
+    ("[09:15:30] You help.", "[10:16:31] You help.", True, True),
+    ("Today is Monday.", "Today is Tuesday.", False, True),
+    ("It is Mon Nov 30 2026.", "It is Tue Dec 1 2026.", False, True),
+    ("You have the 1st try.", "You have the 2nd try.", False, True),
+    ("Step 9 of 20 [##--]", "Step 10 of 20 [###-]", False, True),
+    ("Done |=====>    |", "Done |======>   |", False, True),
+    ("Used 1,234.5 of $10.00", "Used 999 of $9.50", False, True),
+    ("Session 0f8fad5b.", "Session 7c9e6679.", False, True),
+    ("There is 1 file left.", "There are 12 files left.", False, True),
+    ("Explain John 3:16.", "Explain John 10:15.", False, True),
+    ("You serve account 1790000000.", "You serve account 1790000001.", False, True),
+    ("Call 2025550123.", "Call 2025550124.", False, True),
+    ("Open 9:00-17:30.", "Open 8:00-16:30.", False, True),
+    ("You are agent 1 of 3.", "You are agent 2 of 3.", False, True),
+    ("Report on 2026-01-05.", "Report on 2026-01-06.", True, True),
+    ("Plan the work of Monday.", "Plan the work of Tuesday.", False, False),
+    ("Plan the work of January.", "Plan the work of February.", False, False),
+    ("You may go.", "You march go.", False, False),
+    ("Write C++.", "Write C#.", False, False),
+    ("Write C.", "Write C++.", False, False),
+    ("Use the operator +.", "Use the operator -.", False, False),
+    ("Use the operator '<' here.", "Use the operator '>' here.", False, False),
+    ("You clean room dead4.", "You clean room beef5.", False, False),
+    ("You clean room dead44.", "You clean room beef55.", False, False),
+    ("You clean the facade.", "You clean the decade.", False, False),
+    ("Answer yes.", "Answer no.", False, False),
+]
+
+
 def _system(text):
     return {"role": "system", "content": text}
 
@@ -496,6 +538,16 @@ class TestAnOpeningThatChanges:
         match = asked(threads, [_system(prompt.format(1)), summary])
         assert (match.agent, match.reason) == found
 
+    @pytest.mark.parametrize(("one", "other", "is_moment", "is_counter"), PROMPTS)
+    def test_prompts_that_differ_in_little(self, one, other, is_moment, is_counter):
+        """One agent where nothing is shared, and one agent where the history is: `PROMPTS` says of whom."""
+        threads = Threads()
+        asked(threads, [_system(one), HELLO], said("so"), turn=0)
+        assert (asked(threads, [_system(other), OTHER]).agent == "main") == is_moment
+        for before, after in ((one, other), (other, one)):
+            agents = [agent for agent, _, _ in self.played([before, after])]
+            assert agents == ["main", "main" if is_counter else "sub/1"]
+
     def test_a_name_that_the_client_gives_holds(self):
         threads = Threads()
         asked(threads, [SYSTEM, HELLO], said("a"), turn=0, thread="x")
@@ -506,7 +558,7 @@ class TestAnOpeningThatChanges:
 
 def test_the_frame_of_a_prompt_has_no_random_id():
     """Four in a hundred UUIDs have a group without a digit."""
-    assert doctest.testmod(canonical).failed == 0
+    assert doctest.testmod(canonical).failed == doctest.testmod(clocks).failed == 0
     rng = random.Random(0)
     ids = [str(uuid.UUID(int=rng.getrandbits(128), version=4)) for _ in range(400)]
     assert any(group.isalpha() for name in ids for group in name.split("-"))

@@ -13,30 +13,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verbatim.rollouts.gateway.clocks import frame_words, without_moments
+
 _SYSTEM = ("system", "developer")
 _UNREAD = "INVALID_JSON"
-_CLOCK = re.compile(
-    r"(\d{4}-\d\d-\d\d[T ]?)?(?<!\d)\d{1,2}:\d\d(:\d\d(\.\d+)?)?( ?[AaPp][Mm]\b)?(Z|[+-]\d\d:?\d\d)?"
-    r"|\d{4}-\d\d-\d\d|\b\d{10,19}\b"
-)
-"""A date, a time of day, both, or seconds since 1970."""
-_RANDOM_ID = re.compile(
-    r"(?<![^\W_])(?:[a-f\d]{8}(?:-[a-f\d]{4}){3}-[a-f\d]{12}|(?=[a-f]*\d)[a-f\d]{4,})(?![^\W_])", re.IGNORECASE
-)
-"""A UUID, whose parts may have no digit, or another random id in hexadecimal digits."""
-_OF_NUMBERS = frozenset({
-    "am", "pm", "st", "nd", "rd", "th", "is", "are", "mon", "tue", "tues", "wed", "thu", "thur", "thurs", "fri",
-    "sat", "sun", "monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday", "jan", "feb", "mar",
-    "apr", "may", "jun", "jul", "aug", "sep", "sept", "oct", "nov", "dec", "january", "february", "march", "april",
-    "june", "july", "august", "september", "october", "november", "december",
-})  # fmt: skip
-"""Words that change with a date, or with a number before them."""
-_WORD = re.compile(r"[^\W\d_]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,18 +124,17 @@ def tools_digest(tools: Sequence[Mapping[str, Any]] | None) -> bytes:
 
 def identity_of(messages: Sequence[Mapping[str, Any]]) -> bytes:
     """What tells agents apart that have no name: the text of the system messages that begin the conversation, without
-    dates and times of day.
+    the moment at which they were written.
 
     >>> times = "2026-01-31T09:00:00Z", "2027-02-01 17:05", "1790000000"
     >>> len({identity_of([{"role": "system", "content": f"You help. It is {time}."}]) for time in times})
     1
     """
-    return _hash([_CLOCK.sub("", text) for text in opening_of(messages)])
+    return _hash([without_moments(text) for text in opening_of(messages)])
 
 
 def frame_of(opening: Sequence[str]) -> bytes:
-    """What stays of a system prompt while a clock or a counter in it goes on: its words in order, without numbers,
-    dates and punctuation, and without a plural's s.
+    """The digest of what stays of a system prompt while a clock or a counter in it goes on: see `frame_words`.
 
     >>> prompts = "Thu Nov 26, 9:59 AM. 2 steps left (#..).", "Fri Nov 27, 10:00 AM. 1 step left (##.)."
     >>> len({frame_of([prompt]) for prompt in prompts})
@@ -160,8 +143,7 @@ def frame_of(opening: Sequence[str]) -> bytes:
     >>> len({frame_of([f"Session {name}."]) for name in ids})
     1
     """
-    words = (word.lower() for word in _WORD.findall(_RANDOM_ID.sub(" ", "\n".join(opening))))
-    return _hash([word.removesuffix("s") for word in words if word not in _OF_NUMBERS])
+    return _hash(frame_words(opening))
 
 
 def digest_of_opening(opening: Sequence[str]) -> bytes:

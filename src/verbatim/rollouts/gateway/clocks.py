@@ -1,0 +1,83 @@
+"""Says what a clock, a counter or a random id changes in a system prompt, and what it does not.
+
+Two rules, because two things are asked. Prompts of conversations that have nothing in common are one agent's only where
+they differ in what names a moment and nothing else: `without_moments`. Where a conversation goes on under a changed
+prompt, numbers, dates and random ids may have changed, and nothing else: `frame_words`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+
+_TIME = r"\d{1,2}:\d\d(?::\d\d(?:\.\d+)?)?(?: ?[AaPp][Mm]\b)?(?:Z|[+-]\d\d:?\d\d)?"
+_SECONDS = r"\d{10,19}\b"
+"""Seconds since 1970, or thousandths and less of them."""
+_NOW = (
+    r"(?i:\bit's|\bas of|\b(?:it|today|now|time|date|clock|timestamp|epoch|currently)(?:[ \t](?:is|now))?)"
+    r"(?:[ \t]\([\w ]{1,20}\))?[ \t]{0,2}[:=]?[ \t]{0,2}"
+)
+_MOMENT = re.compile(
+    rf"\d{{4}}-\d\d-\d\d(?:[T ]?(?<!\d){_TIME})?"
+    r"|(?<![\d:])\d{1,2}:\d\d(?::\d\d(?![:\d])(?:\.\d+)?(?: ?[AaPp][Mm]\b)?| ?[AaPp][Mm]\b)(?:Z|[+-]\d\d:?\d\d)?"
+    r"|(?<![\d:])\d{1,2}:\d\d(?:Z\b|\+\d\d:?\d\d)"
+    rf"|(?P<now>{_NOW})(?:{_TIME}|{_SECONDS})"
+    rf"|(?m:^)[^\w\n]{{0,3}}(?:{_TIME}|{_SECONDS})[^\w\n]{{0,3}}(?m:$)"
+)
+"""A date, a time of day that can be nothing else, and others where the words before them say so, or alone in a line."""
+
+_UUID = re.compile(r"(?i:(?<![^\W_])[a-f\d]{8}(?:-[a-f\d]{4}){3}-[a-f\d]{12}(?![^\W_]))")
+_HEX = re.compile(r"(?i:(?<![^\W_])[a-f\d]{4,}(?![^\W_]))")
+_NUMBER = re.compile(r"(?<!\d)(?:(?<![\w)])[+-])?\d+(?:[.,'_:]\d+)*(?:(?:st|nd|rd|th)\b)?")
+_DATE_WORD = (
+    r"\b(?:(?i:am|pm|mon|tues?|wed|thu|thurs?|fri|sat|sun|(?:mon|tues|wednes|thurs|fri|satur|sun)day"
+    r"|jan|feb|mar|apr|jun|jul|aug|sept?|oct|nov|dec"
+    r"|january|february|march|april|june|july|august|september|october|november|december)|May)\b"
+)
+_BETWEEN = r"(?:\.?,?[ \t]{1,3}(?:(?:the|of)[ \t])?|[/.,\-])"
+_DATE = re.compile(rf"(?:{_DATE_WORD}{_BETWEEN}){{0,6}}\0(?:{_BETWEEN}(?:{_DATE_WORD}|\0))*")
+_TODAY = re.compile(rf"((?i:\b(?:today|it)(?:'s|[ \t]is)|\bday:)[ \t]){_DATE_WORD}")
+_COUNTED = re.compile(r"(?:\b(?:is|are)\s{1,3})?\0((?:[ \t][^\W\d_]+){0,2})")
+_BAR = re.compile(r"[\[(|][^\w\n\[(|]{1,200}[\])|]|[=#\-.*>~\u2500-\u25ff\u2b1b\u2b1c]{3,}")
+"""How much is done, drawn."""
+_WORD = re.compile(r"""[^\W\d_]+[+#]*|(?<![^\s"'`(])[+\-*/<>=&|^~%](?=[\s"'`).,;:!?]|\Z)""")
+"""A word, with what makes another one of it, as in C++; or an operator that stands alone."""
+
+
+def without_moments(text: str) -> str:
+    """A system prompt without the moment at which it was written.
+
+    >>> without_moments("You help. It is 15:47."), without_moments("Explain John 3:16 to account 1790000000.")
+    ('You help. It is .', 'Explain John 3:16 to account 1790000000.')
+    """
+    return _MOMENT.sub(lambda found: found["now"] or "", text)
+
+
+def frame_words(texts: Sequence[str]) -> list[str]:
+    """What stays of a system prompt while a clock or a counter in it goes on: its words in order, without numbers,
+    dates, random ids and most punctuation, and without a plural's s behind a number.
+
+    >>> frame_words(["Mon Nov 26, 9:59 AM. There are 2 steps left (#..) in run_3f2a91, in C++."])
+    ['there', 'step', 'left', 'in', 'run', 'in', 'c++']
+    >>> frame_words(["Do Monday's work in room dead4."])
+    ['do', 'monday', 's', 'work', 'in', 'room', 'dead']
+    """
+    text = _UUID.sub("\0", "\n".join(texts).replace("\0", " "))
+    text = _HEX.sub(lambda found: "\0" if _is_random(found[0].lower()) else found[0], text)
+    text = _DATE.sub("\0", _NUMBER.sub("\0", text))
+    text = _COUNTED.sub(_singular, _TODAY.sub(r"\1", text))
+    return [word.lower() for word in _WORD.findall(_BAR.sub(" ", text))]
+
+
+def _singular(found: re.Match[str]) -> str:
+    return "\0" + "".join(f" {word.removesuffix('s') if len(word) > 3 else word}" for word in found[1].split())
+
+
+def _is_random(digits: str) -> bool:
+    """Whether hexadecimal digits are no number, and no word with a number behind it."""
+    num_letters = sum(digit.isalpha() for digit in digits)
+    if not num_letters or len(digits) - num_letters < 2 or re.fullmatch(r"[a-f]{4,}\d+", digits):
+        return False
+    changes = sum(a.isalpha() != b.isalpha() for a, b in pairwise(digits))
+    return len(digits) >= 6 or changes >= 2
