@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from byte_renderer import VOCAB_SIZE, ByteRenderer, call, say
 from drawn import drawn
-from verbatim import Example
-from verbatim.core.errors import UsageError
+from verbatim import Example, Trajectory
+from verbatim.core.errors import RecordError, UsageError
 from verbatim.core.trajectory_json import plain, trajectory_to_json
 from verbatim.core.user_values import DEEPEST, MOST_VALUES, why_refused
-from verbatim.environments.base import Demonstration, Episode, Reply
+from verbatim.environments.base import AgentScores, Demonstration, Episode, Reply
 from verbatim.environments.resolve import demonstrations_of, examples_of
 from verbatim.environments.sources import ListExamples
 from verbatim.environments.tools import FunctionTool, ToolResult
@@ -268,6 +268,53 @@ def test_a_message_of_classes_that_say_nothing_is_a_message_like_any_other(place
 def test_such_a_value_elsewhere_leaves_the_healthy_episode_alone(place, kind):
     bad, healthy = asyncio.run(play(place, {**UNWRITABLE, **SILENT}[kind]()))
     assert bad.error is None or bad.error.startswith("environment: ")
+    assert (healthy.error, healthy.reward) == (None, 1.0)
+
+
+ONE_TEXT = {1: 2.0, "1": 3.0}, {None: 2.0, "None": 3.0}, {True: 2.0, "True": 3.0}, {np.int64(1): 2.0, "1": 3.0}
+
+
+@pytest.mark.parametrize("place", ["score", "agents", "info", "info after the score", *IN_MESSAGES])
+@pytest.mark.parametrize("value", ONE_TEXT, ids=str)
+def test_names_that_are_one_text_are_told_and_none_is_lost(place, value):
+    given = AgentScores(agents=value) if place == "agents" else value
+    bad, healthy = asyncio.run(play("score" if place == "agents" else place, given))
+    assert bad.error.startswith("environment: ")
+    assert ("are one text" if place in ("score", "agents") else "are written") in bad.error
+    assert (bad.reward, bad.reward_parts, bad.agent_rewards) == (None, {}, {})
+    assert (healthy.error, healthy.reward) == (None, 1.0)
+
+
+def test_a_trajectory_with_such_names_is_refused():
+    for name in ("reward_parts", "agent_rewards"):
+        with pytest.raises(RecordError, match="two names are one text"):
+            Trajectory(example_id="e", **{name: ONE_TEXT[0]})
+
+
+def test_a_masked_array_keeps_its_mask():
+    value = {"some": np.ma.array([1.0, 2.0, 3.0], mask=[False, True, False]), "none": np.ma.masked, "all": np.arange(2)}
+    found, _ = asyncio.run(play("info", value))
+    assert found.error is None
+    written = json.loads(json.dumps(plain(trajectory_to_json(found))))
+    assert written["info"]["found"] == {"some": [1.0, None, 3.0], "none": None, "all": [0, 1]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", IN_MESSAGES)
+@pytest.mark.parametrize("kind", ["text", "key", "parts", "numbers", "dicts"])
+def test_the_limits_hold_for_plain_values_too(place, kind):
+    """What is plain JSON of few lists and dicts is copied without a look, but not without the limits."""
+    value = {
+        "text": lambda: "x" * (65 * 2**20),
+        "key": lambda: {"x" * (65 * 2**20): 1},
+        "parts": lambda: ["x" * 2**20] * 65,
+        "numbers": lambda: [1] * (MOST_VALUES + 1),
+        "dicts": lambda: [dict.fromkeys(map(str, range(MOST_VALUES // 2 + 1)))] * 2,
+    }[kind]()
+    bad, healthy = asyncio.run(play(place, value))
+    said = "characters" if kind in ("text", "key", "parts") else "values"
+    assert f" more than {67_108_864 if said == 'characters' else 1_000_000:,} {said}" in bad.error
+    assert len(bad.error) < 5000
     assert (healthy.error, healthy.reward) == (None, 1.0)
 
 

@@ -73,12 +73,20 @@ def test_episodes_are_paired_by_example_number_and_seed(tmp_path):
     [
         [(0, [episode("a", 0.0)])],  # one evaluation
         [(0, [episode("a", 0.0)]), (3, [episode("b", 1.0)])],  # nothing in common
-        [(0, [episode("a", 0.0, info={NOT_WRITTEN: "not JSON"})]), (3, [episode("a", 1.0)])],  # no messages to show
+        [
+            (0, [episode("a", 0.0, messages=(), info={NOT_WRITTEN: "not JSON"})]),
+            (3, [episode("a", 1.0)]),
+        ],  # none to show
         [],
     ],
 )
 def test_nothing_is_compared_where_there_is_nothing_to_compare(tmp_path, evaluations):
     assert compared(tmp_path, *evaluations) == []
+
+
+def test_an_environment_may_have_a_key_of_the_name_of_the_mark(tmp_path):
+    episodes = [episode("a", reward, info={NOT_WRITTEN: 1}) for reward in (0.0, 1.0)]
+    assert len(compared(tmp_path, (0, episodes[:1]), (3, episodes[1:]))) == 1
 
 
 def test_an_environment_of_an_earlier_configuration_is_left_out(tmp_path):

@@ -29,7 +29,7 @@ from verbatim.core.user_values import as_atom, why_refused
 _AS_THEY_ARE = frozenset({str, int, bool, type(None)})
 """Types whose values JSON has."""
 NOT_WRITTEN = "not_written"
-"""The key of a stored trajectory's `info` that says what is missing in its record."""
+"""The only key of the `info` of a trajectory that was stored without its messages: says why."""
 
 
 def trajectory_to_json(trajectory: TrajectoryRecord) -> dict[str, Any]:
@@ -54,6 +54,12 @@ def trajectory_from_json(record: Mapping[str, Any]) -> Trajectory:
         "agent_rewards": {name: float(own) for name, own in record.get("agent_rewards", {}).items()},
     }
     return Trajectory(**fields)
+
+
+def was_cut(trajectory: TrajectoryRecord) -> bool:
+    """Whether a stored trajectory is one without its messages, tools and info, because they were not JSON. An
+    environment's own `info` may have any key; messages it has too, and where it has none, nothing is missing."""
+    return not (trajectory.messages or trajectory.tools) and list(trajectory.info) == [NOT_WRITTEN]
 
 
 def plain(value: Any) -> Any:

@@ -106,9 +106,9 @@ class _Look:
         if type(value) is str:
             return 1, len(value), 0
         if isinstance(value, Mapping):
-            return self._container(value, path, value.items)
+            return self._container(value, path, value.items, is_table=True)
         if isinstance(value, list | tuple):
-            return self._container(value, path, lambda: enumerate(value))
+            return self._container(value, path, lambda: enumerate(value), is_table=False)
         if isinstance(value, np.ndarray) and value.dtype != object and (self._of_info or not self._of_json):
             self._check(value.size, 0, value.ndim, path)
             return max(1, value.size), 0, value.ndim
@@ -124,7 +124,7 @@ class _Look:
         if type(atom) is int and not is_short(atom):
             raise _Refused(f"{where()} is a number of more than 4,300 digits; expected a shorter one, or a text")
 
-    def _container(self, value: Any, path: tuple[Any, ...], items: Any) -> tuple[int, int, int]:
+    def _container(self, value: Any, path: tuple[Any, ...], items: Any, *, is_table: bool) -> tuple[int, int, int]:
         own = id(value)
         if own in self._open:
             raise _Refused(f"it holds itself, {_place(path)}")
@@ -132,23 +132,40 @@ class _Look:
             raise _Refused(f"it has more than {DEEPEST} levels, {_place(path)}")
         if own not in self._known:
             self._open.add(own)
-            found = self._content(items(), path)
+            found = self._content(items(), path, is_table)
             self._open.discard(own)
             self._known[own] = (value, *found)
         _, values, characters, levels = self._known[own]
         self._check(values, characters, len(path) + levels, path)
         return values, characters, levels
 
-    def _content(self, items: Iterable[tuple[Any, Any]], path: tuple[Any, ...]) -> tuple[int, int, int]:
+    def _content(self, items: Iterable[tuple[Any, Any]], path: tuple[Any, ...], is_table: bool) -> tuple[int, int, int]:
         values, characters, levels = 1, 0, 0
+        others: list[Any] = []
+        texts: set[str] = set()
         for key, item in items:
-            if type(key) is not str and self._of_json and not self._of_info:
-                self._check_atom(key, lambda: f"a key {_place(path)}")
+            if type(key) is str:
+                texts.add(key)
+            elif is_table:
+                if self._of_json and not self._of_info:
+                    self._check_atom(key, lambda: f"a key {_place(path)}")
+                others.append(key)
             more, longer, deeper = self.size(item, (*path, key))
             values, characters, levels = values + more, characters + longer, max(levels, deeper)
             characters += str.__len__(key) if isinstance(key, str) else 0
             self._check(values, characters, 0, path)
+        for written in filter(None, map(self._written, others)):
+            if written in texts:
+                raise _Refused(
+                    f"two keys {_place(path)} are written {written!r:.40}; expected keys that differ as texts"
+                )
+            texts.add(written)
         return values, characters, levels + 1
+
+    def _written(self, key: Any) -> str | None:
+        """A key as the text that stands for it in JSON; None for one that is passed over."""
+        own = as_atom(key)
+        return str(own) if type(own) in ATOMS or self._of_info else None
 
     def _check(self, values: int, characters: int, levels: int, path: tuple[Any, ...]) -> None:
         if values > MOST_VALUES:

@@ -6,14 +6,14 @@ from __future__ import annotations
 import marshal
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
 from verbatim.core.errors import EnvironmentFault
 from verbatim.core.texts import error_text
 from verbatim.core.types import Message
-from verbatim.core.user_values import ATOMS, DEEPEST, as_atom, is_short, why_refused
+from verbatim.core.user_values import ATOMS, DEEPEST, MOST_CHARACTERS, MOST_VALUES, as_atom, is_short, why_refused
 
 _TEXT, _DICT = frozenset({str}), frozenset({dict})
 _AS_THEY_ARE = ATOMS - {int}
@@ -30,6 +30,15 @@ class _NotPlain(Exception):
     """The value is not plain JSON, or too much of it."""
 
 
+class _Left:
+    """How much more of a value is copied without a look at it before: lists and dicts, values, characters."""
+
+    __slots__ = ("characters", "containers", "values")
+
+    def __init__(self) -> None:
+        self.containers, self.values, self.characters = _MOST_CONTAINERS, MOST_VALUES, MOST_CHARACTERS
+
+
 def copied(value: Any, what: str = "a message", *, of_info: bool = False) -> Any:
     """A deep copy of a message, in Python's own types of JSON: whatever reads it later asks no class of a user's.
 
@@ -43,7 +52,7 @@ def copied(value: Any, what: str = "a message", *, of_info: bool = False) -> Any
             copied.
     """
     try:
-        return _plain_copy(value, [_MOST_CONTAINERS], DEEPEST)
+        return _plain_copy(value, _Left(), DEEPEST)
     except _NotPlain:
         pass
     if (why := why_refused(value, of_info=of_info)) is not None:
@@ -67,6 +76,8 @@ def _rebuilt(value: Any, known: dict[int, tuple[Any, Any]]) -> Any:
         made: Any = {_own_key(key): _rebuilt(item, known) for key, item in value.items()}
     elif isinstance(value, list | tuple):
         made = [_rebuilt(item, known) for item in value]
+    elif isinstance(value, np.ma.MaskedArray):
+        made = value.tolist()  # None where it is masked; another array would have the values below
     elif isinstance(value, np.ndarray):
         made = np.array(value)
     else:
@@ -83,7 +94,7 @@ def _own_key(key: Any) -> Any:
 def is_plain(value: Any) -> bool:
     """Whether a value is plain JSON of few lists and dicts: then nothing is wrong with it."""
     try:
-        _plain_copy(value, [_MOST_CONTAINERS], DEEPEST)
+        _plain_copy(value, _Left(), DEEPEST)
     except _NotPlain:
         return False
     return True
@@ -95,23 +106,31 @@ def refuse(value: Any, what: str) -> None:
         raise EnvironmentFault(f"{what}: {why}")
 
 
-def _plain_copy(value: Any, left: list[int], levels: int) -> Any:
+def _plain_copy(value: Any, left: _Left, levels: int) -> Any:
     kind = type(value)
+    if kind is str:
+        left.characters -= len(value)
+        return value if left.characters >= 0 else _too_much()
     if kind in _AS_THEY_ARE or (kind is int and is_short(value)):
         return value
-    left[0] -= 1
-    if left[0] < 0 or not levels:
+    left.containers -= 1
+    if left.containers < 0 or not levels or kind not in (dict, list):
         raise _NotPlain
+    left.values -= 1 + len(value)
+    copied = value.copy()
     if kind is dict:
         if not _TEXT.issuperset(map(type, value)):
             raise _NotPlain
-        copied = value.copy()
-        for key, item in value.items():
-            if type(item) not in _AS_THEY_ARE:
-                copied[key] = _plain_copy(item, left, levels - 1)
-        return copied
-    if kind is list:
-        return [item if type(item) in _AS_THEY_ARE else _plain_copy(item, left, levels - 1) for item in value]
+        left.characters -= sum(map(len, value))
+    for place, item in value.items() if kind is dict else enumerate(value):
+        if type(item) is str:
+            left.characters -= len(item)
+        elif type(item) not in _AS_THEY_ARE:
+            copied[place] = _plain_copy(item, left, levels - 1)
+    return copied if left.characters >= 0 and left.values >= 0 else _too_much()
+
+
+def _too_much() -> NoReturn:
     raise _NotPlain
 
 

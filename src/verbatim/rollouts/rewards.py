@@ -48,13 +48,18 @@ def read_score(score: Any, who: str) -> tuple[float | None, dict[str, float]]:
     if isinstance(score, Mapping) and len(score) > MOST_PARTS:
         raise EnvironmentFault(f"{who} returned {len(score):,} parts; expected at most {MOST_PARTS:,}")
     try:
-        parts = {str(name): _one_number(value) for name, value in score.items()} if isinstance(score, Mapping) else {}
+        pairs = [(str(name), _one_number(value)) for name, value in score.items()] if isinstance(score, Mapping) else []
+        parts = dict(pairs)
         reward = math.fsum(parts.values()) if isinstance(score, Mapping) else _one_number(score)
     except Exception as error:  # noqa: BLE001  a user's own number raises what it likes
         said = error_text(error).partition(": ")[2]
         raise EnvironmentFault(
             f"{who} returned {shown(score)}; expected a number or {{part: number}} ({shown(said)[1:-1]})"
         ) from None
+    if len(parts) < len(pairs):
+        raise EnvironmentFault(
+            f"{who} returned {shown(score)}; two of its names are one text, expected names that differ as texts"
+        )
     if not all(abs(number) <= LARGEST for number in (reward, *parts.values())):
         raise EnvironmentFault(f"{who} returned {shown(score)}; {_expected(reward)}")
     return reward, parts

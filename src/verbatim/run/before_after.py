@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from verbatim.core.texts import printable
-from verbatim.core.trajectory_json import NOT_WRITTEN
+from verbatim.core.trajectory_json import was_cut
 from verbatim.core.types import Message, Trajectory
 from verbatim.environments.base import Environment, succeeded
 from verbatim.logs.monitors.conversation import message_text
@@ -83,7 +83,7 @@ def compare(run: Path, environments: Mapping[str, Environment]) -> list[Comparis
     """
     found: dict[str, dict[int, dict[tuple[object, ...], Trajectory]]] = {}
     for step, trajectory in read_evaluated(run):
-        if NOT_WRITTEN in trajectory.info:
+        if was_cut(trajectory):
             continue
         of_env = found.setdefault(trajectory.env, {})
         for middle in sorted(of_env)[1:]:  # only the first and the last are held

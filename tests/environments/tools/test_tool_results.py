@@ -80,3 +80,18 @@ async def test_a_tool_may_return_any_of_them():
 def test_what_has_no_json_form_says_what_to_return():
     with pytest.raises(TypeError, match="a lock has no JSON form; return a string, a dict or a dataclass"):
         as_result({"a": threading.Lock()})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {1: "a", "1": "b"},
+        {True: "a", "true": "b"},
+        {None: "a", "null": "b"},
+        {datetime.date(2026, 1, 5): "a", "2026-01-05": "b"},
+        [{pathlib.PurePosixPath("a"): 1, "a": 2}],
+    ],
+)
+def test_keys_that_are_one_text_are_refused_and_none_is_lost(value):
+    with pytest.raises(TypeError, match="two keys"):
+        as_result(value)

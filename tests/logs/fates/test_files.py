@@ -14,7 +14,7 @@ import pytest
 
 from verbatim.core.errors import UsageError
 from verbatim.core.trajectories import Fate
-from verbatim.core.trajectory_json import NOT_WRITTEN, plain, trajectory_to_json
+from verbatim.core.trajectory_json import NOT_WRITTEN, plain, trajectory_to_json, was_cut
 from verbatim.core.types import ToolCall, Trajectory, Turn, TurnTiming
 from verbatim.logs.fates.files import FateFolder, files_in, read_fates, read_figures
 from verbatim.logs.fates.retention import Retention
@@ -130,8 +130,19 @@ def test_a_trajectory_that_is_not_json_is_kept_without_its_messages_and_says_so(
     assert read[0].info == {
         NOT_WRITTEN: "messages and info were not written: TypeError: Object of type set is not JSON serializable"
     }
+    assert [was_cut(trajectory) for trajectory in read] == [True, True, False]
     assert read[2].messages == FULL.messages and read[2].info == {"seen": 2.5}
     assert files.num_incomplete == 2
+
+
+@pytest.mark.parametrize(
+    "info", [{NOT_WRITTEN: 1}, {NOT_WRITTEN: "messages"}, {"a": {NOT_WRITTEN: "x"}}, {"a": NOT_WRITTEN}]
+)
+def test_an_environments_own_key_of_that_name_raises_no_alarm(tmp_path: Path, info):
+    files = FateFolder(tmp_path)
+    files.write(1, [Fate.of_dropped(FULL.replace(info=info), "stale")])
+    ((_, fate),) = read_fates(tmp_path)
+    assert (files.num_incomplete, fate.trajectory.info, was_cut(fate.trajectory)) == (0, info, False)
 
 
 def test_info_is_written_as_plain_values_whatever_its_keys_and_numbers_are(tmp_path: Path):

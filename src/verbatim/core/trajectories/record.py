@@ -85,7 +85,10 @@ class TrajectoryRecord:
         if not isinstance(self.agent_rewards, Mapping):
             raise RecordError(f"agent_rewards: {self.agent_rewards!r:.80}; expected a mapping of names to numbers")
         for field_name in ("reward_parts", "agent_rewards"):
-            for name, part in getattr(self, field_name).items():
+            named = getattr(self, field_name)
+            if len(set(map(str, named))) < len(named):
+                raise RecordError(f"{field_name}: {named!r:.80}; two names are one text, expected names that differ")
+            for name, part in named.items():
                 if as_number(part, f"{field_name}[{name!r}]") is None:
                     raise RecordError(f"{field_name}[{name!r}]: None; leave out what was not scored")
 

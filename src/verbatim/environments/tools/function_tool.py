@@ -178,7 +178,10 @@ def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {_key(key): _plain(inner) for key, inner in value.items()}
+        made = [(_key(key), _plain(inner)) for key, inner in value.items()]
+        if len({key if isinstance(key, str) else json.dumps(key) for key, _ in made}) < len(made):
+            raise TypeError(f"two keys of {shown(value, 80)} are one text in JSON; return keys that differ as texts")
+        return dict(made)
     if isinstance(value, Set):
         return _sorted([_plain(item) for item in value])
     if isinstance(value, list | tuple):

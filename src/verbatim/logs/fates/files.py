@@ -30,7 +30,6 @@ from verbatim.core.disk import is_inside, keep_aside, make_folder, refuse_link, 
 from verbatim.core.errors import UsageError
 from verbatim.core.texts import cut, ranges
 from verbatim.core.trajectories import Fate
-from verbatim.core.trajectory_json import NOT_WRITTEN
 from verbatim.logs.fates.retention import EVERYTHING, Retention
 from verbatim.logs.fates.schema import FIGURES, SCHEMA, VERSION, VERSION_KEY
 from verbatim.logs.fates.table import from_table, records_of, to_table
@@ -300,8 +299,8 @@ def _write(path: Path, step: int, fates: Sequence[Fate]) -> int:
         ) as writer,
     ):
         for own in _slices(fates):
-            table = to_table(step, own)
-            num_incomplete += pc.sum(pc.match_substring(table.column("info"), f'"{NOT_WRITTEN}"')).as_py() or 0
+            table, num_cut = to_table(step, own)
+            num_incomplete += num_cut
             for start, end in row_groups(weights(table)):
                 writer.write_table(table.slice(start, end - start), row_group_size=_ROWS)
     return num_incomplete

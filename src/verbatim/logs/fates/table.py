@@ -38,10 +38,9 @@ _SAME = (*_OF_ROW, "messages", "tools", "info", "turns", *_NUMBERS)
 """Columns that are no plain field of the trajectory."""
 
 
-def to_table(step: int, fates: Sequence[Fate]) -> pa.Table:
-    """One row for each fate, in order; columns as in `SCHEMA`.
-
-    Where messages, tools or info are not JSON, their columns are empty, and `info` says why under `NOT_WRITTEN`.
+def to_table(step: int, fates: Sequence[Fate]) -> tuple[pa.Table, int]:
+    """One row for each fate, in order, with columns as in `SCHEMA`; and of how many messages, tools and info are not
+    JSON: their columns are empty, and `info` says why under `NOT_WRITTEN`.
     """
     records = [fate.trajectory for fate in fates]
     texts = [_texts(record) for record in records]
@@ -73,15 +72,15 @@ def to_table(step: int, fates: Sequence[Fate]) -> pa.Table:
         columns[field.name] if isinstance(columns[field.name], pa.Array) else _array(columns[field.name], field.type)
         for field in SCHEMA
     ]
-    return pa.Table.from_arrays(arrays, schema=SCHEMA)
+    return pa.Table.from_arrays(arrays, schema=SCHEMA), sum(text[3] for text in texts)
 
 
-def _texts(record: TrajectoryRecord) -> tuple[str, str, str]:
-    """Messages, tools and info as JSON."""
+def _texts(record: TrajectoryRecord) -> tuple[str, str, str, bool]:
+    """Messages, tools and info as JSON, and whether they are left out."""
     try:
-        return _json(record.messages), _json(record.tools), _json(record.info)
+        return _json(record.messages), _json(record.tools), _json(record.info), False
     except (TypeError, ValueError, RecursionError) as error:
-        return "[]", "[]", _json({NOT_WRITTEN: f"messages and info were not written: {error_text(error)}"})
+        return "[]", "[]", _json({NOT_WRITTEN: f"messages and info were not written: {error_text(error)}"}), True
 
 
 _JSON = json.JSONEncoder(allow_nan=False)
