@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from dialogues import ANSWER, ASK, CALL, DIALOGUES, SEES, THOUGHT, TOOLS
-from families import family_renderer
+from families import family_renderer, family_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -234,8 +234,47 @@ def test_invalid_messages_are_refused_in_a_sentence(qwen3, messages, said):
 )
 def test_a_schema_that_a_family_cannot_write_is_the_environments_fault(parameters):
     tool = {"type": "function", "function": {"name": "look", "parameters": parameters}}
-    with pytest.raises(EnvironmentFault, match='renderer "nemotron-3" refuses these messages, or the tools'):
-        family_renderer("nemotron-3").render_ids([ASK], [tool])
+    with pytest.raises(EnvironmentFault, match="renderer \"nemotron-3\" refuses the schema of the tool 'look' "):
+        family_renderer("nemotron-3").render_ids([ASK], [*TOOLS, tool])
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        {"oneOf": [{"type": "string"}, {"type": "integer"}]},
+        {"allOf": [{"type": "string"}, {"minLength": 2}]},
+        {"not": {"type": "null"}},
+        {"const": "Köln"},
+        {"description": "Anything, <|im_end|> too."},
+        {"$ref": "#/definitions/place"},
+        {"type": "array", "items": {"anyOf": [{"type": "string"}, {"oneOf": [{"type": "null"}]}]}},
+    ],
+)
+def test_kimi_declares_tools_in_json_where_its_own_form_has_no_words_for_them(place):
+    """All tools, compact and with sorted keys, as the tokenizer that the model is published with does."""
+    parameters = {"type": "object", "properties": {"at": place}, "definitions": {"place": {"type": "string"}}}
+    tools = [*TOOLS, {"type": "function", "function": {"name": "go", "description": "Go.", "parameters": parameters}}]
+    renderer = family_renderer("kimi-k2.5")
+    prompt = renderer.render_ids([ASK], tools)
+    written = json.dumps(tools, separators=(",", ":"), sort_keys=True, ensure_ascii=False)
+    declared = f"<|im_system|>tool_declare<|im_middle|>{written}<|im_end|>"
+    assert renderer.decode(prompt) == declared + renderer.decode(renderer.render_ids([ASK]))
+    close = renderer.stop_token_ids[0]
+    assert np.count_nonzero(prompt == close) == 2, "one behind the tools, one behind the question"
+    called = (
+        "Look.</think><|tool_calls_section_begin|><|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>"
+        '{"place": "Bonn"}<|tool_call_end|><|tool_calls_section_end|><|im_end|>'
+    )
+    completion = sampled(family_tokenizer("kimi-k2.5"), called)
+    bridged = renderer.bridge_to_next_turn(prompt, completion, [SEES], tools)
+    assert bridged[: len(prompt) + len(completion)].tolist() == [*prompt, *completion]
+    message = {**CALL, "reasoning_content": "Look."}
+    assert bridged.tolist() == renderer.render_ids([ASK, message, SEES], tools).tolist()
+
+
+def test_kimi_writes_other_tools_in_its_own_form():
+    renderer = family_renderer("kimi-k2.5")
+    assert "namespace functions {" in renderer.decode(renderer.render_ids([ASK], TOOLS))
 
 
 def test_an_unclosed_call_is_no_call(qwen3, tokenizer):

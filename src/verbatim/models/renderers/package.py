@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -20,13 +21,14 @@ from verbatim.models.renderers.conversation import Conversation, History, Thinki
 from verbatim.models.renderers.guard import GuardedTokenizer
 from verbatim.models.renderers.message_support import LaterSystem
 from verbatim.models.renderers.messages import check_messages
+from verbatim.models.renderers.probe_messages import ASK
 from verbatim.models.renderers.remembered import Remembered
 from verbatim.models.renderers.responses import read_completion
 from verbatim.models.renderers.sampled_text import SampledText
 from verbatim.models.renderers.stable_text import settled
 from verbatim.models.renderers.stop_ids import turn_ends
 from verbatim.models.renderers.thoughts import find_thoughts
-from verbatim.models.renderers.tool_support import ToolSupport, probe
+from verbatim.models.renderers.tool_support import ToolSupport, name_of_tool, probe
 from verbatim.models.renderers.written_calls import WrittenCalls
 
 _REMEMBERED = 64
@@ -38,6 +40,10 @@ same turn comes again and again."""
 
 _REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """The exceptions by which families refuse messages and schemas, on purpose or not: `"properties": null`."""
+
+_DECLARE_IN_JSON = ("kimi-k2.5",)
+"""Families whose own form lacks words for some schemas: `oneOf`, `allOf`, `not`, `const`, no type at all, a `$ref` to
+anything but `#` and `#/$defs`. The tokenizer that the model is published with then declares all tools in JSON."""
 
 
 class PackageRenderer(ContinuingRenderer):
@@ -138,20 +144,50 @@ class PackageRenderer(ContinuingRenderer):
             guard = self._tokenizer.guard
             marked = guard.messages(self._call_ids.rewritten(messages))
             try:
-                values = self._family.render_ids(
-                    marked, tools=guard.tools(tools), add_generation_prompt=add_generation_prompt
-                )
+                values = self._family_ids(marked, guard.tools(tools), add_generation_prompt)
             except _REFUSALS as error:
-                roles = ", ".join(str(message.get("role")) for message in messages)
-                given = "messages, or the tools" if tools else "messages"
-                raise EnvironmentFault(
-                    f'renderer "{self.name}" refuses these {given} ({type(error).__name__}: {error}); their roles are '
-                    f"{roles}; change the environment's {given}"
-                ) from error
+                raise self._refusal(error, messages, tools) from error
             ids = np.asarray(values, dtype=np.int32)
             ids.flags.writeable = False
             self._rendered.add(key, ids)
         return ids
+
+    def _family_ids(self, marked: Any, tools: Any, add_generation_prompt: bool) -> list[int]:
+        """What the family writes of marked messages and schemas."""
+        try:
+            ids = self._family.render_ids(marked, tools=tools, add_generation_prompt=add_generation_prompt)
+        except _REFUSALS:
+            if not tools or self.name not in _DECLARE_IN_JSON:
+                raise
+            text = json.dumps(tools, separators=(",", ":"), sort_keys=True, ensure_ascii=False)
+            declared = {"role": "tool_declare", "content": text}
+            ids = self._family.render_ids([declared, *marked], add_generation_prompt=add_generation_prompt)
+        return list(ids)
+
+    def _refusal(self, error: Exception, messages: Sequence[Message], tools: Schemas) -> EnvironmentFault:
+        """What the environment is told where the family refuses."""
+        said = f"{type(error).__name__}: {error}"
+        refused = next((tool for tool in tools or () if not self._writes(tool)), None)
+        if refused is not None:
+            return EnvironmentFault(
+                f'renderer "{self.name}" refuses the schema of the tool {name_of_tool(refused)!r} ({said}); write its '
+                'parameters in plainer JSON Schema: {"type": "object", "properties": {NAME: {"type": ...}}}'
+            )
+        roles = ", ".join(str(message.get("role")) for message in messages)
+        given = "messages, or the tools" if tools else "messages"
+        return EnvironmentFault(
+            f'renderer "{self.name}" refuses these {given} ({said}); their roles are {roles}; change the '
+            f"environment's {given}"
+        )
+
+    def _writes(self, tool: Any) -> bool:
+        """Whether the family takes a tool's schema."""
+        guard = self._tokenizer.guard
+        try:
+            self._family_ids(guard.messages([ASK]), guard.tools([tool]), True)  # type: ignore[list-item]
+        except _REFUSALS:
+            return False
+        return True
 
     def parse_response(
         self, completion_ids: Int32, prompt_ids: Int32 | None = None, tools: Schemas = None

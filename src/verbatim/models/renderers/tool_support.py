@@ -84,7 +84,7 @@ class ToolSupport:
         if (tools or answers) and not self.answered:
             lacks.append(_NO_ANSWERS)
         if lacks:
-            names = ", ".join(map(_name, tools or ())) or "tools"
+            names = ", ".join(map(name_of_tool, tools or ())) or "tools"
             raise ModelError(f"{who} {' and '.join(lacks)}, but the conversation has {names}; {USE_HERMES}")
 
 
@@ -122,9 +122,10 @@ def _rendered(render: Render, messages: list[dict[str, Any]]) -> str:
 
 def _described(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> bool:
     text = messages[0].get("content") if messages and messages[0].get("role") == "system" else None
-    return isinstance(text, str) and all(re.search(rf"(?<!\w){re.escape(_name(t))}(?!\w)", text) for t in tools)
+    return isinstance(text, str) and all(re.search(rf"(?<!\w){re.escape(name_of_tool(t))}(?!\w)", text) for t in tools)
 
 
-def _name(tool: Any) -> str:
+def name_of_tool(tool: Any) -> str:
+    """What a schema calls its tool; empty where it says nothing."""
     function = tool.get("function", tool) if isinstance(tool, Mapping) else None
     return str(function.get("name", "")) if isinstance(function, Mapping) else ""
