@@ -6,15 +6,15 @@ All readers raise `UsageError` for a value that cannot be; the message names the
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from verbatim.core.errors import UsageError
 from verbatim.inference.base import MOST_STOP_IDS, SampleRequest, SamplingParams
-from verbatim.inference.http.json_size import MOST_VALUES, check_json_size
+from verbatim.inference.http.json_size import MOST_VALUES
+from verbatim.inference.http.json_text import parse_json
 from verbatim.inference.http.packed import PACKED
-from verbatim.inference.http.protocol import OURS, LogprobStyle, brief, read_ids, refuse_constant
+from verbatim.inference.http.protocol import OURS, LogprobStyle, brief, read_ids
 
 _ABOUT_TEXT = {"skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "detokenize"}
 """Settings of features that this server lacks; no value of theirs changes a token."""
@@ -51,13 +51,7 @@ class Refused(Exception):
 
 def read_json(data: bytes | bytearray, most_values: int = MOST_VALUES) -> dict[str, Any]:
     """The JSON object in a body of at most so many values."""
-    check_json_size(data, most_values=most_values)
-    try:
-        body = json.loads(data, parse_constant=refuse_constant)
-    except RecursionError:
-        raise UsageError("the body is nested too deeply") from None
-    except ValueError as error:
-        raise UsageError(f"the body is not JSON: {str(error)[:200]}") from None
+    body = parse_json(data, most_values)
     if not isinstance(body, dict):
         raise UsageError(f"the body: expected a JSON object, found {type(body).__name__}")
     return body

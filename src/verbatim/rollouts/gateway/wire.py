@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import re
@@ -13,9 +12,9 @@ from verbatim.core.errors import EngineDead, RolloutError, SamplerFault, Templat
 from verbatim.core.texts import cut, error_text
 from verbatim.inference.chat.protocol import ChatProtocol
 from verbatim.inference.http.json_size import check_json_size
+from verbatim.inference.http.json_text import parse_json, without_mark
 from verbatim.inference.http.limits import CONNECTION
 from verbatim.inference.http.lone_surrogates import find_lone_surrogate
-from verbatim.inference.http.protocol import refuse_constant
 from verbatim.rollouts.gateway.exchanges import Ended, OtherRequest
 from verbatim.rollouts.gateway.session_settings import SessionRefusal
 
@@ -48,19 +47,19 @@ def read_body(body: bytes | bytearray, most_values: int) -> Any:
 
 def _read_json(body: bytes | bytearray, most_values: int) -> Any:
     try:
-        check_json_size(body, most_values=most_values)
-        given = orjson.loads(body)
+        text = without_mark(body)
+        check_json_size(text, most_values=most_values)
+        try:
+            given = orjson.loads(text)
+        except ValueError as error:
+            # Half a character is JSON for Python's reader. The reader of the fields names the one that holds it.
+            given = parse_json(body, most_values)
+            if find_lone_surrogate(given) is None:
+                raise UsageError(f"the body is not JSON: {error}") from None
         # An integer of more than 64 bits becomes a float there, and with it an argument another one.
-        return json.loads(body) if _LONG_NUMBER.search(body) else given
+        return parse_json(body, most_values) if _LONG_NUMBER.search(text) else given
     except UsageError as error:
         raise SessionRefusal(400, str(error)) from None
-    except ValueError as error:
-        with contextlib.suppress(ValueError, RecursionError):
-            # Half a character is JSON for Python's reader. The reader of the fields names the one that holds it.
-            given = json.loads(body.decode("utf-8", "surrogatepass"), parse_constant=refuse_constant)
-            if find_lone_surrogate(given) is not None:
-                return given
-        raise SessionRefusal(400, f"the body is no JSON: {error}") from None
 
 
 def read_object(body: bytes | bytearray, most_values: int) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import json
 import logging
 import re
 import time
@@ -20,10 +19,11 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from verbatim.core.errors import UsageError
 from verbatim.core.machine_faults import describe
 from verbatim.core.texts import cut, printable, shown
 from verbatim.inference.http.exchange import read_whole
-from verbatim.inference.http.json_size import check_json_size
+from verbatim.inference.http.json_text import parse_json
 from verbatim.inference.http.limits import ConnectionLimits
 from verbatim.inference.http.request_body import Refused as RefusedBody
 from verbatim.inference.vllm.plugin.verbatim_keys import bearer_of, is_key
@@ -325,9 +325,8 @@ async def _body(request: Request) -> bytes:
 
 async def _json(request: Request) -> dict[str, Any]:
     body = await _body(request)
-    with contextlib.suppress(ValueError, RecursionError):
-        check_json_size(body)
-        found = json.loads(body)
+    with contextlib.suppress(UsageError):
+        found = parse_json(body)
         if isinstance(found, dict):
             return found
     raise Refused(400, "expected a JSON object")

@@ -1,0 +1,49 @@
+"""Reads the JSON of a body by one rule for every server: UTF-8, as RFC 8259 has it, with or without a mark of the byte
+order before it, and without NaN and Infinity."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from verbatim.core.errors import UsageError
+from verbatim.inference.http.json_size import MOST_VALUES, check_json_size
+from verbatim.inference.http.protocol import refuse_constant
+
+_MARK = b"\xef\xbb\xbf"
+_OTHER_MARKS = (b"\xff\xfe", b"\xfe\xff")
+
+
+def parse_json(data: bytes | bytearray, most_values: int = MOST_VALUES) -> Any:
+    r"""The value of a body of at most so many values. Its texts may hold half a character.
+
+    Raises:
+        UsageError: it is no JSON, no UTF-8, or has too many values or levels.
+
+    >>> parse_json(b'\xef\xbb\xbf{"a": 1}')
+    {'a': 1}
+    """
+    text = without_mark(data)
+    check_json_size(text, most_values=most_values)
+    try:
+        return json.loads(text.decode("utf-8", "surrogatepass"), parse_constant=refuse_constant)
+    except UnicodeDecodeError as error:
+        place = len(data) - len(text) + error.start
+        raise UsageError(
+            f"the body is no UTF-8: byte 0x{data[place]:02x} at position {place}; send JSON in UTF-8"
+        ) from None
+    except RecursionError:
+        raise UsageError("the body is nested too deeply") from None
+    except ValueError as error:
+        raise UsageError(f"the body is not JSON: {str(error)[:200]}") from None
+
+
+def without_mark(data: bytes | bytearray) -> bytes | bytearray:
+    """The body without a mark of UTF-8's.
+
+    Raises:
+        UsageError: it is in UTF-16 or UTF-32.
+    """
+    if data.startswith(_OTHER_MARKS) or 0 in data[:2]:  # JSON begins with two characters of ASCII
+        raise UsageError("the body is in UTF-16 or UTF-32; send JSON in UTF-8")
+    return data[len(_MARK) :] if data.startswith(_MARK) else data
