@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -194,8 +195,26 @@ def test_a_log_of_another_model_is_refused(tmp_path: Path, model: Path, capsys):
 
 
 def test_the_tokenizer_of_a_run_is_found_beside_its_log(tmp_path: Path, model: Path, capsys):
-    (tmp_path / "model").symlink_to(model)
+    shutil.copytree(model, tmp_path / "model")
     assert "found beside the log" in run(capsys, write(tmp_path / "log.jsonl", QWEN3))[1]
+
+
+@pytest.mark.parametrize("place", ["config.toml", "model", "final", "model/tokenizer.json", "model/sub/more.jinja"])
+def test_a_link_beside_the_log_is_refused(tmp_path: Path, model: Path, capsys, place: str):
+    """A run's folder may come from anybody: what a link leads to is no part of it."""
+    run_folder, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    run_folder.mkdir()
+    if "/" in place:
+        shutil.copytree(model, run_folder / "model")
+    (run_folder / place).parent.mkdir(exist_ok=True)
+    (run_folder / place).unlink(missing_ok=True)
+    if place == "config.toml":
+        elsewhere.write_text("hidden = 'words'\n[")
+    (run_folder / place).symlink_to(elsewhere if place == "config.toml" else model)
+    status, out, err = run(capsys, write(run_folder / "log.jsonl", QWEN3))
+    assert (status, out) == (2, "")
+    assert f"{place} is a link, which is not followed" in " ".join(err.split())
+    assert "hidden" not in err
 
 
 def test_the_tokenizer_of_a_run_is_found_by_its_configuration(tmp_path: Path, model: Path, capsys):

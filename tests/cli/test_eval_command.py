@@ -463,3 +463,12 @@ def test_a_mistake_is_told(place: Path, capsys, options: list[str], said: str):
             assert end.code == 2
         assert server.requests == []
     assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_configuration_of_a_run_that_is_a_link_is_refused(tmp_path: Path, capsys):
+    (tmp_path / "elsewhere").write_text("hidden = 'words'\n[")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").symlink_to(tmp_path / "elsewhere")
+    assert main(["eval", str(tmp_path / "run")]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "config.toml is a link, which is not followed" in said and "hidden" not in said

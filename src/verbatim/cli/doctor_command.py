@@ -15,6 +15,7 @@ from itertools import chain
 from pathlib import Path
 
 from verbatim.cli import exit_status
+from verbatim.core.disk import read_regular, refuse_link
 from verbatim.core.errors import UsageError
 from verbatim.core.plain_console import PlainConsole
 from verbatim.inspection.doctor import BreakClass, Doctor, FateFormat, LogFile, is_fate_path, known_formats, recognise
@@ -152,6 +153,7 @@ def _find_model(asked: str | None, log: Path) -> tuple[str | None, str]:
     run = _run_of(log)
     for folder in (run / "model", run / "final"):
         if (folder / "config.json").is_file():
+            _refuse_links(folder)
             return str(folder), f"{folder}, found beside the log"
     config = run / "config.toml"
     name = _configured_model(config) if config.is_file() else None
@@ -159,6 +161,13 @@ def _find_model(asked: str | None, log: Path) -> tuple[str | None, str]:
         return name, f"{name}, named in {config}"
     hint = name or "FOLDER_OR_ID"
     return None, f"none: ids only, and no telling why most breaks happen; add --model {hint}"
+
+
+def _refuse_links(folder: Path) -> None:
+    """Refuse a model beside the log that is a link, or has one in it: what it leads to would be read."""
+    refuse_link(folder)
+    for path in folder.rglob("*"):
+        refuse_link(path)
 
 
 def _run_of(log: Path) -> Path:
@@ -169,8 +178,9 @@ def _run_of(log: Path) -> Path:
 
 
 def _configured_model(config: Path) -> str | None:
+    refuse_link(config)
     try:
-        model = tomllib.loads(config.read_text(encoding="utf-8")).get("model")
+        model = tomllib.loads(read_regular(config).decode("utf-8")).get("model")
     except ValueError as error:
         raise UsageError(f"{config} beside the log is no TOML ({error}); name the model with --model") from None
     name = model.get("name") if isinstance(model, dict) else None

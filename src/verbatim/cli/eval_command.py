@@ -16,6 +16,7 @@ from verbatim.cli.eval_results import Results
 from verbatim.cli.interrupts import two_presses
 from verbatim.config import RunConfig, load_config
 from verbatim.config.schema import EvalConfig
+from verbatim.core.disk import refuse_link
 from verbatim.core.errors import ConfigError, RunStopped, UsageError
 from verbatim.core.plain_console import PlainConsole
 from verbatim.inference.chat.client import OpenAI
@@ -168,6 +169,8 @@ def _config(args: argparse.Namespace) -> tuple[RunConfig, Path | None]:
     """The configuration, and the run's folder where that was given."""
     folder = args.file if args.file.is_dir() and (args.file / CONFIG).is_file() else None
     file = args.file if folder is None else folder / CONFIG
+    if folder is not None:
+        refuse_link(file)
     history = [] if args.history is None else ["--orchestrator.renderer.history", args.history]
     overrides = [*args.overrides, *history]
     return load_stored_config(file, lambda path: load_config(path, overrides, component_tables())), folder
