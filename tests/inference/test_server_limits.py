@@ -10,6 +10,7 @@ import functools
 import json
 import logging
 import os
+import re
 import resource
 import socket
 import threading
@@ -403,6 +404,28 @@ async def test_a_head_that_is_too_long_is_answered_with_431_and_its_client_can_r
         assert head.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
         assert b"connection: close" in head.lower()
         assert body == b"the head of a request, or of a chunk, is longer than 16384 bytes"
+        writer.close()
+
+
+def head_of(size: int) -> bytes:
+    """The head of a health check of so many bytes, after which the connection is closed."""
+    begin, end = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nA: ", b"\r\n\r\n"
+    return begin + b"b" * (size - len(begin) - len(end)) + end
+
+
+@pytest.mark.parametrize("before", [b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"], ids=["alone", "second"])
+@pytest.mark.parametrize("cut", [0, 1000, 16_383])
+@pytest.mark.parametrize(("size", "status"), [(16_384, b"200"), (16_385, b"431"), (20_000, b"431"), (70_000, b"431")])
+async def test_a_head_may_have_as_many_bytes_as_the_limit_says_and_not_one_more(before, cut, size, status):
+    """However it comes: in one piece or two, alone or behind another request."""
+    async with asking(scripted()) as client:
+        reader, writer = await asyncio.open_connection(*address(client))
+        head = head_of(size)
+        writer.write(before + head[:cut])
+        await asyncio.sleep(0)
+        writer.write(head[cut:])
+        answers = re.findall(rb"HTTP/1.1 (\d+) ", await asyncio.wait_for(reader.read(), HANGS))
+        assert answers == [*([b"200"] if before else []), status]
         writer.close()
 
 

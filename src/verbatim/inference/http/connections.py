@@ -9,6 +9,7 @@ import socket
 import ssl
 import sys
 from http import HTTPStatus
+from typing import Any
 
 import h11
 import uvicorn
@@ -34,6 +35,24 @@ _PAYLOAD, _JUDGED = 0.8, 2**12
 """The least share of a chunked body that is not about its chunks, once so many bytes of it have come."""
 
 
+class _ExactHeads(h11.Connection):
+    """Refuses every head of more bytes than it may have. h11 itself refuses those that have not come to their end, and
+    takes what ends in the same read."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(h11.SERVER, most)
+        self._most = most
+
+    def next_event(self) -> Any:
+        """As h11's; a RemoteProtocolError for a head that is too long."""
+        before = len(self.trailing_data[0]) if self.their_state is h11.IDLE else 0
+        event = super().next_event()
+        if isinstance(event, h11.Request) and before - len(self.trailing_data[0]) > self._most:
+            status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+            raise h11.RemoteProtocolError("the head is too long", error_status_hint=status)
+        return event
+
+
 class Connection(H11Protocol):
     """One client's connection; closed if the client is late with a request's head or does not read its answer."""
 
@@ -41,6 +60,7 @@ class Connection(H11Protocol):
         self, config: uvicorn.Config, server_state: ServerState, *, table: ConnectionTable, door: Door | None = None
     ) -> None:
         super().__init__(config, server_state, {DOOR: door, CONNECTION: self})
+        self.conn = _ExactHeads(table.limits.head_bytes)
         self._table, self._door = table, door
         self.group = "" if door is None else door.name
         """The name of its door, or else its client's host."""
@@ -255,7 +275,6 @@ class Server:
             http="h11",
             proxy_headers=False,
             timeout_keep_alive=_KEEP_ALIVE,
-            h11_max_incomplete_event_size=table.limits.head_bytes,
         )
         self._config.load()
         self._state, self._table, self._tls = ServerState(), table, tls

@@ -29,7 +29,7 @@ class ConnectionLimits:
     """Most open connections, and never more than there are descriptors for. A new one replaces the connection that has
     waited longest for a request; if all have one, it is answered with 503."""
     head_bytes: int = 2**14
-    """Most bytes of the head of a request."""
+    """Most bytes of the head of a request, with the empty line that ends it."""
     head_seconds: float = 15.0
     """Seconds for the head of a request, from the connection or its first byte."""
     body_seconds: float = 60.0
