@@ -218,3 +218,13 @@ def test_numbers_and_pairs_that_are_no_keys_stay():
         "password": True,
     }
     assert redaction.redacted(value) == value
+
+
+def test_of_a_vast_log_record_both_ends_are_kept_without_keys():
+    key, a, b, c = "sk-" + "k3y" * 10, "a" * 32_746, "b" * 10_000_000, "c" * 32_759
+    text = f"{key} {a} {key} {b} {key} {c}"
+    record = logging.LogRecord("x", logging.ERROR, "x.py", 1, "%s", (text,), None)
+    begin, note, end = WithoutSecrets("%(message)s").format(record).split("\n")
+    assert begin == f"[redacted] {a} [redacted]" and len(begin) == 32_768
+    assert end == f"edacted] {c}" and len(end) == 32_768
+    assert note == f"[cut: {len(text) - 65_536:,} of {len(text):,} characters]"

@@ -131,6 +131,13 @@ def python_reference() -> str:
     return reference_python.document()
 
 
+def test_the_table_of_packages_says_what_their_docstrings_say():
+    page = (DOCS / "reference_python.md").read_text(encoding="utf-8")
+    for package in reference_python.PACKAGES:
+        first = (inspect.getdoc(importlib.import_module(package)) or "").split("\n\n")[0]
+        assert f"| `{package}` | {' '.join(first.split())} |" in page
+
+
 def test_the_python_reference_has_every_public_name_with_its_docstring():
     page = python_reference()
     missing = []

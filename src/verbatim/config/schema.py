@@ -278,7 +278,7 @@ class CheckpointConfig(Section):
 
 class MonitorConfig(Section):
     """What is written down. Every other key is a monitor's table: its name from `MONITORS`, or any name with
-    `type = "custom"`."""
+    `type = "my_module.MyMonitor"`."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, ComponentConfig] = Field(init=False)

@@ -42,6 +42,8 @@ _MAYBE_FORMS = re.compile(r"(?<=://)[^/\s@]+(?=@)|\b(?:local-)?[0-9a-f]{40}\b")
 """Redacted in texts, but no reason to refuse a setting: the user of an address, the id of a commit."""
 _OPTION = re.compile(r"--?[A-Za-z][\w\-.]*")
 _PASSWORD = "password"
+_LOGGED, _ACROSS = 32_768, 4096
+"""Characters kept of each end of a log record, and those that are looked at beyond them."""
 
 Place = tuple[str | int, ...]
 """Keys and indices of a value in tables and lists."""
@@ -178,10 +180,17 @@ def given_in(text: str) -> bool:
 
 
 class WithoutSecrets(logging.Formatter):
-    """Formats log records without keys, those in tracebacks too."""
+    """Formats log records without keys, those in tracebacks too. Of one with a very long text, which a user's exception
+    may have, beginning and end are kept."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return without_secrets(super().format(record))
+        text = super().format(record)
+        left_out = len(text) - 2 * _LOGGED
+        if left_out <= 0:
+            return without_secrets(text)
+        # More is looked at than is kept: a key may stand across the cut.
+        begin, end = without_secrets(text[: _LOGGED + _ACROSS])[:_LOGGED], without_secrets(text[-_LOGGED - _ACROSS :])
+        return f"{begin}\n[cut: {left_out:,} of {len(text):,} characters]\n{end[-_LOGGED:]}"
 
 
 def _without_keys(text: str) -> str:

@@ -2,8 +2,8 @@
 
 In: a `SampleRequest`. Out: a `Completion`. New weights come in by `update_weights`. `embedded` computes in this
 process, `http` asks a server and is one, `vllm` starts vLLM's servers, `pool` makes one sampler of many. Read first:
-`base.py`, then `embedded/decoder.py`; a token and its logprob are drawn in `embedded/sampling.py`, and by the compiled
-kernel in `embedded/compiled/forward.py`. Imports `core`, `config`, `models`.
+`base.py`, then `embedded/decoder.py`; a token and its logprob are drawn in `embedded/sampling.py`, or by the compiled
+kernel (`draw_row` in `embedded/compiled/kernel.c`). Imports `core`, `config`, `models`.
 """
 
 from verbatim.inference.backends import SAMPLERS, BackendInputs

@@ -1,4 +1,4 @@
-"""Moves batches to the trainer and weights to the sampler, through files."""
+"""Moves batches to the trainer and weights to the sampler: through files, between hosts, or as broadcasts."""
 
 from verbatim.trainer.transport.base import StepReport, TrainerLink, TrainerReady
 from verbatim.trainer.transport.weights import WeightFolders
