@@ -156,7 +156,7 @@ def source_renderer(name):
     """With the tokens that the sources of the package name; those of other families do not matter to it."""
     if name in TOKENS_OF:
         return create_renderer(name, family_tokenizer(TOKENS_OF[name]))
-    tokens = {"<bos>", "<eos>", "<pad>", "｜DSML｜"}
+    tokens = {"<bos>", "<eos>", "<pad>", "｜DSML｜", '<|"|>'}
     for file in sorted(Path(renderers.__file__).parent.glob("*.py")):
         tokens |= {token for token in _TOKEN.findall(file.read_text(encoding="utf-8")) if "{" not in token}
     while True:

@@ -17,14 +17,22 @@ TYPES = {
     "warm": "boolean",
     "days": "array",
     "deep": "object",
+    "note": ["string", "null"],
+    "zip": ["integer", "string"],
+    "either": ["array", "boolean", "string"],
+    "any": [],
 }
+"""The JSON types of each parameter; none are declared for the last one."""
 TOOLS = [
     {
         "type": "function",
         "function": {
             "name": name,
             "description": "Look at the sky.",
-            "parameters": {"type": "object", "properties": {key: {"type": kind} for key, kind in TYPES.items()}},
+            "parameters": {
+                "type": "object",
+                "properties": {key: {"type": kind} if kind else {} for key, kind in TYPES.items()},
+            },
         },
     }
     for name in ("look", "look_again")
@@ -104,8 +112,13 @@ class RandomCalls:
             "function": {"name": name, "arguments": {key: self._value(TYPES[key]) for key in keys}},
         }
 
-    def _value(self, kind: str, depth: int = 0) -> Any:
+    def _value(self, kind: Any, depth: int = 0) -> Any:
         choose = self._random.choice
+        if isinstance(kind, list):
+            value = self._value(choose(kind or ("string", "null", "integer", "boolean", "array")))
+            return "as it is" if isinstance(value, str) and _may_be_another(value) else value
+        if kind == "null":
+            return None
         if kind == "string":
             return "".join(choose(_TEXTS + _TAGS) for _ in range(choose((1, 1, 1, 2, 3))))
         if kind == "integer":
@@ -119,6 +132,14 @@ class RandomCalls:
         if kind == "array":
             return [*items, *choose(([], [None]))]
         return {self._value("string"): item for item in items}
+
+
+def _may_be_another(text: str) -> bool:
+    """Whether a format without quotes writes another value as this text."""
+    try:
+        return text in ("True", "False", "None") or not isinstance(json.loads(text), str)
+    except ValueError:
+        return False
 
 
 def written(renderer: Any, calls: list[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:

@@ -1,10 +1,15 @@
 """A tool is given what was sampled, to the letter, or the call is none: for every format that writes arguments without
 quotes. Each text is written by hand."""
 
+import doctest
+
 import numpy as np
 import pytest
 from families import FAMILIES, MORE
+from random_calls import written
 from test_read_calls import renderer_of
+
+from verbatim.models.renderers import bare_values, raw_texts
 
 EDIT = [
     {
@@ -175,6 +180,9 @@ JSON = {
         ('{"name": "edit", "name": "look", "arguments": {}}', "invalid_json"),
         ('{"name": "edit", "parameters": {"old": "x"}}', "malformed_structure"),
         ('{"name": "edit", "arguments": null}', "malformed_structure"),
+        ('{"name": "edit"}', "malformed_structure"),
+        ('{"name": "edit", "arguments": "{}"}', "malformed_structure"),
+        ('{"name": "edit", "arguments": {"old": {"a": 1, "a": 2}}}', "invalid_json"),
         ('{"name": "edit", "arguments": {"old": "x"}} and more', "invalid_json"),
         ('{"name": "edit", "arguments": {"times": 1e400}}', "invalid_json"),
         ('{"name": "edit", "arguments": {"times": [NaN]}}', "invalid_json"),
@@ -215,9 +223,94 @@ def test_a_call_of_harmony(message, status):
         ("call:edit{times:2 hm}", "malformed_structure"),
         ('call: edit{old:<|"|> x<|"|>}', "malformed_structure"),
         ('call:edit{old:<|"|> x<|"|>} hm', "malformed_structure"),
+        ('call:edit{old:<|"|> x<|"|>', "malformed_structure"),
+        ('call:edit{old:<|"|> x}', "malformed_structure"),
+        ('call:edit{old:<|"|> x<|"|>,}', "malformed_structure"),
+        ('call:edit{:<|"|> x<|"|>}', "malformed_structure"),
+        ('call:edit{old :<|"|> x<|"|>}', "malformed_structure"),
+        ("call:edit{old:[1}", "malformed_structure"),
+        ("call:edit{old:" + "[" * 100 + "]" * 100 + "}", "malformed_structure"),
+        ("call:edit", "malformed_structure"),
+        ('call:{old:<|"|> x<|"|>}', "missing_name"),
+        ("call:edit{times:1e400}", "invalid_json"),
     ],
 )
 def test_a_call_of_gemma_4_counts_only_as_the_family_writes_it(call, status):
-    """The package's parser reads each of these, the last one aside, as a call."""
+    """The package's parser reads most of these as calls."""
     (read_call,) = read("family gemma4", f"<|tool_call>{call}<tool_call|>")
     assert (read_call.status, read_call.arguments) == (status, {"old": " x"} if status == "ok" else None)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"old": '<|"|>', "new": "x"},
+        {"old": 'x<|"|>,new:<|"|>y'},  # two arguments, for a reader of texts
+        {"new": "<tool_call|>", "old": "<|tool_call>call:edit{"},
+        {"times": -0.5, "deep": {"a b": [None, True, {}, []], 'a"b': {"c": 10**30}}},
+        {},
+    ],
+)
+def test_a_text_of_gemma_4_may_hold_what_looks_like_its_marks(arguments):
+    call = {"id": "", "type": "function", "function": {"name": "edit", "arguments": arguments}}
+    renderer = renderer_of("family gemma4")
+    prompt, ids = written(renderer, [call])
+    (found,) = renderer.parse_response(ids, prompt, EDIT).tool_calls
+    assert (found.status, found.name, found.arguments) == ("ok", "edit", arguments)
+
+
+def test_the_arguments_of_gemma_4_may_come_in_any_order():
+    (call,) = read("family gemma4", '<|tool_call>call:edit{times:2,old:<|"|>x<|"|>,deep:{b:1,a:[]}}<tool_call|>')
+    assert (call.status, call.arguments) == ("ok", {"times": 2, "old": "x", "deep": {"b": 1, "a": []}})
+
+
+LFM = "template lfm2_2_5"
+
+
+@pytest.mark.parametrize("name", [LFM, "template lfm2_2_5_v2"])
+@pytest.mark.parametrize(
+    ("call", "arguments"),
+    [
+        ("edit(old='it's', times=2)", {"old": "it's", "times": 2}),
+        ("edit(old='if x:\n    return 1\n')", {"old": "if x:\n    return 1\n"}),
+        (r"edit(old='C:\new\u0041', new='\')", {"old": r"C:\new\u0041", "new": "\\"}),
+        ("edit(old='', new='''')", {"old": "", "new": "''"}),
+        ("edit(old='a', 'b', new='f(x)', times=2)", {"old": "a', 'b", "new": "f(x)", "times": 2}),
+        ("edit(old='x')]', times=2)", {"old": "x')]", "times": 2}),
+        ("edit(old='#', new='\"')", {"old": "#", "new": '"'}),
+        ("edit(old='x, new=1')", {"old": "x, new=1"}),  # Python reads it so too
+        ('edit(old="x", times=2)', {"old": "x", "times": 2}),
+        (r"""edit(far=['it\'s', "it's\n", {'a': None}])""", {"far": ["it's", "it's\n", {"a": None}]}),
+        (r"""edit(far={"a": "\"\n", "b": [true]})""", {"far": {"a": '"\n', "b": [True]}}),
+        ("edit()", {}),
+    ],
+)
+def test_a_text_of_lfm_2_5_is_what_stands_between_its_quotes(name, call, arguments):
+    (found,) = read(name, f"<|tool_call_start|>[{call}]<|tool_call_end|>")
+    assert (found.status, found.name, found.arguments) == ("ok", "edit", arguments)
+
+
+@pytest.mark.parametrize(
+    ("calls", "status"),
+    [
+        ("edit(old='it's, new='x')", "invalid_json"),  # the first text has no end, or is all of it
+        ("edit(old='it's)", "invalid_json"),
+        ("edit(old='it's',new='x')", "invalid_json"),
+        (r'edit(old="C:\new")', "malformed_structure"),
+        (r"edit(old = 'C:\new')", "malformed_structure"),
+        ("edit(old='x', old='it's')", "malformed_structure"),
+        ("edit('it's')", "invalid_json"),
+    ],
+)
+def test_a_call_of_lfm_2_5_that_may_be_another_is_none(calls, status):
+    (found,) = read(LFM, f"<|tool_call_start|>[{calls}]<|tool_call_end|>")
+    assert (found.status, found.arguments, found.raw) == (status, None, f"[{calls}]")
+
+
+def test_two_calls_of_lfm_2_5_are_two():
+    calls = read(LFM, "<|tool_call_start|>[edit(old='it's'), edit(new='a\nb', times=2)]<|tool_call_end|>")
+    assert [call.arguments for call in calls] == [{"old": "it's"}, {"new": "a\nb", "times": 2}]
+
+
+def test_what_the_readers_say_of_themselves():
+    assert [doctest.testmod(module).failed for module in (bare_values, raw_texts)] == [0, 0]

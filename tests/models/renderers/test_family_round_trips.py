@@ -170,7 +170,6 @@ def read_argument(name, key, value, text, tools):
         ("count", "5", 5, 5),
         ("count", "five", "invalid_json", "five"),
         ("warm", "true", True, True),
-        ("warm", "True", True, "True"),
         ("warm", "perhaps", "invalid_json", "perhaps"),
         ("unheard-of", "Bonn", "Bonn", "Bonn"),
         ("unheard-of", "[1]", [1], [1]),

@@ -140,7 +140,7 @@ def test_a_template_with_tools_of_its_own_is_told_of(caplog, tokenizer):
         (
             '<tool_call>\n{"name": "a", "arguments": {}}\n</tool_call>\n<tool_call>\n{"name": "b"}\n</tool_call>',
             "",
-            [("a", {}, "ok"), ("b", {}, "ok")],
+            [("a", {}, "ok"), ("b", None, "malformed_structure")],
         ),
         ('<tool_call>\n{"name": "look", "arguments": {"at": "Bonn"}', "", [(None, None, "unclosed_block")]),
         ('<tool_call>\n{"name": look}\n</tool_call>', "", [(None, None, "invalid_json")]),

@@ -159,7 +159,7 @@ def test_what_is_rendered_is_parsed_back(qwen3, tokenizer):
     ("body", "status", "name"),
     [
         ('{"name": "look", "arguments": {}}', "ok", "look"),
-        ('{"name": "look"}', "ok", "look"),
+        ('{"name": "look"}', "malformed_structure", "look"),
         ('{"name": "look", "arguments": {"place": ', "invalid_json", None),
         ("", "invalid_json", None),
         ('{"name": "look", "arguments": ["Bonn"]}', "malformed_structure", "look"),

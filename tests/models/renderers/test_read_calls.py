@@ -18,8 +18,9 @@ from random_dialogues import byte_tokenizer
 from campaigns import sized
 from verbatim.core.errors import EnvironmentFault, ModelError
 from verbatim.models.renderers import RENDERERS, create_renderer
+from verbatim.models.renderers.bare_values import typed
 from verbatim.models.renderers.responses import types_of
-from verbatim.models.renderers.tagged_calls import ArgumentTags, typed
+from verbatim.models.renderers.tagged_calls import ArgumentTags
 
 PARTS = sized(2, 8)
 FOLDER = Path(__file__).parent / "data" / "trl_templates"
@@ -117,9 +118,9 @@ def not_in_the_text(name, text, wanted, calls):
 
 
 def alike(text):
-    """1E3 is 1e3, and Python's words are JSON's."""
+    """1E3 is 1000.0, and Python's words are JSON's."""
     words = {"True": "true", "False": "false", "None": "null"}
-    text = re.sub(r"(?<=\d)E(?=[-+\d])", "e", text)
+    text = re.sub(r"\d+(?:\.\d+)?[eE][-+]?\d+", lambda found: repr(float(found[0])), text)
     return re.sub(r"\b(?:True|False|None)\b", lambda found: words[found[0]], text)
 
 

@@ -220,9 +220,23 @@ def test_the_name_of_a_call_in_python_is_the_text_before_its_bracket(name):
     assert (call.name, call.arguments, call.status) == (name, {"at": "x", "far": [1, 2]}, "ok")
 
 
+@pytest.mark.parametrize("name", ["lfm2_v2", "lfm2_2_5"])
+def test_words_of_python_are_names_of_tools_and_parameters(name):
+    text = (
+        "<|tool_call_start|>[import(from='Bonn', class=None, in={'is': [True, 'from=1']}, at='or(')]<|tool_call_end|>"
+    )
+    (call,) = read(renderer(name), text).tool_calls
+    assert (call.name, call.status) == ("import", "ok")
+    assert call.arguments == {"from": "Bonn", "class": None, "in": {"is": [True, "from=1"]}, "at": "or("}
+
+
 @pytest.mark.parametrize(
     "call",
     [
+        "look(at=not(1))",
+        "look(at=1 == 2)",
+        "look(at=lambda: 1)",
+        "look(from=1, from=2)",
         "look(ａt=1)",
         "look(at=ｔrue)",
         "[look(at=1) # or so\n]",
@@ -258,7 +272,6 @@ def look(schema):
         ({"type": "boolean"}, "false", False),
         ({"type": ["integer", "null"]}, "None", None),
         ({"anyOf": [{"type": "array"}, {"type": "null"}]}, "[1]", [1]),
-        ({}, "True", "True"),
         ({"$ref": "#/$defs/Code"}, "5", "5"),
         ({"allOf": [{"$ref": "#/$defs/Code"}]}, "null", "null"),
         ({"anyOf": [{"$ref": "#/$defs/Code"}, {"type": "null"}]}, "true", "true"),

@@ -25,15 +25,23 @@ _CALL_ID = "zqcall00"
 _CONTENT = "zqcontent"
 _HOSTILE = (r"zq\b", """zq"'<&""")
 _NUMBERS = (7340051, 7340053)
+_WORDS = (True, None)
 _LONGEST = 50_000
 """The longest rendering of two calls that is searched, in characters."""
 
 
-def derive(render: Render, stops: Sequence[str]) -> ToolSyntax | None:
+def derive(render: Render, stops: Sequence[str], *, marks: Sequence[str] = ()) -> ToolSyntax | None:
     """The syntax in which a format writes tool calls; None if it writes no calls, or none in a known form.
 
-    `stops` are the tokens that end a turn; they are not part of a call.
+    Args:
+        render: The format.
+        stops: The tokens that end a turn; they are not part of a call.
+        marks: Tokens that may stand before and behind texts, in the form `marked`.
     """
+
+    def marked(single: str, double: str) -> ToolSyntax | None:
+        return _derive_marked(single, double, marks)
+
     for by_id in (False, True):
         single, double = (_written(render, _calls(number, by_id), stops) for number in (1, 2))
         if single is None:
@@ -41,11 +49,11 @@ def derive(render: Render, stops: Sequence[str]) -> ToolSyntax | None:
         is_named_by_id = _ids(1)[0] in single
         if is_named_by_id:
             single, double = (_named(text) for text in (single, double or ""))
-        for form in (_derive_whole, _derive_named, _derive_tagged, _derive_python):
+        for form in (_derive_whole, _derive_named, _derive_tagged, _derive_python, marked):
             syntax = form(single, double or "")
             if syntax is not None:
                 found = replace(syntax, named_by_id=is_named_by_id and form is _derive_named)
-                return _checked(_with_json(found, render, stops), render, stops)
+                return _checked(_with_values(found, render, stops), render, stops)
     return None
 
 
@@ -69,14 +77,15 @@ def _named(text: str) -> str:
     return text
 
 
-def _with_json(syntax: ToolSyntax, render: Render, stops: Sequence[str]) -> ToolSyntax:
-    """The syntax with what is written before a value that is no text, where that is something else."""
+def _with_values(syntax: ToolSyntax, render: Render, stops: Sequence[str]) -> ToolSyntax:
+    """The syntax with how it writes values that are no texts: what stands before them, where that is something else,
+    and whether their words are Python's."""
     if syntax.tags is None:
         return syntax
-    text = _written(render, _calls(1, False, _NUMBERS), stops) or ""
-    json = text[: text.find(str(_NUMBERS[0]))].rpartition(_KEYS[0])[2].strip()
-    tags = syntax.tags
-    return syntax if json in ("", tags.value) else replace(syntax, tags=replace(tags, json=json))
+    numbers, words = (_written(render, _calls(1, False, values), stops) or "" for values in (_NUMBERS, _WORDS))
+    json = numbers[: numbers.find(str(_NUMBERS[0]))].rpartition(_KEYS[0])[2].strip()
+    tags = replace(syntax.tags, python_words=str(True) in words)
+    return replace(syntax, tags=tags if json in ("", tags.value) else replace(tags, json=json))
 
 
 def _checked(syntax: ToolSyntax, render: Render, stops: Sequence[str]) -> ToolSyntax | None:
@@ -84,8 +93,10 @@ def _checked(syntax: ToolSyntax, render: Render, stops: Sequence[str]) -> ToolSy
     if not syntax.opens and syntax.form != "whole":
         return None
     text = _written(render, _calls(1, syntax.named_by_id, _HOSTILE), stops) or ""
-    if syntax.form == "python" and _HOSTILE[0].replace("\\", "\\\\") not in text:
-        return replace(syntax, escapes=False)
+    if syntax.form == "python":
+        if _HOSTILE[0].replace("\\", "\\\\") not in text:
+            return syntax
+        syntax = replace(syntax, quote="")
     _, calls = syntax.read(text)
     return syntax if [call.arguments for call in calls] == [dict(zip(_KEYS, _HOSTILE, strict=True))] else None
 
@@ -105,7 +116,7 @@ def _written(render: Render, calls: list[dict[str, Any]], stops: Sequence[str]) 
             text = text.partition(_CONTENT)[2] if _CONTENT in text.partition(_NAMES[0])[0] else text
             values = (str(value) for call in calls for value in call["function"]["arguments"].values())
             last = max(text.rfind(mark) for mark in (*_NAMES, *values))
-            ends = [text.find(stop, last) for stop in stops if text.find(stop, last) >= 0]
+            ends = [text.find(stop, last) for stop in (*stops, _CONTENT) if text.find(stop, last) >= 0]
             texts.append(text[: min(ends, default=len(text))])
     return _shared_end(texts[0], texts[-1]) if texts else None
 
@@ -193,7 +204,17 @@ def _derive_python(single: str, _: str) -> ToolSyntax | None:
     if found is None:
         return None
     opens, closes = single[: found.start()].strip(), single[found.end() :].strip()
-    return ToolSyntax(form="python", before="", opens=opens, closes=closes)
+    return ToolSyntax(form="python", before="", opens=opens, closes=closes, quote=found[1])
+
+
+def _derive_marked(single: str, double: str, marks: Sequence[str]) -> ToolSyntax | None:
+    found = re.search(rf"{_NAMES[0]}\{{{_KEYS[0]}:(.+?){_VALUES[0]}\1,{_KEYS[1]}:\1{_VALUES[1]}\1\}}", single)
+    if found is None or found[1] not in marks:
+        return None
+    end, second = double.find(found[0]) + len(found[0]), double.rfind(_NAMES[1])
+    between = double[end:second] if found[0] in double and second >= end else None
+    around = _around(single[: found.start()], single[found.end() :], between)
+    return ToolSyntax(form="marked", **around, mark=found[1])
 
 
 def _around(before: str, after: str, between: str | None) -> dict[str, Any]:

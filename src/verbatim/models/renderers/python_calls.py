@@ -3,40 +3,57 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import json
+import keyword
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from verbatim.core.types import ToolCall
+from verbatim.models.renderers.raw_texts import escaped
 from verbatim.models.renderers.responses import check_call, unreadable
 
 _CONSTANTS = {"true": True, "false": False, "null": None}
 _NAME = re.compile(r"""[^\s<>"'=()\[\]{},]+""")
 _LITERAL = re.compile(r"'(?:[^'\\]|\\.)*'" r'|"(?:[^"\\]|\\.)*"')
 """One text on one line, without a prefix."""
+_MASK = "zqname_"
+_KEYWORD = re.compile(rf"{_LITERAL.pattern}|(?<!\w)({'|'.join(keyword.kwlist)})(?=\s*(?:\(|=(?!=)))")
+"""A text, or a word of Python's own that stands where the name of a tool or of a parameter does: `from="Bonn"`."""
 _UNKNOWN = re.compile(r"(?<!\\)(?:\\\\)*\\[^\\'\"abfnrtvxuUN0-7]")
 """An escape that Python does not know; it would keep the backslash."""
 
 
-def python_calls(raw: str, *, escapes: bool) -> Sequence[ToolCall]:
+def python_calls(
+    raw: str, quote: str = "", known: Callable[[str], frozenset[str]] = lambda _: frozenset()
+) -> Sequence[ToolCall]:
     """Every call of a list of calls, or of one call.
 
     Args:
         raw: The text between the marks.
-        escapes: Whether the format writes a backslash in a text as two. Where it does not, a text with a backslash may
-            mean two things, so its call is unreadable.
+        quote: What stands around texts that the format writes as they are; empty where it escapes them. Where it does
+            not, and does not write this text either, one with a backslash may mean two things: its call is unreadable.
+        known: The parameters of a tool; empty where they are not known.
     """
+    as_python = escaped(raw, quote, known) if quote else None
+    if as_python is not None:
+        return [dataclasses.replace(call, raw=raw) for call in _calls(as_python, escapes=True)]
+    return _calls(raw, escapes=not quote)
+
+
+def _calls(raw: str, *, escapes: bool) -> Sequence[ToolCall]:
+    source = _KEYWORD.sub(lambda found: f"{_MASK}{found[0]}" if found[1] else found[0], raw)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Python would quote odd escapes of the model's text on the console
-            tree = ast.parse(raw, mode="eval").body
+            tree = ast.parse(source, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return [unreadable(raw, "invalid_json")]
     if "#" in _LITERAL.sub("", raw):  # a comment is no part of a call
         return [unreadable(raw, "malformed_structure")]
-    reader = _Reader(raw, escapes)
+    reader = _Reader(source, escapes)
     calls = []
     for node in tree.elts if isinstance(tree, ast.List) else [tree]:
         try:
@@ -65,15 +82,15 @@ class _Reader:
         call = node.right if isinstance(node, ast.BinOp) else node
         if not isinstance(call, ast.Call) or call.args:
             raise ValueError(type(node).__name__)
-        name = self._between(node, call.func)
+        name = self._between(node, call.func).removeprefix(_MASK)
         if _NAME.fullmatch(name) is None:
             raise ValueError(name)
-        return name, ((self._keyword(keyword), keyword.value) for keyword in call.keywords)
+        return name, ((self._key(given), given.value) for given in call.keywords)
 
-    def _keyword(self, keyword: ast.keyword) -> str | None:
+    def _key(self, given: ast.keyword) -> str | None:
         """Its name, if that is as it was sampled; None for `**`."""
-        written = self._lines[keyword.lineno - 1][keyword.col_offset :].decode("utf-8", "surrogatepass")
-        return keyword.arg if written.startswith(keyword.arg or "") else None
+        written = self._lines[given.lineno - 1][given.col_offset :].decode("utf-8", "surrogatepass")
+        return given.arg.removeprefix(_MASK) if given.arg and written.startswith(given.arg) else None
 
     def items(self, items: Iterable[tuple[object, ast.expr]]) -> dict[str, Any]:
         """A JSON object of keys and of values that are Python.

@@ -35,6 +35,15 @@ _THOUGHT_END = re.compile(r"</think(?::\w+)?>|<channel\|>")
 _MOST_BRANCHES = 16
 """How deep branches and references of a schema are looked into for the types of one argument."""
 _TYPES = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
+_NAMES: Mapping[type, frozenset[str]] = {
+    str: frozenset({"string"}),
+    bool: frozenset({"boolean"}),
+    int: frozenset({"integer", "number"}),
+    float: frozenset({"number"}),
+    type(None): frozenset({"null"}),
+    list: frozenset({"array"}),
+    dict: frozenset({"object"}),
+}
 _WORDS: Mapping[str, tuple[str, Any]] = {
     "true": ("boolean", True),
     "false": ("boolean", False),
@@ -236,21 +245,32 @@ def types_of(tools: object, name: object, parameter: str) -> frozenset[str]:
 
 
 def _types(schema: object, root: Mapping[str, Any], seen: set[str], depth: int = 0) -> Iterator[str]:
-    """The types that a schema names: its own, those of its branches and of what it refers to, and that of its values
-    where all of them are texts. `seen` are the references that were followed."""
+    """The types that a schema names: its own, or else those of its values; those of its branches and of what it refers
+    to. `seen` are the references that were followed."""
     if depth == _MOST_BRANCHES or not isinstance(schema, Mapping):
         return
     kinds = schema.get("type")
     yield from (kind for kind in _list(kinds, kinds) if isinstance(kind, str))
-    values = [schema["const"]] if "const" in schema else _list(schema.get("enum"))
-    if values and all(isinstance(value, str) for value in values):
-        yield "string"
+    if kinds is None:
+        for value in [schema["const"]] if "const" in schema else _list(schema.get("enum")):
+            yield from type_names(value)
+    if schema.get("nullable") is True:  # of OpenAPI, from which some tools' schemas are made
+        yield "null"
     for branch in (branch for key in ("anyOf", "oneOf", "allOf") for branch in _list(schema.get(key))):
         yield from _types(branch, root, seen, depth + 1)
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference not in seen:
         seen.add(reference)
         yield from _types(_referred(reference, root), root, seen, depth + 1)
+
+
+def type_names(value: object) -> frozenset[str]:
+    """The names of the JSON types that a value has; none where it is no JSON.
+
+    >>> sorted(type_names(5)), sorted(type_names(5.0)), sorted(type_names(None))
+    (['integer', 'number'], ['number'], ['null'])
+    """
+    return _NAMES.get(type(value), frozenset())
 
 
 def _referred(reference: str, root: Mapping[str, Any]) -> object:

@@ -27,8 +27,9 @@ class SampledText:
 
     def __init__(self, tokenizer: GuardedTokenizer) -> None:
         self._tokenizer = tokenizer
-        tokens = sorted(tokenizer.control_tokens, key=len, reverse=True)
-        self.control = re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
+        self.control_tokens = sorted(tokenizer.control_tokens, key=len, reverse=True)
+        """The longest first."""
+        self.control = re.compile("|".join(map(re.escape, self.control_tokens)) or r"(?!)")
         """Finds control tokens in a text."""
         self._token_of = {i: token for token, i in tokenizer.control_tokens.items()}
 

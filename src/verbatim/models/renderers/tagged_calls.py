@@ -22,7 +22,8 @@ from functools import cached_property
 from typing import Any
 
 from verbatim.core.types import ParseStatus
-from verbatim.models.renderers.responses import NOT_JSON, parameters_of, read_json, types_of, word
+from verbatim.models.renderers.bare_values import typed
+from verbatim.models.renderers.responses import NOT_JSON, parameters_of, read_json, types_of
 from verbatim.models.renderers.sampled_text import shown
 
 _TEXT = frozenset({"string"})
@@ -48,6 +49,8 @@ class ArgumentTags:
     """The white space that is written before a value and behind it; it is no part of the value."""
     gap: str = ""
     """The white space that is written between two arguments."""
+    python_words: bool = False
+    """Whether null and booleans are written in Python's words, `None`."""
 
     def read(self, text: str, name: str, tools: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ParseStatus]:
         """The arguments of a call of the tool `name`, and whether they are all of this text.
@@ -90,10 +93,13 @@ class ArgumentTags:
             key, value = shown(begun[1]), text[begun.end() : ended.start()]
             if key in arguments or (arguments and known and key not in known) or self._holds_another(value, known):
                 return {}, "malformed_structure"
-            types = types_of(tools, name, key) if not self.json else frozenset[str]() if begun[2] else _TEXT
-            arguments[key] = typed(shown(value), types)
-            if begun[2] and isinstance(arguments[key], str):
-                return {}, "malformed_structure"
+            if begun[2]:
+                arguments[key] = read_json(shown(value))
+                if arguments[key] is NOT_JSON or isinstance(arguments[key], str):
+                    return {}, "malformed_structure"
+            else:
+                types = types_of(tools, name, key) if not self.json else _TEXT
+                arguments[key] = typed(shown(value), types, python_words=self.python_words)
             status = "invalid_json" if arguments[key] is NOT_JSON else status
             place = ended.end()
         return arguments, status
@@ -101,18 +107,6 @@ class ArgumentTags:
     def _holds_another(self, value: str, known: frozenset[str]) -> bool:
         """Whether a value may be two arguments of which the first one has no end."""
         return any(not known or shown(found[1]) in known for found in self._spaced[0].finditer(value))
-
-
-def typed(text: str, types: frozenset[str]) -> Any:
-    """An argument written without quotes: a text where it may be one, or else JSON or a template's word for it.
-
-    Where nothing is declared, what is no JSON is a text; where something else is, it is none: `NOT_JSON`.
-    """
-    is_word, meant = word(text, types)
-    if "string" in types or is_word:
-        return text if "string" in types else meant
-    value = read_json(text)
-    return text if isinstance(value, str) or (value is NOT_JSON and not types) else value
 
 
 def spaced(words: str) -> str:

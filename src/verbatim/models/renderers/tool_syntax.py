@@ -1,13 +1,14 @@
 """Defines the syntaxes of tool calls and reads calls. A model's syntax is never guessed from its output.
 
-`derived_syntax` finds it in what a chat format writes. Four forms are known, which cover Hermes, Mistral and Llama
-JSON, DeepSeek and Kimi, the XML of Qwen, GLM and others, and LFM:
+`derived_syntax` finds it in what a chat format writes. Five forms are known, which cover Hermes, Mistral and Llama
+JSON, DeepSeek and Kimi, the XML of Qwen, GLM and others, LFM, and Gemma 4:
 
 - `whole`: one JSON object with the name in it: `<tool_call>{"name": "look", "arguments": {"at": "Bonn"}}</tool_call>`
 - `named`: the name, then the arguments as a JSON object: `<|begin|>look<|sep|>{"at": "Bonn"}<|end|>`; between them the
   call's id may stand, `[TOOL_CALLS]look[CALL_ID]a1b2c3d4e[ARGS]{"at": "Bonn"}`
 - `tagged`: the name, then each argument on its own: `<function=look><parameter=at>Bonn</parameter></function>`
 - `python`: a list of calls with keywords: `<|begin|>[look(at="Bonn")]<|end|>`
+- `marked`: the name, then keys without quotes and texts between marks: `<|begin|>look{at:<|"|>Bonn<|"|>}<|end|>`
 
 A call counts only if its parts are all that stands between its marks, so nothing that was sampled there is left out of
 it. Everything else is kept as a text, with what is wrong with it.
@@ -24,12 +25,13 @@ from itertools import chain, islice
 from typing import Any, Literal
 
 from verbatim.core.types import ToolCall
+from verbatim.models.renderers.marked_calls import marked_call
 from verbatim.models.renderers.python_calls import python_calls
-from verbatim.models.renderers.responses import NOT_JSON, check_call, is_json, read_json, unreadable
+from verbatim.models.renderers.responses import NOT_JSON, check_call, is_json, parameters_of, read_json, unreadable
 from verbatim.models.renderers.sampled_text import shown
 from verbatim.models.renderers.tagged_calls import ArgumentTags, spaced
 
-Form = Literal["whole", "named", "tagged", "python"]
+Form = Literal["whole", "named", "tagged", "python", "marked"]
 
 ANY_NAME = "\ufdd6"
 _MOST_ENDS = 32
@@ -66,8 +68,10 @@ class ToolSyntax:
     """In `whole`: other keys that an object has."""
     tags: ArgumentTags | None = None
     """In `tagged`: the text around an argument."""
-    escapes: bool = True
-    """In `python`: whether the format writes a backslash of a text as two."""
+    quote: str = ""
+    """In `python`: what stands around texts that the format writes as they are; empty where it escapes them."""
+    mark: str = ""
+    """In `marked`: what stands before and behind a text."""
 
     def read(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, tuple[ToolCall, ...]]:
         """The text beside the calls, each piece a line, and every attempted call in order; of a text as
@@ -164,7 +168,9 @@ class ToolSyntax:
         """The calls of which this is all the text."""
         raw = shown(body.strip())
         if self.form == "python":
-            return python_calls(raw, escapes=self.escapes)
+            return python_calls(raw, self.quote, lambda name: parameters_of(tools, name))
+        if self.form == "marked":
+            return [marked_call(body, self.mark)]
         if self.form != "whole":
             return [self._named(body) if self.tags is None else self._tagged(body, self.tags, tools)]
         value = read_json(raw)
@@ -187,7 +193,7 @@ class ToolSyntax:
         if not self.others.issuperset(value.keys() - {"name", self.arguments}):
             return unreadable(raw, "malformed_structure")
         call_id = value.get("id")
-        call = check_call(value["name"], value.get(self.arguments, {}), "ok", raw)
+        call = check_call(value["name"], value.get(self.arguments), "ok", raw)
         return replace(call, id=call_id) if isinstance(call_id, str) and is_json(call_id) else call
 
     def _bare(self, text: str) -> ToolCall | None:
