@@ -13,6 +13,7 @@ from verbatim.core.texts import cut, error_text
 from verbatim.inference.chat.protocol import ChatProtocol
 from verbatim.inference.http.json_size import check_json_size
 from verbatim.inference.http.json_text import parse_json, without_mark
+from verbatim.inference.http.keys_twice import check_keys
 from verbatim.inference.http.limits import CONNECTION
 from verbatim.inference.http.lone_surrogates import find_lone_surrogate
 from verbatim.rollouts.gateway.exchanges import Ended, OtherRequest
@@ -36,7 +37,7 @@ def read_body(body: bytes | bytearray, most_values: int) -> Any:
     """The JSON value of a body of at most so many values.
 
     Raises:
-        SessionRefusal: it is no JSON, has too many values or levels, or holds half a character.
+        SessionRefusal: it is no JSON, has too many values or levels or a key twice, or holds half a character.
     """
     given = _read_json(body, most_values)
     broken = find_lone_surrogate(given)
@@ -56,8 +57,11 @@ def _read_json(body: bytes | bytearray, most_values: int) -> Any:
             given = parse_json(body, most_values)
             if find_lone_surrogate(given) is None:
                 raise UsageError(f"the body is not JSON: {error}") from None
-        # An integer of more than 64 bits becomes a float there, and with it an argument another one.
-        return parse_json(body, most_values) if _LONG_NUMBER.search(text) else given
+        if _LONG_NUMBER.search(text):
+            # An integer of more than 64 bits becomes a float there, and with it an argument another one.
+            given = parse_json(body, most_values)
+        check_keys(text, given)
+        return given
     except UsageError as error:
         raise SessionRefusal(400, str(error)) from None
 
@@ -66,7 +70,7 @@ def read_object(body: bytes | bytearray, most_values: int) -> dict[str, Any]:
     """The JSON object of a body. Texts may hold half a character, which their reader refuses by the field.
 
     Raises:
-        SessionRefusal: it is no JSON object, or has too many values or levels.
+        SessionRefusal: it is no JSON object, or has too many values or levels, or a key twice.
     """
     given = _read_json(body, most_values)
     if not isinstance(given, dict):
