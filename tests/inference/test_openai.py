@@ -97,7 +97,22 @@ def test_without_asking_for_ids_nobody_knows_the_servers_defaults():
 
 @pytest.mark.parametrize(
     ("given", "sent"),
-    [({"a": "é"}, '{"a": "é"}'), ('{"a": 1}', '{"a": 1}'), ("{broken", "{}"), ("[1]", "{}"), ("", "{}"), ("{}", "{}")],
+    [
+        ({"a": "é"}, '{"a": "é"}'),
+        ('{"a": 1}', '{"a": 1}'),
+        ("", "{}"),
+        (" ", "{}"),
+        (None, "{}"),
+        ("{}", "{}"),
+        ("{broken", '{"unreadable_arguments": "{broken"}'),
+        ("[1, 2]", '{"unreadable_arguments": "[1, 2]"}'),
+        ("5", '{"unreadable_arguments": "5"}'),
+        ("null", '{"unreadable_arguments": "null"}'),
+        ('"é"', '{"unreadable_arguments": "\\"é\\""}'),
+        ('{"a": 1, "a": 2}', '{"unreadable_arguments": "{\\"a\\": 1, \\"a\\": 2}"}'),
+        ('{"a": 1e400}', '{"unreadable_arguments": "{\\"a\\": 1e400}"}'),
+        ([1], '{"unreadable_arguments": "[1]"}'),
+    ],
 )
 def test_arguments_are_sent_as_the_text_of_an_object(given: Any, sent: str):
     calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": given}}]

@@ -241,7 +241,8 @@ def test_a_call_that_cannot_be_read_is_answered_and_sent_back_as_servers_take_it
     assert "not valid JSON" in result["messages"][2]["content"]
     assert result["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"a": 1, '
     sent = [m["tool_calls"][0]["function"]["arguments"] for m in server.requests[-1]["messages"] if "tool_calls" in m]
-    assert sent == ["{}", "{}", '{"a": 1, "b": 2}']
+    unread = ['{"unreadable_arguments": "{\\"a\\": 1, "}', '{"unreadable_arguments": "[1, 2]"}']
+    assert sent == [*unread, '{"a": 1, "b": 2}']
     assert result["messages"][-1]["content"] == "3"
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from verbatim.core.types import Message
 from verbatim.inference.base import SamplingParams
 from verbatim.inference.chat.answer import read_arguments
+from verbatim.inference.chat.anthropic_form import UNREADABLE
 
 _UNCHANGED: Mapping[str, tuple[Any, ...]] = {
     "temperature": (1,),
@@ -72,20 +73,27 @@ def samples_as_modelled(body: Mapping[str, Any]) -> bool:
 
 
 def _wire_message(message: Message, send_reasoning: bool) -> dict[str, Any]:
-    """A message as servers take it: arguments as text, and text that is a JSON object, or they refuse the request."""
+    """A message as servers take it: arguments as text that is a JSON object, or they refuse the request."""
     wire: dict[str, Any] = dict(message)
     if not send_reasoning:
         wire.pop("reasoning_content", None)
     if message.get("tool_calls"):
         wire["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": _wire_arguments(call["function"]["arguments"])}}
+            {**call, "function": {**call["function"], "arguments": _wire_arguments(call["function"].get("arguments"))}}
             for call in message["tool_calls"]
         ]
     return wire
 
 
-def _wire_arguments(arguments: str | Mapping[str, Any]) -> str:
-    if not isinstance(arguments, str):
-        return json.dumps(arguments, ensure_ascii=False)
-    value, _ = read_arguments(arguments)
-    return arguments if value else "{}"
+def _wire_arguments(arguments: object) -> str:
+    """Arguments as the text of a JSON object. What is no such object is the only value of one, so that nothing of it is
+    lost.
+
+    >>> _wire_arguments('{"at": 5}'), _wire_arguments("[1, 2]"), _wire_arguments("")
+    ('{"at": 5}', '{"unreadable_arguments": "[1, 2]"}', '{}')
+    """
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        return "{}"
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    value, _ = read_arguments(text)
+    return text if value is not None else json.dumps({UNREADABLE: text}, ensure_ascii=False)
