@@ -11,8 +11,8 @@ READING = (
     Fault(
         name="a value loses the white space at its ends",
         file="models/renderers/tagged_calls.py",
-        old="            arguments[key] = typed(shown(value), types)\n",
-        new="            arguments[key] = typed(shown(value).strip(), types)\n",
+        old="                arguments[key] = typed(shown(value), types, python_words=self.python_words)\n",
+        new="                arguments[key] = typed(shown(value).strip(), types)\n",
         harm="A tool that replaces a text does not find it, and files lose the end of their last line.",
         tests=_EXACT,
     ),
@@ -113,12 +113,52 @@ READING = (
         tests=_SYNTAX,
     ),
     Fault(
-        name="a call of a family without a known form counts as its parser read it",
-        file="models/renderers/written_calls.py",
-        old=" tuple(attempts) if self._is_written_so(shown(text), attempts) else ()\n",
-        new=" tuple(attempts)\n",
-        harm="The parser's own mistakes are arguments: Gemma 4 calls run that the model did not write so.",
+        name="a text between marks ends at what looks like a mark",
+        file="models/renderers/marked_calls.py",
+        old="        self._text, self._mark = text, mark\n",
+        new="        self._text, self._mark = shown(text), mark\n",
+        harm="A Gemma 4 model that writes about its own format has called a tool with other arguments.",
         tests=_EXACT,
+    ),
+    Fault(
+        name="a text without escapes ends at its first quote",
+        file="models/renderers/raw_texts.py",
+        old='    ends = re.compile(rf"{quote}(?=, {_KEY}=|\\)(?:, {_NAME}\\(|\\]\\Z))")\n',
+        new="    ends = re.compile(quote)\n",
+        harm="Of LFM2.5 no text with a quote can be read.",
+        tests=_EXACT,
+    ),
+    Fault(
+        name="null is a text where a text may stand",
+        file="models/renderers/bare_values.py",
+        old='    if types == {"string"}:\n',
+        new='    if "string" in types:\n',
+        harm='A tool with an optional argument is given the text "null".',
+        tests=("models/renderers/test_bare_values.py",),
+    ),
+    Fault(
+        name="a call without its arguments counts",
+        file="models/renderers/tool_syntax.py",
+        old='value.get(self.arguments), "ok", raw)\n',
+        new='value.get(self.arguments, {}), "ok", raw)\n',
+        harm="A call that was cut short runs without arguments.",
+        tests=_EXACT,
+    ),
+    Fault(
+        name="a name that the format does not write is let go",
+        file="models/renderers/message_support.py",
+        old='            if not name or role == "tool" or (role not in folding and self._probes.writes_name(role)):\n',
+        new="            if True:\n",
+        harm="A model that talks with several people is not told who says what.",
+        tests=("models/renderers/test_names_of_speakers.py",),
+    ),
+    Fault(
+        name="a tool that cannot be called is shown",
+        file="models/renderers/callable_tools.py",
+        old="            if not self._takes(name, _KEY):\n",
+        new="            if False:\n",
+        harm="Every call of the tool is malformed, and the model unlearns to call it.",
+        tests=("models/renderers/test_callable_tools.py",),
     ),
     Fault(
         name="a call counts although its format does not read back what it writes",
@@ -158,6 +198,14 @@ _LOST = ("models/renderers/test_no_message_lost.py",)
 _ORDER = ("inference/chat/test_order_of_messages.py",)
 _IDS = ("models/renderers/test_call_ids.py",)
 MESSAGES = (
+    Fault(
+        name="of a key that stands twice in a body the last value counts",
+        file="inference/http/keys_twice.py",
+        old="    if _num_written(data) == _num_parsed(value):\n",
+        new="    if True:\n",
+        harm="A conversation is answered of which the model was shown a part.",
+        tests=("inference/test_keys_twice.py",),
+    ),
     Fault(
         name="of several system messages the first is kept",
         file="models/renderers/message_support.py",

@@ -1,4 +1,5 @@
-"""What the gateway and `verbatim serve` refuse in one way: half a character, compressed bodies, begun answers."""
+"""What the gateway and `verbatim serve` refuse in one way: half a character, a key twice, compressed bodies, begun
+answers."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from scripted_gateway import scripted
 from byte_renderer import ByteRenderer
 from lost_messages import renderer_of, sampler_for
 from verbatim.core.errors import UsageError
+from verbatim.inference.chat.protocol import Options
 from verbatim.inference.http import lone_surrogates
 from verbatim.inference.http.lone_surrogates import find_lone_surrogate
 from verbatim.inference.http.request_body import read_json
@@ -34,17 +36,19 @@ OTHER_ENCODINGS = ("utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "u
 
 
 @contextlib.asynccontextmanager
-async def poster(server, renderer=None):
+async def poster(server, renderer=None, options=None):
     """Sends bytes to a route: (status, content type, JSON of the answer). By default messages are bytes."""
     sampler, renderer = (scripted(), ByteRenderer()) if renderer is None else (sampler_for(renderer), renderer)
     async with contextlib.AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession())
         if server == "gateway":
-            episode = (await stack.enter_async_context(Gateway(sampler, renderer))).episode()
+            episode = (await stack.enter_async_context(Gateway(sampler, renderer, options=options))).episode()
             stack.push_async_callback(episode.finish)
             url, key = episode.base_url, episode.api_key
         else:
-            serving = await stack.enter_async_context(serve_sampler(sampler, renderer=renderer))
+            serving = await stack.enter_async_context(
+                serve_sampler(sampler, renderer=renderer, options=options or Options())
+            )
             url, key = f"{serving.url}/v1", "none"
 
         async def post(route, data, **headers):
@@ -92,6 +96,80 @@ async def test_a_whole_character_is_read_however_it_is_written(server):
                 data = json.dumps(body_of(route, "🙂"), ensure_ascii=as_escapes)
                 status, _, answer = await post(route, data.encode())
                 assert status == 200, answer
+
+
+KEYS_TWICE = {
+    '{{"model": "policy", "max_tokens": 9, "{0}": [{1}], "{0}": [{1}]}}': "the body has the key '{0}' twice",
+    '{{"model": "policy", "max_tokens": 9, "{0}": [{1}], "max_tokens": 8}}': "the body has the key 'max_tokens' twice",
+    '{{"model": "policy", "max_tokens": 9, "max\\u005ftokens" : 8, "{0}": [{1}]}}': (
+        "the body has the key 'max_tokens' twice"
+    ),
+    '{{"model": "policy", "max_tokens": 9, "{0}": [{{"role": "user", "content": "a", "content": "b"}}]}}': (
+        "{0}[0] has the key 'content' twice"
+    ),
+    '{{"model": "policy", "max_tokens": 9, "{0}": [{1}], "tools": [{{"name": {{"\\\\": 1, "\\\\": {{}}}}}}]}}': (
+        "tools[0].name has the key '\\\\' twice"
+    ),
+}
+"""Bodies with a key twice by what is said of them; {0} is the field of the messages, {1} a message."""
+
+
+@pytest.mark.parametrize("server", SERVERS)
+async def test_a_key_that_stands_twice_is_refused_by_its_name_and_place(server):
+    async with poster(server) as post:
+        for route in ROUTES:
+            holder = "input" if route == RESPONSES else "messages"
+            for body, said in KEYS_TWICE.items():
+                status, kind, answer = await post(route, body.format(holder, json.dumps(HELLO)).encode())
+                error = error_of(route, answer)
+                assert (status, kind, error["type"]) == (400, "application/json", ERROR_TYPE)
+                sentence = f"{said.format(holder)}, of which one value would be lost; send each key once"
+                assert error["message"] == sentence
+
+
+@pytest.mark.parametrize("server", SERVERS)
+async def test_texts_that_look_like_keys_are_none(server):
+    """Escaped quotes and colons, a text that begins with a colon, a space before a colon, an empty key."""
+    texts = [":smile:", '{"content": 1, "content": 2}', '"a":"a":', '\\":', "\\", " :", '":', '{"a" : "\\\\":1}']
+    async with poster(server) as post:
+        for route, separators in itertools.product(
+            ROUTES, [(",", ":"), (", ", ": "), (" , ", " : "), (",\n", "\t:\r\n")]
+        ):
+            holder = "input" if route == RESPONSES else "messages"
+            body = {**body_of(route), holder: [{"role": "user", "content": text} for text in texts]}
+            status, _, answer = await post(route, json.dumps(body, separators=separators).encode())
+            assert status == 200, answer
+
+
+@pytest.mark.parametrize("server", SERVERS)
+async def test_a_name_that_the_format_does_not_write_is_refused_by_its_field(server):
+    named = {**HELLO, "name": "ann"}
+    async with poster(server, renderer_of("qwen2_5")) as post:
+        body = {"model": "policy", "messages": [{"role": "system", "content": "be brief"}, named]}
+        status, _, answer = await post(CHAT, json.dumps(body).encode())
+        assert (status, answer["error"]["type"]) == (400, ERROR_TYPE)
+        assert "messages[1].name: the model's chat template does not write who speaks" in answer["error"]["message"]
+        body["messages"][1] = {**HELLO, "name": ""}
+        status, _, answer = await post(CHAT, json.dumps(body).encode())
+        assert status == 200, answer
+    async with poster(server, renderer_of("qwen2_5"), Options(unenforced=frozenset({"name"}))) as post:
+        status, _, answer = await post(CHAT, json.dumps({"model": "policy", "messages": [named]}).encode())
+        assert status == 200, answer
+
+
+@pytest.mark.parametrize("server", SERVERS)
+async def test_a_tool_that_cannot_be_called_is_refused_by_its_name(server):
+    schema = {"type": "object", "properties": {"at": {"type": "string"}}}
+    async with poster(server, renderer_of("qwen3_5_think")) as post:
+        for route in ROUTES:
+            function = {"name": "get weather", "parameters": schema}
+            tool = {
+                CHAT: {"type": "function", "function": function},
+                RESPONSES: {"type": "function", **function},
+            }.get(route, {"name": "get weather", "input_schema": schema})
+            status, _, answer = await post(route, json.dumps(body_of(route, tools=[tool])).encode())
+            assert (status, error_of(route, answer)["type"]) == (400, ERROR_TYPE)
+            assert "no call of the tool 'get weather' that could be read back" in error_of(route, answer)["message"]
 
 
 @pytest.mark.parametrize("server", SERVERS)

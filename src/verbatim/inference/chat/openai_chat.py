@@ -113,10 +113,14 @@ class OpenAIChat:
             unenforced += ("tool_choice",)
         stream_options = read_object(body, "stream_options")
         _STREAM_OPTIONS.check(stream_options, _NO_OPTIONS, "stream_options")
+        messages = _read_messages(body)
+        if "name" in self.options.unenforced and any(map(_says_who, messages)):
+            messages = tuple(map(_without_name, messages))
+            unenforced += ("name",)
         return ChatRequest(
             protocol=self.name,
             model=read_text(body, "model"),
-            messages=_read_messages(body),
+            messages=messages,
             tools=tools,
             tool_choice=choice,
             tool_name=name,
@@ -206,6 +210,16 @@ def _read_message(value: object, where: str) -> Message:
     if role == "tool" and value.get("tool_call_id") is not None:
         message["tool_call_id"] = text_of(value["tool_call_id"], f"{where}.tool_call_id")
     return cast(Message, message)
+
+
+def _says_who(message: Message) -> bool:
+    """Whether it names who speaks; the name of a tool is its call's."""
+    return message["role"] != "tool" and "name" in message
+
+
+def _without_name(message: Message) -> Message:
+    fields = {key: value for key, value in message.items() if key != "name"}
+    return cast(Message, fields) if _says_who(message) else message
 
 
 def _read_call(value: object, where: str) -> Any:

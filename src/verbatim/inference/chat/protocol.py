@@ -237,6 +237,7 @@ UNENFORCEABLE = frozenset(
         "truncation",
         "other_tools",
         "tool_grammar",
+        "name",
     }
 )
 """Fields that `Options.unenforced` may name: by their names in OpenAI's chat completions, or else in the protocol that

@@ -38,6 +38,7 @@ import numpy as np
 from verbatim.core.errors import EnvironmentFault
 from verbatim.core.types import Int32, Message, ToolCall
 from verbatim.models.renderers.base import ParsedResponse, Schemas
+from verbatim.models.renderers.callable_tools import CallableTools
 from verbatim.models.renderers.conversation import (
     BreakReason,
     Conversation,
@@ -100,19 +101,33 @@ class ContinuingRenderer(abc.ABC):
     @cached_property
     def message_support(self) -> MessageSupport:
         """Which messages the format writes, and how the others are folded."""
-        who = "the model's chat template" if self.name == "template" else f'renderer "{self.name}"'
         return MessageSupport(
             lambda messages, tools, prompt: self._tokenizer.decode(self.write_ids(messages, tools, prompt)),  # type: ignore[arg-type]
-            who,
+            self._who,
             self.later_system,
         )
+
+    @cached_property
+    def callable_tools(self) -> CallableTools:
+        """Which names of tools the format takes."""
+        return CallableTools(
+            lambda messages, prompt: self.write_ids(messages, None, prompt),
+            lambda completion, prompt: self.parse_response(completion, prompt).tool_calls,
+            self._who,
+        )
+
+    @property
+    def _who(self) -> str:
+        return "the model's chat template" if self.name == "template" else f'renderer "{self.name}"'
 
     def _write_whole(self, given: Folded, tools: Schemas, add_generation_prompt: bool) -> Int32:
         """The ids of a folded conversation.
 
         Raises:
-            EnvironmentFault: names the field that the format leaves out, or the message that it refuses.
+            EnvironmentFault: names the field that the format leaves out, the message that it refuses, or the tool that
+                could not be called.
         """
+        self.callable_tools.refuse(tools)
         self.message_support.check(given, tools, add_generation_prompt)
         try:
             return self.write_ids(given.messages, tools, add_generation_prompt)

@@ -9,6 +9,7 @@ the beginning". What a format writes is found by rendering (`message_windows`), 
   two users in a row. It is never moved to the front: a prompt goes on extending what was sampled before;
 - so does a tool's answer behind a turn of which no call was read, on a format that writes answers only to calls
   (gpt-oss, Gemma 4);
+- who speaks, a message's `name`, is refused where the format does not write it, but for a tool's, which its call has;
 - everything else that would be lost is refused with the name of its field: `messages[3].content`.
 
 Example, a format that writes one system message, and no two users in a row:
@@ -93,8 +94,9 @@ class MessageSupport:
         """The conversation with its system and developer messages where the format writes them.
 
         Raises:
-            EnvironmentFault: one that it writes nowhere, or that `later_system` refuses.
+            EnvironmentFault: one that it writes nowhere, or that `later_system` refuses; or a name that it leaves out.
         """
+        self._refuse_names(messages, 0)
         if not _may_fold(messages):
             return Folded(messages, range(len(messages)))
         done: list[Message] = []
@@ -126,6 +128,7 @@ class MessageSupport:
             EnvironmentFault: the format leaves one of them out.
         """
         first, before = len(messages) + 1, _role_before(messages, len(messages))
+        self._refuse_names(new, first)
         end = next((place for place, message in enumerate(new) if message["role"] == "assistant"), len(new))
         about = (_below_system(messages), bool(tools), before, turn)
         behind = self._folded_behind(new[:end], first, about)
@@ -253,7 +256,20 @@ class MessageSupport:
                 f"messages[{place}].content: {self._who} writes no message of the role {role!r} in "
                 f"this place{self._advice}"
             )
+        if plan != _AS_GIVEN:
+            self._refuse_names(messages, first, folding=foldable)
         return _apply(plan, given)
+
+    def _refuse_names(self, messages: Sequence[Message], first: int, *, folding: Sequence[str] = ()) -> None:
+        """Refuse a name of who speaks that would be lost; messages of the roles in `folding` become parts of others."""
+        for place, message in enumerate(messages, first):
+            name, role = message.get("name"), message["role"]
+            if not name or role == "tool" or (role not in folding and self._probes.writes_name(role)):
+                continue
+            raise EnvironmentFault(
+                f"messages[{place}].name: {self._who} does not write who speaks in this message, found {name!r:.80}; "
+                "say it in the message's content, or leave it out"
+            )
 
     @property
     def _advice(self) -> str:

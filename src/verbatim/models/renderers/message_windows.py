@@ -36,6 +36,9 @@ _WINDOWS, _BYTES, _BYTES_OF_A_ROLE = 4096, 2**23, 64
 _UNKNOWN: Any = object()
 MOST_ALIKE = 2
 """Equal neighbours that are told apart: two tools' answers are written as three are."""
+_ROLES = 64
+"""Roles of which it is remembered whether names are written."""
+_SAYS = {"content": "zq says zq", "name": "zqwho"}
 
 
 class TurnShape(NamedTuple):
@@ -92,6 +95,7 @@ class WindowProbes:
     def __init__(self, render: Render) -> None:
         self._render = render
         self._found: Remembered[Window, Lost | None] = Remembered(_WINDOWS, _BYTES)
+        self._names: Remembered[str, bool] = Remembered(_ROLES)
 
     def lost(self, window: Window) -> Lost | None:
         """What the format leaves out, or writes in another order; None where it refuses the window."""
@@ -100,6 +104,22 @@ class WindowProbes:
             found = self._probed(window)
             self._found.add(window, found, _BYTES_OF_A_ROLE * len(window.roles))
         return found
+
+    def writes_name(self, role: str) -> bool:
+        """Whether the format writes who speaks in a message of this role: its field `name`."""
+        found = self._names.get(role)
+        if found is None:
+            found = self._writes_name(role)
+            self._names.add(role, found)
+        return found
+
+    def _writes_name(self, role: str) -> bool:
+        said = {"role": role, **_SAYS}
+        before, behind = [] if role in (*SYSTEM_ROLES, "user") else [ASK], [] if role == "user" else [ASK]
+        try:
+            return _SAYS["name"] in self._render([*before, said, *behind], None, True)
+        except (EnvironmentFault, TemplateFault):
+            return False
 
     def _probed(self, window: Window) -> Lost | None:
         before, turn, text, calls = _turn(window)

@@ -1,0 +1,110 @@
+"""Refuses tools that a chat format cannot call: those of which it writes no call that could be read back.
+
+Formats that write a call as JSON take any name. Others end a name at a space, a quote, a bracket or "<", and those that
+write Python take no parameter that is no name there: a model that is shown `get weather` could not call it.
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from verbatim.core.errors import EnvironmentFault
+from verbatim.core.types import Int32, ToolCall
+from verbatim.models.renderers.base import Schemas
+from verbatim.models.renderers.probe_messages import ASK, NAME, VALUE, calling
+from verbatim.models.renderers.remembered import Remembered
+
+Write = Callable[[Sequence[Any], bool], Int32]
+"""(messages, add_generation_prompt) -> ids; raises EnvironmentFault where the format refuses them."""
+Read = Callable[[Int32, Int32], Sequence[ToolCall]]
+"""(completion, prompt) -> the calls in it"""
+
+_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+"""Names that every format takes, if they are no words of Python's own."""
+_KNOWN = 1024
+_KEY = "zqat"
+
+
+class CallableTools:
+    """Which names one chat format takes, found by writing a call and reading it.
+
+    Args:
+        write: The format.
+        read: Reads what it writes.
+        who: Its name, for people.
+    """
+
+    def __init__(self, write: Write, read: Read, who: str) -> None:
+        self._write, self._read, self._who = write, read, who
+        self._found: Remembered[tuple[str, str], bool] = Remembered(_KNOWN)
+
+    def refuse(self, tools: Schemas) -> None:
+        """Refuse a tool that could not be called: its name, or that of a parameter that it requires, would not be read
+        back.
+
+        Raises:
+            EnvironmentFault: names the tool, and says what to call it.
+        """
+        for place, tool in enumerate(tools or ()):
+            function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+            name = function.get("name") if isinstance(function, Mapping) else None
+            if not isinstance(function, Mapping) or not isinstance(name, str):
+                continue
+            if not self._takes(name, _KEY):
+                raise EnvironmentFault(
+                    f"tools[{place}]: {self._who} writes no call of the tool {name!r:.80} that could be read back; "
+                    f"expected a name of letters, digits and _, such as {_plain(name)!r}"
+                )
+            for key in _required(function):
+                if not self._takes(NAME, key):
+                    raise EnvironmentFault(
+                        f"tools[{place}]: {self._who} writes no call of the tool {name!r:.80} with its parameter "
+                        f"{key!r:.80} that could be read back; expected a name of letters, digits and _, such as "
+                        f"{_plain(key)!r}"
+                    )
+
+    def _takes(self, name: str, key: str) -> bool:
+        if all(_PLAIN.fullmatch(given) and not keyword.iskeyword(given) for given in (name, key)):
+            return True
+        found = self._found.get((name, key))
+        if found is None:
+            # Where not even a plain call is read, it is not for the names.
+            found = self._comes_back(name, key) or not self._comes_back(NAME, _KEY)
+            self._found.add((name, key), found)
+        return found
+
+    def _comes_back(self, name: str, key: str) -> bool:
+        """Whether a call is read as it is written."""
+        turn = calling()
+        turn["tool_calls"][0]["function"] = {"name": name, "arguments": {key: VALUE}}
+        try:
+            prompt, whole = self._write([ASK], True), self._write([ASK, turn], False)
+        except EnvironmentFault:
+            return False
+        shorter = min(len(prompt), len(whole))
+        differing = np.flatnonzero(prompt[:shorter] != whole[:shorter])
+        same = int(differing[0]) if len(differing) else shorter
+        calls = self._read(whole[same:], prompt[:same])
+        return [(call.status, call.name, call.arguments) for call in calls] == [("ok", name, {key: VALUE})]
+
+
+def _required(function: Mapping[str, Any]) -> list[str]:
+    """The parameters that a tool requires. Schemas come from outside: one that is malformed requires none."""
+    parameters = function.get("parameters")
+    required = parameters.get("required") if isinstance(parameters, Mapping) else None
+    return [key for key in required if isinstance(key, str)] if isinstance(required, (list, tuple)) else []
+
+
+def _plain(name: str) -> str:
+    """A name that every format takes.
+
+    >>> _plain("get weather"), _plain("2 + 2"), _plain("!")
+    ('get_weather', 'n_2_2', 'n')
+    """
+    plain = re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_")[:64]
+    return plain if _PLAIN.fullmatch(plain) and not keyword.iskeyword(plain) else f"n_{plain}".strip("_")
