@@ -73,11 +73,11 @@ def every(tokens):
 
 
 def let_through(name, renderer, row):
-    """Which fields with which text change the special tokens."""
-    plain, wrong = specials(name, renderer.render_ids(*dialogue(HARMLESS))), []
+    """Which fields with which text change the special tokens, also where a tool has a name that could not be called."""
+    plain, wrong = specials(name, renderer.write_ids(*dialogue(HARMLESS), True)), []
     for fields, text in sized(short, every)(sorted(family_tokenizer(name).get_added_vocab())):
         words = {**HARMLESS, **dict.fromkeys(fields, text)}
-        changed = specials(name, renderer.render_ids(*dialogue(words))) != plain
+        changed = specials(name, renderer.write_ids(*dialogue(words), True)) != plain
         row.add(wrong=changed)
         if changed:
             wrong.append((fields, text))
@@ -141,9 +141,11 @@ class Careless:
     def __init__(self):
         self.tokenizer = GuardedTokenizer(family_tokenizer("glm-5"))
 
-    def render_ids(self, messages, tools=None, add_generation_prompt=True):
+    def write_ids(self, messages, tools, add_generation_prompt):
         answers = "".join(message["content"] for message in messages if message["role"] == "tool")
-        return np.asarray([*family_renderer("glm-5").render_ids(messages, tools), *self.tokenizer.encode(answers)])
+        return np.asarray([*family_renderer("glm-5").write_ids(messages, tools, True), *self.tokenizer.encode(answers)])
+
+    render_ids = write_ids
 
 
 def test_a_renderer_that_encodes_past_the_guard_is_refused():
@@ -159,8 +161,8 @@ def test_a_renderer_that_encodes_past_the_guard_is_found():
     assert wrong == {FIELDS, ("answer",)} and row.wrong
 
     def keeps(words):
-        assert specials("glm-5", renderer.render_ids(*dialogue(words))) == specials(
-            "glm-5", renderer.render_ids(*dialogue(HARMLESS))
+        assert specials("glm-5", renderer.write_ids(*dialogue(words), True)) == specials(
+            "glm-5", renderer.write_ids(*dialogue(HARMLESS), True)
         )
 
     assert is_found(keeps, st.fixed_dictionaries({field: hostile("glm-5") for field in FIELDS}))

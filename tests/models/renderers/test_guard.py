@@ -72,9 +72,10 @@ def keeps_control_tokens(renderer, tokenizer, words, tool):
     """With these words a prompt has as many as with harmless ones."""
     schema = {"type": "function", "function": {"name": "f" + tool, "description": tool, "parameters": {tool: tool}}}
     plain_schema = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}
-    hostile = renderer.render_ids(dialogue(words), [schema])
+    # Also where the tool has a name that could not be called.
+    hostile = renderer.write_ids(dialogue(words), [schema], True)
     # Empty content is a shape of its own (no line break before the call): keep it where it is.
-    plain = renderer.render_ids(dialogue(["w" if word else "" for word in words]), [plain_schema])
+    plain = renderer.write_ids(dialogue(["w" if word else "" for word in words]), [plain_schema], True)
     assert control_ids(tokenizer, hostile) == control_ids(tokenizer, plain)
 
 

@@ -48,7 +48,7 @@ def test_text_that_a_template_puts_together_stays_text(content, text, becomes):
     ids = renderer.render_ids([{**USER, "content": text}])
     assert control(renderer, ids) == control(renderer, plain)
     assert becomes in renderer.decode(ids)
-    named = renderer.render_ids([{**USER, "name": text}])
+    named = renderer.write_ids([{**USER, "name": text}], None, True)
     assert control(renderer, named) == control(renderer, plain)
 
 
