@@ -89,5 +89,12 @@ def test_the_key_is_named_with_its_place(body, told):
         assert str(refusal.value) == f"{told}, of which one value would be lost; send each key once"
 
 
+@pytest.mark.parametrize(
+    "body", ["[]", "{}", "5", '""', '"a"', "null", '[[], {}, [1, "b"], ["b", 1]]', '[1, {"a": "b"}]']
+)
+def test_a_body_of_any_shape_is_looked_at(body):
+    check_keys(body.encode(), json.loads(body))
+
+
 def test_what_the_module_says_of_itself():
     assert doctest.testmod(keys_twice).failed == 0

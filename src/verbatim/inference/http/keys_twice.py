@@ -79,12 +79,12 @@ def _num_texts(value: object) -> int:
         if type(holder) is dict:
             num += len(holder)
             items = holder.values()
-        elif type(holder) is list and type(holder[0]) is not int:
+        elif type(holder) is list and holder and type(holder[0]) is not int:
             items = holder
         for item in items:
             if type(item) is str:
                 num += 1
-            elif item and (type(item) is dict or type(item) is list):
+            elif type(item) is dict or type(item) is list:
                 left.append(item)
     return num
 
