@@ -214,6 +214,8 @@ def test_what_stands_beside_a_password_tells_it(value, place):
         ('{"password": "it\'s swordfish"}', f'{{"password": "{REDACTED}"}}'),
         ('{\\"password\\": \\"sword \\\\\\"fish\\"}', f'{{\\"password\\": \\"{REDACTED}\\"}}'),
         ('{"tokens": ["a", "b"], "auth": {"type": "basic"}}', '{"tokens": ["a", "b"], "auth": {"type": "basic"}}'),
+        ('_TOKENS = ("input_ids", "starts")', '_TOKENS = ("input_ids", "starts")'),
+        ('{"A_TOKEN": ["swordfish"]}', f'{{"A_TOKEN": ["{REDACTED}"]}}'),
         ("password: [see the manual]", "password: [see the manual]"),
         ("docker run -u 1000:1000 --user www-data:www-data x", "docker run -u 1000:1000 --user www-data:www-data x"),
         ("the key: (a) or [b, c]", "the key: (a) or [b, c]"),

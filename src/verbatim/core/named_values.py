@@ -113,7 +113,11 @@ class _Level:
 
 
 def _listed_in(text: str) -> Iterator[Named]:
-    """Texts in lists and tables behind a name of a key. One walk, from the first of them on."""
+    """Texts in lists and tables behind a name of a key. One walk, from the first of them on.
+
+    A name in capital letters without quotes is one of a program (`_TOKENS = ("input_ids", "starts")`), and not of the
+    environment: its texts are keys where they look like some.
+    """
     first = next((found for found in _OPENS.finditer(text) if _may_hold_keys(found)), None)
     levels, name, has_name = [_Level("")], "", False
     for token in () if first is None else _TOKEN.finditer(text, _start_of_key(first)):
@@ -128,6 +132,7 @@ def _listed_in(text: str) -> Iterator[Named]:
         elif token["is_key"] or token["bare_is_key"] is not None:
             if token["call"] is None:
                 levels[-1].is_list = False
+                own = own.lower() if token["is_key"] is None and own.isupper() and not is_sure_name(own) else own
                 name = inner_name(own, levels[-1].name)
                 name = name if names_key(name) else ""
             else:
