@@ -6,20 +6,21 @@ from __future__ import annotations
 import marshal
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from verbatim.core.errors import EnvironmentFault
 from verbatim.core.texts import error_text
 from verbatim.core.types import Message
-from verbatim.core.user_values import ATOMS, DEEPEST, MOST_CHARACTERS, MOST_VALUES, as_atom, is_short, why_refused
+from verbatim.core.user_values import ATOMS, DEEPEST, MOST_VALUES, as_atom, is_short, why_refused
 
 _TEXT, _DICT = frozenset({str}), frozenset({dict})
 _AS_THEY_ARE = ATOMS - {int}
 """The types of values that are plain JSON whatever they are; a number may be too long to be written."""
-_MOST_CONTAINERS = 200
-"""Lists and dicts of one message that are copied without a look at it before."""
+_MOST_COST, _CONTAINER = MOST_VALUES, 5000
+"""Characters and values together of one message that is copied without a look at it before, all limits being above;
+and for how many of them a list or a dict counts."""
 
 _HEADER = len(marshal.dumps([], 0))
 _SHORT = 256
@@ -28,15 +29,6 @@ _SHORT = 256
 
 class _NotPlain(Exception):
     """The value is not plain JSON, or too much of it."""
-
-
-class _Left:
-    """How much more of a value is copied without a look at it before: lists and dicts, values, characters."""
-
-    __slots__ = ("characters", "containers", "values")
-
-    def __init__(self) -> None:
-        self.containers, self.values, self.characters = _MOST_CONTAINERS, MOST_VALUES, MOST_CHARACTERS
 
 
 def copied(value: Any, what: str = "a message", *, of_info: bool = False) -> Any:
@@ -52,7 +44,7 @@ def copied(value: Any, what: str = "a message", *, of_info: bool = False) -> Any
             copied.
     """
     try:
-        return _plain_copy(value, _Left(), DEEPEST)
+        return _plain_copy(value, [_MOST_COST], DEEPEST)
     except _NotPlain:
         pass
     if (why := why_refused(value, of_info=of_info)) is not None:
@@ -94,7 +86,7 @@ def _own_key(key: Any) -> Any:
 def is_plain(value: Any) -> bool:
     """Whether a value is plain JSON of few lists and dicts: then nothing is wrong with it."""
     try:
-        _plain_copy(value, _Left(), DEEPEST)
+        _plain_copy(value, [_MOST_COST], DEEPEST)
     except _NotPlain:
         return False
     return True
@@ -106,32 +98,39 @@ def refuse(value: Any, what: str) -> None:
         raise EnvironmentFault(f"{what}: {why}")
 
 
-def _plain_copy(value: Any, left: _Left, levels: int) -> Any:
-    kind = type(value)
-    if kind is str:
-        left.characters -= len(value)
-        return value if left.characters >= 0 else _too_much()
-    if kind in _AS_THEY_ARE or (kind is int and is_short(value)):
-        return value
-    left.containers -= 1
-    if left.containers < 0 or not levels or kind not in (dict, list):
-        raise _NotPlain
-    left.values -= 1 + len(value)
-    copied = value.copy()
+def _plain_copy(value: Any, left: list[int], levels: int) -> Any:
+    """The copy of plain JSON; a `_NotPlain` where it costs more than is `left`, counted as a list or a dict is done."""
+    kind, cost = type(value), _CONTAINER
+    copied = value
     if kind is dict:
-        if not _TEXT.issuperset(map(type, value)):
+        if not levels or not _TEXT.issuperset(map(type, value)):
             raise _NotPlain
-        left.characters -= sum(map(len, value))
-    for place, item in value.items() if kind is dict else enumerate(value):
-        if type(item) is str:
-            left.characters -= len(item)
-        elif type(item) not in _AS_THEY_ARE:
-            copied[place] = _plain_copy(item, left, levels - 1)
-    return copied if left.characters >= 0 and left.values >= 0 else _too_much()
-
-
-def _too_much() -> NoReturn:
-    raise _NotPlain
+        copied = value.copy()
+        for key, item in value.items():
+            cost += len(key) + 1
+            if type(item) is str:
+                cost += len(item)
+            elif type(item) not in _AS_THEY_ARE:
+                copied[key] = _plain_copy(item, left, levels - 1)
+    elif kind is list:
+        if not levels:
+            raise _NotPlain
+        cost, copied = cost + len(value), value.copy()
+        for place, item in enumerate(value):
+            if type(item) is str:
+                cost += len(item)
+            elif type(item) not in _AS_THEY_ARE:
+                copied[place] = _plain_copy(item, left, levels - 1)
+    elif kind is str:
+        cost = len(value)
+    elif kind in _AS_THEY_ARE or (kind is int and is_short(value)):
+        return value
+    else:
+        raise _NotPlain
+    left[0] -= cost
+    if left[0] < 0:
+        raise _NotPlain
+    return copied
 
 
 Others: TypeAlias = tuple[tuple[int, bytes | None], ...]
