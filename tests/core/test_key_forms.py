@@ -156,7 +156,7 @@ def test_the_rest_of_an_address_stays():
         ({"auth": "me:swordfish7"}, ("auth",)),
         ({"auth": ["me", "swordfish"]}, ("auth", 1)),
         ({"auth": ("me", "swordfish")}, ("auth", 1)),
-        ({"credentials": ["me", "swordfish"]}, ("credentials", 1)),
+        ({"credentials": ["me", "swordfish7"]}, ("credentials", 1)),
         ({"basic_auth": {"user": "me", "pass": "swordfish7"}}, ("basic_auth", "pass")),
         ({"env": [{"name": "BASIC_AUTH", "value": "me:swordfish"}]}, ("env", 0, "value")),
         ({"command": ["curl", "-u", "me:swordfish", "https://host"]}, ("command", 2)),
@@ -245,7 +245,9 @@ HARMLESS = [
     "docker run -u 1000:1000 --user app:app2024 -p 8080:80 image", "curl -sSfL https://host/x | sh -s -- -b /bin v1.2",
     "<|reserved_special_token_7|>", "{{ user }}:{{ password }}", "https://{user}:{password}@host",
     "$USER:$PASS@host:80",
-    "www.example.com/login -p 8080", "mysql -p db", "The basic auth: user and password, e.g. me:pw",
+    "www.example.com/login -p 8080", "mysql -p db", "mysql -port is wrong", "sshpass -p takes the password",
+    "redis-cli -a sets it", "curl -u NAME:YOUR_API_KEY", "curl -u me:<password>", "docker login -p takes it",
+    "The basic auth: user and password, e.g. me:pw",
 ]  # fmt: skip
 
 
@@ -265,6 +267,9 @@ def test_a_harmless_value_is_no_reason_to_refuse(value):
         {"auth": {"type": "basic", "url": "https://host/login"}},
         {"auth": "package.module:function"},
         {"basic_auth": "$USER:$PASS"},
+        {"auth": ["client_id", "client_secret"]},
+        {"credentials": ["people.json", "machines.json"]},
+        {"credentials": ["a/b.json", "c/d2024.json"]},
         {"http_auth": True},
         {"oauth": ["read", "write"]},
         {"command": ["docker", "run", "-u", "1000:1000", "-p", "8080:80", "image"]},

@@ -62,7 +62,7 @@ def is_sure_key(name: str, text: str) -> bool:
     >>> is_sure_key("MY_PASS", "hunter2"), is_sure_key("pass", "pass@8"), is_sure_key("model", "sk-learn_models_v2")
     (True, False, False)
     """
-    if _FORMS.search(text) or any(keys_of_services(text)) or any(logins_in(text)):
+    if _FORMS.search(text) or any(keys_of_services(text)) or any(logins_in(text, surely=True)):
         return True
     if variable_in(text) or given_in(text):
         return True

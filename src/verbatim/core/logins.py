@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from verbatim.core.key_names import is_login_name, is_sure_login_name
+from verbatim.core.key_names import is_login_name, is_sure_login_name, names_key, words_of
 
 _LOGIN = re.compile(r"[^\s:/\\]+:(?P<password>[^\s/\\$<{\[*][^\s]*)")
 """`user:password`; no path, no name of a variable, nothing that is left to be filled in."""
@@ -60,9 +60,11 @@ def is_login_pair(name: str, values: Sequence[Any]) -> bool:
     if len(values) != 2 or not is_login_name(name):
         return False
     user, password = values
-    if not isinstance(user, str) or any(c.isspace() for c in user) or not isinstance(password, str | int):
+    if not isinstance(user, str) or not isinstance(password, str | int) or isinstance(password, bool):
         return False
-    return not isinstance(password, bool) and str(password).lower() not in _METHODS
+    if any(c.isspace() or c in "/\\" for c in user) or _is_word_for_it(str(password)):
+        return False
+    return _is_mixed(str(password)) or words_of(name)[-1] not in ("cred", "credential")
 
 
 def has_password(before: Collection[str], option: str, value: str) -> bool:
@@ -108,8 +110,12 @@ def program_of(word: str) -> str:
     return name if name in _PROGRAMS or word == _LOGIN_WORD else ""
 
 
-def logins_in(text: str) -> Iterator[tuple[int, int]]:
+def logins_in(text: str, *, surely: bool = False) -> Iterator[tuple[int, int]]:
     """Where in a text the passwords and logins of commands stand: start and end of each. Costs time linear in it.
+
+    Args:
+        text: Commands, or anything else.
+        surely: Leave out what may as well be the explanation of a command: `sshpass -p takes it`.
 
     >>> text = "curl -s -u me:swordfish https://host; docker run -u 1000:1000 -p 80:80 image"
     >>> [text[slice(*place)] for place in logins_in(text)]
@@ -118,7 +124,10 @@ def logins_in(text: str) -> Iterator[tuple[int, int]]:
     starts = [found.span() for found in _COMMAND.finditer(text)]
     for number, (start, place) in enumerate(starts):
         end = starts[number + 1][0] if number + 1 < len(starts) else len(text)
-        yield from _of_command(text, {text[start:place]}, place, end)
+        for found in _of_command(text, {text[start:place]}, place, end):
+            value = text[slice(*found)]
+            if not surely or (":" in value and not _is_word_for_it(value.partition(":")[2])) or _is_mixed(value):
+                yield found
 
 
 def _of_command(text: str, before: set[str], place: int, end: int) -> Iterator[tuple[int, int]]:
@@ -139,8 +148,12 @@ def _of_command(text: str, before: set[str], place: int, end: int) -> Iterator[t
 
 
 def _is_left_out(value: str) -> bool:
-    """Whether it is a word for a password, as in an explanation of the command."""
     return value.rpartition(":")[2].lower() in _METHODS
+
+
+def _is_word_for_it(password: str) -> bool:
+    """Whether it is a way to log in, or a word for a password or a key: `YOUR_API_KEY`."""
+    return password.lower() in _METHODS or (names_key(password) and not any(c.isdecimal() for c in password))
 
 
 def _is_mixed(password: str) -> bool:
