@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -215,6 +216,14 @@ def test_a_link_beside_the_log_is_refused(tmp_path: Path, model: Path, capsys, p
     assert (status, out) == (2, "")
     assert f"{place} is a link, which is not followed" in " ".join(err.split())
     assert "hidden" not in err
+
+
+def test_a_pipe_in_the_model_beside_the_log_is_refused_and_not_waited_for(tmp_path: Path, model: Path, capsys):
+    shutil.copytree(model, tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    os.mkfifo(tmp_path / "model" / "tokenizer.json")
+    status, _, err = run(capsys, write(tmp_path / "log.jsonl", QWEN3))
+    assert status == 2 and "tokenizer.json is no regular file" in " ".join(err.split())
 
 
 def test_the_tokenizer_of_a_run_is_found_by_its_configuration(tmp_path: Path, model: Path, capsys):

@@ -153,7 +153,7 @@ def _find_model(asked: str | None, log: Path) -> tuple[str | None, str]:
     run = _run_of(log)
     for folder in (run / "model", run / "final"):
         if (folder / "config.json").is_file():
-            _refuse_links(folder)
+            _refuse_odd_files(folder)
             return str(folder), f"{folder}, found beside the log"
     config = run / "config.toml"
     name = _configured_model(config) if config.is_file() else None
@@ -163,11 +163,13 @@ def _find_model(asked: str | None, log: Path) -> tuple[str | None, str]:
     return None, f"none: ids only, and no telling why most breaks happen; add --model {hint}"
 
 
-def _refuse_links(folder: Path) -> None:
-    """Refuse a model beside the log that is a link, or has one in it: what it leads to would be read."""
-    refuse_link(folder)
-    for path in folder.rglob("*"):
+def _refuse_odd_files(folder: Path) -> None:
+    """Refuse a model beside the log that is a link or has one in it, which would be followed, or a pipe, for which its
+    reader would wait."""
+    for path in (folder, *folder.rglob("*")):
         refuse_link(path)
+        if not (path.is_file() or path.is_dir()):
+            raise UsageError(f"{path} is no regular file; remove it, or name another model with --model")
 
 
 def _run_of(log: Path) -> Path:
