@@ -4,6 +4,8 @@ records, and harmless values that look like them are let be."""
 import doctest
 import json
 import logging
+import random
+import string
 
 import pytest
 
@@ -282,6 +284,21 @@ def test_a_harmless_value_is_no_reason_to_refuse(value):
 )
 def test_a_harmless_table_is_no_reason_to_refuse(value):
     assert list(keys_in(value)) == []
+
+
+def test_a_password_of_any_characters_is_redacted_in_json_at_any_depth():
+    rng = random.Random(0)
+    for _ in range(300):
+        core = "".join(rng.choices(string.ascii_letters + string.digits, k=8))
+        around = ["".join(rng.choices(string.printable[:95], k=rng.randrange(6))) for _ in range(2)]
+        secret = f"p{around[0]}{core}{around[1]}"
+        name = rng.choice(["password", "api_key", "MY_PASS", "clientSecret", "--api-key", "x-api-key", "Authorization"])
+        tables = {name: secret, "z": 1}, {name: [secret, "b"]}, {"e": {name: {"of": secret}}}, {"h": [[name, secret]]}
+        table = rng.choice(tables)
+        text = rng.choice([json.dumps, repr])(table)
+        for _ in range(rng.randrange(4)):
+            text = json.dumps({"outer": text, "more": [1, "x"]})
+        assert core not in without_secrets(text), text
 
 
 def test_a_login_that_was_given_is_hidden_from_then_on(monkeypatch):

@@ -20,6 +20,7 @@ _SETTINGS = (
     # A value may be JSON, with names of its own.
     re.compile(rf"""{_NAME}(?:{_QUOTE})?\s*(?:=>|[=:])\s*(?=(?:""|'')?{_QUOTED})"""),
     re.compile(_NAME + r"""=(?P<value>(?:[^\s"',;&()\[\]{}\\]|""" + _LITERAL + ")+)"),
+    re.compile(r"(?<![\w\-.])--?(?P<name>[A-Za-z_][\w\-.]{0,200})" + rf"""(?:{_QUOTE})?(?:,\s*|\s+)(?={_QUOTED})"""),
     re.compile(
         r"(?<![\w\-.])--?(?P<name>[A-Za-z_][\w\-.]{0,200})"
         rf"""(?:{_QUOTE})?(?:,\s*|\s+)(?:{_QUOTE})?(?P<value>[^\s"',\-\[\\](?:[^\s"',\\]|{_LITERAL})*)"""
