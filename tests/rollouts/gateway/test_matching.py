@@ -381,6 +381,9 @@ PROMPTS = [
     ("Use the operator '<' here.", "Use the operator '>' here.", False, False),
     ("You clean room dead4.", "You clean room beef5.", False, False),
     ("You clean room dead44.", "You clean room beef55.", False, False),
+    ("You run on a100.", "You run on b200.", False, False),
+    ("Session 3f2a.", "Session b07d.", False, True),
+    ("Session abcdef12.", "Session 12abcdef.", False, True),
     ("You clean the facade.", "You clean the decade.", False, False),
     ("Answer yes.", "Answer no.", False, False),
 ]

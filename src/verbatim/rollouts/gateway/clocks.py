@@ -75,9 +75,11 @@ def _singular(found: re.Match[str]) -> str:
 
 
 def _is_random(digits: str) -> bool:
-    """Whether hexadecimal digits are no number, and no word with a number behind it."""
-    num_letters = sum(digit.isalpha() for digit in digits)
-    if not num_letters or len(digits) - num_letters < 2 or re.fullmatch(r"[a-f]{4,}\d+", digits):
+    """Whether hexadecimal digits are no number and no word, no word with a number behind it (`dead4`), and no letter
+    with one (`a100`). Of random ones, 1 in 2,500 of 8 digits is taken for none, 1 in 70 of 6, and 3 in 8 of 4."""
+    if digits.isdecimal() or digits.isalpha():
         return False
+    if len(digits) >= 8:
+        return True
     changes = sum(a.isalpha() != b.isalpha() for a, b in pairwise(digits))
-    return len(digits) >= 6 or changes >= 2
+    return changes >= 2 or (len(digits) >= 6 and not re.fullmatch(r"[a-f]{4,}\d+", digits))
