@@ -201,7 +201,7 @@ MESSAGES = (
     Fault(
         name="of a key that stands twice in a body the last value counts",
         file="inference/http/keys_twice.py",
-        old="    if _num_written(data) == _num_parsed(value):\n",
+        old="    if _has_as_many(data, value):\n",
         new="    if True:\n",
         harm="A conversation is answered of which the model was shown a part.",
         tests=("inference/test_keys_twice.py",),

@@ -179,6 +179,7 @@ JSON = {
         ('{"name": "edit", "arguments": {"old": "x", "old": "y"}}', "invalid_json"),
         ('{"name": "edit", "name": "look", "arguments": {}}', "invalid_json"),
         ('{"name": "edit", "parameters": {"old": "x"}}', "malformed_structure"),
+        ('{"name": "edit", "arguments": {}, "parameters": {"old": "x"}}', "malformed_structure"),
         ('{"name": "edit", "arguments": null}', "malformed_structure"),
         ('{"name": "edit"}', "malformed_structure"),
         ('{"name": "edit", "arguments": "{}"}', "malformed_structure"),

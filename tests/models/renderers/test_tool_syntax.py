@@ -210,6 +210,12 @@ def test_python_is_read_as_the_json_that_it_means():
     assert call.arguments == {"a": -1.5, "b": None, "c": None, "d": [1, True], "e": {"f": [False]}}
 
 
+@pytest.mark.parametrize("number", [2**53 + 1, -(2**53) - 1, 10**30])
+def test_an_integer_in_python_is_exact(number):
+    (call,) = python_calls_of(f"[look(at={number}, far=[{number}])]")
+    assert call.arguments == {"at": number, "far": [number]}
+
+
 def python_calls_of(text):
     return read(renderer("lfm2_v2"), f"<|tool_call_start|>{text}<|tool_call_end|>").tool_calls
 
