@@ -161,6 +161,12 @@ def test_sampled_calls_are_read_and_bridged_as_they_were_sampled(sampled, conten
     assert bridged.tolist() == [*prompt.tolist(), *completion.tolist(), *after.tolist()]
 
 
+@pytest.mark.parametrize("name", ["get weather", 'say "hi"', "</tool_call>"])
+def test_a_tool_may_have_any_name_because_calls_are_json(chatml, name):
+    tool = {"type": "function", "function": {"name": name, "parameters": {"type": "object", "required": ["a b"]}}}
+    assert len(chatml.render_ids([ASK], [tool]))
+
+
 def test_other_tools_are_not_bridged(chatml):
     prompt, said = chatml.render_ids([ASK], [LOOK]), ids_of(chatml, "yo<|im_end|>")
     assert chatml.bridge_to_next_turn(prompt, said, [ASK], [LOOK]) is not None

@@ -220,6 +220,17 @@ def python_calls_of(text):
     return read(renderer("lfm2_v2"), f"<|tool_call_start|>{text}<|tool_call_end|>").tool_calls
 
 
+@pytest.mark.parametrize("number", ["1e400", "-1e400", "[1e400]", '{"a": -1e400}'])
+def test_a_number_in_python_never_becomes_infinite(number):
+    (call,) = python_calls_of(f"[look(at={number})]")
+    assert (call.arguments, call.status) == (None, "invalid_json")
+
+
+def test_a_fraction_in_python_is_the_nearest_double():
+    (call,) = python_calls_of("[look(at=0.1234567890123456789012)]")
+    assert call.arguments == {"at": 0.12345678901234568}
+
+
 @pytest.mark.parametrize("name", ["files.read", "get-weather", "a.b-c.d", "mcp__git__log", "看", "ｌook", "x/y"])
 def test_the_name_of_a_call_in_python_is_the_text_before_its_bracket(name):
     (call,) = python_calls_of(f'[{name}(at="x", far=[1,\n2])]')
