@@ -313,8 +313,8 @@ MESSAGES = (
     Fault(
         name="half a character makes a body no JSON",
         file="rollouts/gateway/wire.py",
-        old="            if find_lone_surrogate(given) is not None:\n                return given\n",
-        new="            del given\n",
+        old="            if find_lone_surrogate(given) is None:\n",
+        new="            if given is not None:\n",
         harm="A client that cut an emoji in two looks for a mistake in its JSON.",
         tests=("rollouts/gateway/test_refused_alike.py",),
     ),
