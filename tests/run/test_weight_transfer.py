@@ -131,7 +131,7 @@ def test_nccl_with_a_vllm_for_cpus_is_refused(config, monkeypatch: pytest.Monkey
     from verbatim.inference.vllm import settings
     from verbatim.run.rollouts import inference_settings
 
-    monkeypatch.setattr(settings.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=4))
+    monkeypatch.setattr(settings, "run_program", lambda *_, **__: SimpleNamespace(returncode=4))
     monkeypatch.setattr(settings.shutil, "which", lambda name: name)
     with pytest.raises(UsageError, match=r'weight_transfer = "nccl": the environment of .* has a vLLM for CPUs'):
         inference_settings(config("nccl")).check()
