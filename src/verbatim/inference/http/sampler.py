@@ -21,12 +21,14 @@ from verbatim.core.errors import RecordError, SamplerFault, UsageError
 from verbatim.core.types import Float32, Int32
 from verbatim.inference.base import Completion, SampleRequest, SamplingParams, nothing_sampled
 from verbatim.inference.http import protocol, scoring
-from verbatim.inference.http.client import CONNECT, Answer, HttpClient, HungUp, decode, encode, read_json
+from verbatim.inference.http.client import Answer, HttpClient, HungUp, decode, encode, read_json
 from verbatim.inference.http.connection_settings import check_address
 from verbatim.inference.validation import check_temperature, refuse_stop_strings
 
 STARTED_AGAIN = "it was started again, or another server answers in its place"
 _NO_TOKEN_ENDPOINT = "vLLM has it with --enable-scale-out"
+_SAYS_WITHIN = 60.0
+"""Seconds in which a server that has much to do says what it is. One in the event loop that waits for it never does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,7 +272,7 @@ class HttpSampler:
 
     def _ask_and_wait(self) -> _Facts:
         async def ask() -> _Facts:
-            async with asyncio.timeout(CONNECT):
+            async with asyncio.timeout(_SAYS_WITHIN):
                 try:
                     return await self._ask_what_it_is()
                 finally:
@@ -281,7 +283,7 @@ class HttpSampler:
                 return pool.submit(asyncio.run, ask()).result()
             except TimeoutError:
                 raise SamplerFault(
-                    f"{self.url} did not say what it is within {CONNECT:g} s; if it runs in this event "
+                    f"{self.url} did not say what it is within {_SAYS_WITHIN:g} s; if it runs in this event "
                     "loop, use await HttpSampler.connect(url)"
                 ) from None
 
