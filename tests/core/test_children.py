@@ -103,6 +103,14 @@ async def test_a_start_that_is_cancelled_leaves_no_process(monkeypatch):
     assert started[0].returncode == -signal.SIGKILL
 
 
+async def test_a_start_that_is_cancelled_and_fails_is_cancelled():
+    task = asyncio.create_task(children.start_async(["/nowhere/no-such-program"]))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
 async def test_a_killed_child_is_not_waited_for_longer_than_it_lives(tmp_path: Path):
     """A process in a session of its own outlives it, and holds its pipes."""
     pipe = asyncio.subprocess.PIPE

@@ -132,9 +132,10 @@ async def start_async(
     try:
         return await asyncio.shield(starting)
     except asyncio.CancelledError:
-        process = await starting
-        kill_group(process.pid)
-        await gone(process)
+        with contextlib.suppress(OSError):  # it could not be started
+            process = await starting
+            kill_group(process.pid)
+            await gone(process)
         raise
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from verbatim.core.redaction import without_secrets
 
 _MOST_SHOWN = 10_000
-_MOST_READ = 65_536
+MOST_READ = 65_536
 """Most characters of a text in which keys are looked for: a megabyte would take a second."""
 LONGEST_ERROR = 2000
 """Most characters kept of an exception's text."""
@@ -52,7 +52,7 @@ def cut_without_secrets(text: str, limit: int = LONGEST_ERROR) -> str:
     >>> cut_without_secrets("Bearer abc failed", 17)
     'Bearer [redacted] [cut: 7 of 24 characters]'
     """
-    most = max(_MOST_READ, 2 * limit)
+    most = max(MOST_READ, 2 * limit)
     if len(text) <= most:
         return cut(without_secrets(text), limit)
     return f"{without_secrets(text[:most])[:limit]} [cut: {len(text) - limit:,} of {len(text):,} characters]"

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from verbatim.core.redaction import without_secrets
+from verbatim.core.texts import MOST_READ
 from verbatim.core.types import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -23,8 +24,6 @@ NO_TURNS = "no_turns"
 MOST_SAID = 50
 """Kinds of failures that are said one by one: messages that never repeat do not fill the log."""
 _TAIL_LINES, _TAIL_CHARACTERS = 12, 2000
-_MOST_READ = 65_536
-"""Characters of these lines in which keys are looked for: an exception's text may have millions."""
 
 
 class EpisodeTally:
@@ -136,7 +135,7 @@ def traceback_tail(error: BaseException | None) -> str:
     if error is None:
         return ""
     lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
-    return without_secrets("\n".join(lines[-_TAIL_LINES:])[-_MOST_READ:])[-_TAIL_CHARACTERS:]
+    return without_secrets("\n".join(lines[-_TAIL_LINES:])[-MOST_READ:])[-_TAIL_CHARACTERS:]
 
 
 def _most_common(counts: Counter[str], most: int = 5) -> str:
