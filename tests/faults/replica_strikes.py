@@ -310,12 +310,19 @@ class ReplicaRun:
 
     # ---- its end
 
+    def _until_warm_servers_end(self) -> None:
+        """Those of the tests, not of the run: each ends when it reads that the process it served has ended."""
+        late = time.monotonic() + LONGEST
+        while any(b"warm_server.py" in command for _, command in self.processes()) and time.monotonic() < late:
+            time.sleep(0.05)
+
     def metrics(self) -> dict[str, float]:
         """Those of the last step."""
         return train_lines(self.folder)[-1]["metrics"]
 
     def wrong(self) -> list[str]:
         """What is wrong with what it has left."""
+        self._until_warm_servers_end()
         found = [f"process {pid} is left: {command!r}" for pid, command in self.processes()]
         steps = [line["step"] for line in train_lines(self.folder)]
         if steps != list(range(1, self._steps + 1)):
