@@ -32,7 +32,7 @@ from verbatim.inference.chat.protocol import Options, ProtocolRefusal
 from verbatim.inference.http import protocol
 from verbatim.inference.http.chat_desk import ChatDesk
 from verbatim.inference.http.chat_routes import ChatRoutes
-from verbatim.inference.http.exchange import STOPPING, ClientGone, check_length, read_body, while_there
+from verbatim.inference.http.exchange import STOPPING, ClientGone, StopEvent, check_length, read_body, while_there
 from verbatim.inference.http.json_size import LARGE, MOST_VALUES
 from verbatim.inference.http.limits import ServerLimits
 from verbatim.inference.http.protocol import brief
@@ -84,7 +84,7 @@ class SamplerApp:
         self._uploads = None if uploads is None else uploads.resolve()
         self._hosts = {name.lower() for name in hosts}
         self._random = random.Random(seed)
-        self._stopped = asyncio.Event()
+        self._stopped = StopEvent()
         self._heads = asyncio.Semaphore(_AT_ONCE)
         self._started = int(time.time())
         self._id = uuid.uuid4().hex

@@ -30,7 +30,7 @@ from verbatim.inference.chat.stops import Decode, StopWatch
 from verbatim.inference.chat.streaming import StreamDiverged
 from verbatim.inference.http.chat_desk import ChatDesk
 from verbatim.inference.http.chat_work import Asked, read_chat, read_completion, read_partial
-from verbatim.inference.http.exchange import STOPPING, ClientGone, json_answer, read_body, while_there
+from verbatim.inference.http.exchange import STOPPING, ClientGone, StopEvent, json_answer, read_body, while_there
 from verbatim.inference.http.limits import ServerLimits
 from verbatim.inference.http.protocol import GENERATE
 from verbatim.inference.http.request_body import Refused
@@ -69,7 +69,7 @@ class ChatRoutes:
         limits: ServerLimits,
         options: Options,
         draw_seed: Callable[[], int],
-        stopped: asyncio.Event,
+        stopped: StopEvent,
     ) -> None:
         self._sampler, self._desk, self._decode = sampler, desk, decode
         self._model, self._limits = model, limits
@@ -255,7 +255,7 @@ class _EventStream(Response):
         stopped: Set when the server stops.
     """
 
-    def __init__(self, stream: ChatStream, events: AsyncGenerator[bytes], stopped: asyncio.Event) -> None:
+    def __init__(self, stream: ChatStream, events: AsyncGenerator[bytes], stopped: StopEvent) -> None:
         super().__init__(headers=_HEADERS)
         del self.headers["content-length"]
         self._stream, self._events, self._stopped = stream, events, stopped

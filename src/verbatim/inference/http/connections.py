@@ -8,6 +8,7 @@ import contextlib
 import socket
 import ssl
 import sys
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -35,13 +36,24 @@ _PAYLOAD, _JUDGED = 0.8, 2**12
 """The least share of a chunked body that is not about its chunks, once so many bytes of it have come."""
 
 
-class _ExactHeads(h11.Connection):
-    """Refuses every head of more bytes than it may have. h11 itself refuses those that have not come to their end, and
-    takes what ends in the same read."""
+class _Messages(h11.Connection):
+    """One connection's HTTP.
 
-    def __init__(self, most: int) -> None:
+    - Every head of more bytes than it may have is refused. h11 itself refuses those that have not come to their end,
+      and takes what ends in the same read.
+    - The head of an answer is written with the first part of its body, if that comes in the same turn of the event
+      loop: a system call, and for the client a read, less.
+
+    Args:
+        most: Bytes of a head.
+        write: Writes to the client.
+    """
+
+    def __init__(self, most: int, write: Callable[[bytes], None]) -> None:
         super().__init__(h11.SERVER, most)
-        self._most = most
+        self._most, self._write = most, write
+        self._head = b""
+        """Of the answer, as long as it is not written."""
 
     def next_event(self) -> Any:
         """As h11's; a RemoteProtocolError for a head that is too long."""
@@ -52,6 +64,22 @@ class _ExactHeads(h11.Connection):
             raise h11.RemoteProtocolError("the head is too long", error_status_hint=status)
         return event
 
+    def send_with_data_passthrough(self, event: h11.Event) -> list[bytes] | None:
+        """As h11's; of an answer's head nothing yet."""
+        data = super().send_with_data_passthrough(event)
+        if isinstance(event, h11.Response):
+            self._head = b"".join(data or ())
+            asyncio.get_running_loop().call_soon(self._write_head)
+            return []
+        if self._head:
+            data, self._head = [self._head, *(data or ())], b""
+        return data
+
+    def _write_head(self) -> None:
+        if self._head:
+            head, self._head = self._head, b""
+            self._write(head)
+
 
 class Connection(H11Protocol):
     """One client's connection; closed if the client is late with a request's head or does not read its answer."""
@@ -60,7 +88,7 @@ class Connection(H11Protocol):
         self, config: uvicorn.Config, server_state: ServerState, *, table: ConnectionTable, door: Door | None = None
     ) -> None:
         super().__init__(config, server_state, {DOOR: door, CONNECTION: self})
-        self.conn = _ExactHeads(table.limits.head_bytes)
+        self.conn = _Messages(table.limits.head_bytes, self._write)
         self._table, self._door = table, door
         self.group = "" if door is None else door.name
         """The name of its door, or else its client's host."""
@@ -223,6 +251,10 @@ class Connection(H11Protocol):
     def _in_body(self) -> bool:
         """Whether the client is sending the body of a request."""
         return self.conn.their_state is h11.SEND_BODY
+
+    def _write(self, data: bytes) -> None:
+        if not self.transport.is_closing():
+            self.transport.write(data)
 
     def _read_at_once(self, size: int) -> None:
         with contextlib.suppress(AttributeError):  # asyncio's own transports have it, uvloop's do not

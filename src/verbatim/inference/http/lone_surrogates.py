@@ -34,9 +34,9 @@ def find_lone_surrogate(value: object) -> LoneSurrogate | None:
 
 
 def _is_broken(item: object) -> bool:
-    if isinstance(item, Mapping):
-        return any(map(_is_broken, item))
-    return isinstance(item, str) and not item.isascii() and _SURROGATE.search(item) is not None
+    if isinstance(item, str):
+        return not item.isascii() and _SURROGATE.search(item) is not None
+    return isinstance(item, (dict, Mapping)) and any(map(_is_broken, item))
 
 
 def _found(value: object, place: str, field: str) -> Iterator[LoneSurrogate]:

@@ -28,7 +28,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 from tokenizers import AddedToken, Tokenizer
 
@@ -56,6 +56,10 @@ _ATTACHMENTS = ("image", "images", "audio", "audios", "video", "videos", "attach
 _JSON_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _CACHED_CHARACTERS = 256
+
+
+Marked: TypeAlias = dict[int, tuple[Message, dict[str, Any]]]
+"""Messages, by `id`, each with the same one marked. They are held here, so no other object gets their ids."""
 
 
 class Guard:
@@ -134,8 +138,12 @@ class Guard:
             return [self.value(item) for item in value]
         return value
 
-    def messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+    def messages(self, messages: Sequence[Message], marked: Marked | None = None) -> list[dict[str, Any]]:
         """Mark every string of messages except the role.
+
+        Args:
+            messages: Are left as they are.
+            marked: Messages that were marked before, which are not marked again; gets the others.
 
         Reasoning belongs in `reasoning_content`. For an assistant's message without it, a leading `<think>` block of
         the content is moved there, as chat templates do; think tags anywhere else are text like any other.
@@ -144,17 +152,21 @@ class Guard:
             EnvironmentFault: a message with an image, a sound or any other part that is not text. A list of text parts
                 is refused too: templates join the parts differently, so one string is the only form that all agree on.
         """
-        marked = []
+        marked = {} if marked is None else marked
         for number, message in enumerate(messages):
-            _refuse_attachments(message, number)
-            fields = dict(_reasoning_apart(message))
-            role = fields.pop("role")
-            calls = fields.get("tool_calls")
-            written = {"role": role if role in ROLES else self.value(role), **self.value(fields)}
-            if isinstance(calls, (list, tuple)):
-                written["tool_calls"] = [self._call(call) for call in calls]
-            marked.append(written)
-        return marked
+            if id(message) not in marked:
+                marked[id(message)] = message, self._message(message, number)
+        return [dict(marked[id(message)][1]) for message in messages]
+
+    def _message(self, message: Message, number: int) -> dict[str, Any]:
+        _refuse_attachments(message, number)
+        fields = dict(_reasoning_apart(message))
+        role = fields.pop("role")
+        calls = fields.get("tool_calls")
+        written = {"role": role if role in ROLES else self.value(role), **self.value(fields)}
+        if isinstance(calls, (list, tuple)):
+            written["tool_calls"] = [self._call(call) for call in calls]
+        return written
 
     def tools(self, tools: Schemas) -> list[dict[str, Any]] | None:
         """Mark every string of tool schemas; None without tools."""

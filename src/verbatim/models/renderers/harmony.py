@@ -17,7 +17,7 @@ from verbatim.core.types import Int32, Message, ToolCall
 from verbatim.models.renderers.base import ParsedResponse, Schemas
 from verbatim.models.renderers.bridge import ContinuingRenderer
 from verbatim.models.renderers.conversation import Conversation, History, ThinkingRetention
-from verbatim.models.renderers.guard import GuardedTokenizer
+from verbatim.models.renderers.guard import GuardedTokenizer, Marked
 from verbatim.models.renderers.message_support import LaterSystem
 from verbatim.models.renderers.messages import check_messages
 from verbatim.models.renderers.responses import NOT_JSON, check_call, read_completion, read_json, unreadable
@@ -108,7 +108,8 @@ class HarmonyRenderer(ContinuingRenderer):
 
     def write_ids(self, messages: Sequence[Message], tools: Schemas, add_generation_prompt: bool) -> Int32:
         """As `render_ids`."""
-        return np.asarray(self._tokenizer.encode(self._text_of(messages, tools, add_generation_prompt)), dtype=np.int32)
+        text = self._text_of(messages, tools, add_generation_prompt=add_generation_prompt)
+        return np.asarray(self._tokenizer.encode(text), dtype=np.int32)
 
     def parse_response(
         self, completion_ids: Int32, prompt_ids: Int32 | None = None, tools: Schemas = None
@@ -153,10 +154,17 @@ class HarmonyRenderer(ContinuingRenderer):
     def _closing(self) -> frozenset[int]:
         return frozenset((*self.stop_token_ids, self._tokenizer.control_tokens.get("<|startoftext|>", -1)))
 
-    def _text_of(self, messages: Sequence[Any], tools: Any, add_generation_prompt: bool = True) -> str:
-        """What the template writes, marked by the guard."""
+    def _text_of(
+        self,
+        messages: Sequence[Any],
+        tools: Any,
+        marked: Marked | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """What the template writes, marked by the guard; `marked` as of `Guard.messages`."""
         guard = self._tokenizer.guard
-        fields = [_as_template_reads(message) for message in guard.messages(messages)]
+        fields = [_as_template_reads(message) for message in guard.messages(messages, marked)]
         return self._tokenizer.chat_text(fields, guard.tools(tools), add_generation_prompt)
 
     def _check_format(self) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 
 MAX_DEPTH = 64
 """The deepest nesting of arguments; deeper values would overflow the stack of later readers."""
+_LEAVES = frozenset({str, int, float, bool, type(None)})
+"""What most values are; to ask for `Mapping` takes many times as long."""
 
 
 def is_shallow(value: object) -> bool:
@@ -21,7 +23,7 @@ def levels(value: object) -> Iterator[list[object]]:
         inner = [
             item
             for outer in level
-            if isinstance(outer, (Mapping, list, tuple))
+            if type(outer) not in _LEAVES and isinstance(outer, (Mapping, list, tuple))
             for item in (outer.values() if isinstance(outer, Mapping) else outer)
         ]
         level = list({id(item): item for item in inner}.values())

@@ -24,12 +24,13 @@ from typing import Any
 
 from verbatim.core.errors import EnvironmentFault
 from verbatim.core.types import ToolCall
+from verbatim.models.renderers.guard import Marked
 from verbatim.models.renderers.probe_messages import ANSWER, ASK, NAME, SYSTEM, TOOL
 from verbatim.models.renderers.remembered import Remembered
 
-Render = Callable[[Sequence[Mapping[str, Any]], Any], str]
-"""(messages, tools) -> what the template writes, with a generation prompt, marked by the guard. Raises EnvironmentFault
-where it refuses them."""
+Render = Callable[[Sequence[Mapping[str, Any]], Any, Marked], str]
+"""(messages, tools, messages that are marked already) -> what the template writes, with a generation prompt, marked by
+the guard. Raises EnvironmentFault where it refuses them."""
 _Messages = Sequence[Mapping[str, Any]]
 
 _SHORT = 16
@@ -98,16 +99,17 @@ class StandIns:
                 *[ANSWER, ASK] * (num_turns - 1),
                 *(_EARLIER_CALL if has_called else []),
             ]
-            if self._rendered(messages, tools) is not None:
+            if self._rendered(messages, tools, {}) is not None:
                 yield messages, tools
 
     def _behind(self, messages: _Messages, tools: Any, calls: Sequence[ToolCall], new: _Messages) -> str | None:
-        before = self._rendered(messages, tools)
+        marked: Marked = {}
+        before = self._rendered(messages, tools, marked)
         if before is None:
             return None
         found: list[str] = []
         for turn, mark in _stand_ins(before, calls):
-            whole = self._rendered([*messages, turn, *new], tools)
+            whole = self._rendered([*messages, turn, *new], tools, marked)
             if whole is None:
                 continue  # a turn that the format does not have, such as a text beside a call
             end = self._end.search(whole, max(whole.find(mark, len(before)), len(before)))
@@ -116,9 +118,9 @@ class StandIns:
             found.append(whole[end.start() :])
         return found[0] if len(found) >= _LEAST else None
 
-    def _rendered(self, messages: _Messages, tools: Any) -> str | None:
+    def _rendered(self, messages: _Messages, tools: Any, marked: Marked) -> str | None:
         try:
-            return self._render(messages, tools)
+            return self._render(messages, tools, marked)
         except EnvironmentFault:
             return None
 

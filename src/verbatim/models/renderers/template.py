@@ -17,7 +17,7 @@ from verbatim.models.renderers.bridge import ContinuingRenderer
 from verbatim.models.renderers.call_ids import CallIds, find_call_ids
 from verbatim.models.renderers.conversation import Conversation, History, ThinkingRetention
 from verbatim.models.renderers.derived_syntax import derive
-from verbatim.models.renderers.guard import GuardedTokenizer
+from verbatim.models.renderers.guard import GuardedTokenizer, Marked
 from verbatim.models.renderers.hermes import SYNTAX, HermesFormat, fit
 from verbatim.models.renderers.message_support import LaterSystem
 from verbatim.models.renderers.messages import check_messages
@@ -119,7 +119,7 @@ class TemplateRenderer(ContinuingRenderer):
 
     def write_ids(self, messages: Sequence[Message], tools: Schemas, add_generation_prompt: bool) -> Int32:
         """As `render_ids`, for valid messages, even if the template leaves out a part of them."""
-        text = self._text_of(messages, tools, add_generation_prompt)
+        text = self._text_of(messages, tools, add_generation_prompt=add_generation_prompt)
         return np.asarray(self._tokenizer.encode(text), dtype=np.int32)
 
     def write_lines(
@@ -188,11 +188,13 @@ class TemplateRenderer(ContinuingRenderer):
         assert self._hermes is not None
         return f"schemas in a {self._hermes.opening} message, answers in a {self._hermes.answering} message"
 
-    def _marked(self, messages: Sequence[Message], tools: Schemas) -> tuple[list[dict[str, Any]], Any]:
+    def _marked(
+        self, messages: Sequence[Message], tools: Schemas, marked: Marked | None = None
+    ) -> tuple[list[dict[str, Any]], Any]:
         """(messages, schemas) behind the guard; the messages as the template is given them."""
         guard = self._tokenizer.guard
         shown_tools = guard.tools(tools)
-        return self._wrapped(guard.messages(self._call_ids.rewritten(messages)), shown_tools), shown_tools
+        return self._wrapped(guard.messages(self._call_ids.rewritten(messages), marked), shown_tools), shown_tools
 
     def _wrapped(self, messages: list[dict[str, Any]], tools: Any) -> list[dict[str, Any]]:
         """Marked messages as the template is given them."""
@@ -217,10 +219,17 @@ class TemplateRenderer(ContinuingRenderer):
         close = self._tokenizer.control_tokens.get(_CLOSE)
         return None if close is None else [close, *ids]
 
-    def _text_of(self, messages: Sequence[Any], tools: Any, add_generation_prompt: bool = True) -> str:
-        """What the template writes, marked by the guard."""
-        marked, shown_tools = self._marked(messages, tools)
-        return self._render(marked, self._given(shown_tools), add_generation_prompt)
+    def _text_of(
+        self,
+        messages: Sequence[Any],
+        tools: Any,
+        marked: Marked | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """What the template writes, marked by the guard; `marked` as of `Guard.messages`."""
+        shown, shown_tools = self._marked(messages, tools, marked)
+        return self._render(shown, self._given(shown_tools), add_generation_prompt)
 
     def _thought_apart(self, completion_ids: Int32, prompt_ids: Int32 | None) -> tuple[str | None, str, bool]:
         """The thinking of a completion (None without any), the rest as `hide` leaves it, and whether the thinking is

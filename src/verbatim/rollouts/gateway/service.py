@@ -33,7 +33,7 @@ try:
     from verbatim.inference.http.acceptor import Acceptor
     from verbatim.inference.http.connections import Server
     from verbatim.inference.http.doors import ConnectionTable, Door
-    from verbatim.inference.http.exchange import ClientGone, read_whole, while_there
+    from verbatim.inference.http.exchange import ClientGone, StopEvent, read_whole, while_there
     from verbatim.inference.http.request_body import Refused
     from verbatim.rollouts.gateway.chat import MODEL, answer_chat, read_chat
     from verbatim.rollouts.gateway.token_ids import ROUTE, answer_ids, read_ids
@@ -117,7 +117,7 @@ class Service:
         self._entries: dict[str, _Entry] = {}
         self._server: Server | None = None
         self._doors: dict[Acceptor, Door] = {}
-        self._stopped = asyncio.Event()
+        self._stopped = StopEvent()
         self._budget = ByteBudget(self.limits.session_bytes, self.limits.all_bytes)
         self._anthropic = AnthropicMessages(self.options)
         self._chats: Mapping[str, ChatProtocol] = {
