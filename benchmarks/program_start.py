@@ -20,12 +20,12 @@ from pathlib import Path
 
 import numpy as np
 
+from verbatim.core.episode_limits import EpisodeLimits
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.inspection.envcheck.byte_chat import VOCAB_SIZE, ByteChat, written
 from verbatim.rollouts.gateway.program.environment import Program
 from verbatim.rollouts.group import GroupRun
-from verbatim.rollouts.loop import EpisodeLimits
 from verbatim.rollouts.runner import RolloutSetup
 
 ONCE = """

@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 
-from verbatim.inference.base import SampleRequest, SamplingParams
+from verbatim.core.sampling import SamplingParams
+from verbatim.inference.base import SampleRequest
 from verbatim.inference.embedded.decoder import Decoder
 from verbatim.inference.embedded.model_check import refuse_other_decoding
 from verbatim.inference.embedded.settings import TorchSettings

@@ -9,6 +9,11 @@ from pathlib import Path
 import pytest
 
 import verbatim
+from verbatim.config.orchestrator import EnvConfig, OrchestratorConfig, SamplingConfig
+from verbatim.core.episode_limits import EpisodeLimits
+from verbatim.core.sampling import SamplingParams
+from verbatim.rollouts import APIMultiTurnRollout, MultiTurnRollout
+from verbatim.run.rollouts import limits_of
 
 ROOT = Path(verbatim.__file__).parent
 
@@ -70,3 +75,16 @@ def test_a_call_elsewhere_is_found():
     ]
     assert elsewhere("runs a program", {"run/a.py": source}) == ["run/a.py:2 runs a program"]
     assert elsewhere("runs a program", {"core/children.py": source}) == []
+
+
+def test_a_limit_of_an_episode_has_one_default():
+    env = EnvConfig(id="guess_number")
+    orchestrator = OrchestratorConfig(batch_size=2, group_size=2, seq_len=100, train={"env": [env]})
+    assert limits_of(orchestrator, env) == EpisodeLimits(max_context=100)
+    names = ("max_turns", "tool_timeout", "tool_output_limit", "tool_error", "max_malformed_retries")
+    for rollout in (MultiTurnRollout, APIMultiTurnRollout):
+        assert [getattr(rollout, name) for name in names] == [getattr(EpisodeLimits, name) for name in names]
+
+
+def test_tokens_are_drawn_the_same_way_by_default_wherever_it_is_said():
+    assert SamplingConfig().params == SamplingParams()

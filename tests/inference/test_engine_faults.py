@@ -18,8 +18,9 @@ from campaigns import sized
 from pairs import all_rows, pairs
 from verbatim.core import machine_faults
 from verbatim.core.errors import EngineDead, ModelError, RecordError, SamplerFault
+from verbatim.core.sampling import MOST_STOP_IDS
 from verbatim.inference import SampleRequest, SamplingParams
-from verbatim.inference.base import MOST_STOP_IDS, watch_engine
+from verbatim.inference.base import watch_engine
 from verbatim.inference.cut_off import num_tokens_drawn
 from verbatim.inference.embedded import engine, engine_thread, messages
 from verbatim.inference.embedded.decoder import Decoder

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from e2e.tiny_runs import build_tiny_model
-from verbatim.inference.base import SamplingParams
+from verbatim.core.sampling import SamplingParams
 from verbatim.inference.embedded.engine import TorchSampler
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.inference.http import protocol

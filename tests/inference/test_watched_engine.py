@@ -11,8 +11,9 @@ from test_torch_engine import make, request
 
 from byte_renderer import ByteRenderer
 from verbatim.core.errors import SamplerFault
+from verbatim.core.sampling import SamplingParams
 from verbatim.core.types import StopReason
-from verbatim.inference.base import SamplingParams, ShowsTokens, generate_watched
+from verbatim.inference.base import ShowsTokens, generate_watched
 from verbatim.models.renderers.base import ParsedResponse
 from verbatim.rollouts import EpisodeLimits
 from verbatim.rollouts.agent_loop import AgentLoop

@@ -18,8 +18,9 @@ from models.architectures import Architecture, tiny_model
 from verbatim.algorithms.losses import LOSSES
 from verbatim.config.schema import OptimConfig, TrainerConfig
 from verbatim.core.errors import UsageError
+from verbatim.core.sampling import SamplingParams
 from verbatim.core.types import TrainingSample
-from verbatim.inference.base import SampleRequest, SamplingParams
+from verbatim.inference.base import SampleRequest
 from verbatim.inference.embedded.engine import TorchSampler
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.models.head import CausalLM

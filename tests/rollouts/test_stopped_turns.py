@@ -20,7 +20,6 @@ from verbatim.models.renderers import create_renderer
 from verbatim.rollouts import EpisodeLimits
 from verbatim.rollouts.agent_loop import AgentLoop
 from verbatim.rollouts.recorder import Recorder
-from verbatim.run.rollouts import sampling_params
 
 ASK = {"role": "user", "content": "go"}
 
@@ -161,7 +160,7 @@ def test_a_chat_server_is_sent_the_stop_strings():
 
 @pytest.mark.parametrize(("given", "stop"), [("\n\n", ("\n\n",)), (["a", "b", "a"], ("a", "b")), ([], ())])
 def test_the_configuration_takes_one_text_or_several(given, stop):
-    assert sampling_params(SamplingConfig.model_validate({"stop": given})).stop == stop
+    assert SamplingConfig.model_validate({"stop": given}).params.stop == stop
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from verbatim.config.sections import (
-    COLDEST,
-    HOTTEST,
-    LEAST_NUCLEUS,
     BackendSection,
     ComponentConfig,
     FinitePositive,
@@ -20,39 +17,47 @@ from verbatim.config.sections import (
     PositiveInt,
     Section,
 )
-from verbatim.config.stop_strings import stop_strings
+from verbatim.core.episode_limits import EpisodeLimits
 from verbatim.core.records.failed import MAX_FAILED
+from verbatim.core.sampling import (
+    INT32_END,
+    LEAST_NUCLEUS,
+    TEMPERATURES,
+    SamplingParams,
+    is_temperature,
+    stop_strings,
+)
 
 
 def _temperature(value: float) -> float:
-    if value != 0 and not COLDEST <= value <= HOTTEST:
-        raise ValueError(f"found {value}, expected 0, or a number from {COLDEST} to {HOTTEST:.0f}")
+    if not is_temperature(value):
+        raise ValueError(f"found {value}, expected {TEMPERATURES}")
     return value
 
 
 class SamplingConfig(Section):
     """How tokens are drawn."""
 
-    temperature: Annotated[float, AfterValidator(_temperature)] = 1.0
+    temperature: Annotated[float, AfterValidator(_temperature)] = SamplingParams.temperature
     """Divides the logits."""
-    max_tokens: PositiveInt = 512
+    max_tokens: PositiveInt = SamplingParams.max_tokens
     """Most tokens of one turn."""
-    top_p: Annotated[float, Field(ge=LEAST_NUCLEUS, le=1)] = 1.0
+    top_p: Annotated[float, Field(ge=LEAST_NUCLEUS, le=1)] = SamplingParams.top_p
     """Nucleus; 1 = off."""
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    top_k: Annotated[int, Field(ge=0, lt=INT32_END)] = SamplingParams.top_k
     """0 = off."""
-    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    min_p: Annotated[float, Field(ge=0, lt=1)] = SamplingParams.min_p
     """0 = off."""
-    stop: Annotated[tuple[str, ...], BeforeValidator(stop_strings)] = ()
+    stop: Annotated[tuple[str, ...], BeforeValidator(stop_strings)] = SamplingParams.stop
     """Stop strings, a text or a list of at most 16: a turn ends with the token that completes one. That token is part
     of the turn, and trained; the text that the environment gets ends before the string. Not sent to a teacher."""
     accept_truncation_mismatch: bool = False
     """Train although top-p, top-k or min-p cut a distribution that the trainer cannot reproduce."""
 
     @property
-    def is_truncated(self) -> bool:
-        """Whether top-p, top-k or min-p cut the distribution."""
-        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+    def params(self) -> SamplingParams:
+        """What a sampler is given."""
+        return SamplingParams(**self.model_dump(exclude={"accept_truncation_mismatch"}))
 
 
 FORMULATE_MODES = {"traj": "interleaved", "step": "branching"}
@@ -109,9 +114,9 @@ class EnvConfig(Section):
     isolated: bool = False
     """Play its episodes in processes of its own on this machine, as under orchestrator.rollout.backend = "processes",
     while those of the other environments run in the orchestrator's process."""
-    max_turns: PositiveInt = 16
+    max_turns: PositiveInt = EpisodeLimits.max_turns
     """Most turns of one trajectory."""
-    max_total_completion_tokens: PositiveInt | None = None
+    max_total_completion_tokens: PositiveInt | None = EpisodeLimits.max_total_completion_tokens
     """Most sampled tokens of one trajectory, all its turns and agents together: a turn's max_tokens is cut to what is
     left of them, and the trajectory ends as `length` (default: no limit)."""
     sampling: SamplingConfig | None = None
@@ -323,15 +328,15 @@ class OrchestratorConfig(Section):
     distillation); or the likelihood of what a teacher behind a server says when it acts."""
     teacher: TeacherConfig | None = None
     """For "opd" and "sft", and for trainer.loss.teacher_tau."""
-    episode_timeout: PositiveFloat = 600.0
+    episode_timeout: PositiveFloat = EpisodeLimits.timeout
     """Seconds after which an episode fails, and is counted."""
-    tool_timeout: PositiveFloat = 60.0
+    tool_timeout: PositiveFloat = EpisodeLimits.tool_timeout
     """Seconds after which a tool call becomes an error message to the model."""
-    tool_output_limit: PositiveInt = 16_384
+    tool_output_limit: PositiveInt = EpisodeLimits.tool_output_limit
     """Characters of a tool's answer; the rest is cut and the model is told."""
-    tool_error: Literal["message", "stop"] = "message"
+    tool_error: Literal["message", "stop"] = EpisodeLimits.tool_error
     """What a tool that raises or hangs does: tells the model, or ends the episode as failed."""
-    max_malformed_retries: NonNegativeInt = 2
+    max_malformed_retries: NonNegativeInt = EpisodeLimits.max_malformed_retries
     """Turns in a row that may hold nothing but unreadable calls; one more ends the episode as malformed."""
     heartbeat_timeout: PositiveFloat = 30.0
     """Seconds without a sign of life after which the other process of a run is taken for dead; at least 120 while it

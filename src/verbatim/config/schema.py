@@ -24,9 +24,6 @@ from verbatim.config.orchestrator import (
     TeacherConfig,
 )
 from verbatim.config.sections import (
-    COLDEST,
-    HOTTEST,
-    LEAST_NUCLEUS,
     ComponentConfig,
     Decay,
     FinitePositive,
@@ -41,7 +38,7 @@ from verbatim.core.errors import ConfigError
 from verbatim.core.texts import shown
 
 __all__ = [
-    "COLDEST", "HOTTEST", "LEAST_NUCLEUS", "BuildConfig", "CheckpointConfig", "ComponentConfig", "CriterionConfig",
+    "BuildConfig", "CheckpointConfig", "ComponentConfig", "CriterionConfig",
     "EarlyStoppingConfig", "EnvConfig", "EvalConfig", "Fraction", "InferenceConfig", "LengthPenaltyConfig",
     "LoraConfig", "ModelConfig", "MonitorConfig", "NonNegativeFloat", "OptimConfig", "OrchestratorConfig",
     "ParallelConfig", "PositiveFloat", "PositiveInt", "ReferenceConfig", "RendererConfig", "RunConfig",
@@ -411,7 +408,7 @@ class RunConfig(Section):
                     f"{where}.temperature = {sampling.temperature}: a teacher's server gives logprobs at temperature 1 "
                     "only; use 1.0, or a teacher that is loaded here (remove orchestrator.teacher.base_url)"
                 )
-            if sampling.is_truncated and not sampling.accept_truncation_mismatch:
+            if sampling.params.truncates and not sampling.accept_truncation_mismatch:
                 raise ValueError(
                     f"{where} cuts the distribution (top_p, top_k or min_p), which the trainer cannot reproduce; "
                     "remove it, or accept the mismatch with accept_truncation_mismatch = true"

@@ -14,10 +14,6 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 FinitePositive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-COLDEST, HOTTEST = 1e-6, 1e6
-"""The lowest and the highest temperature above 0: beyond, logits divided by it leave float32."""
-LEAST_NUCLEUS = 1e-30
-"""The smallest `top_p`: below, float32 may round it to 0, which leaves no token."""
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 

@@ -6,7 +6,8 @@ process, `http` asks a server and is one, `vllm` starts vLLM's servers, `pool` m
 kernel (`draw_row` in `embedded/compiled/kernel.c`). Imports `core`, `config`, `models`.
 """
 
+from verbatim.core.sampling import SamplingParams
 from verbatim.inference.backends import SAMPLERS, BackendInputs
-from verbatim.inference.base import Completion, Sampler, SampleRequest, SamplingParams
+from verbatim.inference.base import Completion, Sampler, SampleRequest
 
 __all__ = ["SAMPLERS", "BackendInputs", "Completion", "SampleRequest", "Sampler", "SamplingParams"]

@@ -10,70 +10,12 @@ from typing import Protocol, TypeAlias, cast, runtime_checkable
 
 import numpy as np
 
-from verbatim.config.schema import COLDEST, HOTTEST, LEAST_NUCLEUS
-from verbatim.config.stop_strings import stop_strings
 from verbatim.core.errors import EngineDead
+from verbatim.core.sampling import SamplingParams
 from verbatim.core.types import Experts, Float32, Int32, StopReason
 
-INT32_END = 2**31
-"""Ids, counts and versions are below this."""
-MOST_STOP_IDS = 4096
-"""Most stop ids of one request."""
 _LOOK_EVERY = 0.2
 """Seconds between two checks that the engine lives."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """Sampling parameters. Logprobs are always those of the distribution that they define."""
-
-    temperature: float = 1.0
-    """Divides the logits; 0 takes the most likely token (evaluation only: training refuses it), else from 1e-6 to
-    1e6."""
-    max_tokens: int = 512
-    """Most tokens of one completion, the stop token included."""
-    top_p: float = 1.0
-    """Nucleus: the smallest set of tokens with this much probability, at least 1e-30. 1 = off."""
-    top_k: int = 0
-    """The k most likely tokens. 0 = off."""
-    min_p: float = 0.0
-    """Tokens with at least this share of the most likely one's probability. 0 = off."""
-    stop_token_ids: tuple[int, ...] = ()
-    """A completion ends with the first of these; it is part of the completion. At most 4096."""
-    stop: tuple[str, ...] = ()
-    """Stop strings: a turn ends with the token that completes one of them. Samplers know ids alone and refuse them; who
-    has the tokenizer ends turns with them (`AgentLoop`), or a chat server does. At most 16."""
-
-    def __post_init__(self) -> None:
-        for name, ok, expected in (
-            (
-                "temperature",
-                self.temperature == 0 or COLDEST <= self.temperature <= HOTTEST,
-                f"0, or a number from {COLDEST} to {HOTTEST:.0f}",
-            ),
-            ("max_tokens", self.max_tokens >= 1, ">= 1"),
-            ("top_p", LEAST_NUCLEUS <= self.top_p <= 1, f"in [{LEAST_NUCLEUS}, 1]"),
-            ("top_k", 0 <= self.top_k < INT32_END, "in [0, 2**31)"),
-            ("min_p", 0 <= self.min_p < 1, "in [0, 1)"),
-            (
-                "stop_token_ids",
-                len(self.stop_token_ids) <= MOST_STOP_IDS,
-                f"at most {MOST_STOP_IDS} ids, found {len(self.stop_token_ids)}",
-            ),
-            ("stop_token_ids", all(0 <= token < INT32_END for token in self.stop_token_ids), "ids in [0, 2**31)"),
-        ):
-            if not ok:
-                raise ValueError(f"sampling: {name} = {str(getattr(self, name))[:80]}; expected {expected}")
-        if self.stop:
-            try:
-                stop_strings(self.stop)
-            except ValueError as error:
-                raise ValueError(f"sampling: stop: {error}") from None
-
-    @property
-    def truncates(self) -> bool:
-        """Whether top-p, top-k or min-p cut the distribution (a trainer cannot reproduce that)."""
-        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

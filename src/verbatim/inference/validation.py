@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from verbatim.config.schema import COLDEST, HOTTEST
 from verbatim.core.errors import RecordError, UsageError
+from verbatim.core.sampling import COLDEST, HOTTEST, INT32_END
 from verbatim.core.types import Ids, Int32
-from verbatim.inference.base import INT32_END, SampleRequest
+from verbatim.inference.base import SampleRequest
 
 
 def check_ids(ids: Ids, vocab_size: int, what: str) -> Int32:

@@ -4,12 +4,13 @@ In: an example, an environment, a sampler, a renderer. Out: a trajectory. Read f
 which makes the turns. Imports `core`, `config`, `models`, `environments`, `inference`.
 """
 
+from verbatim.core.episode_limits import EpisodeLimits
 from verbatim.rollouts.agent_loop import AgentLoop
 from verbatim.rollouts.base import Rollout
 from verbatim.rollouts.demonstrations import trajectory_from_messages
 from verbatim.rollouts.episode import run_episode
 from verbatim.rollouts.group import GroupRun
-from verbatim.rollouts.loop import EpisodeLimits, EpisodeOver
+from verbatim.rollouts.loop import EpisodeOver
 from verbatim.rollouts.multi_turn import APIMultiTurnRollout, MultiTurnRollout
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.runner import EpisodeRunner, EpisodeTask, LocalRunner, RolloutSetup

@@ -11,15 +11,17 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from verbatim.core.episode_limits import EpisodeLimits
 from verbatim.core.records.fields import fill
+from verbatim.core.sampling import SamplingParams
 from verbatim.core.types import Int32, Message, StopReason, Turn, TurnTiming
-from verbatim.inference.base import Completion, Sampler, SampleRequest, SamplingParams, Watch
+from verbatim.inference.base import Completion, Sampler, SampleRequest, Watch
 from verbatim.inference.chat.protocol import ChatReply
 from verbatim.models.renderers.base import ParsedResponse, Renderer
 from verbatim.models.renderers.conversation import BreakReason, Conversation
 from verbatim.models.renderers.stop_ids import ends_within
 from verbatim.rollouts.draws import Draws
-from verbatim.rollouts.loop import RENDERED_ANEW, Answer, EpisodeLimits, EpisodeLoop, EpisodeOver, Prompt, Thread
+from verbatim.rollouts.loop import RENDERED_ANEW, Answer, EpisodeLoop, EpisodeOver, Prompt, Thread
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.seeds import derive_seed
 from verbatim.rollouts.stopped_turns import end_with_stop, said_before_stop, watch_for

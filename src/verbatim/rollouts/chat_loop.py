@@ -10,15 +10,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from verbatim.core.episode_limits import EpisodeLimits
 from verbatim.core.errors import ModelError, RecordError, UsageError
+from verbatim.core.sampling import SamplingParams
 from verbatim.core.types import Message, ParseStatus, ToolCall, Turn, TurnTiming
-from verbatim.inference.base import SamplingParams
 from verbatim.inference.chat.answer import ChatAnswer
 from verbatim.inference.chat.client import Connection
 from verbatim.inference.chat.request import chat_body, samples_as_modelled
 from verbatim.models.renderers.base import ParsedResponse, Renderer
 from verbatim.rollouts.demonstrations import trajectory_from_messages
-from verbatim.rollouts.loop import Answer, EpisodeLimits, EpisodeLoop, Prompt, Thread
+from verbatim.rollouts.loop import Answer, EpisodeLoop, Prompt, Thread
 from verbatim.rollouts.recorder import Recorder
 
 

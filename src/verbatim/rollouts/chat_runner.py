@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from verbatim.core.episode_limits import EpisodeLimits
+from verbatim.core.sampling import SamplingParams
 from verbatim.core.token_tree import LARGEST_ID
 from verbatim.core.types import Trajectory
 from verbatim.environments.base import Environment
-from verbatim.inference.base import SamplingParams
 from verbatim.inference.chat.client import Connection
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts.chat_loop import ChatLoop
 from verbatim.rollouts.episode import run_episode
-from verbatim.rollouts.loop import EpisodeLimits
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.runner import EpisodeTask, RolloutSetup
 from verbatim.rollouts.seeds import derive_seed

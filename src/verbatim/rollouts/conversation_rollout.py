@@ -19,16 +19,17 @@ from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from verbatim.core.episode_limits import EpisodeLimits
 from verbatim.core.errors import UsageError
 from verbatim.core.plain_console import PlainConsole
+from verbatim.core.sampling import SamplingParams
 from verbatim.core.types import Example, Message, RolloutIdentity, Trajectory
 from verbatim.environments.base import Environment, Episode, Reply, Score
 from verbatim.environments.tools import Tool, ToolArgumentsError, ToolManager, ToolResult
-from verbatim.inference.base import SamplingParams
 from verbatim.rollouts.base import Conversation, Opening, read_openings
 from verbatim.rollouts.episode import EpisodeRun
 from verbatim.rollouts.group import judged, rewarded_by_its_turns, run_together
-from verbatim.rollouts.loop import EpisodeLimits, EpisodeLoop
+from verbatim.rollouts.loop import EpisodeLoop
 from verbatim.rollouts.main_loop import run_in_program
 from verbatim.rollouts.seeds import derive_seed
 from verbatim.rollouts.traces import TraceFolder
@@ -63,19 +64,19 @@ class ConversationRollout(abc.ABC):
     error, and counted."""
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
     """How tokens are drawn."""
-    max_turns: int = 6
+    max_turns: int = EpisodeLimits.max_turns
     """Most turns of one trajectory; calls that are pending then are not run."""
     concurrency: int
     """Most trajectories under way at a time."""
     trajectory_timeout: float
     """Seconds for one trajectory, tools included."""
-    tool_timeout: float = 60.0
+    tool_timeout: float = EpisodeLimits.tool_timeout
     """Seconds for one tool call."""
-    tool_output_limit: int = 16_384
+    tool_output_limit: int = EpisodeLimits.tool_output_limit
     """Characters of one tool answer."""
-    tool_error: Literal["message", "stop"] = "message"
+    tool_error: Literal["message", "stop"] = EpisodeLimits.tool_error
     """What a tool that raises or hangs does: tells the model, or ends the trajectory as `api_error`."""
-    max_malformed_retries: int = 2
+    max_malformed_retries: int = EpisodeLimits.max_malformed_retries
     """Turns in a row that may hold nothing but unreadable calls; one more ends the trajectory as "malformed"."""
     trace_dir: str | Path | None = None
     """Where each trajectory is stored as a file of its own, as soon as it ends; None stores none."""
@@ -90,13 +91,7 @@ class ConversationRollout(abc.ABC):
     score: Scorer | None = None
     """`score(trajectory, task)`, plain or async: the reward of a finished conversation, or its named parts."""
 
-    _above_zero: ClassVar[tuple[str, ...]] = (
-        "max_turns",
-        "concurrency",
-        "trajectory_timeout",
-        "tool_timeout",
-        "tool_output_limit",
-    )
+    _above_zero: ClassVar[tuple[str, ...]] = ("concurrency", "trajectory_timeout")
 
     @classmethod
     def remote(cls, **settings: Any) -> Any:
@@ -118,11 +113,8 @@ class ConversationRollout(abc.ABC):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
                 raise UsageError(f"{name} = {value!r:.80}; expected a number above 0")
-        retries, managers = self.max_malformed_retries, self.tool_manager
-        if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
-            raise UsageError(f"max_malformed_retries = {retries!r:.80}; expected a whole number, at least 0")
-        if self.tool_error not in ("message", "stop"):
-            raise UsageError(f'tool_error = {self.tool_error!r}; expected "message" or "stop"')
+        ConversationRollout._limits(self)  # refuses what is no limit
+        managers = self.tool_manager
         if not isinstance(self.sampling_params, SamplingParams):
             raise UsageError(f"sampling_params: {self.sampling_params!r:.80}; expected SamplingParams(max_tokens=512)")
         for given in managers if isinstance(managers, Sequence) else [managers]:

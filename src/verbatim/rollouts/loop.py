@@ -5,8 +5,9 @@ from __future__ import annotations
 import abc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
+from verbatim.core.episode_limits import EpisodeLimits
 from verbatim.core.errors import EnvironmentFault, VerbatimError
 from verbatim.core.token_tree import Ids
 from verbatim.core.types import Experts, Float32, Int32, Message, ParseStatus, StopReason, ToolCall, TurnTiming
@@ -15,29 +16,6 @@ from verbatim.models.renderers.conversation import Conversation
 from verbatim.rollouts.copies import Others, begins_with, copied, others_in, schema_and_text
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.turn_arguments import checked_name, checked_state_key, checked_trained
-
-
-@dataclass(frozen=True, kw_only=True)
-class EpisodeLimits:
-    """Where an episode is cut off, and what happens to malformed calls and failing tools."""
-
-    max_turns: int = 16
-    """Most turns, sub-agents' included."""
-    max_total_completion_tokens: int | None = None
-    """Most sampled tokens of all turns together, sub-agents' included; None = no limit."""
-    max_context: int = 2048
-    """Most tokens of a prompt and its completion together; a chat server has its own limit instead."""
-    timeout: float = 600.0
-    """Seconds for the whole episode."""
-    tool_timeout: float = 60.0
-    """Seconds for one tool call."""
-    tool_output_limit: int = 16_384
-    """Characters of one tool answer."""
-    tool_error: Literal["message", "stop"] = "message"
-    """Whether a tool that fails or hangs is told to the model, or ends the episode as failed."""
-    max_malformed_retries: int = 2
-    """Turns in a row that may hold nothing but unreadable calls; one more ends the episode as "malformed"."""
-
 
 JUDGE_USAGE = "judge_usage"
 """The key of `Trajectory.info` for what a judge spent on the episode: requests, tokens, cost."""

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from verbatim.core.episode_limits import EpisodeLimits
 from verbatim.core.errors import UsageError
 from verbatim.core.token_tree import LARGEST_ID
 from verbatim.inference.base import Sampler
@@ -19,7 +20,7 @@ from verbatim.rollouts.agent_loop import AgentLoop
 from verbatim.rollouts.base import Opening
 from verbatim.rollouts.chat_loop import ChatLoop
 from verbatim.rollouts.conversation_rollout import ConversationRollout, Start
-from verbatim.rollouts.loop import EpisodeLimits, EpisodeLoop
+from verbatim.rollouts.loop import EpisodeLoop
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.seeds import derive_seed
 

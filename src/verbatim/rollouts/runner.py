@@ -8,16 +8,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from verbatim.core.episode_limits import EpisodeLimits
 from verbatim.core.records.experts import Routing
+from verbatim.core.sampling import SamplingParams
 from verbatim.core.types import Example, RolloutIdentity, Trajectory
 from verbatim.environments.base import Environment
-from verbatim.inference.base import Sampler, SamplingParams
+from verbatim.inference.base import Sampler
 from verbatim.inference.chat.client import Connection
 from verbatim.models.renderers.base import Renderer
 from verbatim.rollouts.agent_loop import AgentLoop
 from verbatim.rollouts.chat_loop import TeacherLoop
 from verbatim.rollouts.episode import run_episode
-from verbatim.rollouts.loop import EpisodeLimits, EpisodeLoop
+from verbatim.rollouts.loop import EpisodeLoop
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.seeds import derive_seed
 from verbatim.rollouts.tally import EpisodeTally

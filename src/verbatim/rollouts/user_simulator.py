@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verbatim.core.errors import SamplerFault, UsageError
+from verbatim.core.sampling import SamplingParams
 from verbatim.core.types import Message
-from verbatim.inference.base import SamplingParams
 from verbatim.inference.chat.client import Connection, OpenAI
 from verbatim.inference.chat.request import chat_body
 

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from verbatim.inference.base import SampleRequest, SamplingParams
+from verbatim.core.sampling import SamplingParams
+from verbatim.inference.base import SampleRequest
 from verbatim.inference.embedded.decoder import Decoder
 from verbatim.inference.embedded.engine_thread import torch_threads
 from verbatim.inference.embedded.settings import TorchSettings

@@ -91,7 +91,7 @@ def make_rules(config: RunConfig, environments: Environments) -> dict[str, Group
                 or not getattr(advantage, "compares_rewards", False)
             ),
             truncated_sampling=(
-                orchestrator.training_mode != "sft" and (env.sampling or orchestrator.sampling).is_truncated
+                orchestrator.training_mode != "sft" and (env.sampling or orchestrator.sampling).params.truncates
             ),
         )
     return rules

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.config import BackendSettings, find_backend, settings_for
-from verbatim.config.schema import EnvConfig, OrchestratorConfig, RendererConfig, RunConfig, SamplingConfig
+from verbatim.config.schema import EnvConfig, OrchestratorConfig, RendererConfig, RunConfig
 from verbatim.config.sections import table_of
 from verbatim.core.errors import ComponentError, UsageError
 from verbatim.core.records.experts import Routing
 from verbatim.environments.base import Environment
 from verbatim.inference import SAMPLERS, BackendInputs
-from verbatim.inference.base import Sampler, SamplingParams
+from verbatim.inference.base import Sampler
 from verbatim.inference.chat.client import Connection, OpenAI
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.inference.pool.settings import ServerSettings
@@ -27,11 +27,6 @@ from verbatim.models.renderers.base import Renderer
 from verbatim.models.source import find_source, is_adapter, rank_of
 from verbatim.rollouts import EpisodeLimits, EpisodeRunner, EpisodeTally, LocalRunner, RolloutSetup
 from verbatim.rollouts.backends import RUNNERS, RunnerInputs
-
-
-def sampling_params(sampling: SamplingConfig) -> SamplingParams:
-    """The engine's parameters."""
-    return SamplingParams(**sampling.model_dump(exclude={"accept_truncation_mismatch"}))
 
 
 def make_setups(
@@ -55,7 +50,7 @@ def make_setups(
             environment=environment,
             sampler=sampler,
             renderer=renderer,
-            params=sampling_params(env.sampling or orchestrator.sampling),
+            params=(env.sampling or orchestrator.sampling).params,
             limits=limits_of(orchestrator, env),
             slots=slots,
             teacher=teacher,
@@ -118,7 +113,7 @@ async def open_runner(
             env=label,
             name=env.id or str(env.import_path),
             args=env.args,
-            params=sampling_params(env.sampling or orchestrator.sampling),
+            params=(env.sampling or orchestrator.sampling).params,
             limits=limits_of(orchestrator, env),
             teacher=teacher if purpose == "train" else None,
         )

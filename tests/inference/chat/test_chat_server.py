@@ -18,7 +18,8 @@ import pytest
 from chat_records import events_of
 
 from byte_renderer import END, VOCAB_SIZE, ByteRenderer, call, say, text
-from verbatim.inference.base import SampleRequest, SamplingParams, generate_watched
+from verbatim.core.sampling import SamplingParams
+from verbatim.inference.base import SampleRequest, generate_watched
 from verbatim.inference.chat.anthropic_stream import AnthropicStream
 from verbatim.inference.chat.protocol import Options
 from verbatim.inference.http import chat_routes, connections

@@ -13,7 +13,8 @@ import torch
 from inference.vllm.real_servers import SIZES, TOLERANCE, Served, served
 from inference.vllm.tiny_model import MoeModel
 from verbatim.core.errors import SamplerFault
-from verbatim.inference.base import SampleRequest, SamplingParams
+from verbatim.core.sampling import SamplingParams
+from verbatim.inference.base import SampleRequest
 
 pytestmark = [pytest.mark.vllm, pytest.mark.realtime, pytest.mark.xdist_group("experts")]
 EXPERTS = r"model\.layers\.0\.mlp\.experts"

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 from lost_messages import renderer_of, sampler_for
-from verbatim.inference.base import SamplingParams
+from verbatim.core.episode_limits import EpisodeLimits
+from verbatim.core.sampling import SamplingParams
 from verbatim.inspection.envcheck.play import SilentTally
 from verbatim.inspection.envcheck.program_check import ProgramReport, check_program
 from verbatim.rollouts.gateway.program.environment import Program
 from verbatim.rollouts.group import GroupRun
-from verbatim.rollouts.loop import EpisodeLimits
 from verbatim.rollouts.runner import RolloutSetup
 from waiting import until
 

@@ -7,8 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from verbatim.config.stop_strings import LONGEST_STOP, MOST_STOPS, stop_problem
-from verbatim.inference.base import MOST_STOP_IDS, SamplingParams
+from verbatim.core.sampling import LONGEST_STOP, MOST_STOP_IDS, MOST_STOPS, SamplingParams, stop_problem
 from verbatim.inference.chat.protocol import UNENFORCEABLE, Options, RequestedSampling, ToolChoice
 from verbatim.inference.http.lone_surrogates import find_lone_surrogate
 from verbatim.inference.http.protocol import brief

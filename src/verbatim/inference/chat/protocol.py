@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
+from verbatim.core.sampling import SamplingParams
 from verbatim.core.types import Float32, Int32, Message, MessageToolCall, StopReason, ToolCall
-from verbatim.inference.base import SamplingParams
 
 ToolChoice: TypeAlias = Literal["auto", "none", "required", "named"]
 Finish: TypeAlias = Literal["stop", "stop_string", "tool_calls", "length"]

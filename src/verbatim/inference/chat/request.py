@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from verbatim.core.sampling import SamplingParams
 from verbatim.core.types import Message
-from verbatim.inference.base import SamplingParams
 from verbatim.inference.chat.answer import read_arguments
 from verbatim.inference.chat.anthropic_form import UNREADABLE
 

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from verbatim.core.errors import ModelError
-from verbatim.inference.base import SampleRequest, SamplingParams
+from verbatim.core.sampling import SamplingParams
+from verbatim.inference.base import SampleRequest
 from verbatim.inference.embedded.decoder import Decoder
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.models.head import CausalLM

@@ -26,8 +26,9 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from verbatim.core.errors import RecordError, UsageError, VerbatimError
+from verbatim.core.sampling import MOST_STOP_IDS
 from verbatim.core.texts import cut
-from verbatim.inference.base import MOST_STOP_IDS, Sampler, SaysHow, failure_of
+from verbatim.inference.base import Sampler, SaysHow, failure_of
 from verbatim.inference.chat.protocol import Options, ProtocolRefusal
 from verbatim.inference.http import protocol
 from verbatim.inference.http.chat_desk import ChatDesk

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from verbatim.core.errors import RecordError, UsageError, VerbatimError
+from verbatim.core.sampling import SamplingParams
 from verbatim.core.texts import error_text
 from verbatim.core.types import Int32
-from verbatim.inference.base import Completion, SamplingParams
+from verbatim.inference.base import Completion
 from verbatim.inference.chat.anthropic_messages import AnthropicMessages
 from verbatim.inference.chat.messages import text_of_all
 from verbatim.inference.chat.partial import partial_texts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verbatim.inference.base import MOST_STOP_IDS
+from verbatim.core.sampling import MOST_STOP_IDS
 
 _BYTES_OF_AN_ID = 32
 """Most bytes of an id in JSON: ten digits, and spaces around them."""

@@ -26,8 +26,9 @@ from verbatim.core.errors import (
     VerbatimError,
 )
 from verbatim.core.records.experts import experts_from_text, experts_to_text
+from verbatim.core.sampling import INT32_END
 from verbatim.core.types import Experts, Float32, Int32, StopReason
-from verbatim.inference.base import INT32_END, Completion, SampleRequest
+from verbatim.inference.base import Completion, SampleRequest
 from verbatim.inference.http.packed import PACKED, pack, read_packed
 
 GENERATE = "/inference/v1/generate"

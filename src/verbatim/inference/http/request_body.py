@@ -10,7 +10,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from verbatim.core.errors import UsageError
-from verbatim.inference.base import MOST_STOP_IDS, SampleRequest, SamplingParams
+from verbatim.core.sampling import MOST_STOP_IDS, SamplingParams
+from verbatim.inference.base import SampleRequest
 from verbatim.inference.http.json_size import MOST_VALUES
 from verbatim.inference.http.json_text import parse_json, without_mark
 from verbatim.inference.http.keys_twice import check_keys

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from verbatim.core.errors import RecordError, SamplerFault, UsageError
+from verbatim.core.sampling import SamplingParams
 from verbatim.core.types import Float32, Int32
-from verbatim.inference.base import Completion, SampleRequest, SamplingParams, nothing_sampled
+from verbatim.inference.base import Completion, SampleRequest, nothing_sampled
 from verbatim.inference.http import protocol, scoring
 from verbatim.inference.http.client import Answer, HttpClient, HungUp, decode, encode, read_json
 from verbatim.inference.http.connection_settings import check_address

@@ -14,7 +14,8 @@ from typing import Any, Literal
 import numpy as np
 
 from verbatim.core.errors import SamplerFault, UsageError
-from verbatim.inference.base import SampleRequest, SamplingParams
+from verbatim.core.sampling import SamplingParams
+from verbatim.inference.base import SampleRequest
 from verbatim.inference.http.client import Answer, AttemptFailed, HttpClient, encode, read_json
 from verbatim.inference.http.packed import PACKED
 from verbatim.inference.http.protocol import GENERATE, SAMPLER, brief, read_cached_tokens, request_body

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from verbatim.core.episode_limits import EpisodeLimits
 from verbatim.core.types import Example
 from verbatim.environments.base import Demonstration, Environment
 from verbatim.environments.resolve import create_environment
@@ -19,7 +20,6 @@ from verbatim.inspection.envcheck.players import RandomPlayer, SolutionPlayer, W
 from verbatim.inspection.envcheck.replay import compare, play_elsewhere, play_probes, play_probes_together
 from verbatim.inspection.envcheck.watch import LoopWatch, Stuck
 from verbatim.models.renderers.base import Renderer
-from verbatim.rollouts.loop import EpisodeLimits
 from verbatim.rollouts.openings import Openings, measure_openings
 
 _PROBES = 3
@@ -34,7 +34,7 @@ class CheckSettings:
 
     num_examples: int = 8
     """Training examples that are played."""
-    max_turns: int = 16
+    max_turns: int = EpisodeLimits.max_turns
     """As in [[orchestrator.train.env]]."""
     seq_len: int = 2048
     """As in [orchestrator]."""

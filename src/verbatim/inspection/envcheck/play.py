@@ -10,17 +10,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from verbatim.core.episode_limits import EpisodeLimits
 from verbatim.core.errors import ModelError
+from verbatim.core.sampling import SamplingParams
 from verbatim.core.types import Example, Message, StopReason, Trajectory
 from verbatim.environments.base import Environment, Episode
 from verbatim.environments.tools.base import Tool
-from verbatim.inference.base import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.inspection.envcheck.players import Player, has_solution
 from verbatim.models.renderers.base import Renderer
 from verbatim.rollouts.episode import EpisodeRun
 from verbatim.rollouts.group import GroupRun
-from verbatim.rollouts.loop import Answer, EpisodeLimits, EpisodeLoop, Prompt
+from verbatim.rollouts.loop import Answer, EpisodeLoop, Prompt
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.runner import EpisodeTask, RolloutSetup
 from verbatim.rollouts.tally import EpisodeTally

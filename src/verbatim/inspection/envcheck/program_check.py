@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from verbatim.core.episode_limits import EpisodeLimits
+from verbatim.core.sampling import SamplingParams
 from verbatim.core.trajectories.samples import build_samples
 from verbatim.core.types import Trajectory
-from verbatim.inference.base import SampleRequest, SamplingParams
+from verbatim.inference.base import SampleRequest
 from verbatim.inspection.envcheck.arguments import random_arguments
 from verbatim.inspection.envcheck.byte_chat import VOCAB_SIZE, ByteChat, read_prompt, written
 from verbatim.inspection.envcheck.exactness import TellingSampler, num_differences
@@ -22,7 +24,6 @@ from verbatim.inspection.envcheck.rewritten import Rewritten
 from verbatim.rollouts.gateway.program.environment import Program
 from verbatim.rollouts.gateway.session import INFO
 from verbatim.rollouts.group import GroupRun
-from verbatim.rollouts.loop import EpisodeLimits
 from verbatim.rollouts.runner import RolloutSetup
 
 _LAST = ("final", "finish", "submit", "complete", "done", "answer")

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.core.children import run_program, text_of
+from verbatim.core.episode_limits import EpisodeLimits
 from verbatim.core.imports import child_environment
 from verbatim.core.types import Example
 from verbatim.environments.resolve import create_environment, examples_of
 from verbatim.inspection.envcheck.findings import Finding
 from verbatim.inspection.envcheck.play import Play, Stage
 from verbatim.inspection.envcheck.players import RandomPlayer
-from verbatim.rollouts.loop import EpisodeLimits
 
 PAIR = (RandomPlayer, RandomPlayer)
 """Two players, so that two episodes of an example run side by side."""

@@ -11,16 +11,17 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from verbatim.config.knobs import check_knobs
+from verbatim.core.episode_limits import EpisodeLimits
 from verbatim.core.errors import EnvironmentFault, RolloutError, UsageError
+from verbatim.core.sampling import SamplingParams
 from verbatim.core.types import Message
-from verbatim.inference.base import SamplingParams
 from verbatim.inference.chat.client import OpenAI
 from verbatim.rollouts.agent_loop import AgentLoop
 from verbatim.rollouts.chat_loop import ChatLoop
 from verbatim.rollouts.games.game import Game
 from verbatim.rollouts.games.package import GameSpec
 from verbatim.rollouts.games.random_moves import MOVES, random_move
-from verbatim.rollouts.loop import EpisodeLimits, EpisodeLoop, EpisodeOver
+from verbatim.rollouts.loop import EpisodeLoop, EpisodeOver
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.seeds import derive_seed
 

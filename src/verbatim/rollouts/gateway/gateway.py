@@ -7,16 +7,18 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
+from verbatim.core.episode_limits import EpisodeLimits
 from verbatim.core.errors import UsageError
+from verbatim.core.sampling import SamplingParams
 from verbatim.core.types import Example, RolloutIdentity, StopReason, Trajectory
-from verbatim.inference.base import Sampler, SamplingParams
+from verbatim.inference.base import Sampler
 from verbatim.inference.chat.protocol import Options
 from verbatim.models.renderers.base import Renderer
 from verbatim.rollouts.agent_loop import AgentLoop
 from verbatim.rollouts.gateway.service import Service, ServiceLimits
 from verbatim.rollouts.gateway.session import INFO, Session
 from verbatim.rollouts.gateway.session_settings import SessionSettings
-from verbatim.rollouts.loop import TOOLS_OFFERED, EpisodeLimits
+from verbatim.rollouts.loop import TOOLS_OFFERED
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.rewards import read_agent_scores
 from verbatim.rollouts.seeds import derive_seed

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from verbatim.core.errors import RecordError, RolloutError, SamplerFault
+from verbatim.core.sampling import SamplingParams
 from verbatim.core.types import Int32, Message, StopReason
 from verbatim.inference import base
-from verbatim.inference.base import Completion, SampleRequest, SamplingParams
+from verbatim.inference.base import Completion, SampleRequest
 from verbatim.inference.chat.partial import partial_texts
 from verbatim.inference.chat.protocol import ChatReply, ChatRequest
 from verbatim.inference.chat.reply import read_reply

@@ -9,7 +9,8 @@ from typing import Any
 
 from starlette.requests import Request
 
-from verbatim.inference.base import MOST_STOP_IDS, Completion, SampleRequest
+from verbatim.core.sampling import MOST_STOP_IDS
+from verbatim.inference.base import Completion, SampleRequest
 from verbatim.inference.chat.protocol import ChatProtocol, Stamp
 from verbatim.inference.http.json_size import LARGE, MOST_VALUES
 from verbatim.inference.http.protocol import GENERATE, OURS, LogprobStyle, completion_body

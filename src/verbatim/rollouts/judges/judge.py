@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.core.errors import JudgeFailed, UsageError
+from verbatim.core.sampling import SamplingParams
 from verbatim.core.texts import shown
 from verbatim.core.types import Message
-from verbatim.inference.base import SamplingParams
 from verbatim.inference.chat.client import Connection, OpenAI
 from verbatim.inference.chat.request import chat_body
 from verbatim.inference.http.connection_settings import key_variable

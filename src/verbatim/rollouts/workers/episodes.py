@@ -10,16 +10,17 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from verbatim.core.descriptors import raise_descriptor_limit
+from verbatim.core.episode_limits import EpisodeLimits
 from verbatim.core.errors import ComponentError, RecordError, UsageError
+from verbatim.core.sampling import SamplingParams
 from verbatim.core.texts import error_text
 from verbatim.core.types import Trajectory
 from verbatim.environments.base import Environment
 from verbatim.environments.resolve import create_environment
-from verbatim.inference.base import Sampler, SamplingParams
+from verbatim.inference.base import Sampler
 from verbatim.inference.chat.client import OpenAI
 from verbatim.models.renderers.base import Renderer
 from verbatim.models.renderers.renderer_spec import RendererSpec, renderer_spec
-from verbatim.rollouts.loop import EpisodeLimits
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.runner import EpisodeTask, LocalRunner, RolloutSetup
 from verbatim.rollouts.workers.worker import CannotBeSent, dumped, loaded

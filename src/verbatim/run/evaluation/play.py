@@ -36,7 +36,6 @@ from verbatim.run.rollouts import (
     make_setups,
     open_runner,
     plays_elsewhere,
-    sampling_params,
 )
 
 LONGEST_LOSING_STREAK = 16
@@ -208,7 +207,7 @@ class _Playing:
                         label,
                         environment,
                         runner,
-                        params=sampling_params(env.sampling or orchestrator.sampling),
+                        params=(env.sampling or orchestrator.sampling).params,
                         limits=limits_of(orchestrator, env),
                         slots=slots,
                         tally=tally,
