@@ -1,6 +1,7 @@
 """The plan's memory against the resident peak of real steps, above the baseline, each process a process of its own.
 
-The bounds are those of `docs/plan.md`: 25 % for a model of 10 million parameters, 10 % for one of 150 million.
+The bounds are those of `docs/plan.md`: 25 % for a model of 10 million parameters, 10 % for one of 150 million, which is
+measured by `make campaigns` alone.
 """
 
 import functools
@@ -63,13 +64,13 @@ def planned(source, settings, lengths, *, processes=1, loss="default", reference
 
 
 CASES = [(size, packing, processes) for size in SHAPES for packing in ("rows", "tree") for processes in (1, 2)]
-PAIRS = [("10 million", "rows", 1), ("10 million", "tree", 2), ("150 million", "tree", 1), ("150 million", "rows", 2)]
-"""Each value of each beside each of the others."""
+SMALL = [("10 million", "rows", 1), ("10 million", "tree", 2)]
+"""A step of 150 million parameters takes a minute."""
 
 
 @pytest.mark.slow
 @pytest.mark.campaign
-@pytest.mark.parametrize(("size", "packing", "processes"), sized(PAIRS, CASES))
+@pytest.mark.parametrize(("size", "packing", "processes"), sized(SMALL, CASES))
 def test_a_step_takes_what_was_planned(folder, size, packing, processes):
     lengths = {**LENGTHS[size], "vocab_size": SHAPES[size]["vocab_size"]}
     settings = {"micro_batch_tokens": TOKENS[size], "packing": packing}
@@ -85,7 +86,7 @@ CHECKPOINTED, BFLOAT16 = {"gradient_checkpointing": True}, {"dtype": "bfloat16"}
 @pytest.mark.parametrize(
     ("settings", "much"),
     sized(
-        [(BFLOAT16 | CHECKPOINTED, True), ({"logprob_chunk": 4096}, False)],
+        [(BFLOAT16 | CHECKPOINTED, True)],
         [(CHECKPOINTED, True), (BFLOAT16, False), (BFLOAT16 | CHECKPOINTED, True), ({"logprob_chunk": 4096}, False)],
     ),
 )
