@@ -29,6 +29,19 @@ CALLS = {
     "runs a program": ({"subprocess.run", "subprocess.check_output", "subprocess.check_call"}, PROCESSES),
     "ends a group of processes": ({"killpg"}, PROCESSES),
     "asks the kernel to end it with its parent": ({"prctl"}, PROCESSES),
+    "serves HTTP": (
+        {"uvicorn.Config", "uvicorn.Server", "uvicorn.run", "web.Application", "HTTPServer"},
+        {"inference/http/connections.py"},
+    ),
+    "opens connections to an HTTP server": (
+        {"aiohttp.ClientSession", "httpx.Client", "httpx.AsyncClient", "urlopen", "HTTPConnection"},
+        {
+            "inference/http/client.py",
+            "rollouts/gateway/verifiers/harnesses/verbatim_chat.py",  # a program in its own sandbox
+        },
+    ),
+    "reads JSON that a client has sent": ({"parse_json"}, {"inference/http/json_text.py"}),
+    "has a model's card": ({"model_list"}, {"inference/http/app.py", "rollouts/gateway/service.py"}),
 }
 """Names of functions, and the files that call them."""
 

@@ -258,7 +258,7 @@ BRACKETS = b'{"messages": [{"role": "user", "content": "hi"}], "metadata": {"a":
     ["chat/completions", "responses", "messages", "messages/count_tokens", "reward", "../inference/v1/generate"],
 )
 async def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(http, gateway, route, monkeypatch):
-    monkeypatch.setattr("verbatim.rollouts.gateway.wire.orjson.loads", None)
+    monkeypatch.setattr("orjson.loads", None)
     client = Client(http, gateway.episode())
     answer = await client.post(route, BRACKETS)
     assert client.status == 400

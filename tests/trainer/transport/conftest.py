@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from mirror_hosts import KEY
 
+from verbatim.inference.http import client as client_module
 from verbatim.trainer.transport.mirror import app as app_module
 from verbatim.trainer.transport.mirror import link as link_module
 from verbatim.trainer.transport.mirror import trainer_side
@@ -43,7 +44,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses are short, and limits so long that they end nothing but a test that hangs."""
     monkeypatch.setattr(link_module, "_FIRST_PAUSE", 0.001)
     monkeypatch.setattr(link_module, "_LONGEST_PAUSE", 0.01)
-    for name in ("CONNECT", "STILL_SECONDS", "ATTEMPT_SECONDS"):
+    monkeypatch.setattr(client_module, "CONNECT", HANGS)
+    for name in ("STILL_SECONDS", "ATTEMPT_SECONDS"):
         monkeypatch.setattr(link_module, name, HANGS)
     for name in ("_UNANSWERED", "_ALIVE_SECONDS", "_FAREWELL"):
         monkeypatch.setattr(trainer_side, name, HANGS)

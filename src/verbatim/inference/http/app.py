@@ -14,7 +14,6 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +29,7 @@ from verbatim.core.sampling import MOST_STOP_IDS
 from verbatim.core.texts import cut
 from verbatim.inference.base import Sampler, SaysHow, failure_of
 from verbatim.inference.chat.protocol import Options, ProtocolRefusal
+from verbatim.inference.chat.protocols import model_card, model_list
 from verbatim.inference.http import protocol
 from verbatim.inference.http.chat_desk import ChatDesk
 from verbatim.inference.http.chat_routes import ChatRoutes
@@ -105,7 +105,10 @@ class SamplerApp:
                 Route("/health", self._health),
                 Route("/v1/models", self._guarded(self._models)),
                 Route("/v1/models/{name:path}", self._guarded(self._one_model)),
-                *(Route(path, self._guarded(self._chat.answer), methods=["POST"]) for path in self._chat.protocols),
+                *(
+                    Route(f"/v1/{route}", self._guarded(self._chat.answer), methods=["POST"])
+                    for route in self._chat.protocols.by_route
+                ),
                 Route(protocol.REFUSED, self._guarded(self._refused)),
                 Route(protocol.SAMPLER, self._guarded(self._describe)),
                 Route(protocol.LOAD, self._guarded(self._load)),
@@ -142,14 +145,7 @@ class SamplerApp:
         )
 
     async def _models(self, request: Request) -> dict[str, Any]:
-        """In OpenAI's format and in Anthropic's at once: each client reads its own fields."""
-        return {
-            "object": "list",
-            "data": [self._card()],
-            "first_id": self._model,
-            "last_id": self._model,
-            "has_more": False,
-        }
+        return model_list(self._card())
 
     async def _one_model(self, request: Request) -> dict[str, Any]:
         if request.path_params["name"] != self._model:
@@ -159,17 +155,7 @@ class SamplerApp:
         return self._card()
 
     def _card(self) -> dict[str, Any]:
-        at = datetime.fromtimestamp(self._started, UTC).isoformat().replace("+00:00", "Z")
-        return {
-            "id": self._model,
-            "object": "model",
-            "created": self._started,
-            "owned_by": "verbatim",
-            "type": "model",
-            "display_name": self._model,
-            "created_at": at,
-            "max_model_len": self._sampler.context_length,
-        }
+        return model_card(self._model, self._sampler.context_length, self._started)
 
     async def _refused(self, request: Request) -> dict[str, Any]:
         return dict(self._chat.refused)
@@ -342,7 +328,9 @@ class SamplerApp:
         """An error in the form of the protocol that the path belongs to."""
         if not kind and not request.url.path.startswith("/v1/"):  # read by `HttpSampler`, which knows these two
             kind = "invalid_request_error" if status < 500 else "unavailable"
-        answer = _json(status, self._chat.protocol_of(request.url.path).error(status, message, kind=kind))
+        answer = _json(
+            status, self._chat.protocols.of(request.url.path.removeprefix("/v1/")).error(status, message, kind=kind)
+        )
         if status in (408, 411):  # without waiting for the rest of the body
             answer.headers["connection"] = "close"
         return answer

@@ -21,11 +21,9 @@ from verbatim.core.errors import VerbatimError
 from verbatim.core.texts import cut
 from verbatim.core.types import StopReason
 from verbatim.inference.base import Completion, Sampler, SampleRequest, Watch, generate_watched
-from verbatim.inference.chat.anthropic_messages import AnthropicMessages
-from verbatim.inference.chat.openai_chat import OpenAIChat
-from verbatim.inference.chat.openai_responses import OpenAIResponses
 from verbatim.inference.chat.partial import Growing
 from verbatim.inference.chat.protocol import ChatProtocol, ChatReply, ChatStream, Options, ProtocolRefusal, Stamp
+from verbatim.inference.chat.protocols import COUNT, ChatProtocols
 from verbatim.inference.chat.stops import Decode, StopWatch
 from verbatim.inference.chat.streaming import StreamDiverged
 from verbatim.inference.http.chat_desk import ChatDesk
@@ -74,24 +72,13 @@ class ChatRoutes:
         self._sampler, self._desk, self._decode = sampler, desk, decode
         self._model, self._limits = model, limits
         self._draw_seed, self._stopped = draw_seed, stopped
-        self.protocols: dict[str, ChatProtocol] = {
-            "/v1/chat/completions": OpenAIChat(options),
-            "/v1/responses": OpenAIResponses(options),
-            "/v1/messages": AnthropicMessages(options),
-            "/v1/messages/count_tokens": AnthropicMessages(options),
-        }
-        """By path."""
+        self.protocols = ChatProtocols(options)
         self.refused: Counter[str] = Counter()
         """Requests by protocol and the field that they were refused for, and fields that were let pass."""
 
-    def protocol_of(self, path: str) -> ChatProtocol:
-        """The protocol in whose form errors at a path are written; OpenAI's for paths that belong to none."""
-        found = [own for own in self.protocols if path == own or path.startswith(f"{own}/")]
-        return self.protocols[max(found, key=len, default="/v1/chat/completions")]
-
     async def answer(self, request: Request) -> Response:
         """Answer a request of any of the protocols."""
-        protocol = self.protocols[request.url.path]
+        protocol = self.protocols.of(request.url.path.removeprefix("/v1/"))
         try:
             return await self._answer(request, protocol)
         except ProtocolRefusal as refusal:
@@ -105,7 +92,7 @@ class ChatRoutes:
             )
         room = self._sampler.context_length
         data = bytes(await read_body(request, self._limits.chat_body(room), self._limits))
-        is_count = request.url.path.endswith("/count_tokens")
+        is_count = request.url.path.endswith(COUNT)
         asked = await while_there(
             request.receive,
             self._stopped,
@@ -123,8 +110,7 @@ class ChatRoutes:
         )
         self.refused.update(f"{protocol.name}/unenforced/{field}" for field in asked.request.unenforced)
         if is_count:
-            assert isinstance(protocol, AnthropicMessages)
-            return json_answer(protocol.count(len(asked.prompt_ids)))
+            return json_answer(self.protocols.anthropic.count(len(asked.prompt_ids)))
         stamp = Stamp(created=int(time.time()), model=self._model)
         if asked.request.stream:
             stream = protocol.stream(asked.request, stamp)

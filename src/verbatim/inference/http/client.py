@@ -258,7 +258,7 @@ class HttpClient:
         loop = asyncio.get_running_loop()
         if loop not in self._loops:
             self._drop_ended_loops()
-            self._loops[loop] = _LoopState(self._make_session())
+            self._loops[loop] = _LoopState(open_session(self.url, self._headers, proxy=self._proxy))
         return self._loops[loop]
 
     def _drop_ended_loops(self) -> None:
@@ -267,25 +267,36 @@ class HttpClient:
             with contextlib.suppress(StopIteration):
                 self._loops.pop(loop).session.close().send(None)  # without its loop, `close` has nothing to wait for
 
-    def _make_session(self) -> aiohttp.ClientSession:
-        import aiohttp
-
-        return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
-                limit=0, keepalive_timeout=_IDLE, ssl=certificates() if self.url.startswith("https") else True
-            ),
-            headers=self._headers,
-            proxy=self._proxy,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT),
-        )
-
     def _hide(self, text: str) -> str:
         """Servers quote the key that they refuse; a quote may end in the middle of it."""
         for secret in self._secrets:
             for end in range(len(secret), _SHORTEST_SECRET - 1, -1):
                 text = text.replace(secret[:end], REDACTED)
         return text
+
+
+def open_session(
+    url: str, headers: Mapping[str, str], *, proxy: str | None = None, silence: float | None = None
+) -> aiohttp.ClientSession:
+    """Connections to one server, opened when they are needed, without cookies.
+
+    Args:
+        url: Its address.
+        headers: Sent with every request.
+        proxy: The address of an HTTP proxy.
+        silence: Seconds without a byte of an answer after which a connection is taken for broken; None = no limit.
+    """
+    import aiohttp
+
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(
+            limit=0, keepalive_timeout=_IDLE, ssl=certificates() if url.startswith("https") else True
+        ),
+        headers=headers,
+        proxy=proxy,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT, sock_read=silence),
+    )
 
 
 def encode(body: Mapping[str, Any]) -> bytes:

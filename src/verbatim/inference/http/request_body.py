@@ -13,8 +13,7 @@ from verbatim.core.errors import UsageError
 from verbatim.core.sampling import MOST_STOP_IDS, SamplingParams
 from verbatim.inference.base import SampleRequest
 from verbatim.inference.http.json_size import MOST_VALUES
-from verbatim.inference.http.json_text import parse_json, without_mark
-from verbatim.inference.http.keys_twice import check_keys
+from verbatim.inference.http.json_text import read_value
 from verbatim.inference.http.packed import PACKED
 from verbatim.inference.http.protocol import OURS, LogprobStyle, brief, read_ids
 
@@ -53,10 +52,9 @@ class Refused(Exception):
 
 def read_json(data: bytes | bytearray, most_values: int = MOST_VALUES) -> dict[str, Any]:
     """The JSON object in a body of at most so many values, each key of an object once."""
-    body = parse_json(data, most_values)
+    body = read_value(data, most_values)
     if not isinstance(body, dict):
         raise UsageError(f"the body: expected a JSON object, found {type(body).__name__}")
-    check_keys(without_mark(data), body)
     return body
 
 

@@ -7,17 +7,14 @@ import contextlib
 import hmac
 import secrets
 import socket
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from verbatim.core.descriptors import raise_descriptor_limit
 from verbatim.core.errors import RolloutError, UsageError, VerbatimError
 from verbatim.core.texts import cut
-from verbatim.inference.chat.anthropic_messages import AnthropicMessages
-from verbatim.inference.chat.openai_chat import OpenAIChat
-from verbatim.inference.chat.openai_responses import OpenAIResponses
 from verbatim.inference.chat.protocol import ChatProtocol, Options, ProtocolRefusal
+from verbatim.inference.chat.protocols import COUNT, ChatProtocols, model_card, model_list
 from verbatim.inference.http.limits import DOOR, ConnectionLimits
 from verbatim.inference.http.server import listen
 from verbatim.inference.vllm.plugin.verbatim_keys import key_of
@@ -119,12 +116,7 @@ class Service:
         self._doors: dict[Acceptor, Door] = {}
         self._stopped = StopEvent()
         self._budget = ByteBudget(self.limits.session_bytes, self.limits.all_bytes)
-        self._anthropic = AnthropicMessages(self.options)
-        self._chats: Mapping[str, ChatProtocol] = {
-            "chat/completions": cast(ChatProtocol, OpenAIChat(self.options)),
-            "responses": cast(ChatProtocol, OpenAIResponses(self.options)),
-            "messages": cast(ChatProtocol, self._anthropic),
-        }
+        self._chats = ChatProtocols(self.options)
 
     async def start(self) -> None:
         """Listen; a UsageError if the address is taken or not of this machine."""
@@ -246,19 +238,20 @@ class Service:
         session = entry.session or entry.members.get(name)
         if session is None:
             raise SessionRefusal(404, f"there is no session {name!r:.80} under this key, or it is over")
-        posts = (*self._chats, "messages/count_tokens", ROUTE, "reward")
+        posts = (*self._chats.by_route, ROUTE, "reward")
         if request.method != "POST" or route not in posts:
             known = ", ".join(("GET /v1/models", *(f"POST /v1/{name}" for name in posts)))
             raise SessionRefusal(404, f"there is no {request.method} {cut(request.url.path, 200)}; there are {known}")
         if route == "reward":
             await self._reward(session, request, reply)
             return
-        is_count = route == "messages/count_tokens"
-        arrived = await self._body(session, request, "token_counts" if is_count else "requests")
-        if route in self._chats:
-            work = self._chat(session, request, arrived, reply, self._chats[route])
+        arrived = await self._body(session, request, "token_counts" if route == COUNT else "requests")
+        if route == COUNT:
+            work = self._count_tokens(session, request, arrived, reply)
+        elif route == ROUTE:
+            work = self._token_ids(session, request, arrived, reply)
         else:
-            work = (self._count_tokens if is_count else self._token_ids)(session, request, arrived, reply)
+            work = self._chat(session, request, arrived, reply, self._chats.of(route))
         try:
             await while_there(request.receive, self._stopped, work)
         finally:
@@ -280,8 +273,8 @@ class Service:
 
     def _protocol(self, request: Request, route: str) -> ChatProtocol:
         """The protocol that a client of this route reads errors in."""
-        is_anthropic = route.startswith("messages") or "anthropic-version" in request.headers
-        return self._chats.get(route) or self._chats["messages" if is_anthropic else "chat/completions"]
+        is_other = route not in self._chats.by_route and "anthropic-version" in request.headers
+        return self._chats.of("messages" if is_other else route)
 
     def _found(self, key: str | None) -> _Entry | None:
         """What a key opens; its secret part is compared in constant time."""
@@ -311,21 +304,21 @@ class Service:
         """Count the tokens of a prompt that is not sent, as Anthropic's clients ask."""
         session.admit("token_counts")
         async with arrived as body:
-            chat = await read_chat(session, request, body, self._anthropic, is_count=True)
+            chat = await read_chat(session, request, body, self._chats.anthropic, is_count=True)
         if isinstance(chat, ProtocolRefusal):
             await reply.whole(chat.status, chat.body)
             return
         try:
-            await reply.whole(200, self._anthropic.count(await session.count_tokens(chat.asked)))
+            await reply.whole(200, self._chats.anthropic.count(await session.count_tokens(chat.asked)))
         except VerbatimError as error:
             status, message, kind = told(error)
-            await reply.error(self._anthropic, status, message, kind)
+            await reply.error(self._chats.anthropic, status, message, kind)
 
     async def _token_ids(self, session: Session, request: Request, arrived: Body, reply: Reply) -> None:
         session.admit()
         async with arrived as body:
             asked = await read_ids(session, request, body)
-        await answer_ids(session, request, asked, self._chats["chat/completions"], reply)
+        await answer_ids(session, request, asked, self._chats.of("chat/completions"), reply)
 
     async def _chat(
         self, session: Session, request: Request, arrived: Body, reply: Reply, protocol: ChatProtocol
@@ -356,14 +349,5 @@ def _split(request: Request) -> tuple[str | None, str]:
 
 def _models(entry: _Entry, name: str) -> dict[str, Any]:
     """A model's card, or the list of one card where no name is given."""
-    card = {
-        "id": name or MODEL,
-        "object": "model",
-        "type": "model",
-        "display_name": name or MODEL,
-        "created": 0,
-        "created_at": "1970-01-01T00:00:00Z",
-        "owned_by": "verbatim",
-        "max_model_len": entry.context_length,
-    }
-    return card if name else {"object": "list", "data": [card], "has_more": False, "first_id": MODEL, "last_id": MODEL}
+    card = model_card(name or MODEL, entry.context_length)
+    return card if name else model_list(card)

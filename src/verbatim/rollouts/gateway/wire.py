@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from verbatim.core.errors import EngineDead, RolloutError, SamplerFault, TemplateFault, UsageError
 from verbatim.core.texts import cut, error_text
 from verbatim.inference.chat.protocol import ChatProtocol
-from verbatim.inference.http.json_size import check_json_size
-from verbatim.inference.http.json_text import parse_json, without_mark
-from verbatim.inference.http.keys_twice import check_keys
+from verbatim.inference.http.json_text import read_value
 from verbatim.inference.http.limits import CONNECTION
 from verbatim.inference.http.lone_surrogates import find_lone_surrogate
 from verbatim.rollouts.gateway.exchanges import Ended, OtherRequest
 from verbatim.rollouts.gateway.session_settings import SessionRefusal
 
 try:
-    import orjson
     from starlette.requests import Request
     from starlette.types import Scope, Send
 except ImportError as error:
@@ -29,8 +25,6 @@ except ImportError as error:
 logger = logging.getLogger(__name__)
 
 _LONGEST_MESSAGE = 2000
-_LONG_NUMBER = re.compile(rb"\d{19}")
-"""What an integer of more than 64 bits has at least."""
 
 
 def read_body(body: bytes | bytearray, most_values: int) -> Any:
@@ -48,20 +42,7 @@ def read_body(body: bytes | bytearray, most_values: int) -> Any:
 
 def _read_json(body: bytes | bytearray, most_values: int) -> Any:
     try:
-        text = without_mark(body)
-        check_json_size(text, most_values=most_values)
-        try:
-            given = orjson.loads(text)
-        except ValueError as error:
-            # Half a character is JSON for Python's reader. The reader of the fields names the one that holds it.
-            given = parse_json(body, most_values)
-            if find_lone_surrogate(given) is None:
-                raise UsageError(f"the body is not JSON: {error}") from None
-        if _LONG_NUMBER.search(text):
-            # An integer of more than 64 bits becomes a float there, and with it an argument another one.
-            given = parse_json(body, most_values)
-        check_keys(text, given)
-        return given
+        return read_value(body, most_values)
     except UsageError as error:
         raise SessionRefusal(400, str(error)) from None
 

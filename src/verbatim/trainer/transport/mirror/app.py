@@ -23,7 +23,7 @@ from verbatim.core.errors import UsageError
 from verbatim.core.machine_faults import describe
 from verbatim.core.texts import cut, printable, shown
 from verbatim.inference.http.exchange import read_whole
-from verbatim.inference.http.json_text import parse_json
+from verbatim.inference.http.json_text import read_value
 from verbatim.inference.http.limits import ConnectionLimits
 from verbatim.inference.http.request_body import Refused as RefusedBody
 from verbatim.inference.vllm.plugin.verbatim_keys import bearer_of, is_key
@@ -326,7 +326,7 @@ async def _body(request: Request) -> bytes:
 async def _json(request: Request) -> dict[str, Any]:
     body = await _body(request)
     with contextlib.suppress(UsageError):
-        found = parse_json(body)
+        found = read_value(body)
         if isinstance(found, dict):
             return found
     raise Refused(400, "expected a JSON object")

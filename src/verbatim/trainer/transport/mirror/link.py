@@ -19,9 +19,8 @@ from verbatim.core.disk import make_private
 from verbatim.core.errors import RunStopped, UsageError
 from verbatim.core.machine_faults import naming
 from verbatim.core.texts import cut, printable
-from verbatim.inference.http.client import CONNECT
+from verbatim.inference.http.client import open_session
 from verbatim.inference.http.connection_settings import (
-    certificates,
     check_address,
     check_installed,
     check_key,
@@ -100,14 +99,7 @@ class Link:
         """How the last request failed; None while the connection holds."""
 
     async def __aenter__(self) -> Link:
-        import aiohttp
-
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, ssl=certificates()),
-            headers={"Authorization": f"Bearer {self._key}"},
-            cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT, sock_read=STILL_SECONDS),
-        )
+        self._session = open_session(self.url, {"Authorization": f"Bearer {self._key}"}, silence=STILL_SECONDS)
         return self
 
     async def __aexit__(self, *_: object) -> None:
