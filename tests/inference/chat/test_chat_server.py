@@ -20,9 +20,10 @@ from chat_records import events_of
 from byte_renderer import END, VOCAB_SIZE, ByteRenderer, call, say, text
 from verbatim.core.sampling import SamplingParams
 from verbatim.inference.base import SampleRequest, generate_watched
+from verbatim.inference.chat import live
 from verbatim.inference.chat.anthropic_stream import AnthropicStream
 from verbatim.inference.chat.protocol import Options
-from verbatim.inference.http import chat_routes, connections
+from verbatim.inference.http import connections
 from verbatim.inference.http.server import SamplerServer, serve_sampler
 from verbatim.inference.scripted import ScriptedSampler, default_logprob
 from waiting import HANGS, until
@@ -361,7 +362,7 @@ async def test_a_client_that_leaves_a_stream_frees_its_places():
 @pytest.mark.slow
 async def test_a_stream_that_waits_shows_that_it_lives(monkeypatch):
     """Nothing is drawn before the stream has shown it twice."""
-    monkeypatch.setattr(chat_routes, "PING_SECONDS", 0.05)
+    monkeypatch.setattr(live, "QUIET_SECONDS", 0.05)
     pings, ping = itertools.count(), AnthropicStream.ping
     enough = asyncio.Event()
 

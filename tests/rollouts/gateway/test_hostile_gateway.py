@@ -28,7 +28,7 @@ OTHERWISE = {(415,): (200,), (403,): (200,), (405,): (404,)}
 """What `serve` refuses and a gateway does not: its key keeps web pages away, and it has one answer for all methods."""
 ANY_MODEL = "/v1/models/../x"
 """A name that a model may have: a gateway has one card for all of them."""
-NO_JSON = ("infinite", "huge", "not UTF-8", "UTF-16", "repeated")
+NO_JSON = ("not UTF-8", "UTF-16", "repeated")
 """Values that the gateway's parser takes for no JSON: the message is about the body."""
 
 

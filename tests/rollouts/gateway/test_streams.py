@@ -68,7 +68,7 @@ def test_the_renderer_reads_growing_text():
 @pytest.mark.parametrize("route", BODIES)
 async def test_a_stream_has_the_text_as_it_is_sampled(http, route, monkeypatch):
     """Also what is sampled while the stream is busy with what came before, and pauses."""
-    monkeypatch.setattr("verbatim.rollouts.gateway.chat._QUIET_SECONDS", 600)
+    monkeypatch.setattr("verbatim.inference.chat.live.QUIET_SECONDS", 600)
     texts = []
 
     class ShowsAndWaits(SamplerProxy):

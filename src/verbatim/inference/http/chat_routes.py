@@ -8,7 +8,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,9 +19,9 @@ from starlette.types import Receive, Scope, Send
 
 from verbatim.core.errors import VerbatimError
 from verbatim.core.texts import cut
-from verbatim.core.types import StopReason
+from verbatim.core.types import Int32, StopReason
 from verbatim.inference.base import Completion, Sampler, SampleRequest, Watch, generate_watched
-from verbatim.inference.chat.partial import Growing
+from verbatim.inference.chat.live import LiveAnswer
 from verbatim.inference.chat.protocol import ChatProtocol, ChatReply, ChatStream, Options, ProtocolRefusal, Stamp
 from verbatim.inference.chat.protocols import COUNT, ChatProtocols
 from verbatim.inference.chat.stops import Decode, StopWatch
@@ -35,10 +35,6 @@ from verbatim.inference.http.request_body import Refused
 
 logger = logging.getLogger(__name__)
 
-PING_SECONDS = 10.0
-"""Between two signs of life of a stream that has nothing to say."""
-_PAUSE = 0.02
-"""Seconds between two readings of what was drawn, so that many streams leave the processor to the engine."""
 _LONGEST_MESSAGE = 2000
 _HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -120,9 +116,12 @@ class ChatRoutes:
 
     # ---- sampling
 
-    async def _replies(self, asked: Asked, stamp: Stamp) -> list[ChatReply]:
+    async def _replies(self, asked: Asked, stamp: Stamp, live: LiveAnswer | None = None) -> list[ChatReply]:
         seeds = self._seeds(asked)
-        tasks = [asyncio.ensure_future(self._sample(asked, seed, None)) for seed in seeds]
+        shows = [None if live is None else partial(live.show, number) for number in range(len(seeds))]
+        tasks = [
+            asyncio.ensure_future(self._sample(asked, seed, show)) for seed, show in zip(seeds, shows, strict=True)
+        ]
         try:
             return await self._read(asked, await asyncio.gather(*tasks), seeds, stamp)
         finally:
@@ -171,59 +170,23 @@ class ChatRoutes:
 
     async def _stream(self, asked: Asked, stream: ChatStream, stamp: Stamp) -> AsyncGenerator[bytes]:
         """The events of an answer, as tokens are drawn."""
-        seeds, loop = self._seeds(asked), asyncio.get_running_loop()
-        drawn: asyncio.Queue[tuple[int, Sequence[int]] | None] = asyncio.Queue()
+        desk, live = self._desk, LiveAnswer(asked.request.n, asked.prompt_ids)
+        assert desk is not None
+        working = asyncio.ensure_future(self._replies(asked, stamp, live))
+        working.add_done_callback(lambda _: live.wake())
 
-        def show(index: int, ids: Sequence[int]) -> None:
-            loop.call_soon_threadsafe(drawn.put_nowait, (index, ids))
+        async def read(ids: Sequence[int], prompt_ids: Int32) -> tuple[str, str]:
+            return await desk.run(0, read_partial, asked, np.array(ids, dtype=np.int32))
 
-        tasks = [asyncio.ensure_future(self._sample(asked, seed, partial(show, k))) for k, seed in enumerate(seeds)]
-        for task in tasks:
-            task.add_done_callback(lambda _: drawn.put_nowait(None))
+        async def replies() -> list[ChatReply]:
+            return await working
+
         try:
-            yield stream.begin(len(asked.prompt_ids))
-            growing = [Growing(index=k) for k in range(len(tasks))]
-            while not all(task.done() and task.exception() is None for task in tasks):
-                for task in tasks:
-                    if task.done():
-                        task.result()  # a failure of one ends the stream
-                try:
-                    async with asyncio.timeout(PING_SECONDS):
-                        found = await drawn.get()
-                except TimeoutError:
-                    yield stream.ping()
-                    continue
-                _take(growing, found, drawn)
-                async for event in self._deltas(asked, stream, growing):
+            async with contextlib.aclosing(live.events(stream, working, read, replies)) as events:
+                async for event in events:
                     yield event
-                await asyncio.wait(tasks, timeout=_PAUSE)
-            completions = [task.result() for task in tasks]
-            yield stream.end(await self._read(asked, completions, seeds, stamp))
         finally:
-            await _end(tasks)
-
-    async def _deltas(self, asked: Asked, stream: ChatStream, growing: Sequence[Growing]) -> AsyncIterator[bytes]:
-        assert self._desk is not None
-        for one in growing:
-            if one.is_due:
-                ids = np.array(one.ids, dtype=np.int32)
-                delta = one.gained(*await self._desk.run(0, read_partial, asked, ids))
-                if delta is not None:
-                    yield stream.delta(delta)
-
-
-def _take(
-    growing: Sequence[Growing],
-    found: tuple[int, Sequence[int]] | None,
-    drawn: asyncio.Queue[tuple[int, Sequence[int]] | None],
-) -> None:
-    """Add what was drawn: `found`, and all that waits behind it."""
-    while True:
-        if found is not None:
-            growing[found[0]].ids += found[1]
-        if drawn.empty():
-            return
-        found = drawn.get_nowait()
+            await _end([working])
 
 
 async def _end(tasks: Sequence[asyncio.Future[Any]]) -> None:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from starlette.requests import Request
 
+from verbatim.core.types import Int32
 from verbatim.inference.chat.anthropic_messages import AnthropicMessages
 from verbatim.inference.chat.messages import text_of_all
-from verbatim.inference.chat.partial import Growing
 from verbatim.inference.chat.protocol import (
-    ChatDelta,
     ChatProtocol,
     ChatReply,
     ChatRequest,
@@ -43,10 +43,6 @@ THREAD_HEADERS = (
 )
 """Headers by which clients tell their agents apart. Their values are no names: they are new in each episode."""
 _LONGEST_KEPT = 200
-_QUIET_SECONDS = 10.0
-"""Seconds after which a stream is sent something, so that it does not look dead."""
-_PAUSE = 0.02
-"""Seconds between two readings of what was sampled, so that many streams leave the processor to others."""
 
 Replies: TypeAlias = list[ChatReply]
 
@@ -203,28 +199,17 @@ class _Answering:
 
     async def stream(self, exchange: Exchange[Replies]) -> None:
         """Send the answer as it is sampled, as far as the sampler shows it, and the rest at its end."""
-        progress = exchange.progress
-        writer = self._writer = self.protocol.stream(self.asked, progress.stamp)
-        growing = [Growing(index=number, ids=ids) for number, ids in enumerate(progress.ids)]
-        has_begun, seen = False, 0
-        while not exchange.task.done():
-            if not await progress.news(seen, _QUIET_SECONDS):
-                await self._send([writer.ping()])
-            seen = progress.num_news
-            if exchange.task.done():
-                break
-            deltas = [writer.delta(delta) for delta in self._gained(growing, progress)]
-            if deltas and not has_begun:
-                assert progress.prompt_ids is not None
-                has_begun = True
-                deltas.insert(0, writer.begin(len(progress.prompt_ids)))
-            await self._send(deltas)
-            await asyncio.wait([exchange.task], timeout=_PAUSE)
-        replies = await self.session.exchanges.wait(exchange)
-        if not has_begun:
-            await self._send([writer.begin(replies[0].num_prompt_tokens)])
-        await self._send([writer.end(replies)])
-        self.session.delivered(exchange)  # a client may go as soon as it has the last event
+        session, asked, progress = self.session, self.asked, exchange.progress
+        writer = self._writer = self.protocol.stream(asked, progress.stamp)
+
+        async def read(ids: Sequence[int], prompt_ids: Int32) -> tuple[str, str]:
+            return session.read_partial(ids, asked, prompt_ids)
+
+        events = progress.events(writer, exchange.task, read, lambda: session.exchanges.wait(exchange))
+        async with contextlib.aclosing(events):
+            async for event in events:
+                await self._send(event)
+        session.delivered(exchange)  # a client may go as soon as it has the last event
         await self.reply.end()
 
     async def failed(self, error: Exception) -> None:
@@ -233,16 +218,9 @@ class _Answering:
         if not self.reply.has_begun or self._writer is None:
             await self.reply.error(self.protocol, status, message, kind)
             return
-        await self._send([self._writer.error(status, message)])
+        await self._send(self._writer.error(status, message))
         await self.reply.end()
 
-    def _gained(self, growing: Iterable[Growing], progress: Progress) -> Iterator[ChatDelta]:
-        for one in growing:
-            if one.is_due and progress.prompt_ids is not None:
-                texts = self.session.read_partial(one.ids, self.asked, progress.prompt_ids)
-                if (delta := one.gained(*texts)) is not None:
-                    yield delta
-
-    async def _send(self, events: Iterable[bytes]) -> None:
-        for event in filter(None, events):
+    async def _send(self, event: bytes) -> None:
+        if event:
             await self.reply.event(event)
