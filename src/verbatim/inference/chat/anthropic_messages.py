@@ -26,10 +26,11 @@ from verbatim.inference.chat.fields import (
     read_session,
     read_stops,
     read_text,
+    refusing,
     text_of,
 )
 from verbatim.inference.chat.messages import Order, call_of, function_tool, joined_text, refuse_begun
-from verbatim.inference.chat.protocol import ChatReply, ChatRequest, Options, ProtocolRefusal, Stamp, ToolChoice
+from verbatim.inference.chat.protocol import ChatReply, ChatRequest, Options, Stamp, ToolChoice
 from verbatim.inference.http.protocol import OURS, brief
 
 FIELDS = Fields(
@@ -88,12 +89,8 @@ class AnthropicMessages:
         return {"input_tokens": num_prompt_tokens}
 
     def _refusing(self, body: Mapping[str, Any], headers: Mapping[str, str], *, needs_limit: bool) -> ChatRequest:
-        try:
+        with refusing(self.error):
             return self._read(body, headers, needs_limit=needs_limit)
-        except BadField as bad:
-            raise ProtocolRefusal(
-                400, self.error(400, str(bad), bad.field), str(bad), "other" if bad.unknown else bad.field
-            ) from None
 
     def _read(self, body: Mapping[str, Any], headers: Mapping[str, str], *, needs_limit: bool) -> ChatRequest:
         check_values(body)

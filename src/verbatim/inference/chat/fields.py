@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from verbatim.core.sampling import LONGEST_STOP, MOST_STOP_IDS, MOST_STOPS, SamplingParams, stop_problem
-from verbatim.inference.chat.protocol import UNENFORCEABLE, Options, RequestedSampling, ToolChoice
+from verbatim.inference.chat.protocol import UNENFORCEABLE, Options, ProtocolRefusal, RequestedSampling, ToolChoice
 from verbatim.inference.http.lone_surrogates import find_lone_surrogate
 from verbatim.inference.http.protocol import brief
 from verbatim.models.renderers.nesting import MAX_DEPTH, levels
@@ -81,6 +82,23 @@ class Fields:
             hint = f"; only {' or '.join(map(brief, accepted))} is accepted" if accepted else ""
             raise BadField(_path(path), f"{path} = {brief(value)} cannot be honoured here{hint}")
         return tuple(passed)
+
+
+@contextlib.contextmanager
+def refusing(error: Callable[[int, str, str], dict[str, Any]]) -> Iterator[None]:
+    """A `BadField` of the block becomes the refusal of its request.
+
+    Args:
+        error: (status, message, field) -> the protocol's form of it.
+
+    Raises:
+        ProtocolRefusal: a field that is invalid, or that cannot be honoured.
+    """
+    try:
+        yield
+    except BadField as bad:
+        body = error(400, str(bad), bad.field)
+        raise ProtocolRefusal(400, body, str(bad), "other" if bad.unknown else bad.field) from None
 
 
 def check_values(body: Mapping[str, Any]) -> None:

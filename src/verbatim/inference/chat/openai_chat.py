@@ -24,12 +24,13 @@ from verbatim.inference.chat.fields import (
     read_session,
     read_stops,
     read_text,
+    refusing,
     text_of,
 )
 from verbatim.inference.chat.messages import Order, call_of, function_tool, joined_text, refuse_begun
 from verbatim.inference.chat.openai_chat_stream import OpenAIChatStream
 from verbatim.inference.chat.openai_form import choice_body, error_body, usage_of
-from verbatim.inference.chat.protocol import ChatReply, ChatRequest, Options, ProtocolRefusal, Stamp, ToolChoice
+from verbatim.inference.chat.protocol import ChatReply, ChatRequest, Options, Stamp, ToolChoice
 from verbatim.inference.http.protocol import OURS, brief
 
 FIELDS = Fields(
@@ -93,12 +94,8 @@ class OpenAIChat:
         Raises:
             ProtocolRefusal: a field that is invalid, or that cannot be honoured.
         """
-        try:
+        with refusing(self.error):
             return self._read(body, headers)
-        except BadField as bad:
-            raise ProtocolRefusal(
-                400, self.error(400, str(bad), bad.field), str(bad), "other" if bad.unknown else bad.field
-            ) from None
 
     def _read(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> ChatRequest:
         check_values(body)

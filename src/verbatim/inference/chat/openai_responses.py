@@ -18,9 +18,10 @@ from verbatim.inference.chat.fields import (
     read_sampling,
     read_session,
     read_text,
+    refusing,
 )
 from verbatim.inference.chat.openai_form import error_body
-from verbatim.inference.chat.protocol import ChatReply, ChatRequest, Options, ProtocolRefusal, Stamp
+from verbatim.inference.chat.protocol import ChatReply, ChatRequest, Options, Stamp
 from verbatim.inference.chat.responses_form import response_body
 from verbatim.inference.chat.responses_input import read_input
 from verbatim.inference.chat.responses_stream import ResponsesStream
@@ -83,12 +84,8 @@ class OpenAIResponses:
         Raises:
             ProtocolRefusal: a field that is invalid, or that cannot be honoured.
         """
-        try:
+        with refusing(self.error):
             return self._read(body, headers)
-        except BadField as bad:
-            raise ProtocolRefusal(
-                400, self.error(400, str(bad), bad.field), str(bad), "other" if bad.unknown else bad.field
-            ) from None
 
     def _read(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> ChatRequest:
         check_values(body)
