@@ -24,9 +24,8 @@ from verbatim.logs.fates.files import FateFolder, files_in, read_fates
 from verbatim.logs.fates.retention import Retention
 from verbatim.logs.monitors import Alarm, read_alarms
 from verbatim.logs.monitors.jsonl import measure, read_jsonl
-from verbatim.logs.monitors.trajectory_log import TrajectoryLog, read_evaluated, read_trajectories
+from verbatim.logs.monitors.trajectory_log import read_evaluated, read_trajectories
 from verbatim.run import run_log
-from verbatim.run.evaluation.stored import evaluated_steps, read_outcomes
 from verbatim.run.orchestrator.evaluate import Evaluation
 from verbatim.run.run_log import RunLog
 from verbatim.run.summary import summary_of
@@ -283,29 +282,12 @@ def test_a_run_that_begins_again_keeps_no_evaluation_of_before(folder: RunFolder
     assert list(read_evaluated(folder.path)) == []
 
 
-def test_a_run_of_an_earlier_version_goes_on_without_the_episodes_that_it_did_not_keep(four_steps: RunFolder, caplog):
+def test_a_run_that_kept_no_episodes_goes_on_and_keeps_those_of_now_on(four_steps: RunFolder, caplog):
     log = log_of(four_steps, 3, evaluates=True)
     evaluate(log, 4)
     log.close()
     assert caplog.records == []
     assert [step for step, _ in read_evaluated(four_steps.path)] == [4, 4]
-
-
-def test_episodes_that_an_earlier_version_wrote_as_lines_are_cut_back_and_read_before_the_files(
-    four_steps: RunFolder, caplog
-):
-    lines = TrajectoryLog(four_steps.eval_trajectories)
-    for step in (0, 3, 4):
-        lines.write(step, Trajectory(example_id=f"line {step}", env="game", reward=0.0))
-    lines.close()
-    log = log_of(four_steps, 3, evaluates=True)
-    evaluate(log, 5)
-    log.close()
-    assert [record.levelname for record in caplog.records] == []
-    found = [(step, t.example_id) for step, t in read_evaluated(four_steps.path)]
-    assert found == [(0, "line 0"), (3, "line 3"), (5, "5-0"), (5, "5-1")]
-    assert [(step, one.example_id) for step, one in read_outcomes(four_steps.path)] == found
-    assert evaluated_steps(four_steps.path) == [0, 3, 5]
 
 
 # ---- monitors and alarms

@@ -58,8 +58,8 @@ class FateLog:
         if self._writes:
             make_folder(path)
         logs = store.logs(first_step) if first_step else {}
-        marks = logs.get(path.name, {} if first_step == 0 else None)
-        faults = self._files.restore(first_step, marks if _are_marks(marks) else None)
+        marks = logs.get(path.name)
+        faults = self._files.restore(first_step, marks if _are_marks(marks) else {})
         for fault in faults:
             logger.warning("%s", fault)
         if faults:

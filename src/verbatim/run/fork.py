@@ -51,7 +51,7 @@ from verbatim.logs.checkpoints.ownership import remove_from
 from verbatim.logs.checkpoints.run_folder import PRECISION
 from verbatim.logs.checkpoints.stored_config import changed_keys
 from verbatim.logs.fates.files import own_files_in
-from verbatim.logs.monitors.trajectory_log import EVALUATED_LINES, EVALUATIONS, TRAJECTORIES
+from verbatim.logs.monitors.trajectory_log import EVALUATIONS, TRAJECTORIES
 from verbatim.rollouts import derive_seed
 from verbatim.run.environments import Environments
 from verbatim.run.fork_state import LOOP_FILES, write_changed_state
@@ -69,16 +69,15 @@ _FIXED = {
 }
 """Keys that a fork cannot change, and why."""
 _MAY_CHANGE = ("trainer.lora.merge_final",)
+_LOGS = ("alarms.jsonl", "metrics.jsonl")
+"""The logs of lines."""
 _FORKED = {
     *_BEGINNINGS,
     TRAJECTORIES,
     EVALUATIONS,
-    f"{TRAJECTORIES}.jsonl",
-    EVALUATED_LINES,
     ORIGIN,
     PRECISION,
-    "alarms.jsonl",
-    "metrics.jsonl",
+    *_LOGS,
     "checkpoints",
 }
 """What a fork puts into its folder."""
@@ -327,15 +326,12 @@ def _write_checkpoints(
 
 def _logs_to_copy(fork: Fork, logs: Mapping[str, Any]) -> dict[str, int | None]:
     """The logs that are there, and how many bytes of each; None = all of them, and a resume finds the place."""
-    marked = {
-        name: mark["size"]
-        for name, mark in logs.items()
-        if name in _FORKED and isinstance(mark, Mapping) and type(mark.get("size")) is int
-    }
-    found: dict[str, int | None] = dict(marked) if marked else {"metrics.jsonl": None}
-    for name in (f"{TRAJECTORIES}.jsonl", EVALUATED_LINES):  # of a run that an earlier version began
-        found.setdefault(name, None)
-    return {name: size for name, size in found.items() if (fork.run / name).is_file()}
+    return {name: _size(logs.get(name)) for name in _LOGS if (fork.run / name).is_file()}
+
+
+def _size(mark: Any) -> int | None:
+    size = mark.get("size") if isinstance(mark, Mapping) else None
+    return size if type(size) is int else None
 
 
 def _copy_beginning(source: Path, target: Path, size: int | None) -> None:
@@ -348,10 +344,10 @@ def _copy_beginning(source: Path, target: Path, size: int | None) -> None:
 
 
 def _link_fates(fork: Fork, marks: Any, target: Path) -> None:
-    """The files that the checkpoint lists; of an earlier version's, which lists none, those up to its step."""
+    """The files that the checkpoint lists."""
     target.mkdir()
     for step, file in own_files_in(fork.run / target.name).items():
-        if step <= fork.checkpoint.step and (not isinstance(marks, Mapping) or str(step) in marks):
+        if isinstance(marks, Mapping) and str(step) in marks:
             link_or_copy(file, target / file.name)
     sync_tree(target)
 

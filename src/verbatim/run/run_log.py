@@ -32,7 +32,6 @@ from verbatim.logs.monitors.jsonl import JsonlWriter, LogMark
 from verbatim.logs.monitors.learning_curve import LearningCurve
 from verbatim.logs.monitors.metrics_log import MetricsLog, is_metrics
 from verbatim.logs.monitors.restore import restore
-from verbatim.logs.monitors.trajectory_log import is_trajectory
 from verbatim.run.ending import RunState, ending
 from verbatim.run.evaluation_log import EvaluationLog
 from verbatim.run.fate_log import FateLog
@@ -100,9 +99,6 @@ class RunLog:
             retention=EVERYTHING if trajectories is not None and environments else None,
         )
         self._evaluations = EvaluationLog(self._evaluated, environments)
-        for earlier in (folder.trajectories.with_suffix(".jsonl"), folder.eval_trajectories):
-            if earlier.is_file():  # of a run that an earlier version began
-                self._go_back(earlier, first_step, is_trajectory)
         curve = LearningCurve(folder.metrics, folder.learning_curve, title=title, best_constant=self._best_constant)
         self.results: dict[str, Any] = {}
         """What the loop says of its end, beside the figures of the metrics."""
@@ -121,7 +117,7 @@ class RunLog:
             is_record=is_record,
             checkpoints=checkpoints,
             every_step=path == self._folder.metrics,
-            some_steps=path in (self._folder.eval_trajectories, self._folder.alarms),
+            some_steps=path == self._folder.alarms,
         )
         if found.fault is not None:
             logger.warning("%s", found.fault)

@@ -304,9 +304,3 @@ def test_a_file_of_another_kind_is_refused_with_what_is_expected(path: Path, con
     assert found in message
     for name in ("verbatim: {", "verifiers: {", "vllm: {", "prompt_token_ids", "completion_ids"):
         assert name in message
-
-
-def test_a_folder_of_a_run_says_what_to_type(tmp_path: Path):
-    (tmp_path / "trajectories.jsonl").touch()  # of an earlier version
-    with pytest.raises(UsageError, match=r"it is a folder: type .*trajectories\.jsonl"):
-        recognise(LogFile(tmp_path), known_formats())

@@ -129,7 +129,7 @@ def make_hostile_run(folder: Path) -> Path:
     make_run(
         folder,
         {1: fates},
-        evals=[(1, each) for each in all_of_them],
+        evaluated={1: all_of_them},
         metrics=[(1, {script: 1.0, "reward/mean": 0.5, "loss": float("nan"), TEXTS[33]: float("inf")})],
         config=f"name = {json.dumps(script)}\nmax_steps = 3\n[model]\nname = {json.dumps(TEXTS[5])}\n",
     )

@@ -62,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(
         tmp_path_factory.mktemp("api") / "run",
         {1: [THREE_FATE, WON], 2: [LOST, UNSCORED], 12: [NOT_A_NUMBER, EMPTY]},
-        evals=[(0, trajectory("eval-0-0", reward=0.25)), (5, trajectory("eval-0-0", reward=0.75))],
+        evaluated={0: [trajectory("eval-0-0", reward=0.25)], 5: [trajectory("eval-0-0", reward=0.75)]},
     )
 
 
@@ -242,7 +242,7 @@ async def test_facets_count_the_values(folder: Path):
     assert found["kind"] == {"train": 6, "eval": 2}
     assert found["env"] == {"game": 5, "maze": 2, "": 1}
     assert found["stop_reason"] == {"stop": 6, "length": 1, "(none)": 1}
-    assert found["reason"] == {"error": 2, "stale": 1, "(none)": 5}
+    assert found["reason"] == {"error": 2, "stale": 1, "evaluation": 2, "(none)": 3}
     assert found["flag"] == {"gibberish": 1, "repetition": 1, "(none)": 6}
     assert found["step"] == [0, 12] and found["reward"] == [-1.0, 1.0]
 
@@ -368,9 +368,10 @@ async def test_messages_are_searched_while_pages_ask_again(tmp_path: Path):
             1: [trained(says("a", 'The Ünïcode "quote" needle')), trained(says("b", "hay"))],
             2: [trained(says("needle-in-its-id", "hay"))],
         },
-        evaluated={3: [says("v", "a needle in the file of an evaluation")]},
-        evals=[(2, says("e", "a NEEDLE in an evaluation"))],
-        earlier=[(1, says("o", 'hay, "quote"'))],
+        evaluated={
+            2: [says("e", "a NEEDLE in an evaluation")],
+            3: [says("v", "a needle in the file of another"), says("o", 'hay, "quote"')],
+        },
     )
 
     async def ask(text: str) -> list[str]:

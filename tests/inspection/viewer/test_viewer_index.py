@@ -1,21 +1,17 @@
-"""The index follows a run folder: new steps, a resume, retention, torn and damaged files, old run folders."""
+"""The index follows a run folder: new steps, a resume, retention, torn and damaged files."""
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 
 import pytest
 from viewer_runs import make_run, read, serving, trained, trajectory
 
 from verbatim.core.errors import UsageError
-from verbatim.core.types import Turn
 from verbatim.inspection.viewer.query import Filters
 from verbatim.inspection.viewer.run_view import RunView
 from verbatim.logs.fates.files import FateFolder
 from verbatim.logs.fates.retention import Retention
-from verbatim.logs.monitors.trajectory_log import TrajectoryLog
 
 
 def names(run: RunView, **filters: list[str]) -> list[str]:
@@ -31,23 +27,22 @@ def test_new_steps_are_taken_in(tmp_path: Path):
     run = read(make_run(tmp_path, {1: [trained(trajectory("a"))]}))
     before = run.about()
     assert names(run) == ["a"] and run.about()["version"] == before["version"]
-    make_run(tmp_path, {2: [trained(trajectory("b"))]}, evals=[(2, trajectory("e"))])
+    make_run(tmp_path, {2: [trained(trajectory("b"))]}, evaluated={2: [trajectory("e")]})
     assert names(run) == ["a", "b", "e"]
     after = run.about()
     assert after["version"] > before["version"] and after["generation"] == before["generation"]
-    make_run(tmp_path, evals=[(4, trajectory("f"))])
+    make_run(tmp_path, evaluated={4: [trajectory("f")]})
     assert names(run) == ["a", "b", "e", "f"] and names(run, step=["4"]) == ["f"]
 
 
 def test_a_resume_that_does_steps_again_is_a_new_generation(tmp_path: Path):
     steps = {step: [trained(trajectory(f"t{step}", reward=0.0))] for step in (1, 2, 3)}
-    run = read(make_run(tmp_path, steps, evals=[(1, trajectory("e1")), (3, trajectory("e3"))]))
+    run = read(make_run(tmp_path, steps, evaluated={1: [trajectory("e1")], 3: [trajectory("e3")]}))
     before = run.about()["generation"]
     files = FateFolder(tmp_path / "trajectories")
-    files.restore(1, None)
+    files.restore(1, {})
     files.write(2, [trained(trajectory("t2", reward=1.0))])
-    lines = (tmp_path / "eval_trajectories.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "eval_trajectories.jsonl").write_text(lines[0])
+    FateFolder(tmp_path / "evaluations").restore(1, {})
     assert names(run) == ["e1", "t1", "t2"] and rewards(run)["t2"] == 1.0
     assert run.about()["generation"] > before
 
@@ -66,20 +61,8 @@ def test_evaluated_episodes_are_read_from_their_files_and_followed(tmp_path: Pat
     ]
     assert [rows[name]["key"] for name in ("t1", "e0", "e2")] == ["~1.0", "~v0.0", "~v1.1"]
     before = run.about()["generation"]
-    FateFolder(folder / "evaluations").restore(0, None)  # the run begins again
+    FateFolder(folder / "evaluations").restore(0, {})  # the run begins again
     assert names(run) == ["t1"] and run.about()["generation"] > before
-
-
-def test_evaluations_that_were_cut_and_grew_again_are_read_again(tmp_path: Path):
-    run = read(make_run(tmp_path, evals=[(1, trajectory("e1")), (3, trajectory("e3"))]))
-    path = tmp_path / "eval_trajectories.jsonl"
-    lines = path.read_text().splitlines(keepends=True)
-    os.truncate(path, len(lines[0]))  # as a resumed run does, in place
-    log = TrajectoryLog(path)
-    for step in (2, 3, 4):
-        log.write(step, trajectory(f"n{step}"))
-    log.close()
-    assert names(run) == ["e1", "n2", "n3", "n4"]
 
 
 def test_files_that_are_no_longer_kept_leave_the_table(tmp_path: Path):
@@ -123,45 +106,6 @@ async def test_a_row_whose_file_breaks_later_is_an_error_message(tmp_path: Path)
         error = (await client.get("trajectories/t1", status=400))["error"]
         assert error == "row 0 of trajectories/step-000001.parquet: the file is no longer there"
         await client.get("trajectories")
-
-
-def test_bad_lines_are_named_and_a_torn_last_line_waits(tmp_path: Path):
-    folder = make_run(tmp_path, evals=[(1, trajectory("e1"))])
-    path = folder / "eval_trajectories.jsonl"
-    good = path.read_text()
-    deep = "[" * 100_000 + "]" * 100_000
-    wrong = json.loads(good)
-    wrong["trajectory"]["reward"] = {"no": "number"}
-    other = json.loads(good)
-    other["trajectory"] |= {"trajectory_id": "e2", "stop_reason": 5}
-    path.write_text(good + "no json\n" + deep + "\n" + json.dumps(wrong) + "\n" + json.dumps(other) + "\n" + good[:50])
-    run = read(folder)
-    assert names(run) == ["e1"]
-    problems = run.about()["problems"]
-    assert len(problems) == 4 and f"eval_trajectories.jsonl, byte {len(good)}: no trajectory" in problems[0]
-    path.write_text(path.read_text() + good[50:])
-    assert names(run) == ["e1", "e1"]
-
-
-def test_a_run_folder_of_an_earlier_version_is_read(tmp_path: Path):
-    turns = (
-        Turn(prompt_ids=[1, 2], completion_ids=[3], logprobs=[-1.0]),
-        Turn(prompt_ids=[1, 2, 3, 4], completion_ids=[5]),
-        Turn(prompt_ids=[1, 2, 3, 4, 6], completion_ids=[5]),
-        Turn(prompt_ids=[1, 2, 3, 4, 5], completion_ids=[7]),
-    )
-    old = trajectory("old", turns=turns, reward=0.5, error="é" * 400, num_unrecorded_tokens=3)
-    run = read(make_run(tmp_path, {2: [trained(trajectory("new"))]}, earlier=[(1, old), (1, trajectory("odd"))]))
-    assert names(run) == ["new", "odd", "old"]
-    row = run.rows(Filters(), sort="-num_turns")["rows"][0]
-    assert (row["kind"], row["step"], row["num_turns"], row["num_sampled_tokens"]) == ("train", 1, 4, 4 + 3)
-    assert row["num_breaks"] == old.num_breaks == 1  # the last one extends the second, and the third one none
-    assert row["num_trained_tokens"] is None and row["reason"] is None and row["error"] == "é" * 300
-    found = run.trajectory("old")
-    assert found["error"] == "é" * 400 and [turn["fate"] for turn in found["turns"]] == [None] * 4
-    assert [turn["extends"] for turn in found["turns"]] == [None, 0, None, 1]
-    assert found["turns"][0]["logprobs"].tolist() == [-1.0] and found["turns"][1]["logprobs"] is None
-    assert run.group("g")["num_rows"] == 3
 
 
 def test_the_index_takes_few_bytes_for_each_trajectory(tmp_path: Path):
@@ -218,11 +162,10 @@ def test_a_folder_that_is_no_run_is_refused_with_what_to_type(tmp_path: Path, ma
     assert found in str(error.value) and expected in str(error.value)
 
 
-def test_of_many_bad_lines_the_first_are_told_and_the_rest_counted(tmp_path: Path):
-    folder = make_run(tmp_path, evals=[(1, trajectory("e1"))])
-    with (folder / "eval_trajectories.jsonl").open("a") as file:
-        file.write("no json\n" * 3000)
+def test_of_many_bad_files_the_first_are_told_and_the_rest_counted(tmp_path: Path):
+    folder = make_run(tmp_path, {1: [trained(trajectory("t1"))]})
+    for step in range(2, 302):
+        (folder / "trajectories" / f"step-{step:06d}.parquet").write_bytes(b"")
     run = read(folder)
     problems = run.about()["problems"]
-    assert names(run) == ["e1"] and len(problems) == 51 and problems[-1] == "and 2,950 more"
-    assert sum(map(len, run._index._line_problems.values())) == 50
+    assert names(run) == ["t1"] and len(problems) == 51 and problems[-1] == "and 250 more"

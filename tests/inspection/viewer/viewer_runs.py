@@ -17,7 +17,6 @@ from verbatim.inspection.viewer.run_view import RunView
 from verbatim.inspection.viewer.serve import serve_runs
 from verbatim.logs.fates.files import FateFolder
 from verbatim.logs.monitors.metrics_log import MetricsLog
-from verbatim.logs.monitors.trajectory_log import TrajectoryLog
 
 PAGE = {"index.html": Asset(b"<!doctype html><title>a page</title>", "text/html")}
 CONFIG = 'name = "tries"\nmax_steps = 7\nseed = 0\n[model]\nname = "somewhere/else"\n'
@@ -49,12 +48,9 @@ def make_run(
     steps: Mapping[int, Sequence[Fate]] | None = None,
     *,
     evaluated: Mapping[int, Sequence[Trajectory]] | None = None,
-    evals: Sequence[tuple[int, Trajectory]] = (),
-    earlier: Sequence[tuple[int, Trajectory]] = (),
     metrics: Sequence[tuple[int, Mapping[str, Any]]] = (),
     config: str = CONFIG,
 ) -> Path:
-    """`evals` and `earlier` are episodes as an earlier version wrote them, in JSON lines."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.toml").write_text(config)
     files = FateFolder(folder / "trajectories")
@@ -62,12 +58,6 @@ def make_run(
         files.write(step, fates)
     for step, found in (evaluated or {}).items():
         FateFolder(folder / "evaluations").write(step, [Fate.of_evaluated(each) for each in found])
-    for name, found in (("eval_trajectories.jsonl", evals), ("trajectories.jsonl", earlier)):
-        if found:
-            log = TrajectoryLog(folder / name)
-            for step, each in found:
-                log.write(step, each)
-            log.close()
     if metrics:
         lines = MetricsLog(folder / "metrics.jsonl", now=lambda: 0.0)
         for step, values in metrics:

@@ -19,7 +19,7 @@ from verbatim.core.types import ToolCall, Trajectory, Turn, TurnTiming
 from verbatim.logs.fates.files import FateFolder, files_in, read_fates, read_figures
 from verbatim.logs.fates.retention import Retention
 from verbatim.logs.fates.schema import SCHEMA, TURN
-from verbatim.logs.monitors.trajectory_log import TrajectoryLog, read_trajectories
+from verbatim.logs.monitors.trajectory_log import read_trajectories
 
 
 def text_of(trajectory: Trajectory) -> str:
@@ -281,17 +281,6 @@ def test_trajectories_are_read_from_a_run_its_folder_or_a_file(tmp_path: Path, n
     FateFolder(tmp_path / "trajectories").write(1, [FATE])
     ((step, trajectory),) = read_trajectories(tmp_path / name)
     assert (step, trajectory.trajectory_id) == (1, "g-0")
-
-
-def test_a_run_that_an_earlier_version_began_has_its_first_steps_as_lines(tmp_path: Path):
-    log = TrajectoryLog(tmp_path / "trajectories.jsonl")
-    log.write(1, FULL)
-    log.close()
-    assert [step for step, _ in read_trajectories(tmp_path)] == [1]
-    (tmp_path / "trajectories").mkdir()  # as when it goes on, before it has done a step
-    assert [step for step, _ in read_trajectories(tmp_path)] == [1]
-    FateFolder(tmp_path / "trajectories").write(2, [FATE])
-    assert [step for step, _ in read_trajectories(tmp_path)] == [1, 2]
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path):

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from verbatim.core.types import Trajectory, Turn
+from verbatim.logs.monitors.alarm_log import is_alarm
 from verbatim.logs.monitors.jsonl import JsonlWriter, LogMark, measure
 from verbatim.logs.monitors.metrics_log import is_metrics
 from verbatim.logs.monitors.restore import Restored, restore
-from verbatim.logs.monitors.trajectory_log import TrajectoryLog, is_trajectory
 
 
 def line_of(step: int) -> bytes:
@@ -210,22 +209,5 @@ def test_without_a_mark_missing_steps_are_told_where_every_step_has_a_line(path:
 
 
 def test_without_a_mark_a_log_that_was_not_kept_is_not_missed(tmp_path: Path):
-    path = tmp_path / "trajectories.jsonl"
-    assert restore(path, step=4, mark=None, is_record=is_trajectory) == Restored(mark=LogMark())
-
-
-# ---- trajectories
-
-
-def test_a_trajectory_that_cannot_be_read_back_is_no_record(tmp_path: Path):
-    log = TrajectoryLog(tmp_path / "trajectories.jsonl")
-    for step in (1, 1, 2):
-        log.write(step, Trajectory(example_id="x", turns=[Turn(prompt_ids=[1], completion_ids=[2])]))
-    mark = log.writer.sync()
-    log.close()
-    lines = log.writer.path.read_bytes().splitlines(keepends=True)
-    assert all(is_trajectory(json.loads(line)) for line in lines)
-    log.writer.path.write_bytes(lines[0] + lines[1].replace(b'"of_turn": null', b'"of_turn": 77  ') + lines[2])
-    found = restore(log.writer.path, step=2, mark=mark, is_record=is_trajectory)
-    assert found.fault is not None
-    assert "line 2 is no record; 2 of 3 records up to step 2 are left. What" in found.fault
+    path = tmp_path / "alarms.jsonl"
+    assert restore(path, step=4, mark=None, is_record=is_alarm) == Restored(mark=LogMark())

@@ -13,7 +13,7 @@ from verbatim.core.types import StopReason, ToolCall
 from verbatim.environments.base import succeeded
 from verbatim.environments.guess_number import GuessNumber
 from verbatim.logs.fates.files import FateFolder
-from verbatim.logs.monitors import MetricsLog, TrajectoryLog
+from verbatim.logs.monitors import MetricsLog
 from verbatim.run.evaluation.as_json import difference_to_json
 from verbatim.run.evaluation.outcomes import Outcome, outcome_of
 from verbatim.run.evaluation.pairs import difference
@@ -197,27 +197,6 @@ def test_other_seeds_have_no_pairs():
 # ---- logs
 
 
-def test_outcomes_are_read_from_a_log_by_step(tmp_path: Path):
-    path, game = tmp_path / "eval_trajectories.jsonl", GuessNumber()
-    log = TrajectoryLog(path)
-    for step in (0, 5, 10):
-        for trajectory in played():
-            log.write(step, trajectory)
-    log.close()
-    assert evaluated_steps(tmp_path) == [0, 5, 10]
-    found = list(read_outcomes(tmp_path, {5}))
-    assert [step for step, _ in found] == [5] * 4
-    assert [one for _, one in found] == [outcome_of(t, succeeded(game, t)) for t in played()]
-    with path.open("a") as file:
-        file.write('{"step": 10, "traj')  # a writer is at work
-    assert len(list(read_outcomes(tmp_path))) == 12
-    with path.open("a") as file:
-        file.write("\n")
-    with pytest.raises(UsageError, match=r"eval_trajectories\.jsonl:13: no evaluated episode of ours"):
-        list(read_outcomes(tmp_path))
-    assert evaluated_steps(tmp_path / "nothing") == [] and list(read_outcomes(tmp_path / "nothing")) == []
-
-
 def test_outcomes_are_read_from_the_files_of_evaluations_by_step(tmp_path: Path):
     game = GuessNumber()
     files = FateFolder(tmp_path / "evaluations")
@@ -232,15 +211,17 @@ def test_outcomes_are_read_from_the_files_of_evaluations_by_step(tmp_path: Path)
     assert len(list(read_outcomes(tmp_path, {0, 5}))) == 8
     with pytest.raises(UsageError, match=r"step-000010\.parquet cannot be read as trajectories"):
         list(read_outcomes(tmp_path))
+    assert evaluated_steps(tmp_path / "nothing") == [] and list(read_outcomes(tmp_path / "nothing")) == []
 
 
 def test_an_environments_own_verdict_stands_in_the_log(tmp_path: Path):
-    log = TrajectoryLog(tmp_path / "eval_trajectories.jsonl")
-    log.write(0, Trajectory(example_id="a", reward=0.2, info={"is_success": True}))
-    log.write(0, Trajectory(example_id="b", reward=5.0, info={"is_success": False}))
-    log.write(0, Trajectory(example_id="c", reward=1.0))
-    log.write(0, Trajectory(example_id="d", reward=np.nan))
-    log.close()
+    played = [
+        Trajectory(example_id="a", reward=0.2, info={"is_success": True}),
+        Trajectory(example_id="b", reward=5.0, info={"is_success": False}),
+        Trajectory(example_id="c", reward=1.0),
+        Trajectory(example_id="d", reward=np.nan),
+    ]
+    FateFolder(tmp_path / "evaluations").write(0, [Fate.of_evaluated(trajectory) for trajectory in played])
     found = [one for _, one in read_outcomes(tmp_path)]
     assert [one.success for one in found] == [True, False, True, False]
     assert found[3].reward is None
@@ -251,23 +232,22 @@ def test_an_environments_own_verdict_stands_in_the_log(tmp_path: Path):
 
 def write_run(folder: Path, wins: dict[int, int], env: str = "a", log_env: str = "a") -> tuple[Path, Path]:
     """Evaluations of 10 examples with 2 episodes each; `wins` of the 20 succeed, by step."""
-    metrics, episodes = folder / "metrics.jsonl", folder / "eval_trajectories.jsonl"
-    lines, log = MetricsLog(metrics), TrajectoryLog(episodes)
+    metrics, episodes = folder / "metrics.jsonl", folder / "evaluations"
+    lines, files = MetricsLog(metrics), FateFolder(episodes)
     for step, count in wins.items():
         lines.on_eval(step, env, {"success": count / 20, "episodes": 20})
-        for index in range(20):
-            log.write(
-                step,
-                Trajectory(
-                    example_id=str(index // 2),
-                    sample_index=index % 2,
-                    seed=index,
-                    env=log_env,
-                    reward=float(index < count),
-                ),
+        played = [
+            Trajectory(
+                example_id=str(index // 2),
+                sample_index=index % 2,
+                seed=index,
+                env=log_env,
+                reward=float(index < count),
             )
+            for index in range(20)
+        ]
+        files.write(step, [Fate.of_evaluated(trajectory) for trajectory in played])
     lines.close()
-    log.close()
     return metrics, episodes
 
 
@@ -290,7 +270,7 @@ def test_without_the_episodes_a_gain_has_no_interval(tmp_path: Path, caplog):
         found = summary_of(metrics, {}, log)
         assert found["gain"] == 0.5 and "gain_interval_95" not in found
     assert not caplog.records
-    episodes.write_text("nonsense\n")
+    (episodes / "step-000009.parquet").write_text("nonsense\n")
     assert summary_of(metrics, {}, tmp_path)["gain"] == 0.5
     assert "the summary leaves out the interval" in caplog.text
     metrics.write_text('{"step": 0, "kind": "eval", "env": "a", "metrics": {"success": 0.6, "episodes": 8}}\n')

@@ -91,7 +91,7 @@ def batch_of_run(config: RunConfig, run: Path) -> PlannedBatch:
         UsageError: no run folder, or one without trajectories that can be trained.
     """
     path = run / TRAJECTORIES if run.is_dir() else run
-    if not path.exists() and not path.with_suffix(".jsonl").is_file():
+    if not path.exists():
         raise UsageError(
             f"--from-run {run}: there is no folder {TRAJECTORIES}; expected the folder of a run with "
             "monitor.save_trajectories = true, for example runs/NAME/latest"

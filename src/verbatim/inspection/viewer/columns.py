@@ -1,7 +1,7 @@
-"""Defines the index's columns, and makes them from fate files and from JSON lines.
+"""Defines the index's columns, and reads them from fate files.
 
-A row of the index says what the table of trajectories shows, and where its record is: in the file of a step or in JSON
-lines, and there at which row or byte.
+A row of the index says what the table of trajectories shows, and where its record is: in the file of which step, and
+there at which row.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,6 @@ import pyarrow.parquet as pq
 
 from verbatim.core.errors import UsageError
 from verbatim.core.texts import cut
-from verbatim.core.trajectories.openings import breaks
-from verbatim.core.types import Trajectory, Turn
 from verbatim.logs.fates.schema import SCHEMA, VERSION, VERSION_KEY
 
 TRAIN, EVAL = "train", "eval"
@@ -31,17 +29,12 @@ _LONGEST_NAMES = 300
 LONGEST_ERROR = 300
 """Characters of an error that the index keeps."""
 
-FATES, EVALUATED_LINES, TRAINED_LINES, EVALUATED_FATES = 0, 1, 2, 3
-"""Where a record is: in a fate file of `trajectories/`, in an earlier version's `eval_trajectories.jsonl` or
-`trajectories.jsonl`, or in a fate file of `evaluations/`."""
+FATES, EVALUATED_FATES = 0, 1
+"""Where a record is: in a fate file of `trajectories/`, or of `evaluations/`."""
 FOLDERS = {FATES: "trajectories", EVALUATED_FATES: "evaluations"}
 """The folders of fate files."""
-LINE_FILES = {EVALUATED_LINES: "eval_trajectories.jsonl", TRAINED_LINES: "trajectories.jsonl"}
-"""The files of JSON lines."""
-KINDS = {FATES: TRAIN, TRAINED_LINES: TRAIN, EVALUATED_LINES: EVAL, EVALUATED_FATES: EVAL}
-_LETTERS = {FATES: "", EVALUATED_LINES: "e", TRAINED_LINES: "o", EVALUATED_FATES: "v"}
-"""Of a key."""
-_KEY = re.compile(r"~([eov]?)(?:(\d{1,9})\.)?(\d{1,18})", re.ASCII)
+KINDS = {FATES: TRAIN, EVALUATED_FATES: EVAL}
+_KEY = re.compile(r"~(v?)(\d{1,9})\.(\d{1,18})", re.ASCII)
 
 _NAME = pa.dictionary(pa.int32(), pa.string())
 COLUMNS = pa.schema([
@@ -52,7 +45,7 @@ COLUMNS = pa.schema([
     ("num_turns", pa.int32()), ("num_sampled_tokens", pa.int64()), ("num_trained_tokens", pa.int64()),
     ("num_breaks", pa.int32()),
 ])  # fmt: skip
-"""`place` is the row in the file of step `file`, or the byte in the JSON lines at which the record begins."""
+"""`place` is the row in the file of step `file`."""
 
 _PLACES = ("source", "file", "place", "kind")
 _STORED = [name for name in COLUMNS.names if name not in _PLACES]
@@ -72,11 +65,10 @@ class Place:
     def key(self) -> str:
         """As the API names it.
 
-        >>> Place(FATES, 12, 5).key, Place(EVALUATED_FATES, 20, 5).key, Place(EVALUATED_LINES, 0, 1730).key
-        ('~12.5', '~v20.5', '~e1730')
+        >>> Place(FATES, 12, 5).key, Place(EVALUATED_FATES, 20, 5).key
+        ('~12.5', '~v20.5')
         """
-        file = f"{self.file}." if self.source in FOLDERS else ""
-        return f"~{_LETTERS[self.source]}{file}{self.place}"
+        return f"~{'v' * self.source}{self.file}.{self.place}"
 
     @classmethod
     def of(cls, key: str) -> Place | None:
@@ -84,11 +76,7 @@ class Place:
         match = _KEY.fullmatch(key)
         if match is None:
             return None
-        source = next(source for source, letter in _LETTERS.items() if letter == match[1])
-        if (match[2] is not None) != (source in FOLDERS):
-            return None
-        file = int(match[2] or 0)
-        return cls(source, file, int(match[3])) if file < 2**31 else None
+        return cls(len(match[1]), int(match[2]), int(match[3]))
 
 
 def group_key(kind: str, env: str | None, step: int, group_id: str | None, key: str) -> str:
@@ -149,15 +137,6 @@ def _with_plain_flags(group: pa.Table) -> pa.Table:
     return group.set_column(group.schema.get_field_index("flags"), "flags", plain)
 
 
-def from_records(records: Sequence[tuple[int, Mapping[str, Any]]], source: int) -> pa.Table:
-    """The index's rows of JSON lines: each with the byte at which its line begins, as `line_columns` has them."""
-    columns = {
-        name: pa.array([record.get(name) for _, record in records], COLUMNS.field(name).type) for name in _STORED
-    }
-    places = np.array([place for place, _ in records], dtype=np.int64)
-    return _located(columns, source, 0, places)
-
-
 def _located(columns: Mapping[str, Any], source: int, file: int, places: Any) -> pa.Table:
     count = len(places)
     where = {
@@ -168,71 +147,6 @@ def _located(columns: Mapping[str, Any], source: int, file: int, places: Any) ->
     }
     all_columns = {**columns, **where}
     return pa.Table.from_arrays([all_columns[field.name].cast(field.type) for field in COLUMNS], schema=COLUMNS)
-
-
-def line_columns(line: Mapping[str, Any]) -> dict[str, Any]:
-    """The index's columns of a line `{"step": ..., "trajectory": ...}`, worked out without putting prompts together.
-
-    Raises:
-        KeyError, TypeError, ValueError, AttributeError: it is no such line.
-    """
-    record, step = line["trajectory"], line["step"]
-    turns = record["turns"]
-    sampled = sum(len(turn["completion_ids"]) for turn in turns) + record.get("num_unrecorded_tokens", 0)
-    error = record["error"]
-    return {
-        "step": int(step),
-        "trajectory_id": _text(record["trajectory_id"]),
-        "env": _text(record["env"]),
-        "example_id": _text(record["example_id"]),
-        "group_id": _text(record["group_id"]),
-        "sample_index": int(record["sample_index"]),
-        "reward": _number(record["reward"]),
-        "advantage": _number(record["advantage"]),
-        "reason": None,
-        "flags": [],
-        "error": None if error is None else _text(error)[:LONGEST_ERROR],
-        "stop_reason": record["stop_reason"],
-        "truncated": bool(record["truncated"]),
-        "num_turns": len(turns),
-        "num_sampled_tokens": sampled,
-        "num_breaks": num_breaks(turns),
-    }
-
-
-def num_breaks(turns: Sequence[Mapping[str, Any]]) -> int:
-    """The turns that break. One that extends the turn before is stored as all of that turn's context, and what is new:
-    only where one does not, prompts are put together.
-
-    >>> first = {"prompt": {"of_turn": None, "shared": 0, "new_ids": [1, 2]}, "completion_ids": [3], "agent": "main"}
-    >>> second = {"prompt": {"of_turn": 0, "shared": 2, "new_ids": [9]}, "completion_ids": [4], "agent": "main"}
-    >>> num_breaks([first, second])
-    1
-    """
-    context = 0
-    for index, turn in enumerate(turns):
-        prompt = turn["prompt"]
-        if index and not (prompt["of_turn"] == index - 1 and prompt["shared"] == context):
-            return len(breaks(_read(turns)))
-        context = prompt["shared"] + len(prompt["new_ids"]) + len(turn["completion_ids"])
-    return 0
-
-
-def _read(turns: Sequence[Mapping[str, Any]]) -> Sequence[Turn]:
-    """Their ids and agents, as a trajectory has them."""
-    contexts: list[list[int]] = []
-    read = []
-    for turn in turns:
-        prompt = turn["prompt"]
-        known = [] if prompt["of_turn"] is None else contexts[prompt["of_turn"]][: prompt["shared"]]
-        ids = [*known, *prompt["new_ids"]]
-        contexts.append([*ids, *turn["completion_ids"]])
-        read.append(Turn(prompt_ids=ids, completion_ids=turn["completion_ids"], agent=_text(turn.get("agent", "main"))))
-    return Trajectory(example_id="", turns=tuple(read)).turns
-
-
-def _number(value: Any) -> float | None:
-    return None if value is None else float(value)
 
 
 def _text(value: Any) -> str:

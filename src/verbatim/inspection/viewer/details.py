@@ -52,7 +52,7 @@ def turn_answers(found: FoundTrajectory, breaks: Mapping[int, Mapping[str, Any]]
                 "num_prompt_tokens": prompts[index],
                 "num_prompt_new": len(_array(arrays, "prompt_new_ids")),
                 "num_completion": completion,
-                "num_trained": completion if fate == TRAINED else None if fate is None else 0,
+                "num_trained": completion if fate == TRAINED else 0,
                 "break": breaks.get(index),
                 **part,
             }

@@ -28,7 +28,7 @@ class _Leaf:
 
 
 def group_tree(
-    group: Sequence[tuple[Trajectory, Sequence[str | None]]], text: Callable[[Sequence[int]], str | None]
+    group: Sequence[tuple[Trajectory, Sequence[str]]], text: Callable[[Sequence[int]], str | None]
 ) -> list[dict[str, Any]]:
     """The nodes, each after its parent.
 
@@ -51,7 +51,7 @@ def group_tree(
     return nodes
 
 
-def _leaves(trajectory: Trajectory, fates: Sequence[str | None], index: int) -> list[_Leaf]:
+def _leaves(trajectory: Trajectory, fates: Sequence[str], index: int) -> list[_Leaf]:
     turns = trajectory.turns
     ends: list[TokenPath] = []
     for place, turn in enumerate(turns):

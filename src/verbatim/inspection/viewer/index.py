@@ -7,11 +7,8 @@ disk. The files of the newest steps are read first, so that a page has something
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,16 +17,11 @@ import pyarrow as pa
 
 from verbatim.core.disk import is_inside
 from verbatim.core.errors import UsageError
-from verbatim.core.texts import cut
-from verbatim.inspection.viewer.columns import COLUMNS, FOLDERS, LINE_FILES, from_records, line_columns, read_columns
-from verbatim.inspection.viewer.lines import FollowedLines
+from verbatim.inspection.viewer.columns import COLUMNS, FOLDERS, read_columns
 from verbatim.logs.fates.files import files_in
 
 _PUBLISH_SECONDS = 0.25
 """How often the rows read so far are shown while a folder is indexed."""
-_LINES_AT_ONCE = 2000
-_LARGEST_CHUNK = 2**26
-"""Bytes of JSON lines that are made into rows at once."""
 _PROBLEMS = 50
 """Most problems that are listed."""
 
@@ -47,7 +39,7 @@ class Snapshot:
     indexed: float = 0.0
     """The share of the folder's bytes that were read: 1 when nothing is left."""
     problems: tuple[str, ...] = ()
-    """Files and lines that cannot be read, a sentence each."""
+    """Files that cannot be read, a sentence each."""
 
 
 _Mark = tuple[int, int, int]
@@ -65,32 +57,23 @@ class RunIndex:
     """The fate files in the table."""
     _bad: dict[_File, tuple[_Mark, str]] = field(default_factory=dict)
     """Those that cannot be read, and why."""
-    _line_problems: dict[int, list[str]] = field(default_factory=dict)
-    """The first bad lines of each source; how many more there are is counted."""
-    _more_problems: Counter[int] = field(default_factory=Counter)
     _new: list[pa.Table] = field(default_factory=list)
-    _gone: list[tuple[int, int | None]] = field(default_factory=list)
-    """Source, and file of it (None: all), whose rows are no longer there."""
+    _gone: list[_File] = field(default_factory=list)
+    """Those whose rows are no longer there."""
     _rewritten: bool = False
     _read: int = 0
     _left: int = 0
-
-    def __post_init__(self) -> None:
-        self._lines = {source: FollowedLines(self.folder / name) for source, name in LINE_FILES.items()}
-        self._published = 0.0
+    _published: float = 0.0
 
     def refresh(self, stop: threading.Event | None = None) -> None:
         """Take in what is new, and let go of what is gone. Rows read so far are published while it goes on."""
         self._rewritten, self._read = False, 0
         self._published = time.monotonic()
         new = self._new_files()
-        for source, lines in self._lines.items():
-            if lines.was_rewritten():
-                self._forget(source)
         self._left = sum(mark[1] for _, _, mark in new)
-        self._left += sum(max(0, lines.size - lines.end) for lines in self._lines.values())
-        for size in self._take_in(new):
-            self._read, self._left = self._read + size, max(0, self._left - size)
+        for file, path, mark in new:
+            self._take_in(file, path, mark)
+            self._read, self._left = self._read + mark[1], self._left - mark[1]
             if stop is not None and stop.is_set():
                 return
             if time.monotonic() - self._published > _PUBLISH_SECONDS:
@@ -98,18 +81,13 @@ class RunIndex:
         self._left = 0
         self._publish()
 
-    def _take_in(self, new: list[tuple[_File, Path, _Mark]]) -> Iterator[int]:
-        """Reads one piece after the other; gives the bytes of each."""
-        for file, path, mark in new:
-            source, step = file
-            try:
-                self._new.append(read_columns(path, step, source))
-                self._files[file] = mark
-            except UsageError as error:
-                self._bad[file] = (mark, f"{path.parent.name}/{error}")
-            yield mark[1]
-        for source, lines in self._lines.items():
-            yield from self._take_lines(source, lines)
+    def _take_in(self, file: _File, path: Path, mark: _Mark) -> None:
+        source, step = file
+        try:
+            self._new.append(read_columns(path, step, source))
+            self._files[file] = mark
+        except UsageError as error:
+            self._bad[file] = (mark, f"{path.parent.name}/{error}")
 
     def _new_files(self) -> list[tuple[_File, Path, _Mark]]:
         """Fate files that are not in the table as they are now, the newest first."""
@@ -136,62 +114,11 @@ class RunIndex:
         fresh = [file for file in found if file not in self._files and file not in self._bad]
         return [(file, *found[file]) for file in sorted(fresh, key=lambda file: file[1], reverse=True)]
 
-    def _forget(self, source: int) -> None:
-        self._lines[source].restart()
-        self._line_problems.pop(source, None)
-        self._more_problems.pop(source, None)
-        self._gone.append((source, None))
-        self._rewritten = True
-
-    def _take_lines(self, source: int, lines: FollowedLines) -> Iterator[int]:
-        records, size = [], 0
-        try:
-            for place, line in lines.new_lines():
-                size += len(line)
-                try:
-                    records.append((place, line_columns(json.loads(line))))
-                except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                    self._complain(
-                        source,
-                        f"{lines.path.name}, byte {place:,}: no trajectory of ours "
-                        f"({type(error).__name__}: {cut(str(error), 100)})",
-                    )
-                if len(records) >= _LINES_AT_ONCE or size > _LARGEST_CHUNK:
-                    self._take_records(records, source)
-                    yield size
-                    records, size = [], 0
-        except OSError as error:
-            self._complain(source, f"{lines.path.name} cannot be read: {error.strerror or error}")
-        self._take_records(records, source)
-        yield size
-
-    def _take_records(self, records: list[tuple[int, dict[str, object]]], source: int) -> None:
-        if not records:
-            return
-        try:
-            self._new.append(from_records(records, source))
-        except (pa.ArrowException, OverflowError, TypeError, ValueError):  # a value of another kind in one of them
-            if len(records) == 1:
-                name = self._lines[source].path.name
-                self._complain(source, f"{name}, byte {records[0][0]:,}: no trajectory of ours")
-                return
-            for record in records:
-                self._take_records([record], source)
-
-    def _complain(self, source: int, problem: str) -> None:
-        """Keep what is wrong with a line, of the first ones."""
-        kept = self._line_problems.setdefault(source, [])
-        if len(kept) < _PROBLEMS:
-            kept.append(problem)
-        else:
-            self._more_problems[source] += 1
-
     def _publish(self) -> None:
         before = self.snapshot
         self._published = time.monotonic()
         problems = [why for _, (_, why) in sorted(self._bad.items())]
-        problems += [why for _, found in sorted(self._line_problems.items()) for why in found]
-        more = len(problems) + self._more_problems.total() - _PROBLEMS
+        more = len(problems) - _PROBLEMS
         if more > 0:
             problems = [*problems[:_PROBLEMS], f"and {more:,} more"]
         changed = bool(self._new or self._gone)
@@ -212,7 +139,7 @@ class RunIndex:
             sources, files = np.asarray(table.column("source")), np.asarray(table.column("file"))
             kept = np.ones(len(sources), dtype=bool)
             for source, file in self._gone:
-                kept &= ~((sources == source) & ((file is None) | (files == file)))
+                kept &= ~((sources == source) & (files == file))
             table = table.filter(pa.array(kept))
         merged: pa.Table = pa.concat_tables([table, *self._new]).unify_dictionaries().combine_chunks()
         return merged

@@ -23,14 +23,6 @@ class FollowedLines:
         """Bytes that were read: whole lines."""
         self._inode, self._last, self._start = -1, b"", 0
 
-    @property
-    def size(self) -> int:
-        """Bytes of the file now; 0 where there is none."""
-        try:
-            return self.path.stat().st_size
-        except OSError:
-            return 0
-
     def was_rewritten(self) -> bool:
         """Whether what was read is no longer what the file holds: then `restart`."""
         if not self.end:

@@ -8,7 +8,6 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,8 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from verbatim.core.disk import open_regular
-from verbatim.inspection.viewer.columns import FOLDERS, LINE_FILES
+from verbatim.inspection.viewer.columns import FOLDERS
 from verbatim.inspection.viewer.index import Snapshot
 
 _KEPT = 4
@@ -30,8 +28,8 @@ Hits = set[tuple[int, int, int]]
 class _Search:
     text: str
     hits: Hits = field(default_factory=set)
-    done: dict[tuple[int, int], int] = field(default_factory=dict)
-    """The files that were searched, by source and step, and how far."""
+    done: set[tuple[int, int]] = field(default_factory=set)
+    """The files that were searched, by source and step."""
     version: int = -1
     """The snapshot that was searched to its end."""
     given_up: bool = False
@@ -92,12 +90,12 @@ class MessageSearch:
                     return
                 search, snapshot = self._next(), self._snapshot
             assert search is not None and snapshot is not None
-            for place, hits in self._scan(search, snapshot):
+            for file, hits in self._scan(search, snapshot):
                 with self._wanted:
                     if search.given_up:
                         break
                     search.hits |= hits
-                    search.done[place[:2]] = place[2]
+                    search.done.add(file)
             else:
                 search.version = snapshot.version
 
@@ -106,22 +104,15 @@ class MessageSearch:
         version = -1 if self._snapshot is None else self._snapshot.version
         return next((s for s in reversed(self._searches.values()) if s.version != version), None)
 
-    def _scan(self, search: _Search, snapshot: Snapshot) -> Iterator[tuple[tuple[int, int, int], Hits]]:
-        """Source, file and how far, and what was found there, of what was not searched yet; newest files first."""
+    def _scan(self, search: _Search, snapshot: Snapshot) -> Iterator[tuple[tuple[int, int], Hits]]:
+        """Source and file, and what was found there, of what was not searched yet; newest files first."""
         needle = json.dumps(search.text)[1:-1]
         sources, files = (np.asarray(snapshot.table.column(name)) for name in ("source", "file"))
         for source, name in FOLDERS.items():
             for file in np.unique(files[sources == source])[::-1].tolist():
                 if (source, file) not in search.done:
                     path = self._folder / name / f"step-{file:06d}.parquet"
-                    yield (source, file, 1), {(source, file, row) for row in _rows_in_file(path, needle, search)}
-        for source, name in LINE_FILES.items():
-            places = np.asarray(snapshot.table.column("place"))[sources == source]
-            places = np.sort(places[places > search.done.get((source, 0), -1)])
-            for part in np.array_split(places, max(1, len(places) // 500)):
-                if len(part):
-                    hits = _places_in_lines(self._folder / name, part.tolist(), search.text)
-                    yield (source, 0, int(part[-1])), {(source, 0, place) for place in hits}
+                    yield (source, file), {(source, file, row) for row in _rows_in_file(path, needle, search)}
 
 
 def _rows_of(table: pa.Table, hits: list[tuple[int, int, int]]) -> NDArray[np.bool_]:
@@ -151,20 +142,5 @@ def _rows_in_file(path: Path, needle: str, search: _Search) -> list[int]:
                 found += (np.flatnonzero(hits) + first).tolist()
                 first += len(column)
     except (pa.ArrowException, OSError, AttributeError, ValueError, KeyError, TypeError):
-        pass
-    return found
-
-
-def _places_in_lines(path: Path, places: list[int], text: str) -> list[int]:
-    found: list[int] = []
-    wanted = json.dumps(text, ensure_ascii=False)[1:-1].lower()
-    try:
-        with open_regular(path) as file:
-            for place in places:
-                file.seek(place)
-                messages: Any = json.loads(file.readline())["trajectory"]["messages"]
-                if wanted in json.dumps(messages, ensure_ascii=False).lower():
-                    found.append(place)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass
     return found

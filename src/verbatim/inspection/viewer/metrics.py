@@ -12,7 +12,6 @@ from typing import Any
 from verbatim.core.texts import cut
 from verbatim.inspection.viewer.lines import FollowedLines
 from verbatim.logs.monitors.metric_table import descriptions
-from verbatim.run.evaluation.intervals import Z95, wilson
 
 _MOST_COLUMNS = 5_000
 """Names of metrics that are kept."""
@@ -122,31 +121,12 @@ class MetricsFollower:
 
 
 def intervals(metrics: Mapping[str, Any]) -> dict[str, list[float]]:
-    """95% intervals of an evaluation over its examples, as it logged them.
-
-    A run of an earlier version did not: then Wilson's of the success rate, and of the mean reward that of the normal
-    distribution, mean +- 1.96 std / sqrt(n), for which episodes count as independent.
-
-    Example: 40 successes of 200 episodes, without logged intervals, give `{"success": [0.150, 0.261]}`, rounded.
-    """
+    """95% intervals of an evaluation over its examples, as it logged them."""
     found: dict[str, list[float]] = {}
-    if "success/low" in metrics:
-        for name, stem in (("success", "success"), ("reward/mean", "reward")):
-            low, high = (_number(metrics.get(f"{stem}/{end}")) for end in ("low", "high"))
-            if low is not None and high is not None:
-                found[name] = [low, high]
-        return found
-    episodes = _number(metrics.get("episodes"))
-    failed = _number(metrics.get("failed")) or 0.0
-    if episodes is None or episodes < 1:
-        return found
-    success = _number(metrics.get("success"))
-    if success is not None and 0 <= success <= 1:
-        found["success"] = list(wilson(success * episodes, int(episodes)))
-    mean, std = _number(metrics.get("reward/mean")), _number(metrics.get("reward/std"))
-    if mean is not None and std is not None and episodes > failed:
-        half = Z95 * std / math.sqrt(episodes - failed)
-        found["reward/mean"] = [mean - half, mean + half]
+    for name, stem in (("success", "success"), ("reward/mean", "reward")):
+        low, high = (_number(metrics.get(f"{stem}/{end}")) for end in ("low", "high"))
+        if low is not None and high is not None:
+            found[name] = [low, high]
     return found
 
 

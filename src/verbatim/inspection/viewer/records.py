@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from verbatim.core.disk import open_regular
 from verbatim.core.errors import UsageError
 from verbatim.core.texts import cut
 from verbatim.core.trajectory_json import trajectory_from_json
 from verbatim.core.types import Trajectory
-from verbatim.inspection.viewer.columns import FOLDERS, LINE_FILES, Place
+from verbatim.inspection.viewer.columns import FOLDERS, Place
 from verbatim.logs.fates.table import records_of
-
-_TOKENS = ("prompt_new_ids", "completion_ids", "logprobs", "policy_versions", "trainer_logprobs", "gradients")
-_KINDS = {"prompt_new_ids": np.int32, "completion_ids": np.int32, "policy_versions": np.int32}
 
 Arrays = Mapping[str, NDArray[Any] | None]
 
@@ -34,8 +28,8 @@ class FoundTrajectory:
     step: int
     record: Mapping[str, Any]
     """As `trajectory_from_json` takes it; prompts are not put together."""
-    fates: Sequence[str | None]
-    """The fate of each turn; None where the run folder has none."""
+    fates: Sequence[str]
+    """The fate of each turn."""
     arrays: Sequence[Arrays]
     """The tokens of each turn, by column: `prompt_new_ids`, `completion_ids`, `logprobs`, `policy_versions`,
     `trainer_logprobs`, `gradients`; None where there are none."""
@@ -62,15 +56,10 @@ def read_record(folder: Path, place: Place) -> FoundTrajectory:
     Raises:
         UsageError: nothing is there any more, or it is damaged; says where.
     """
-    is_fate = place.source in FOLDERS
-    if is_fate:
-        path = folder / FOLDERS[place.source] / f"step-{place.file:06d}.parquet"
-        where = f"row {place.place} of {path.parent.name}/{path.name}"
-    else:
-        path = folder / LINE_FILES[place.source]
-        where = f"byte {place.place} of {path.name}"
+    path = folder / FOLDERS[place.source] / f"step-{place.file:06d}.parquet"
+    where = f"row {place.place} of {path.parent.name}/{path.name}"
     try:
-        return _read_fate(path, place.place) if is_fate else _read_line(path, place.place)
+        return _read_fate(path, place.place)
     except FileNotFoundError:
         raise UsageError(f"{where}: the file is no longer there") from None
     except (
@@ -100,20 +89,3 @@ def _read_fate(path: Path, row: int) -> FoundTrajectory:
                 )
             first += count
     raise IndexError(f"the file has {first} rows")
-
-
-def _read_line(path: Path, place: int) -> FoundTrajectory:
-    with open_regular(path) as file:
-        file.seek(place)
-        line = json.loads(file.readline())
-    record = line["trajectory"]
-    arrays = []
-    for turn in record["turns"]:
-        columns = {**turn, "prompt_new_ids": turn["prompt"]["new_ids"]}
-        arrays.append(
-            {
-                name: None if columns.get(name) is None else np.array(columns[name], dtype=_KINDS.get(name, np.float32))
-                for name in _TOKENS
-            }
-        )
-    return FoundTrajectory(step=int(line["step"]), record=record, fates=[None] * len(arrays), arrays=arrays, row={})

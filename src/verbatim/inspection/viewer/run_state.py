@@ -19,7 +19,7 @@ from verbatim.logs.checkpoints.origin import read_origin
 from verbatim.logs.checkpoints.stored_config import CONFIG
 
 _LOCKS = Path("/proc/locks")
-_PARTS = (CONFIG, "metrics.jsonl", "trajectories", "trajectories.jsonl", "evaluations", "eval_trajectories.jsonl")
+_PARTS = (CONFIG, "metrics.jsonl", "trajectories", "evaluations")
 
 
 def check_run(folder: Path) -> None:

@@ -31,12 +31,12 @@ from verbatim.logs.checkpoints.origin import FORKING
 MARKER = "verbatim_run.json"
 NAMES = frozenset({
     ".alarms.jsonl.tmp", ".best.tmp", ".config.toml.orchestrator.tmp", ".config.toml.trainer.tmp",
-    ".eval_trajectories.jsonl.tmp", ".final.partial", ".forking", ".learning_curve.png.tmp", ".metrics.jsonl.tmp",
-    ".model.partial", ".summary.json.tmp", ".trainer_state", ".trajectories.jsonl.tmp", ".warm_start.partial",
-    "alarms.jsonl", "best", "checkpoints", "config.toml", "eval_trajectories.jsonl", "evaluations", "exchange", "final",
+    ".final.partial", ".forking", ".learning_curve.png.tmp", ".metrics.jsonl.tmp",
+    ".model.partial", ".summary.json.tmp", ".trainer_state", ".warm_start.partial",
+    "alarms.jsonl", "best", "checkpoints", "config.toml", "evaluations", "exchange", "final",
     "forked_from.json", "learning_curve.png", "logs", "metrics.jsonl", "model", "module_folders.json",
     "orchestrator.lock", "precision.json", "states", "summary.json", "summary.txt", "trainer.lock", "trajectories",
-    "trajectories.jsonl", "warm_start", "weights",
+    "warm_start", "weights",
 })  # fmt: skip
 """What a run makes in its folder."""
 _FORMAT = 1

@@ -3,8 +3,9 @@
 ```
 runs/guess_number/latest -> 20260131-142501
 runs/guess_number/20260131-142501/
-    config.toml  precision.json  metrics.jsonl  alarms.jsonl  eval_trajectories.jsonl  learning_curve.png
-    trajectories/  checkpoints/  weights/  exchange/  logs/    and at the end: summary.json  summary.txt  final/
+    config.toml  precision.json  metrics.jsonl  alarms.jsonl  learning_curve.png
+    trajectories/  evaluations/  checkpoints/  weights/  exchange/  logs/
+    and at the end: summary.json  summary.txt  final/
 ```
 """
 
@@ -74,8 +75,6 @@ _LEFT = {
         ".learning_curve.png.tmp",
         ".metrics.jsonl.tmp",
         ".alarms.jsonl.tmp",
-        ".trajectories.jsonl.tmp",
-        ".eval_trajectories.jsonl.tmp",
         TEMPORARY_BEST,
     ),
     TRAINER: (".model.partial", ".warm_start.partial"),
@@ -101,8 +100,6 @@ class RunFolder:
         """What was sampled and what became of it: a Parquet file for each step."""
         self.evaluations = path / "evaluations"
         """The episodes of evaluations: a Parquet file for each, by the step that it came after."""
-        self.eval_trajectories = path / "eval_trajectories.jsonl"
-        """The same as an earlier version of Verbatim wrote it."""
         self.learning_curve = path / "learning_curve.png"
         self.summary = path / "summary.json"
         """What the run came to."""

@@ -113,14 +113,14 @@ class FateFolder:
         """What a checkpoint remembers of the files, by step: plain JSON values."""
         return {str(step): dataclasses.asdict(mark) for step, mark in self.files.items()}
 
-    def restore(self, step: int, marks: Mapping[str, Mapping[str, int]] | None) -> list[str]:
+    def restore(self, step: int, marks: Mapping[str, Mapping[str, int]]) -> list[str]:
         """Go back to a checkpoint: the files of later steps are removed, for these steps are done again.
 
         A file that is not what it was is kept beside the folder, under another name.
 
         Args:
             step: The checkpoint's; 0 removes all files.
-            marks: What `marks` said at the checkpoint; None = it says nothing of them.
+            marks: What `marks` said at the checkpoint.
 
         Returns:
             What is missing or damaged, a sentence each.
@@ -128,9 +128,6 @@ class FateFolder:
         found = files_in(self.path)
         for later in [number for number in found if number > step or step == 0]:
             _remove(found.pop(later))
-        if marks is None:
-            self.files = {number: mark for number, path in found.items() if (mark := _mark(path)) is not None}
-            return []
         faults: list[str] = []
         missing: list[int] = []
         oldest = min(found, default=step + 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from verbatim.core.disk import refuse_link
 from verbatim.core.errors import UsageError
@@ -18,8 +17,6 @@ TRAJECTORIES = "trajectories"
 """The folder of a run's fate files."""
 EVALUATIONS = "evaluations"
 """The folder of those of evaluated episodes."""
-EVALUATED_LINES = "eval_trajectories.jsonl"
-"""The episodes that an earlier version of Verbatim evaluated, as JSON lines."""
 
 
 class TrajectoryLog:
@@ -38,19 +35,12 @@ class TrajectoryLog:
 def read_trajectories(path: Path) -> Iterator[tuple[int, Trajectory]]:
     """Step and trajectory of each: of a run's folder, of its folder `trajectories`, or of JSON lines.
 
-    A run that an earlier version began has its first steps as JSON lines.
-
     Raises:
         UsageError: nothing of the kind, a link in the folder, or a damaged file; reading Parquet files without pyarrow.
     """
     if path.is_dir() or path.suffix == ".parquet":
-        lines, files = path / f"{TRAJECTORIES}.jsonl", path / TRAJECTORIES
-        refuse_link(lines)
+        files = path / TRAJECTORIES
         refuse_link(files)
-        if lines.is_file():
-            yield from _read_lines(lines)
-            if not files.is_dir() or not any(files.iterdir()):
-                return
         refuse_without("pyarrow", extra="train", what=f"reading {path}")
         from verbatim.logs.fates.files import read_fates
 
@@ -58,7 +48,11 @@ def read_trajectories(path: Path) -> Iterator[tuple[int, Trajectory]]:
             assert isinstance(fate.trajectory, Trajectory)
             yield step, fate.trajectory
         return
-    yield from _read_lines(path)
+    for number, record in enumerate(read_jsonl(path), start=1):
+        try:
+            yield record["step"], trajectory_from_json(record["trajectory"])
+        except (KeyError, TypeError, ValueError, AssertionError) as error:
+            raise UsageError(f"{path}:{number}: no trajectory of ours ({type(error).__name__}: {error})") from error
 
 
 def read_evaluated(run: Path) -> Iterator[tuple[int, Trajectory]]:
@@ -67,27 +61,7 @@ def read_evaluated(run: Path) -> Iterator[tuple[int, Trajectory]]:
     Raises:
         UsageError: as `read_trajectories`.
     """
-    lines, folder = run / EVALUATED_LINES, run / EVALUATIONS
-    refuse_link(lines)
+    folder = run / EVALUATIONS
     refuse_link(folder)
-    if lines.is_file():
-        yield from _read_lines(lines)
     if folder.is_dir() and any(folder.iterdir()):
         yield from read_trajectories(folder)
-
-
-def _read_lines(path: Path) -> Iterator[tuple[int, Trajectory]]:
-    for number, record in enumerate(read_jsonl(path), start=1):
-        try:
-            yield record["step"], trajectory_from_json(record["trajectory"])
-        except (KeyError, TypeError, ValueError, AssertionError) as error:
-            raise UsageError(f"{path}:{number}: no trajectory of ours ({type(error).__name__}: {error})") from error
-
-
-def is_trajectory(record: Any) -> bool:
-    """Whether a value is a line that `TrajectoryLog` writes."""
-    try:
-        trajectory_from_json(record["trajectory"])
-        return type(record["step"]) is int
-    except (LookupError, TypeError, ValueError, AttributeError, AssertionError, OverflowError):
-        return False

@@ -123,9 +123,6 @@ class LogFile:
 
 def _no_log(path: Path) -> str:
     """What to say of a path that is no file."""
-    inside = path / "trajectories.jsonl"
-    if inside.is_file():
-        return f"there is no log {path}; it is a folder: type {inside}"
     expected = "expected the folder of a run, such as runs/NAME/latest, or a file of JSON lines"
     if not path.is_dir():
         return f"there is no log {path}; {expected}"

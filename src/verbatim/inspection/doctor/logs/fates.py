@@ -30,8 +30,7 @@ class FateFormat:
 
 
 def is_fate_path(path: Path) -> bool:
-    """Whether trajectories are kept there as Parquet files, or as an earlier version kept them in a run's folder."""
+    """Whether trajectories are kept there as Parquet files."""
     if path.is_dir():
-        earlier = path / f"{TRAJECTORIES}.jsonl"
-        return (path / TRAJECTORIES).is_dir() or earlier.is_file() or any(path.glob("step-*.parquet"))
+        return (path / TRAJECTORIES).is_dir() or any(path.glob("step-*.parquet"))
     return path.suffix == ".parquet" and path.is_file()

@@ -45,7 +45,7 @@ VERBATIM = LineFormat(
     recognises=_is_ours,
     trajectory=lambda record, line: trajectory_from_json(record["trajectory"]),
 )
-"""`trajectories.jsonl` of a run, or what `verbatim eval --out` wrote."""
+"""What `verbatim export`, `verbatim eval --out` and `verbatim rollout --out` wrote."""
 
 
 def _is_verifiers(record: Mapping[str, Any]) -> bool:
