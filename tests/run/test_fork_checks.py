@@ -11,6 +11,7 @@ from verbatim.config.schema import RunConfig
 from verbatim.core.errors import CheckpointError, UsageError
 from verbatim.logs.checkpoints import Checkpoint, write_json, write_loop_state
 from verbatim.run.fork import Fork, check_fork
+from verbatim.run.parts import make_progress
 from verbatim.run.tables import component_tables
 
 
@@ -34,12 +35,13 @@ def stopped_after_20(run: Path) -> Fork:
     (folder / "trainer").mkdir(parents=True)
     (folder / "config.toml").write_text(dump_config(configured(2)))
     write_json(folder / "trainer/trainer.json", {"num_optimizer_steps": 20})
+    played = make_progress(configured(2)).played
     stopping = {"best": 0.5, "best_step": 0, "since": [10, 20], "metric": "success", "mode": "max", "env": None}
     write_loop_state(
         folder,
         {
             "dispatcher": {"schedule": {"pools": {"easy": [], "hard": [], "recent": {}}}, "held": []},
-            "evaluations": {"last": 20, "best": None, "early_stopping": stopping},
+            "evaluations": {"last": 20, "best": None, "early_stopping": stopping, "played": played},
         },
     )
     return Fork(run=run, checkpoint=Checkpoint(step=20, folder=folder))

@@ -153,8 +153,6 @@ def test_a_run_that_goes_on_has_what_it_had():
     resolved, choices = resolve_dtypes(config(), stored=stored, machine=machine)
     assert dtypes(resolved) == ("float32", "bfloat16") and not machine.asked
     assert {choice.reason for choice in choices} == {"as the run has it"}
-    old = {"model": stored["model"], "trainer": {}}  # of a version without these keys
-    assert dtypes(resolve_dtypes(config(), stored=old, machine=machine)[0]) == ("float32", "float32")
 
 
 @pytest.mark.parametrize("as_tables", [lambda run: run.model_dump(), lambda run: tomllib.loads(dump_config(run))])

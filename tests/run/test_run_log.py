@@ -40,7 +40,7 @@ class NoTrainer:
         (folder / "weights").write_text(str(version))
 
 
-STATE = {"dispatcher": {"schedule": {"pools": {"easy": [], "hard": []}}}}
+STATE = {"dispatcher": {"schedule": {"pools": {"easy": [], "hard": []}}}, "evaluations": {"best": None}}
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ def trajectory_from_json(record: Mapping[str, Any]) -> Trajectory:
         "reward": _number(record["reward"]),
         "advantage": _number(record["advantage"]),
         "reward_parts": {name: float(part) for name, part in record["reward_parts"].items()},
-        "agent_rewards": {name: float(own) for name, own in record.get("agent_rewards", {}).items()},
+        "agent_rewards": {name: float(own) for name, own in record["agent_rewards"].items()},
     }
     return Trajectory(**fields)
 

@@ -63,7 +63,7 @@ class Adapter:
     base_fingerprint: str | None
     """Fingerprint of the base model's weights; None where another program wrote the folder."""
     rounded_fingerprint: str | None
-    """The same of these weights rounded to bfloat16; None too where an earlier version wrote the folder."""
+    """The same of these weights rounded to bfloat16."""
 
 
 def read_adapter(folder: Path) -> Adapter:
@@ -85,6 +85,7 @@ def read_adapter(folder: Path) -> Adapter:
         raise ModelError(f"{folder}: {', '.join(other)} cannot be merged; expected an adapter of plain LoRA")
     tensors = _tensors(folder / ADAPTER_WEIGHTS)
     refuse_not_finite(tensors.items(), str(folder))
+    whole, rounded = _fingerprints_in(folder / BASE_FILE)
     return Adapter(
         folder=folder,
         base=base,
@@ -92,19 +93,17 @@ def read_adapter(folder: Path) -> Adapter:
         scale=alpha / r,
         transposed=bool(config.get("fan_in_fan_out")),
         pairs=_pairs(folder, tensors),
-        base_fingerprint=_fingerprint_in(folder / BASE_FILE, BASE_FINGERPRINT),
-        rounded_fingerprint=_fingerprint_in(folder / BASE_FILE, ROUNDED_FINGERPRINT),
+        base_fingerprint=whole,
+        rounded_fingerprint=rounded,
     )
 
 
-def _fingerprint_in(path: Path, key: str) -> str | None:
+def _fingerprints_in(path: Path) -> tuple[str | None, str | None]:
     if not path.is_file():
-        return None
+        return None, None
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        if key == ROUNDED_FINGERPRINT and key not in found:
-            return None
-        return str(found[key])
+        return str(found[BASE_FINGERPRINT]), str(found[ROUNDED_FINGERPRINT])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{path} is damaged: {error!r}") from error
 

@@ -182,7 +182,7 @@ def check_fork(fork: Fork, config: RunConfig) -> Origin:
             f"trained; for example --max-steps {step + 100}"
         )
     progress = make_progress(config)
-    progress.load_state_dict(read_loop_state(fork.checkpoint.folder).get("evaluations", {}))
+    progress.load_state_dict(read_loop_state(fork.checkpoint.folder)["evaluations"])
     if progress.early_stopping is not None and progress.stop_reason is not None:
         raise UsageError(
             f"the run {run} ended early at step {step}: {progress.stop_reason}; nothing would be trained. "
@@ -302,7 +302,7 @@ def _write_checkpoints(
 ) -> None:
     store = CheckpointStore(path / "checkpoints")
     step = fork.checkpoint.step
-    best = read_loop_state(fork.checkpoint.folder).get("evaluations", {}).get("best")
+    best = read_loop_state(fork.checkpoint.folder)["evaluations"]["best"]
     if config.checkpoint.keep_best is None:
         best = None
     other: Checkpoint | None = None

@@ -286,8 +286,7 @@ def _layers(read: Callable[[], Any], name: str) -> Layers:
 
 
 def _stored(stored: Mapping[str, Any] | None, key: str, config: RunConfig) -> Dtype | None:
-    """What a stored configuration says; one of an earlier version, without the key, means its default. None where that
-    run had another sampler."""
+    """What a stored configuration says; None where that run had another sampler, or where the key was taken out."""
     backend = config.inference.backend
     if stored is None or (key == SAMPLER and (stored.get("inference") or {}).get("backend", backend) != backend):
         return None
@@ -295,7 +294,7 @@ def _stored(stored: Mapping[str, Any] | None, key: str, config: RunConfig) -> Dt
     *tables, name = key.split(".")
     for part in tables:
         table = table.get(part, {})
-    found = table.get(name, "float32")
+    found = table.get(name)
     return found if found in ("float32", "bfloat16") else None
 
 

@@ -171,8 +171,8 @@ def with_teacher(samples: Sequence[TrainingSample], fate: Fate, *, needs: bool) 
             said = fate.teacher_logprobs[turn] if fate.teacher_logprobs else None
             if said is None:
                 raise UsageError(
-                    f"trajectory {sample.trajectory_id}, turn {turn}: the teacher's logprobs are not "
-                    "stored: it was not asked, or by an earlier version of Verbatim"
+                    f"trajectory {sample.trajectory_id}, turn {turn}: the teacher's logprobs are not stored: it was "
+                    "not asked"
                 )
             stream[sample.chunk_ids == turn] = said
         found.append(dataclasses.replace(sample, logprob_streams={**sample.logprob_streams, TEACHER: stream}))

@@ -199,7 +199,7 @@ class RunLog:
 
     def _seal(self, step: int, state: Mapping[str, Any], trainer_state: Path) -> None:
         try:
-            best = state.get("evaluations", {}).get("best")
+            best = state["evaluations"]["best"]
             with self._store.writing(step, self._sync_logs(), best) as temporary:
                 for part in trainer_state.iterdir():
                     os.rename(part, temporary / part.name)
@@ -221,8 +221,8 @@ class RunLog:
 
     def without_missing_best(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """The loop's state in a checkpoint, without a best evaluation whose checkpoint is gone."""
-        evaluations = state.get("evaluations", {})
-        best = evaluations.get("best")
+        evaluations = state["evaluations"]
+        best = evaluations["best"]
         if best is None or best["step"] in self._store.steps():
             return state
         logger.warning(

@@ -33,8 +33,8 @@ class Progress:
     """Those over which the schedule is stretched."""
     last_lr: float | None
     """The learning rate of the last one that is done; None before the first."""
-    next_lr: float | None
-    """That of the next one, as things stand; None in a file of an earlier version."""
+    next_lr: float
+    """That of the next one, as things stand."""
 
 
 def write_progress(folder: Path, progress: Progress, fingerprints: Mapping[str, str]) -> None:
@@ -60,7 +60,7 @@ def read_progress(folder: Path, fingerprints: Mapping[str, str]) -> tuple[Progre
     path = folder / STATE_FILE
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
-        progress, scored = _progress(state), dict(state.get("frozen", {}))
+        progress, scored = _progress(state), dict(state["frozen"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{path} is no trainer state: {error!r}; expected a folder that save_state wrote"
@@ -79,20 +79,18 @@ def read_progress(folder: Path, fingerprints: Mapping[str, str]) -> tuple[Progre
 
 
 def _progress(state: Mapping[str, Any]) -> Progress:
-    """A file of an earlier version has only the steps that are done, and maybe their total.
-
+    """
     Raises:
         ValueError, KeyError: the figures are impossible or missing.
     """
-    done = state["num_optimizer_steps"]
-    planned, total = state.get("planned_optimizer_steps", done), state.get("total_optimizer_steps", done)
+    done, planned, total = (state[f"{name}_optimizer_steps"] for name in ("num", "planned", "total"))
     if any(type(number) is not int for number in (done, planned, total)) or not 0 <= done <= min(planned, total):
         raise ValueError(f"{done!r} optimizer steps are done, of {planned!r} and {total!r}")
-    last, following = state.get("last_lr"), state.get("next_lr")
+    last = state["last_lr"]
     return Progress(
         num_optimizer_steps=done,
         planned_optimizer_steps=planned,
         total_optimizer_steps=total,
         last_lr=None if last is None else float(last),
-        next_lr=None if following is None else float(following),
+        next_lr=float(state["next_lr"]),
     )

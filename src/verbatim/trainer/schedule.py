@@ -77,8 +77,6 @@ class Schedule:
 
     def _warn_of_a_jump(self, before: Progress) -> None:
         now, then = learning_rate(self._config, self.num_done, self.total), before.next_lr
-        if then is None:  # a file of an earlier version: as this schedule would go on, stretched as that one was
-            then = learning_rate(self._config, self.num_done, before.total_optimizer_steps)
         if not math.isclose(now, then, rel_tol=1e-9):
             last = f"; the last one was taken at {before.last_lr:.3g}" if before.last_lr is not None else ""
             logger.warning(

@@ -63,7 +63,7 @@ def test_what_may_hold_keys_is_for_its_owners_eyes(tmp_path: Path, root: Path):
         log.chmod(0o644)
         assert is_private(run.path / "config.toml") and is_private(run.log("orchestrator"))
         assert log.read_text() == "a line of before\n"
-        (run.path / "config.toml").chmod(0o644)  # of an earlier version
+        (run.path / "config.toml").chmod(0o644)
         run.link_latest()
     with RunFolder.resume(config, name="guess", root=root) as run:
         assert is_private(run.path / "config.toml")

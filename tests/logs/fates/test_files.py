@@ -16,7 +16,7 @@ from verbatim.core.errors import UsageError
 from verbatim.core.trajectories import Fate
 from verbatim.core.trajectory_json import NOT_WRITTEN, plain, trajectory_to_json, was_cut
 from verbatim.core.types import ToolCall, Trajectory, Turn, TurnTiming
-from verbatim.logs.fates.files import FateFolder, files_in, read_fates, read_figures
+from verbatim.logs.fates.files import FateFolder, files_in, read_fates
 from verbatim.logs.fates.retention import Retention
 from verbatim.logs.fates.schema import SCHEMA, TURN
 from verbatim.logs.monitors.trajectory_log import read_trajectories
@@ -64,6 +64,12 @@ FATE = Fate(
 FAILED = Fate.of_dropped(Trajectory(example_id="y", group_id="h", env="game", error="raised: KeyError"), "error")
 
 
+def figures_in(folder: Path) -> dict[str, list]:
+    """The columns of a folder's files that hold neither tokens nor texts, as any program reads them."""
+    names = [name for name in SCHEMA.names if name not in ("messages", "tools", "info", "turns")]
+    return pq.read_table(folder, columns=names, partitioning=None).to_pydict()
+
+
 def test_what_is_read_is_what_was_written_to_the_last_bit(tmp_path: Path):
     FateFolder(tmp_path).write(12, [FATE, FAILED])
     (step, fate), (_, failed) = read_fates(tmp_path)
@@ -85,24 +91,6 @@ def test_what_is_read_is_what_was_written_to_the_last_bit(tmp_path: Path):
     assert fate.teacher_logprobs[0].tolist() == [-0.5, -0.75] and fate.teacher_logprobs[1:] == (None, None, None)
     assert text_of(failed.trajectory) == text_of(FAILED.trajectory) and failed.reason == "error"
     assert fate.trajectory.turns[1].extends(fate.trajectory.turns[0])
-
-
-def test_a_file_of_an_earlier_version_has_no_column_of_a_teacher(tmp_path: Path):
-    files = FateFolder(tmp_path)
-    files.write(1, [FATE])
-    path = files_in(tmp_path)[1]
-    table = pq.read_table(path, partitioning=None)
-    turns = table.column("turns").combine_chunks()
-    kept = [field for field in turns.values.type if field.name != "teacher_logprobs"]
-    without = pa.StructArray.from_arrays([turns.values.field(field.name) for field in kept], fields=kept)
-    column = pa.ListArray.from_arrays(turns.offsets, without)
-    place = table.schema.get_field_index("turns")
-    pq.write_table(table.set_column(place, pa.field("turns", column.type), column), path)
-    ((_, fate),) = read_fates(tmp_path)
-    assert fate.teacher_logprobs == ()
-    assert text_of(fate.trajectory) == text_of(
-        FULL.replace(turns=[FIRST.replace(state_key="room \\udce9"), *FULL.turns[1:]])
-    )
 
 
 def test_every_field_of_a_trajectory_and_of_a_turn_has_a_column():
@@ -161,16 +149,15 @@ def test_names_that_are_numbers_are_written_as_texts(tmp_path: Path):
     assert fate.trajectory.reward_parts == {"1": 0.5} and fate.trajectory.turns[0].agent == "2"
 
 
-def test_the_figures_are_read_without_tokens(tmp_path: Path):
+def test_the_figures_have_columns_of_their_own(tmp_path: Path):
     files = FateFolder(tmp_path)
     files.write(1, [FATE])
     files.write(2, [FAILED])
-    found = read_figures(tmp_path).to_pydict()
+    found = figures_in(tmp_path)
     assert found["step"] == [1, 2]
     assert found["num_sampled_tokens"] == [2 + 1 + 2 + 5, 0] and found["num_trained_tokens"] == [2, 0]
     assert found["reason"] == [None, "error"] and found["num_breaks"] == [1, 0]
     assert found["flags"] == [["gibberish", "repetition"], []]
-    assert "turns" not in found and "messages" not in found
 
 
 @pytest.mark.extras
@@ -266,8 +253,8 @@ def test_a_share_takes_whole_groups_and_always_the_same(tmp_path: Path):
     fates = [Fate.of_dropped(FULL.replace(group_id=f"g{n // 4}", trajectory_id=str(n)), "stale") for n in range(800)]
     FateFolder(tmp_path / "a", Retention(share=0.25)).write(1, fates)
     FateFolder(tmp_path / "b", Retention(share=0.25)).write(1, fates)
-    groups = read_figures(tmp_path / "a")["group_id"].to_pylist()
-    assert groups == read_figures(tmp_path / "b")["group_id"].to_pylist()
+    groups = figures_in(tmp_path / "a")["group_id"]
+    assert groups == figures_in(tmp_path / "b")["group_id"]
     counts = {group: groups.count(group) for group in groups}
     assert set(counts.values()) == {4}
     assert 0.25 * 200 * 0.6 < len(counts) < 0.25 * 200 * 1.4
@@ -321,4 +308,4 @@ def test_long_trajectories_are_read_without_their_neighbours(tmp_path: Path):
 
 def test_a_step_without_trajectories_has_a_file_too(tmp_path: Path):
     FateFolder(tmp_path).write(1, [])
-    assert list(read_fates(tmp_path)) == [] and read_figures(tmp_path).num_rows == 0
+    assert list(read_fates(tmp_path)) == [] and figures_in(tmp_path)["step"] == []

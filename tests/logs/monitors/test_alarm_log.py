@@ -50,15 +50,6 @@ def test_a_run_without_alarms_has_none(tmp_path: Path):
     assert read_alarms(tmp_path / "alarms.jsonl") == []
 
 
-def test_fields_of_a_later_version_are_left_out(tmp_path: Path):
-    path = tmp_path / "alarms.jsonl"
-    log = AlarmLog(path)
-    log.on_alarm(CLEARED)
-    log.close()
-    path.write_text(json.dumps({**json.loads(path.read_text()), "severity": "high"}) + "\n")
-    assert read_alarms(path) == [CLEARED]
-
-
 @pytest.mark.parametrize(
     "record",
     [

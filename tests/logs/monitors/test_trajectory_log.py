@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verbatim.core.errors import UsageError
-from verbatim.core.trajectory_json import plain, trajectory_from_json, trajectory_to_json
+from verbatim.core.trajectory_json import trajectory_from_json, trajectory_to_json
 from verbatim.core.types import StopReason, ToolCall, Trajectory, Turn, TurnTiming
 from verbatim.logs.monitors import TrajectoryLog, read_trajectories
 
@@ -127,15 +127,6 @@ def test_logprobs_come_back_bit_for_bit(logprobs: list[float]):
     assert back.turns[0].logprobs is not None
     assert turn.logprobs is not None
     assert back.turns[0].logprobs.tobytes() == turn.logprobs.tobytes()
-
-
-def test_a_line_of_before_trajectories_named_their_run_is_read(tmp_path: Path):
-    file = tmp_path / "trajectories.jsonl"
-    record = plain(trajectory_to_json(full()))
-    del record["run_id"]
-    file.write_text(json.dumps({"step": 1, "trajectory": record}) + "\n")
-    ((_, found),) = read_trajectories(file)
-    assert_same(found, full().replace(run_id=""))
 
 
 def test_a_line_that_is_no_trajectory_is_named(tmp_path: Path):

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import doctest
 import json
-import logging
 import math
-from pathlib import Path
 
 import pytest
 
@@ -288,15 +286,6 @@ async def test_a_stop_that_is_asked_for_is_no_early_end(tmp_path, scripted):
     run.request_stop()
     assert not await run.run()
     assert "stopped_early" not in run.ending()
-
-
-def test_a_checkpoint_of_an_earlier_version_has_no_evaluations(tmp_path: Path, caplog):
-    run, _, _ = make(tmp_path, progress=watched(patience=1))
-    state = run.state_dict()
-    del state["evaluations"]
-    with caplog.at_level(logging.WARNING):
-        run.load_state_dict(state)
-    assert run.ending() == {} and not caplog.records
 
 
 async def test_no_batch_is_handed_over_while_a_synchronous_run_may_end(tmp_path, monkeypatch):

@@ -121,13 +121,13 @@ class DifficultyPools:
         known = {env: set(ids) for env, ids in self._ids.items()}
         self._pooled = {env: {} for env in self._ids}
         for pool in POOLS:
-            for row in state.get(pool, ()):
+            for row in state[pool]:
                 if row["example_id"] in known.get(row["env"], ()):
                     self._pooled[row["env"]][row["example_id"]] = (pool, row["mean_reward"])
         self._recent = {
             env: {
                 i: deque(values, maxlen=self._rules.window)
-                for i, values in state.get("recent", {}).get(env, {}).items()
+                for i, values in state["recent"].get(env, {}).items()
                 if i in known[env] and i not in self._pooled[env]
             }
             for env in self._ids

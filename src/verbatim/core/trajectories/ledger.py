@@ -19,8 +19,6 @@ REASONS = (
     "unused_at_end",
 )
 """Why a token is not trained; filters add `filter:{name}`."""
-_FORMER_NAMES = {"lost_actor": "lost_worker"}
-"""Reasons in checkpoints of earlier versions."""
 
 
 class Ledger:
@@ -117,5 +115,5 @@ class Ledger:
         """Continue from `state_dict`."""
         self.sampled, self.trained = state["sampled"], state["trained"]
         self.masked_by_loss = state["masked_by_loss"]
-        self.dropped = Counter({_FORMER_NAMES.get(name, name): count for name, count in state["dropped"].items()})
+        self.dropped = Counter(state["dropped"])
         self._settled_below, self._settled_above = state["settled_below"], set(state["settled_above"])

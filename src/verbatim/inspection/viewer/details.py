@@ -42,7 +42,7 @@ def turn_answers(found: FoundTrajectory, breaks: Mapping[int, Mapping[str, Any]]
                 "index": index,
                 "agent": turn["agent"],
                 "fate": fate,
-                "trained": turn.get("trained", True),
+                "trained": turn["trained"],
                 "advantage": _single(turn["advantage"]),
                 "reward": _single(turn["reward"]),
                 **{name: turn.get(name) for name in _PLAIN},

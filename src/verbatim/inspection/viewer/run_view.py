@@ -209,15 +209,12 @@ class RunView:
             **row,
             **texts,
             "seed": details.cut_texts(record["seed"], "seed", cuts),
-            "run_id": record.get("run_id", ""),
-            "unrecorded": found.row.get("unrecorded"),
-            "num_unrecorded_tokens": record.get("num_unrecorded_tokens", 0),
-            "num_unrecorded_turns": record.get("num_unrecorded_turns", 0),
+            "run_id": record["run_id"],
+            "unrecorded": found.row["unrecorded"],
+            "num_unrecorded_tokens": record["num_unrecorded_tokens"],
+            "num_unrecorded_turns": record["num_unrecorded_turns"],
             **{
-                name: {
-                    part: details.cut_texts(_single(value), name, cuts)
-                    for part, value in (record.get(name) or {}).items()
-                }
+                name: {part: details.cut_texts(_single(value), name, cuts) for part, value in record[name].items()}
                 for name in ("reward_parts", "agent_rewards")
             },
             "turns": [

@@ -31,7 +31,7 @@ from verbatim.core.errors import UsageError
 from verbatim.core.texts import cut, ranges
 from verbatim.core.trajectories import Fate
 from verbatim.logs.fates.retention import EVERYTHING, Retention
-from verbatim.logs.fates.schema import FIGURES, SCHEMA, VERSION, VERSION_KEY
+from verbatim.logs.fates.schema import SCHEMA, VERSION, VERSION_KEY
 from verbatim.logs.fates.table import from_table, records_of, to_table
 
 logger = logging.getLogger(__name__)
@@ -233,22 +233,6 @@ def _read(file: Path, rows: Callable[[pa.RecordBatch], Iterable[T]]) -> Iterator
             raise
         why = f"{type(error).__name__}: {error}"
         raise UsageError(f"{file} cannot be read as trajectories of ours ({why})") from error
-
-
-def read_figures(path: Path) -> pa.Table:
-    """The columns `FIGURES` of all trajectories in a folder or a file; no tokens and no texts are read.
-
-    Raises:
-        UsageError: nothing to read, or a damaged file.
-    """
-    files = list(files_in(path).values()) if path.is_dir() else [path]
-    try:
-        tables = [pq.read_table(file, columns=FIGURES, partitioning=None) for file in files]
-    except (pa.ArrowException, OSError) as error:
-        raise UsageError(f"{path} cannot be read as trajectories of ours ({error})") from error
-    if not tables:
-        raise UsageError(f"{path} has no trajectories; expected a folder with files such as step-000001.parquet")
-    return pa.concat_tables(tables, promote_options="permissive")
 
 
 def _remove(path: Path) -> None:

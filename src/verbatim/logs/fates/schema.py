@@ -83,6 +83,3 @@ SCHEMA = pa.schema(
     ],
     metadata={VERSION_KEY: VERSION},
 )
-
-FIGURES = [name for name in SCHEMA.names if name not in ("messages", "tools", "info", "turns")]
-"""The columns that are read without touching tokens or texts."""

@@ -232,9 +232,9 @@ def records_of(table: pa.Table | pa.RecordBatch) -> Iterator[StoredFate]:
         own = [next(turns) for _ in range(row["num_turns"])]
         fields = {name: row[name] for name in plain_columns if name not in _SAME}
         fields |= {name: json.loads(row[name]) for name in ("messages", "tools", "info")}
-        fields |= {column: {each["name"]: each["value"] for each in row.get(column) or ()} for column in _NUMBERS}
+        fields |= {column: {each["name"]: each["value"] for each in row[column]} for column in _NUMBERS}
         fields["turns"] = [turn for _, turn, _ in own]
-        beside = {name: row[name] for name in _OF_ROW if name in row}
+        beside = {name: row[name] for name in _OF_ROW}
         yield StoredFate(
             record=fields,
             row=beside,
@@ -255,8 +255,7 @@ def _read_turns(column: pa.Array | pa.ChunkedArray) -> Iterator[tuple[str, dict[
     for chunk in chunks:
         turns = chunk.flatten()
         names = [field.name for field in TURN if field.name not in _TOKENS]
-        there = {field.name for field in turns.type}  # an earlier version's have no column of a teacher
-        tokens = {name: _read_lists(turns.field(name)) if name in there else [None] * len(turns) for name in _TOKENS}
+        tokens = {name: _read_lists(turns.field(name)) for name in _TOKENS}
         for index, row in enumerate(pa.Table.from_arrays([turns.field(name) for name in names], names).to_pylist()):
             found = {name: lists[index] for name, lists in tokens.items()}
             yield row["fate"], _turn_record(row, found), found

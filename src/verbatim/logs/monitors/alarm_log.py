@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from verbatim.logs.monitors.alarm import Alarm
 from verbatim.logs.monitors.base import Monitor
 from verbatim.logs.monitors.jsonl import JsonlWriter, LogMark, read_jsonl
-
-_FIELDS = tuple(f.name for f in fields(Alarm))
 
 
 class AlarmLog(Monitor):
@@ -28,17 +25,16 @@ class AlarmLog(Monitor):
 
 
 def alarm_from_json(record: Mapping[str, Any]) -> Alarm:
-    """The alarm of one line of `alarms.jsonl`; fields of later versions are left out.
+    """The alarm of one line of `alarms.jsonl`.
 
     Raises:
         KeyError, TypeError, ValueError: it is none.
     """
-    known = {name: record[name] for name in _FIELDS if name in record}
-    if known.get("state") not in ("raised", "cleared"):
-        raise ValueError(f'state: found {known.get("state")!r}, expected "raised" or "cleared"')
-    known["evidence"] = {name: float(value) for name, value in known.get("evidence", {}).items()}
-    known["trajectory_ids"] = tuple(known.get("trajectory_ids", ()))
-    return Alarm(**known)
+    if record["state"] not in ("raised", "cleared"):
+        raise ValueError(f'state: found {record["state"]!r}, expected "raised" or "cleared"')
+    evidence = {name: float(value) for name, value in record["evidence"].items()}
+    fields = {**record, "evidence": evidence, "trajectory_ids": tuple(record["trajectory_ids"])}
+    return Alarm(**fields)
 
 
 def read_alarms(path: Path) -> list[Alarm]:

@@ -91,27 +91,27 @@ def outcome_from_json(record: Mapping[str, Any], success: bool | None = None) ->
 
 def _figures(record: _Json, turns: Sequence[_Json], info: _Json) -> dict[str, float]:
     return {
-        "turns": len(turns) + record.get("num_unrecorded_turns", 0),
+        "turns": len(turns) + record["num_unrecorded_turns"],
         "tool_calls": sum(len(turn["tool_calls"]) for turn in turns),
         "tool_errors": sum(info.get("tool_errors", {}).values()),
         "truncated": float(record["truncated"]),
         "malformed": float(record["stop_reason"] == StopReason.MALFORMED),
         "completion_tokens": _num_sampled(record, turns, info),
         **{f"reward_part/{name}": float(value) for name, value in record["reward_parts"].items()},
-        **{f"agent_reward/{name}": float(value) for name, value in record.get("agent_rewards", {}).items()},
+        **{f"agent_reward/{name}": float(value) for name, value in record["agent_rewards"].items()},
     }
 
 
 def _num_sampled(record: _Json, turns: Sequence[_Json], info: _Json) -> int:
     """Sampled tokens; where the server tells no ids, its own count."""
-    recorded = sum(len(turn["completion_ids"]) for turn in turns) + record.get("num_unrecorded_tokens", 0)
+    recorded = sum(len(turn["completion_ids"]) for turn in turns) + record["num_unrecorded_tokens"]
     return recorded or int(_counts(info.get(USAGE)).get("completion_tokens", 0))
 
 
 def _tool_turns(turns: Sequence[_Json], info: _Json) -> tuple[int, int]:
     if not info.get(TOOLS_OFFERED) and not any(turn["tool_calls"] for turn in turns):
         return 0, 0
-    trained = [turn for turn in turns if turn.get("trained", True)]
+    trained = [turn for turn in turns if turn["trained"]]
     return sum(turn["parse_status"] == "ok" and bool(turn["tool_calls"]) for turn in trained), len(trained)
 
 

@@ -206,7 +206,7 @@ class EvalProgress:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict`. What was measured by another criterion, or on other episodes, is left out: it
         compares with nothing."""
-        best, stopping, played = state.get("best"), state.get("early_stopping"), state.get("played", self.played)
+        best, stopping, played = state["best"], state["early_stopping"], state["played"]
         if others := sorted(name for name in {*played, *self.played} if played.get(name) != self.played.get(name)):
             if best is not None or stopping is not None:
                 logger.warning(

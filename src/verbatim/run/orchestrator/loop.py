@@ -365,11 +365,10 @@ class Orchestrator:
         """Continue from `state_dict`. Tokens that were in flight then are dropped as cancelled: their groups are
         sampled again."""
         self.step = state["step"]
-        self.has_learned = state.get("has_learned", self.step > 0)  # a state of an earlier version does not say
+        self.has_learned = state["has_learned"]
         self.dispatcher.load_state_dict(state["dispatcher"])
         self.ledger.load_state_dict(state["ledger"])
-        evaluations = state.get("evaluations", {})
-        self._evaluated = evaluations.get("last", -1)
-        self.progress.load_state_dict(evaluations)
+        self._evaluated = state["evaluations"]["last"]
+        self.progress.load_state_dict(state["evaluations"])
         self.ledger.drop({"cancelled": state["pending_tokens"]})
         self.ledger.check(pending=0)
