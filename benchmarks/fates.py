@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 
 from verbatim.core.trajectories import Fate
 from verbatim.logs.fates.files import FateFolder, files_in, read_fates
-from verbatim.logs.monitors.jsonl import read_jsonl
+from verbatim.logs.monitors.metrics_log import read_metrics
 from verbatim.logs.monitors.trajectory_log import TRAJECTORIES, TrajectoryLog
 
 
@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("--steps", type=int, default=20, help="the last ones")
     args = parser.parse_args()
-    steps = [line for line in read_jsonl(args.run / "metrics.jsonl") if line["kind"] == "train"][-args.steps :]
+    steps = [line for line in read_metrics(args.run / "metrics.jsonl") if line["kind"] == "train"][-args.steps :]
     first = steps[0]["step"]
     kept = (pair for pair in read_fates(args.run / TRAJECTORIES) if pair[0] >= first)
     parquet, lines, tokens, trajectories = [], [], 0, 0

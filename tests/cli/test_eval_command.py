@@ -413,7 +413,7 @@ def test_a_models_name_is_a_run_a_checkpoint_a_folder_or_an_api(tmp_path: Path):
     assert first.fingerprint != second.fingerprint
     (run / "final").mkdir()
     assert found(str(run)) == found(f"{run}@final") == [("run/final", 4)]
-    (run / "summary.json").write_text('{"steps": 2}')  # it ended at step 2, and was resumed since then
+    (run / "summary.json").write_text('{"format": 1, "steps": 2}')  # it ended at step 2, and was resumed since then
     assert found(str(run)) == [("run/final", 2)]
 
 

@@ -68,11 +68,11 @@ def test_where_it_is_in_neither_both_are_named(project: Path):
     assert f"beside the configuration, {project.resolve()}" in told
 
 
-@pytest.mark.parametrize("content", ["[", "{}", "[3]", "\udc80"])
+@pytest.mark.parametrize("content", ["[", '{"format": 1}', '{"format": 1, "folders": [3]}', "\udc80"])
 def test_damaged_folders_of_modules_are_named(project: Path, content: str):
     stored = project / "module_folders.json"
     stored.write_bytes(content.encode("utf-8", "surrogateescape"))
-    with pytest.raises(UsageError, match=r"module_folders\.json is damaged.*expected a JSON list of the folders"):
+    with pytest.raises(UsageError, match=r"module_folders\.json is damaged.*expected the folders that hold"):
         search_beside(project / "run.toml")
 
 

@@ -88,7 +88,8 @@ def test_an_untouched_fork_goes_on_bit_for_bit_as_the_run_did_and_stands_alone(p
         {"key": key, "dtype": dtype, "reason": "measured"}
         for key, dtype in (("trainer.dtype", "float32"), ("inference.torch.dtype", "bfloat16"))
     ]
-    (copy / "precision.json").write_text(json.dumps(reasons))  # the second is not what the run computes in
+    # The second is not what the run computes in.
+    (copy / "precision.json").write_text(json.dumps({"format": 1, "choices": reasons}))
     assert main(["rl", "--fork", f"{copy}@{AT}", "--run-dir", "alone", "--max-steps", str(AT + 1)]) == 0
     shutil.rmtree(copy)  # from here on it needs nothing of that run
     run = place / "alone"
@@ -96,7 +97,7 @@ def test_an_untouched_fork_goes_on_bit_for_bit_as_the_run_did_and_stands_alone(p
     assert_same(run, whole)
     assert snapshot(whole) == before
     assert [path for path in run.rglob("*") if is_leftover(path) or path.name == ".forking"] == []
-    assert read_json(run / "precision.json") == reasons[:1]
+    assert read_json(run / "precision.json") == {"format": 1, "choices": reasons[:1]}
     origin = read_origin(run)
     assert (origin.run, origin.step, origin.fresh, origin.forked_from) == (str(copy.resolve()), AT, (), None)
     assert origin.changes == (f"max_steps: {STEPS} -> {AT + 1}",)

@@ -205,6 +205,7 @@ def test_the_fate_of_every_token_is_in_the_files_with_what_the_trainer_said_of_i
 def test_the_summary_says_what_was_measured(finished: Finished):
     summary = read_json(finished.folder / "summary.json")
     assert set(summary) == {
+        "format",
         "success_before_rl",
         "valid_format_before_rl",
         "success_after_rl",
@@ -433,7 +434,7 @@ def held(place: Path) -> Iterator[None]:
 
 def wait_for_step(running: subprocess.Popen[str], metrics: Path, step: int) -> None:
     """Until the metrics have the line of this step."""
-    line = f'{{"step": {step}, "kind": "train"'
+    line = f'"step": {step}, "kind": "train"'
     wait_until(lambda: running.poll() is not None or (metrics.exists() and line in metrics.read_text()))
     assert running.poll() is None, f"ended with {running.returncode}: {running.communicate()}"
 

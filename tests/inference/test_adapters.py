@@ -230,6 +230,7 @@ def test_a_base_in_bfloat16_is_known_where_some_of_its_parameters_stay_in_float3
     folder = shutil.copytree(adapters["tied"], tmp_path / "adapter")
     own = load_model(models["tied"])
     digests = {
+        "format": 1,
         "fingerprint": fingerprint(own.named_parameters()),
         "fingerprint_bfloat16": fingerprint(own.named_parameters(), dtype=torch.bfloat16),
     }
@@ -250,6 +251,7 @@ def test_an_adapter_of_other_base_weights_is_refused(models, adapters, tmp_path,
     folder = shutil.copytree(adapters["tied"], tmp_path / "adapter")
     own = load_model(models["tied"])
     digests = {
+        "format": 1,
         "fingerprint": fingerprint(own.named_parameters()),
         "fingerprint_bfloat16": fingerprint(own.named_parameters(), dtype=torch.bfloat16),
     }

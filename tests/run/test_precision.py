@@ -178,11 +178,11 @@ def test_the_folder_of_a_run_has_the_choice_and_gives_it_to_a_resumed_one(tmp_pa
     with RunFolder.join(resolved, role="orchestrator") as folder:
         tell(choices, Console(quiet=True), folder.path)
     kept = json.loads((tmp_path / "run" / "precision.json").read_text())
-    assert [(one["key"], one["dtype"]) for one in kept] == [
+    assert [(one["key"], one["dtype"]) for one in kept["choices"]] == [
         ("trainer.dtype", "bfloat16"),
         ("inference.torch.dtype", "float32"),
     ]
-    assert "2.00 times" in kept[0]["reason"]
+    assert "2.00 times" in kept["choices"][0]["reason"]
     again, as_stored = resolve_dtypes(asked, stored=RunFolder.stored_tables(asked, True), machine=Fake(trainer=1.0))
     assert dtypes(again) == ("bfloat16", "float32")
     tell(as_stored, Console(quiet=True), tmp_path / "run")
@@ -236,7 +236,7 @@ def test_a_fork_has_the_reasons_of_what_it_did_not_change(tmp_path, caplog):
     anew = resolve_dtypes(config("bfloat16", "auto"), machine=Fake(sampler=1.0))[1]
     tell(anew, Console(quiet=True), fork)
     assert read_choices(fork) == [*anew, *choices[:1]]
-    (before / "precision.json").write_text("[{}]")
+    (before / "precision.json").write_text('{"format": 1, "choices": [{}]}')
     assert read_choices(before) == [] and "cannot be read" in caplog.text
 
 

@@ -8,6 +8,7 @@ VerbatimError
 │   ├── ComponentError           a plug-in that cannot be imported, called, or that returned the wrong thing
 │   ├── NoDemonstrations         an environment that shows none with these settings
 │   └── CheckpointError          a checkpoint that is missing, damaged, or of another run
+│       └── FormatError          a file in a format that this version does not read
 ├── RolloutError                 bad data from a rollout: kept on its trajectory, counted, the run goes on
 │   ├── RecordError (ValueError) ids, logprobs or turns that cannot be what a sampler returned
 │   │   └── NoFlatList (KeyError)    one list of a trajectory's ids, where a break makes them two contexts
@@ -56,6 +57,19 @@ class NoDemonstrations(UsageError):
 
 class CheckpointError(UsageError):
     """A checkpoint is missing, damaged, or belongs to another run."""
+
+
+class FormatError(CheckpointError):
+    """A file of a run has a format that this version of Verbatim does not read.
+
+    Args:
+        message: Which file it is, which number was found, and which is expected.
+        number: The number that was found; None = the file has none.
+    """
+
+    def __init__(self, message: str, number: int | None = None) -> None:
+        super().__init__(message)
+        self.number = number
 
 
 class RolloutError(VerbatimError):

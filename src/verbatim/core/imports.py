@@ -12,7 +12,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from verbatim.core.errors import ComponentError, UsageError
+from verbatim.core.errors import ComponentError, FormatError, UsageError
+from verbatim.core.formats import content_of
 from verbatim.core.texts import error_text
 from verbatim.core.user_code import is_ctrl_c
 
@@ -118,15 +119,18 @@ def _remembered(stored: Path) -> list[str]:
     if not stored.is_file():
         return []
     try:
-        folders = json.loads(stored.read_text(encoding="utf-8"))
+        folders = content_of(MODULE_FOLDERS, json.loads(stored.read_text(encoding="utf-8")), stored).get("folders")
+    except FormatError:
+        raise
     except (ValueError, RecursionError) as error:  # no JSON, or no UTF-8
         folders, why = None, f" ({error})"
     else:
         why = ""
     if not isinstance(folders, list) or not all(isinstance(folder, str) for folder in folders):
         raise UsageError(
-            f"{stored} is damaged{why}: expected a JSON list of the folders that hold the run's modules, "
-            '["/home/me/tasks"]; write it anew, or remove it and run the command in that folder'
+            f"{stored} is damaged{why}: expected the folders that hold the run's modules, "
+            '{"format": 1, "folders": ["/home/me/tasks"]}; write it anew, or remove it and run the command in '
+            "that folder"
         )
     return folders
 

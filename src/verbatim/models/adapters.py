@@ -18,7 +18,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from verbatim.core.errors import ModelError
+from verbatim.core.errors import FormatError, ModelError
+from verbatim.core.formats import content_of
 from verbatim.models.loading import load_model, load_tokenizer, refuse_not_finite, save_model
 from verbatim.models.shards import local_rows
 from verbatim.models.source import ADAPTER_CONFIG, is_adapter
@@ -70,6 +71,7 @@ def read_adapter(folder: Path) -> Adapter:
     """The adapter in a folder.
 
     Raises:
+        FormatError: another version of Verbatim wrote it.
         ModelError: a file is missing or damaged, numbers are not finite, or it changes more than `B A` does.
     """
     path = folder / ADAPTER_CONFIG
@@ -102,8 +104,10 @@ def _fingerprints_in(path: Path) -> tuple[str | None, str | None]:
     if not path.is_file():
         return None, None
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = content_of(BASE_FILE, json.loads(path.read_text(encoding="utf-8")), path)
         return str(found[BASE_FINGERPRINT]), str(found[ROUNDED_FINGERPRINT])
+    except FormatError:
+        raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{path} is damaged: {error!r}") from error
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from verbatim.core.errors import UsageError
 from verbatim.core.records.failed import MAX_FAILED
-from verbatim.logs.monitors.jsonl import read_jsonl
+from verbatim.logs.monitors.metrics_log import read_metrics
 from verbatim.run.summary import summary_of
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ def ending(
     results: Mapping[str, Any] = {}
     steps = 0
     try:
-        for record in read_jsonl(metrics_path):
+        for record in read_metrics(metrics_path):
             if record["kind"] == "eval":
                 evals[record["env"]] = record["metrics"]
             else:

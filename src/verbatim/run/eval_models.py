@@ -10,7 +10,7 @@ from pathlib import Path
 
 from verbatim.core.errors import UsageError
 from verbatim.inference.chat.client import OpenAI
-from verbatim.logs.checkpoints import CheckpointStore, find_checkpoint, read_json
+from verbatim.logs.checkpoints import CheckpointStore, find_checkpoint, read_record
 from verbatim.logs.checkpoints.hold import holds_run
 from verbatim.models.catalog import folder_of
 
@@ -101,7 +101,7 @@ def _final(text: str, run: Path) -> EvalModel:
     """The trained model. Its summary says of which step it is: a run that was resumed since then has newer checkpoints,
     and this model until it ends again."""
     summary = run / "summary.json"
-    steps = read_json(summary).get("steps") if summary.is_file() else None
+    steps = read_record(summary).get("steps") if summary.is_file() else None
     if not isinstance(steps, int):
         steps = max(CheckpointStore(run / "checkpoints", read_only=True).steps(), default=0)
     return EvalModel(label=text, source=str(run / "final"), step=steps, fingerprint=fingerprint(run / "final"))

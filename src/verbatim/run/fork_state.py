@@ -8,7 +8,16 @@ from typing import Any
 import numpy as np
 
 from verbatim.core.disk import write_file
-from verbatim.logs.checkpoints import Origin, read_json, read_loop_state, write_json, write_loop_state
+from verbatim.core.formats import metadata_of
+from verbatim.logs.checkpoints import (
+    Origin,
+    read_json,
+    read_loop_state,
+    read_record,
+    write_json,
+    write_loop_state,
+    write_record,
+)
 from verbatim.logs.checkpoints.loop_state import POOLS, STATE
 from verbatim.logs.checkpoints.store import WEIGHTS
 from verbatim.models.source import ADAPTER_CONFIG
@@ -37,13 +46,15 @@ def write_changed_state(source: Path, target: Path, origin: Origin, *, seed: int
     write_loop_state(target, _fresh_examples(state, seed) if "examples" in origin.fresh else state)
     if "optimizer" in origin.fresh:
         _drop_moments(target / "trainer")
-    if any(change.startswith(_REFERENCE) for change in origin.changes):
-        _change_json(target / "trainer" / STATE_FILE, frozen={})  # another reference is asked for: its digest is new
+    if any(change.startswith(_REFERENCE) for change in origin.changes):  # its digest will be another one
+        progress = target / "trainer" / STATE_FILE
+        write_record(progress, {**read_record(progress), "frozen": {}})
     adapter = target / WEIGHTS / ADAPTER_CONFIG
     if adapter.is_file():
-        base, (old, new) = Path(read_json(adapter).get(_BASE, "")), moved
+        described, (old, new) = read_json(adapter), moved
+        base = Path(described.get(_BASE, ""))
         if base.is_absolute() and base.is_relative_to(old):  # a model that was built or warm-started in the old folder
-            _change_json(adapter, **{_BASE: str(new.absolute() / base.relative_to(old))})
+            write_json(adapter, {**described, _BASE: str(new.absolute() / base.relative_to(old))})
 
 
 def _fresh_examples(state: dict[str, Any], seed: int) -> dict[str, Any]:
@@ -70,8 +81,4 @@ def _drop_moments(folder: Path) -> None:
 
     for file in folder.glob("*.safetensors"):
         file.unlink()
-    write_file(folder / OPTIMIZER_FILE, save({}))
-
-
-def _change_json(path: Path, **changes: Any) -> None:
-    write_json(path, {**read_json(path), **changes})
+    write_file(folder / OPTIMIZER_FILE, save({}, metadata_of("optimizer*.safetensors")))

@@ -10,7 +10,6 @@ else                                                          -> bfloat16 where 
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
@@ -21,9 +20,9 @@ from rich.console import Console
 
 from verbatim.config.schema import RunConfig
 from verbatim.config.sections import table_of
-from verbatim.core.disk import write_file
-from verbatim.core.errors import UsageError
+from verbatim.core.errors import CheckpointError, FormatError, UsageError
 from verbatim.inference.embedded.settings import TorchSettings
+from verbatim.logs.checkpoints.json_files import read_record, write_record
 from verbatim.logs.checkpoints.run_folder import PRECISION
 from verbatim.models.source import base_of, find_source, is_adapter
 from verbatim.run.machine import Dtype, Kernel, Layers, Machine, Side
@@ -158,7 +157,7 @@ def tell(choices: list[Choice], console: Console, folder: Path) -> None:
 
 def write_choices(folder: Path, choices: list[Choice]) -> None:
     """Write what "auto" became into the folder of a run."""
-    write_file(folder / PRECISION, json.dumps([asdict(choice) for choice in choices], indent=2).encode() + b"\n")
+    write_record(folder / PRECISION, {"choices": [asdict(choice) for choice in choices]})
 
 
 def read_choices(folder: Path, config: RunConfig | None = None) -> list[Choice]:
@@ -167,12 +166,17 @@ def read_choices(folder: Path, config: RunConfig | None = None) -> list[Choice]:
     Args:
         folder: Of the run.
         config: That of a fork: keys in which it differs are left out. None = all are taken.
+
+    Raises:
+        FormatError: another version wrote the file.
     """
-    try:
-        found = [Choice(**fields) for fields in json.loads((folder / PRECISION).read_text(encoding="utf-8"))]
-    except FileNotFoundError:
+    if not (folder / PRECISION).exists():
         return []
-    except (OSError, ValueError, TypeError) as error:
+    try:
+        found = [Choice(**fields) for fields in read_record(folder / PRECISION)["choices"]]
+    except FormatError:
+        raise
+    except (CheckpointError, KeyError, TypeError) as error:
         logger.warning(
             "%s cannot be read, so that it is not known why a number format was chosen: %s", folder / PRECISION, error
         )

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verbatim.core.errors import UsageError
-from verbatim.logs.monitors.jsonl import read_jsonl
+from verbatim.logs.monitors.metrics_log import read_metrics
 
 STEP = "step"
 """The column of step numbers."""
@@ -98,7 +98,7 @@ def read_result(folder: Path, summary: Mapping[str, Any], again: Callable[..., R
     """The result of a finished run, its metrics read from its folder."""
     steps: list[tuple[int, Mapping[str, Any]]] = []
     evals: dict[str, list[tuple[int, Mapping[str, Any]]]] = {}
-    for record in read_jsonl(folder / "metrics.jsonl"):
+    for record in read_metrics(folder / "metrics.jsonl"):
         rows = steps if record["kind"] == "train" else evals.setdefault(record["env"], [])
         rows.append((record["step"], record["metrics"]))
     return RunResult(

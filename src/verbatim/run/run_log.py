@@ -22,13 +22,13 @@ from verbatim.core.machine_faults import is_out_of_memory
 from verbatim.core.records.failed import MAX_FAILED
 from verbatim.core.trajectories import Fate
 from verbatim.environments.base import Environment
-from verbatim.logs.checkpoints import CONFIG, CheckpointStore, RunFolder, write_json, write_loop_state
+from verbatim.logs.checkpoints import CONFIG, CheckpointStore, RunFolder, write_loop_state, write_record
 from verbatim.logs.fates.retention import EVERYTHING, Retention
 from verbatim.logs.monitors.alarm import Alarm, Detector
 from verbatim.logs.monitors.alarm_log import AlarmLog, is_alarm, read_alarms, standing_alarms
 from verbatim.logs.monitors.base import Monitor, Monitors
 from verbatim.logs.monitors.console import Console
-from verbatim.logs.monitors.jsonl import JsonlWriter, LogMark
+from verbatim.logs.monitors.jsonl import JsonlWriter, LogMark, refuse_other_log
 from verbatim.logs.monitors.learning_curve import LearningCurve
 from verbatim.logs.monitors.metrics_log import MetricsLog, is_metrics
 from verbatim.logs.monitors.restore import restore
@@ -119,6 +119,7 @@ class RunLog:
             every_step=path == self._folder.metrics,
             some_steps=path == self._folder.alarms,
         )
+        refuse_other_log(path)
         if found.fault is not None:
             logger.warning("%s", found.fault)
             for number, mark in found.earlier.items():
@@ -258,7 +259,7 @@ class RunLog:
         figures = summary_of(self._folder.metrics, self._best_constant, self._folder.path, self._max_failed)
         summary: dict[str, Any] = {**figures, **self.results}
         summary["seconds"] = round(self.seconds, 1)
-        write_json(self._folder.summary, summary)
+        write_record(self._folder.summary, summary)
         return summary
 
 

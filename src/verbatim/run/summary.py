@@ -10,7 +10,7 @@ from typing import Any
 from verbatim.core.errors import UsageError
 from verbatim.core.records.failed import MAX_FAILED, too_many_failed
 from verbatim.environments.base import Environment
-from verbatim.logs.monitors.jsonl import read_jsonl
+from verbatim.logs.monitors.metrics_log import read_metrics
 from verbatim.run.evaluation.outcomes import Outcome
 from verbatim.run.evaluation.pairs import difference
 from verbatim.run.evaluation.stored import read_outcomes
@@ -54,7 +54,7 @@ def summary_of(
     final: dict[str, Any] = {}
     steps, rollouts, failed, last_step = 0, 0, 0, 0
     logged: set[int] = set()
-    for record in read_jsonl(metrics_path):
+    for record in read_metrics(metrics_path):
         if record["kind"] == "eval":
             if record["metrics"].get("episodes") == 0:
                 continue  # it was left out

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from verbatim.config.schema import LoraConfig
 from verbatim.core.errors import CheckpointError, ModelError
+from verbatim.core.formats import stamped
 from verbatim.core.imports import refuse_without
 from verbatim.core.machine_faults import naming, rust_errors_as_oserror
 from verbatim.models.adapters import (
@@ -162,7 +163,8 @@ class Adapters:
             for key, value in self._peft_config.to_dict().items()
         }
         described |= {"base_model_name_or_path": self._base, "inference_mode": True}
-        base = {BASE_FINGERPRINT: self.base_fingerprint, ROUNDED_FINGERPRINT: self._rounded_fingerprint}
+        fingerprints = {BASE_FINGERPRINT: self.base_fingerprint, ROUNDED_FINGERPRINT: self._rounded_fingerprint}
+        base = stamped(BASE_FILE, fingerprints)
         for name, content in ((ADAPTER_CONFIG, described), (BASE_FILE, base)):
             with naming(folder / name):
                 text = json.dumps(content, indent=2, sort_keys=True, default=str)

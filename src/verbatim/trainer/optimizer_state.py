@@ -23,11 +23,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from verbatim.core.errors import CheckpointError
+from verbatim.core.errors import CheckpointError, FormatError
+from verbatim.core.formats import METADATA_KEY, check_metadata, metadata_of
 from verbatim.core.machine_faults import rust_errors_as_oserror
 from verbatim.models.shards import local_rows
 
 OPTIMIZER_FILE = "optimizer.safetensors"
+_KIND = "optimizer*.safetensors"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -56,15 +58,17 @@ def save_optimizer(
             tensors[f"{name}/{key}"] = local(value.detach()).cpu().contiguous()
             rows[name] = [local_rows(parameter)[1], list(parameter.shape)]
     path = folder / optimizer_file(rank, size)
+    metadata = metadata_of(_KIND) | ({} if size == 1 else {"rows": json.dumps(rows)})
     with rust_errors_as_oserror(path):
-        save_file(tensors, path, metadata=None if size == 1 else {"rows": json.dumps(rows)})
+        save_file(tensors, path, metadata=metadata)
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, folder: Path) -> None:
     """Read what `save_optimizer` wrote, into an optimizer that is then bit for bit the same.
 
     Raises:
-        CheckpointError: no such file, or it belongs to another model; the optimizer is then unchanged.
+        CheckpointError: no such file, one of another version, or it belongs to another model; the optimizer is then
+            unchanged.
     """
     with contextlib.ExitStack() as stack:
         saved = _Saved(folder, stack)
@@ -93,7 +97,11 @@ class _Saved:
         for path in paths:
             try:
                 file = stack.enter_context(safe_open(path, framework="pt"))
-                rows = json.loads((file.metadata() or {}).get("rows", "{}"))
+                metadata = file.metadata() or {}
+                check_metadata(_KIND, metadata.get(METADATA_KEY), path)
+                rows = json.loads(metadata.get("rows", "{}"))
+            except FormatError:
+                raise
             except (OSError, SafetensorError, ValueError) as error:
                 raise CheckpointError(f"{path} holds no optimizer state that can be read: {error}") from error
             self._files.append((file, rows))

@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from verbatim.core.errors import CheckpointError
+from verbatim.core.errors import CheckpointError, FormatError
+from verbatim.core.formats import content_of, stamped
 from verbatim.core.machine_faults import naming
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class Progress:
 
 def write_progress(folder: Path, progress: Progress, fingerprints: Mapping[str, str]) -> None:
     """Write where the trainer is, and the digests of frozen models' weights by stream."""
-    state = {**asdict(progress), "frozen": dict(fingerprints)}
+    state = stamped(STATE_FILE, {**asdict(progress), "frozen": dict(fingerprints)})
     with naming(folder / STATE_FILE):
         (folder / STATE_FILE).write_text(json.dumps(state) + "\n", encoding="utf-8")
 
@@ -55,12 +56,14 @@ def read_progress(folder: Path, fingerprints: Mapping[str, str]) -> tuple[Progre
         fingerprints: Digests of the frozen models' weights that there are now.
 
     Raises:
-        CheckpointError: no such file, or a frozen model with other weights.
+        CheckpointError: no such file, one of another version, or a frozen model with other weights.
     """
     path = folder / STATE_FILE
     try:
-        state = json.loads(path.read_text(encoding="utf-8"))
+        state = content_of(STATE_FILE, json.loads(path.read_text(encoding="utf-8")), path)
         progress, scored = _progress(state), dict(state["frozen"])
+    except FormatError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{path} is no trainer state: {error!r}; expected a folder that save_state wrote"

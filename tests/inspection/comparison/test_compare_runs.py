@@ -95,7 +95,7 @@ def make_run(
     started = "2026-01-31 10:00:00,000 INFO started (process 7)"
     (folder / "logs" / "orchestrator.log").write_text("\n".join([started, *log]) + "\n")
     if finished:
-        (folder / "summary.json").write_text('{"seconds": 61.5}')
+        (folder / "summary.json").write_text('{"format": 1, "seconds": 61.5}')
     return folder
 
 
@@ -125,7 +125,7 @@ def test_a_run_is_told_as_it_is(tmp_path: Path):
     write_origin(failed, Origin(run="/runs/first", step=40, changes=("seed: 0 -> 1",)))
     assert "forked from /runs/first after step 40" in state_line(read_run(failed))
     assert "changed by the fork: seed: 0 -> 1" in shown([failed, tmp_path / "b"])
-    (failed / "forked_from.json").write_text("[]")
+    (failed / "forked_from.json").write_text('{"format": 1}')
     assert "forked_from.json is damaged" in shown([failed, tmp_path / "b"])
 
 
@@ -302,7 +302,7 @@ def test_figures_are_of_the_last_steps_and_ledgers_are_shares(tmp_path: Path):
 def test_seconds_per_step_leave_out_pauses(tmp_path: Path):
     run = make_run(tmp_path / "a", rewards=())
     lines = [
-        {"step": step, "kind": "train", "time": time, "metrics": {}}
+        {"format": 1, "step": step, "kind": "train", "time": time, "metrics": {}}
         for step, time in ((1, 0), (2, 4), (3, 8), (4, 1000), (5, 1004))
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -109,9 +109,9 @@ async def test_metrics_are_columns_with_gaps_and_say_what_they_mean(tmp_path: Pa
     folder = make_run(tmp_path / "run", metrics=[(1, {"loss": 0.5}), (2, {"loss": float("nan"), "mine": 7}), (4, {})])
     with (folder / "metrics.jsonl").open("a") as lines:
         lines.write(
-            '{"step": 4, "kind": "eval", "env": "game", "metrics": {"success": 0.5, "success/low": 0.25, '
+            '{"format": 1, "step": 4, "kind": "eval", "env": "game", "metrics": {"success": 0.5, "success/low": 0.25, '
             '"success/high": 0.75, "reward/mean": 1.5, "reward/low": "NaN", "reward/high": "NaN"}}\n'
-            'no json\n{"step": 5, "kind": "train", "metrics": {"loss": 0.1}}\n{"step": 6, "ki'
+            'no json\n{"format": 1, "step": 5, "kind": "train", "metrics": {"loss": 0.1}}\n{"step": 6, "ki'
         )
     async with serving(folder) as client:
         found = await client.get("metrics")
@@ -125,7 +125,7 @@ async def test_metrics_are_columns_with_gaps_and_say_what_they_mean(tmp_path: Pa
     assert evaluation["metrics"]["reward/low"] is None
     assert later["steps"] == [4, 5] and later["columns"] == {"loss": [None, 0.1], "mine": [None, None]}
     assert found["names"]["loss"]["about"] and "mine" not in found["names"]
-    assert problem.startswith("metrics.jsonl, byte ") and problem.endswith(": no metrics")
+    assert problem.startswith("metrics.jsonl, byte ") and problem.endswith(": no JSON")
 
 
 async def test_the_configuration_is_shown_without_secrets(tmp_path: Path):

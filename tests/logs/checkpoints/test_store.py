@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from verbatim.core.errors import CheckpointError, CheckpointNotWritten, RunStopped
+from verbatim.core.errors import CheckpointError, CheckpointNotWritten, FormatError, RunStopped
 from verbatim.core.machine_faults import is_machine_fault
 from verbatim.logs.checkpoints import CheckpointStore, read_json, write_json
 from verbatim.logs.checkpoints import store as module
@@ -105,7 +105,16 @@ def test_a_damaged_newest_one_is_reported_and_the_one_before_is_used(store, capl
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "[" * 100_000, '{"format": 1}', '{"format": 99, "files": {}}', '{"format": 1, "files": [1]}'],
+    [
+        "",
+        "{",
+        "[]",
+        "[" * 100_000,
+        '{"format": 1}',
+        '{"format": "99", "files": {}}',
+        '{"files": {}}',
+        '{"format": 1, "files": [1]}',
+    ],
 )
 def test_a_damaged_manifest_is_damage(store: CheckpointStore, text: str):
     save(store, 1)
@@ -114,6 +123,17 @@ def test_a_damaged_manifest_is_damage(store: CheckpointStore, text: str):
     checkpoint = store.latest()
     assert checkpoint is not None
     assert checkpoint.step == 1
+
+
+def test_a_checkpoint_of_another_version_is_neither_passed_over_nor_touched(store: CheckpointStore):
+    save(store, 1)
+    save(store, 2)
+    manifest = store.folder / "step_000002" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 99'))
+    kept = manifest.read_bytes()
+    with pytest.raises(FormatError, match=rf"{manifest} has format 99; this version of Verbatim reads format 1 of"):
+        store.latest()
+    assert store.steps() == [1, 2] and manifest.read_bytes() == kept
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_afresh(store: CheckpointStore):

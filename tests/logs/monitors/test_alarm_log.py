@@ -33,6 +33,7 @@ def test_alarms_are_one_line_each_with_their_fields(tmp_path: Path):
     log.on_alarm(CLEARED)
     log.close()
     assert json.loads(path.read_text().splitlines()[0]) == {
+        "format": 1,
         "name": "reward_hacking",
         "step": 12,
         "state": "raised",

@@ -79,8 +79,8 @@ def test_metrics_are_one_line_per_step_and_per_evaluation(tmp_path: Path):
     log.on_step(1, {"reward/mean": 0.5})
     log.close()
     assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [
-        {"step": 0, "kind": "eval", "time": 1000.5, "env": "env", "metrics": {"success": 0.25}},
-        {"step": 1, "kind": "train", "time": 1002.0, "metrics": {"reward/mean": 0.5}},
+        {"format": 1, "step": 0, "kind": "eval", "time": 1000.5, "env": "env", "metrics": {"success": 0.25}},
+        {"format": 1, "step": 1, "kind": "train", "time": 1002.0, "metrics": {"reward/mean": 0.5}},
     ]
 
 

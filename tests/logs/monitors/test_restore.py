@@ -16,7 +16,7 @@ from verbatim.logs.monitors.restore import Restored, restore
 
 
 def line_of(step: int) -> bytes:
-    return (json.dumps({"step": step, "kind": "train", "metrics": {"loss": step / 2}}) + "\n").encode()
+    return (json.dumps({"format": 1, "step": step, "kind": "train", "metrics": {"loss": step / 2}}) + "\n").encode()
 
 
 @pytest.fixture
@@ -78,11 +78,23 @@ def spoil(path: Path, number: int, line: bytes) -> None:
         b"[1]\n",
         b"\n",
         b"[" * 5000 + b"\n",
-        b'{"step": "3", "kind": "train", "metrics": {}}\n',
-        b'{"step": 3, "kind": "train"}\n',
-        b'{"step": 3}\n',
+        b'{"format": 1, "step": "3", "kind": "train", "metrics": {}}\n',
+        b'{"format": 1, "step": 3, "kind": "train"}\n',
+        b'{"format": 1, "step": 3, "metrics": {}}\n',
+        b'{"format": 2, "step": 3, "kind": "train", "metrics": {}}\n',
     ],
-    ids=["text", "zeros", "half a letter", "a list", "empty", "deep", "a step that is text", "no metrics", "no kind"],
+    ids=[
+        "text",
+        "zeros",
+        "half a letter",
+        "a list",
+        "empty",
+        "deep",
+        "a step that is text",
+        "no metrics",
+        "no kind",
+        "another format",
+    ],
 )
 def test_one_corrupt_line_costs_that_line_and_is_told_with_its_step(path: Path, line: bytes):
     spoil(path, 3, line)

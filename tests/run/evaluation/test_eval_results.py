@@ -273,7 +273,9 @@ def test_without_the_episodes_a_gain_has_no_interval(tmp_path: Path, caplog):
     (episodes / "step-000009.parquet").write_text("nonsense\n")
     assert summary_of(metrics, {}, tmp_path)["gain"] == 0.5
     assert "the summary leaves out the interval" in caplog.text
-    metrics.write_text('{"step": 0, "kind": "eval", "env": "a", "metrics": {"success": 0.6, "episodes": 8}}\n')
+    metrics.write_text(
+        '{"format": 1, "step": 0, "kind": "eval", "env": "a", "metrics": {"success": 0.6, "episodes": 8}}\n'
+    )
     assert "gain" not in summary_of(metrics, {}, None), "one evaluation is no gain"
 
 

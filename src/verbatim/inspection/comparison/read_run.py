@@ -13,10 +13,12 @@ from typing import Any
 
 from verbatim.config.origins import dotted, line_numbers
 from verbatim.core.disk import open_regular, read_regular
-from verbatim.core.errors import CheckpointError, UsageError
+from verbatim.core.errors import CheckpointError, FormatError, UsageError
+from verbatim.core.formats import content_of
 from verbatim.core.redaction import redacted_at
 from verbatim.inspection.viewer.run_state import read_config, read_state
 from verbatim.logs.checkpoints.hold import ORCHESTRATOR, holds_run
+from verbatim.logs.checkpoints.json_files import read_record
 from verbatim.logs.checkpoints.origin import Origin, read_origin
 from verbatim.logs.checkpoints.stored_config import CONFIG, leaves
 from verbatim.logs.monitors.alarm import Alarm
@@ -105,7 +107,7 @@ def read_run(folder: Path) -> Run:
     steps, times, evals = _read_metrics(folder / "metrics.jsonl", problems)
     log = _text(folder / "logs" / f"{ORCHESTRATOR}.log").splitlines()
     lines = {dotted(path): line for path, line in line_numbers(text).items()} if config else {}
-    seconds = _json(folder / "summary.json").get("seconds")
+    seconds = _summary(folder, problems).get("seconds")
     return Run(
         folder=folder,
         name=folder_state.name,
@@ -166,7 +168,7 @@ def _read_metrics(
         problems.append("it has no metrics.jsonl yet")
         return steps, times, evals
     bad = 0
-    for record in _records(path):
+    for record in _records(path, problems):
         try:
             step, metrics = int(record["step"]), {name: float(value) for name, value in record["metrics"].items()}
             if record["kind"] == "eval":
@@ -183,7 +185,7 @@ def _read_metrics(
 
 def _read_alarms(path: Path, problems: list[str]) -> list[Alarm]:
     found, bad = [], 0
-    for record in _records(path) if path.is_file() else ():
+    for record in _records(path, problems) if path.is_file() else ():
         try:
             found.append(alarm_from_json(record))
         except (AttributeError, KeyError, TypeError, ValueError):
@@ -193,30 +195,34 @@ def _read_alarms(path: Path, problems: list[str]) -> list[Alarm]:
     return found
 
 
-def _records(path: Path) -> list[Any]:
-    """The JSON value of each whole line; None for a line that is not JSON. A torn last line is still being written."""
+def _records(path: Path, problems: list[str]) -> list[Any]:
+    """The record of each whole line of a log; None for a line that has none, and a problem where it is of another
+    version. A torn last line is still being written."""
     records: list[Any] = []
+    others: list[str] = []
     try:
         opened = open_regular(path)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
     with opened as lines:
-        for line in lines:
+        for number, line in enumerate(lines, start=1):
             if line.endswith(b"\n"):
                 try:
-                    records.append(json.loads(line))
-                except (ValueError, RecursionError):
+                    records.append(content_of(path.name, json.loads(line), f"line {number} of {path.name}"))
+                except (ValueError, RecursionError) as error:
                     records.append(None)
+                    others += [str(error)] if isinstance(error, FormatError) else []
+    problems += others[:1]
     return records
 
 
-def _json(path: Path) -> Mapping[str, Any]:
-    """The JSON object in a file; {} where it cannot be read or holds none."""
+def _summary(folder: Path, problems: list[str]) -> Mapping[str, Any]:
+    path = folder / "summary.json"
     try:
-        found = json.loads(read_regular(path).decode("utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return read_record(path) if path.exists() else {}
+    except CheckpointError as error:
+        problems.append(str(error))
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _text(path: Path) -> str:

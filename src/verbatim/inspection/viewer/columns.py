@@ -21,7 +21,8 @@ import pyarrow.parquet as pq
 
 from verbatim.core.errors import UsageError
 from verbatim.core.texts import cut
-from verbatim.logs.fates.schema import SCHEMA, VERSION, VERSION_KEY
+from verbatim.logs.fates.files import refuse_other_columns
+from verbatim.logs.fates.schema import SCHEMA
 
 TRAIN, EVAL = "train", "eval"
 _LONGEST_NAMES = 300
@@ -110,9 +111,7 @@ def read_columns(path: Path, step: int, source: int = FATES) -> pa.Table:
     """
     try:
         with pq.ParquetFile(path) as file:
-            found = (file.schema_arrow.metadata or {}).get(VERSION_KEY)
-            if found != VERSION:
-                raise UsageError(f"{path.name} holds no trajectories that this version of Verbatim reads")
+            refuse_other_columns(file, path.name)
             groups = [
                 file.read_row_group(group, columns=_STORED, use_threads=False) for group in range(file.num_row_groups)
             ]

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from verbatim.core.errors import FormatError
+from verbatim.core.formats import content_of
 from verbatim.core.texts import cut
 from verbatim.inspection.viewer.lines import FollowedLines
 from verbatim.logs.monitors.metric_table import descriptions
@@ -58,8 +60,10 @@ class MetricsFollower:
             self.generation += 1
         try:
             for place, line in self._alarm_lines.new_lines():
-                alarm = _read(line)
-                if alarm is None or not isinstance(alarm.get("name"), str) or not isinstance(alarm.get("step"), int):
+                alarm = self._content("alarms.jsonl", place, line)
+                if alarm is None:
+                    continue
+                if not isinstance(alarm.get("name"), str) or not isinstance(alarm.get("step"), int):
                     self._complain(f"alarms.jsonl, byte {place:,}: no alarm")
                 else:
                     self.alarms.append(_numbers(alarm))
@@ -89,9 +93,11 @@ class MetricsFollower:
         return self._named
 
     def _take(self, place: int, line: bytes) -> None:
-        record = _read(line)
-        metrics = None if record is None else record.get("metrics")
-        if record is None or not isinstance(metrics, dict) or type(record.get("step")) is not int:
+        record = self._content("metrics.jsonl", place, line)
+        if record is None:
+            return
+        metrics = record.get("metrics")
+        if not isinstance(metrics, dict) or type(record.get("step")) is not int:
             self._complain(f"metrics.jsonl, byte {place:,}: no metrics")
             return
         if record.get("kind") == "eval":
@@ -115,6 +121,16 @@ class MetricsFollower:
             if len(column) < len(self.steps):
                 column.append(math.nan)
 
+    def _content(self, name: str, place: int, line: bytes) -> dict[str, Any] | None:
+        """The record of a line; None, and a problem, where it is none of ours."""
+        try:
+            return content_of(name, json.loads(line), f"{name}, byte {place:,},")
+        except FormatError as error:
+            self._complain(str(error))
+        except (ValueError, RecursionError):
+            self._complain(f"{name}, byte {place:,}: no JSON")
+        return None
+
     def _complain(self, problem: str) -> None:
         if len(self.problems) < 20 and problem not in self.problems:
             self.problems.append(problem)
@@ -128,14 +144,6 @@ def intervals(metrics: Mapping[str, Any]) -> dict[str, list[float]]:
         if low is not None and high is not None:
             found[name] = [low, high]
     return found
-
-
-def _read(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) else None
 
 
 def _number(value: Any) -> float | None:

@@ -16,6 +16,7 @@ from verbatim.core.texts import cut
 from verbatim.core.trajectory_json import trajectory_from_json
 from verbatim.core.types import Trajectory
 from verbatim.inspection.viewer.columns import FOLDERS, Place
+from verbatim.logs.fates.files import refuse_other_columns
 from verbatim.logs.fates.table import records_of
 
 Arrays = Mapping[str, NDArray[Any] | None]
@@ -78,6 +79,7 @@ def read_record(folder: Path, place: Place) -> FoundTrajectory:
 
 def _read_fate(path: Path, row: int) -> FoundTrajectory:
     with pq.ParquetFile(path) as file:
+        refuse_other_columns(file, "the file")
         first = 0
         for group in range(file.num_row_groups):
             count = file.metadata.row_group(group).num_rows

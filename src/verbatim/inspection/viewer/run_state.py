@@ -10,7 +10,7 @@ from typing import Any
 import tomli_w
 
 from verbatim.core.disk import is_inside, read_regular
-from verbatim.core.errors import CheckpointError, UsageError
+from verbatim.core.errors import UsageError
 from verbatim.core.redaction import redacted
 from verbatim.core.texts import cut, end_of_file
 from verbatim.logs.checkpoints.hold import ORCHESTRATOR, TRAINER
@@ -85,11 +85,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_fork(folder: Path) -> dict[str, Any] | None:
-    """Run, step and changed keys of what this run was forked from; None where it was not, or does not say."""
-    try:
-        origin = read_origin(folder)
-    except CheckpointError:
-        return None
+    """Run, step and changed keys of what this run was forked from; None where it was not.
+
+    Raises:
+        CheckpointError: the file that says so is damaged, or of another version.
+    """
+    origin = read_origin(folder)
     return None if origin is None else {"run": origin.run, "step": origin.step, "changes": list(origin.changes)}
 
 

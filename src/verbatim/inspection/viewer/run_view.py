@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from verbatim.core.errors import UsageError, VerbatimError
+from verbatim.core.errors import CheckpointError, UsageError, VerbatimError
 from verbatim.core.texts import error_text
 from verbatim.core.trajectory_json import plain, trajectory_to_json
 from verbatim.inspection.viewer import details, query
@@ -108,6 +108,11 @@ class RunView:
             step, alarms = self._metrics.last_step, len(self._metrics.alarms)
             generation, problems = self._metrics.generation, list(self._metrics.problems)
         tokenizer, why = self._tokenizer
+        fork = None
+        try:
+            fork = read_fork(self.folder)
+        except CheckpointError as error:
+            problems.append(str(error))
         return {
             "name": state.name,
             "folder": str(self.folder),
@@ -122,7 +127,7 @@ class RunView:
             "problems": [*snapshot.problems, *problems],
             "tokenizer": None if tokenizer is None else tokenizer.name_or_path,
             "tokenizer_problem": why,
-            "forked_from": read_fork(self.folder),
+            "forked_from": fork,
         }
 
     def metrics(self, after: int | None) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from verbatim.logs.checkpoints.find import find_checkpoint
 from verbatim.logs.checkpoints.hold import ORCHESTRATOR, TRAINER, holding
-from verbatim.logs.checkpoints.json_files import read_json, write_json
+from verbatim.logs.checkpoints.json_files import read_json, read_record, write_json, write_record
 from verbatim.logs.checkpoints.loop_state import read_loop_state, write_loop_state
 from verbatim.logs.checkpoints.origin import Origin, read_origin, write_origin
 from verbatim.logs.checkpoints.run_folder import RunFolder
@@ -25,8 +25,10 @@ __all__ = [
     "read_json",
     "read_loop_state",
     "read_origin",
+    "read_record",
     "seal",
     "write_json",
     "write_loop_state",
     "write_origin",
+    "write_record",
 ]

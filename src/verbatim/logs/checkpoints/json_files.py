@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from verbatim.core.disk import read_regular, write_file
 from verbatim.core.errors import CheckpointError
+from verbatim.core.formats import content_of, stamped
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -27,3 +29,18 @@ def read_json(path: Path) -> Any:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} holds no JSON: {error}") from None
+
+
+def write_record(path: Path, content: Mapping[str, Any]) -> None:
+    """`write_json` of a file whose name has a number in `FORMATS`."""
+    write_json(path, stamped(path.name, content))
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """What `write_record` wrote.
+
+    Raises:
+        CheckpointError: as `read_json`.
+        FormatError: the file has another number, or none.
+    """
+    return content_of(path.name, read_json(path), path)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.core.errors import CheckpointError
-from verbatim.logs.checkpoints.json_files import read_json, write_json
+from verbatim.logs.checkpoints.json_files import read_record, write_record
 
 STATE = "orchestrator.json"
 POOLS = ("easy", "hard")
@@ -30,16 +30,16 @@ def write_loop_state(folder: Path, state: Mapping[str, Any]) -> None:
         rows = pools.pop(pool)
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{pool}_examples.jsonl").write_text(text, encoding="utf-8")
-    write_json(folder / STATE, {**state, "dispatcher": {**dispatcher, "schedule": {**schedule, "pools": pools}}})
+    write_record(folder / STATE, {**state, "dispatcher": {**dispatcher, "schedule": {**schedule, "pools": pools}}})
 
 
 def read_loop_state(folder: Path) -> dict[str, Any]:
     """Read the state that `write_loop_state` wrote.
 
     Raises:
-        CheckpointError: a file is missing or damaged; names file and line.
+        CheckpointError: a file is missing, damaged, or of another version; names file and line.
     """
-    state: dict[str, Any] = read_json(folder / STATE)
+    state = read_record(folder / STATE)
     try:
         pools = state["dispatcher"]["schedule"]["pools"]
     except (LookupError, TypeError):

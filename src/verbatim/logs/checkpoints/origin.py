@@ -1,7 +1,7 @@
 """Reads and writes `forked_from.json`: which run another one was forked from, at which step, and what was changed.
 
 ```
-{"run": "/data/runs/guess_number/20260131-142501", "step": 40, "fresh": [],
+{"format": 1, "run": "/data/runs/guess_number/20260131-142501", "step": 40, "fresh": [],
  "changes": ["trainer.optim.lr: 1e-06 -> 5e-06"], "forked_from": null}
 ```
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.core.errors import CheckpointError
-from verbatim.logs.checkpoints.json_files import read_json, write_json
+from verbatim.logs.checkpoints.json_files import read_record, write_record
 
 ORIGIN = "forked_from.json"
 FORKING = ".forking"
@@ -39,20 +39,21 @@ class Origin:
 
 def write_origin(run: Path, origin: Origin) -> None:
     """Write it into the folder of a run."""
-    write_json(run / ORIGIN, asdict(origin))
+    write_record(run / ORIGIN, asdict(origin))
 
 
 def read_origin(run: Path) -> Origin | None:
     """Where the run in this folder was forked from; None where it was not.
 
     Raises:
-        CheckpointError: the file is damaged.
+        CheckpointError: the file is damaged, or of another version.
     """
     path = run / ORIGIN
     if not path.exists():
         return None
+    stored = read_record(path)
     try:
-        return _origin(read_json(path))
+        return _origin(stored)
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error!r}") from error
 

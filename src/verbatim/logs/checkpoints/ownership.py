@@ -21,10 +21,10 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from verbatim.core.disk import make_folder, open_regular, sync
-from verbatim.core.errors import UsageError
+from verbatim.core.errors import FormatError, UsageError
+from verbatim.core.formats import content_of, stamped
 from verbatim.logs.checkpoints.lock import ANOTHER_FOLDER
 from verbatim.logs.checkpoints.origin import FORKING
 
@@ -39,7 +39,6 @@ NAMES = frozenset({
     "warm_start", "weights",
 })  # fmt: skip
 """What a run makes in its folder."""
-_FORMAT = 1
 _OF_THE_DISK = frozenset({"lost+found"})
 """What a file system puts into its root."""
 OF_A_BEGINNING = frozenset({MARKER, "orchestrator.lock", "trainer.lock", "logs", *_OF_THE_DISK})
@@ -166,18 +165,18 @@ def _problem(path: Path) -> str | None:
     except OSError as error:
         return f"{marker} cannot be read: {error.strerror}"
     try:
-        found: Any = json.loads(text)
-        known = found["format"], len(bytes.fromhex(found["id"])), {*map(str, found["names"])} <= NAMES
+        found = content_of(MARKER, json.loads(text), marker)
+        is_ours = len(bytes.fromhex(found["id"])) == 16 and {*map(str, found["names"])} <= NAMES
+    except FormatError as error:
+        return str(error)
     except (ValueError, TypeError, KeyError, RecursionError):
-        return f"{marker} is damaged"
-    if known != (_FORMAT, 16, True):
-        return f"{marker} was written by another version of Verbatim"
-    return None
+        is_ours = False
+    return None if is_ours else f"{marker} is damaged"
 
 
 def _write(path: Path) -> None:
     """Two processes of one run may do so at once: both write the same, but for the id."""
-    content = {"format": _FORMAT, "id": secrets.token_hex(16), "names": sorted(NAMES)}
+    content = stamped(MARKER, {"id": secrets.token_hex(16), "names": sorted(NAMES)})
     temporary = path / f".{MARKER}.{secrets.token_hex(8)}"
     try:
         with temporary.open("x", encoding="ascii") as file:

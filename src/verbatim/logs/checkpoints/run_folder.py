@@ -12,7 +12,6 @@ runs/guess_number/20260131-142501/
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +41,7 @@ from verbatim.logs.checkpoints.hold import (
     lock_of,
     refusal_of_a_run,
 )
+from verbatim.logs.checkpoints.json_files import write_record
 from verbatim.logs.checkpoints.lock import FolderLock, is_locked
 from verbatim.logs.checkpoints.origin import FORKING
 from verbatim.logs.checkpoints.ownership import (
@@ -184,7 +184,7 @@ class RunFolder:
         folder = cls._open(path, ORCHESTRATOR, begin, held)
         folder._new, folder._stamped = True, config.run_dir is None
         if folders := folders_beside():  # the stored configuration names modules that lie there
-            write_file(path / MODULE_FOLDERS, json.dumps(folders).encode())
+            write_record(path / MODULE_FOLDERS, {"folders": folders})
         return folder
 
     @classmethod

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.core.disk import sync_tree
-from verbatim.core.errors import CheckpointError
+from verbatim.core.errors import CheckpointError, FormatError
 from verbatim.core.machine_faults import describe
-from verbatim.logs.checkpoints.json_files import read_json, write_json
+from verbatim.logs.checkpoints.json_files import read_record, write_record
 
 MANIFEST = "manifest.json"
-FORMAT = 1
 _OF_THE_READER = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 """Errors of the reading process that do not mean damage."""
 
@@ -36,19 +35,16 @@ def seal(folder: Path, more: Mapping[str, Any] | None = None) -> None:
         path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": _sha256(path)} for path in files
     }
     sync_tree(folder)
-    write_json(folder / MANIFEST, {"format": FORMAT, **(more or {}), "files": entries})
+    write_record(folder / MANIFEST, {**(more or {}), "files": entries})
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a sealed folder.
 
     Raises:
-        CheckpointError: it is missing or unreadable.
+        CheckpointError: it is missing, unreadable, or of another version.
     """
-    manifest = read_json(folder / MANIFEST)
-    if not isinstance(manifest, dict):
-        raise CheckpointError(f"{folder / MANIFEST} is not one of ours")
-    return manifest
+    return read_record(folder / MANIFEST)
 
 
 def listed_files(folder: Path) -> set[str]:
@@ -65,11 +61,10 @@ def find_damage(folder: Path) -> str | None:
 
     Raises:
         CheckpointError: the files cannot be checked: no permission, or too many open files.
+        FormatError: another version of Verbatim sealed it.
     """
     try:
         manifest = read_manifest(folder)
-        if manifest["format"] != FORMAT:
-            return f"{MANIFEST} has format {manifest['format']}, expected {FORMAT}"
         files = [(name, entry["size"], entry["sha256"]) for name, entry in manifest["files"].items()]
         for name, size, sha256 in files:
             path = folder / name
@@ -81,6 +76,8 @@ def find_damage(folder: Path) -> str | None:
                 return f"{name} has another SHA-256 than when it was written"
     except (CheckpointError, OSError) as error:
         cause = error if isinstance(error, OSError) else error.__context__
+        if isinstance(error, FormatError) and error.number is not None:
+            raise
         if isinstance(cause, OSError) and cause.errno in _OF_THE_READER:
             raise CheckpointError(f"{folder} cannot be read: {describe(cause)}") from cause
         if isinstance(error, OSError):

@@ -35,7 +35,7 @@ from verbatim.core.disk import (
 )
 from verbatim.core.errors import CheckpointError, CheckpointNotWritten
 from verbatim.core.machine_faults import describe
-from verbatim.logs.checkpoints.json_files import write_json
+from verbatim.logs.checkpoints.json_files import write_record
 from verbatim.logs.checkpoints.seal import MANIFEST, find_damage, listed_files, read_manifest, seal
 
 logger = logging.getLogger(__name__)
@@ -182,7 +182,7 @@ class CheckpointStore:
     def set_logs(self, step: int, logs: Mapping[str, Any]) -> None:
         """Replace the stored lengths after damaged logs were shortened."""
         folder = self.folder / f"step_{step:06d}"
-        write_json(folder / MANIFEST, {**read_manifest(folder), LOGS: dict(logs)})
+        write_record(folder / MANIFEST, {**read_manifest(folder), LOGS: dict(logs)})
 
     def best(self) -> dict[str, Any] | None:
         """The best evaluation, as it was given to `writing` or `mark_best` last; None where none was."""
@@ -195,7 +195,7 @@ class CheckpointStore:
     def mark_best(self, step: int, best: Mapping[str, Any]) -> None:
         """Say in an existing checkpoint which evaluation is the best so far."""
         folder = self.folder / f"step_{step:06d}"
-        write_json(folder / MANIFEST, {**read_manifest(folder), BEST: dict(best)})
+        write_record(folder / MANIFEST, {**read_manifest(folder), BEST: dict(best)})
 
     def _retire(self, kept: Container[int]) -> None:
         steps = self.steps()

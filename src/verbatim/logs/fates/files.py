@@ -28,10 +28,11 @@ import pyarrow.parquet as pq
 
 from verbatim.core.disk import is_inside, keep_aside, make_folder, refuse_link, replacing
 from verbatim.core.errors import UsageError
+from verbatim.core.formats import METADATA_KEY, check_metadata
 from verbatim.core.texts import cut, ranges
 from verbatim.core.trajectories import Fate
 from verbatim.logs.fates.retention import EVERYTHING, Retention
-from verbatim.logs.fates.schema import SCHEMA, VERSION, VERSION_KEY
+from verbatim.logs.fates.schema import KIND, SCHEMA
 from verbatim.logs.fates.table import from_table, records_of, to_table
 
 logger = logging.getLogger(__name__)
@@ -124,6 +125,9 @@ class FateFolder:
 
         Returns:
             What is missing or damaged, a sentence each.
+
+        Raises:
+            FormatError: another version of Verbatim wrote them.
         """
         found = files_in(self.path)
         for later in [number for number in found if number > step or step == 0]:
@@ -142,6 +146,9 @@ class FateFolder:
             else:
                 aside = keep_aside(path, self.path.parent)  # libraries read every file of the folder
                 faults.append(f"{path} is damaged: its content is not what was written. It is kept as {aside}")
+        if self.files:  # files are written by one version from the first to the newest
+            with pq.ParquetFile(found[max(self.files)]) as newest:
+                refuse_other_columns(newest, found[max(self.files)])
         if missing:
             name = "file of step" if len(missing) == 1 else "files of steps"
             faults.append(f"{self.path}: the {name} {ranges(missing)} {'is' if len(missing) == 1 else 'are'} missing")
@@ -224,7 +231,7 @@ def _read(file: Path, rows: Callable[[pa.RecordBatch], Iterable[T]]) -> Iterator
     """What `rows` makes of the rows of a file, some at a time."""
     try:
         with pq.ParquetFile(file) as opened:
-            _check(opened, file)
+            refuse_other_columns(opened, file)
             for group in range(opened.num_row_groups):  # a batch over two of them could not hold nested columns
                 for batch in opened.iter_batches(_ROWS, row_groups=[group]):
                     yield from rows(batch)
@@ -242,20 +249,18 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _check(file: pq.ParquetFile, path: Path) -> None:
-    found = (file.schema_arrow.metadata or {}).get(VERSION_KEY)
-    if found is None:
-        raise UsageError(
-            f"{path} holds no trajectories of ours: its columns are {', '.join(file.schema_arrow.names[:8])}"
-        )
-    if found != VERSION:
-        raise UsageError(
-            f"{path} was written in format {found.decode()}; this version of Verbatim reads {VERSION.decode()}"
-        )
+def refuse_other_columns(file: pq.ParquetFile, where: object) -> None:
+    """Refuse a file that holds no fates.
+
+    Raises:
+        FormatError: it has another number of a format than ours, or none.
+        UsageError: it has other columns.
+    """
+    check_metadata(KIND, (file.schema_arrow.metadata or {}).get(METADATA_KEY.encode()), where)
     for name, kind in zip(SCHEMA.names, SCHEMA.types, strict=True):
         there = file.schema_arrow.field(name).type if name in file.schema_arrow.names else None
-        if there is None or there.id != kind.id:  # an earlier version's lists have fewer fields
-            raise UsageError(f"{path} is damaged: its column {name} is {cut(str(there or 'missing'), 100)}")
+        if there is None or there.id != kind.id:
+            raise UsageError(f"{where} is damaged: its column {name} is {cut(str(there or 'missing'), 100)}")
 
 
 def _steps(batch: pa.RecordBatch) -> list[int]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-VERSION = b"1"
-"""The version of these columns; the file's metadata has it under `verbatim_fates`."""
-VERSION_KEY = b"verbatim_fates"
+from verbatim.core.formats import metadata_of
+
+KIND = "step-*.parquet"
+"""The key of `FORMATS`."""
 
 
 def _field(name: str, kind: pa.DataType, about: str) -> pa.Field:
@@ -81,5 +82,5 @@ SCHEMA = pa.schema(
         _field("info", pa.string(), "what the environment wants kept, as JSON"),
         _field("turns", pa.list_(TURN), "every request and response, in the order of sampling"),
     ],
-    metadata={VERSION_KEY: VERSION},
+    metadata=metadata_of(KIND),
 )

@@ -6,9 +6,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from verbatim.core.formats import content_of, stamped
 from verbatim.logs.monitors.alarm import Alarm
 from verbatim.logs.monitors.base import Monitor
-from verbatim.logs.monitors.jsonl import JsonlWriter, LogMark, read_jsonl
+from verbatim.logs.monitors.jsonl import JsonlWriter, LogMark, read_log
+
+ALARMS = "alarms.jsonl"
 
 
 class AlarmLog(Monitor):
@@ -18,14 +21,14 @@ class AlarmLog(Monitor):
         self.writer = JsonlWriter(path, mark)
 
     def on_alarm(self, alarm: Alarm) -> None:
-        self.writer.write(vars(alarm))
+        self.writer.write(stamped(ALARMS, vars(alarm)))
 
     def close(self) -> None:
         self.writer.close()
 
 
 def alarm_from_json(record: Mapping[str, Any]) -> Alarm:
-    """The alarm of one line of `alarms.jsonl`.
+    """The alarm of one line of `alarms.jsonl`, as `read_log` gives it.
 
     Raises:
         KeyError, TypeError, ValueError: it is none.
@@ -44,7 +47,7 @@ def read_alarms(path: Path) -> list[Alarm]:
         UsageError: a line that is no JSON object.
         TypeError, ValueError: one that is no alarm.
     """
-    return [alarm_from_json(record) for record in read_jsonl(path)] if path.is_file() else []
+    return [alarm_from_json(record) for record in read_log(path, ALARMS)] if path.is_file() else []
 
 
 def standing_alarms(alarms: Iterable[Alarm]) -> list[Alarm]:
@@ -60,6 +63,6 @@ def standing_alarms(alarms: Iterable[Alarm]) -> list[Alarm]:
 def is_alarm(record: Any) -> bool:
     """Whether a value is a line that `AlarmLog` writes."""
     try:
-        return type(alarm_from_json(record).step) is int
+        return type(alarm_from_json(content_of(ALARMS, record, ALARMS)).step) is int
     except (LookupError, TypeError, ValueError, AttributeError):
         return False

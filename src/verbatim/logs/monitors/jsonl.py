@@ -12,6 +12,7 @@ from typing import Any
 
 from verbatim.core.disk import make_folder, sync, sync_descriptor
 from verbatim.core.errors import UsageError
+from verbatim.core.formats import content_of
 from verbatim.core.trajectory_json import plain
 
 _BLOCK = 1 << 20
@@ -128,6 +129,34 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
             if not isinstance(record, dict):
                 raise UsageError(f"{path}:{number}: expected a JSON object, found {type(record).__name__}")
             yield record
+
+
+def read_log(path: Path, kind: str) -> Iterator[dict[str, Any]]:
+    """The records of a run's log, without the number of their format.
+
+    Args:
+        path: The file.
+        kind: A key of `FORMATS`.
+
+    Raises:
+        UsageError: as `read_jsonl`.
+        FormatError: a line has another number, or none.
+    """
+    for number, record in enumerate(read_jsonl(path), start=1):
+        yield content_of(kind, record, f"{path}:{number}")
+
+
+def refuse_other_log(path: Path) -> None:
+    """Refuse to append to a log of another version. A run that goes on has put what is damaged aside before.
+
+    Args:
+        path: The log, whose name is a key of `FORMATS`.
+
+    Raises:
+        FormatError: its first line has another number, or none.
+    """
+    if first := next(read_jsonl(path), None) if path.is_file() else None:
+        content_of(path.name, first, f"{path}:1")
 
 
 def _cut_torn_line(path: Path) -> LogMark:

@@ -11,7 +11,7 @@ from typing import Any
 from verbatim.core.errors import UsageError
 from verbatim.core.imports import is_installed
 from verbatim.logs.monitors.base import Metrics, Monitor
-from verbatim.logs.monitors.jsonl import read_jsonl
+from verbatim.logs.monitors.metrics_log import read_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def read_curve(metrics_path: Path) -> Curve:
         UsageError: no such file, or not a metrics log.
     """
     curve = Curve()
-    for record in read_jsonl(metrics_path):
+    for record in read_metrics(metrics_path):
         metrics = record["metrics"]
         if record["kind"] == "train" and "reward/mean" in metrics:
             curve.rewards.append((record["step"], float(metrics["reward/mean"])))

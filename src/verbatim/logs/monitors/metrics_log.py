@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from verbatim.core.formats import FORMATS, KEY, stamped
 from verbatim.logs.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics, Monitor
-from verbatim.logs.monitors.jsonl import JsonlWriter, LogMark
+from verbatim.logs.monitors.jsonl import JsonlWriter, LogMark, read_log
+
+METRICS = "metrics.jsonl"
 
 
 class MetricsLog(Monitor):
-    """`{"step": 3, "kind": "train", "time": 1767225600.5, "metrics": {...}}`, or `"kind": "eval"` with `"env"`.
+    """`{"format": 1, "step": 3, "kind": "train", "time": 1767225600.5, "metrics": {...}}`, or `"kind": "eval"` with
+    `"env"`.
 
     `time` is when the line was written, in seconds since 1970 (UTC). `mark` is as for `JsonlWriter`.
     """
@@ -22,19 +26,28 @@ class MetricsLog(Monitor):
         self._now = now
 
     def on_step(self, step: int, metrics: Metrics, distributions: Distributions = NO_DISTRIBUTIONS) -> None:
-        self.writer.write({"step": step, "kind": "train", "time": self._now(), "metrics": metrics})
+        self._write({"step": step, "kind": "train", "time": self._now(), "metrics": metrics})
 
     def on_eval(self, step: int, env: str, metrics: Metrics) -> None:
-        self.writer.write({"step": step, "kind": "eval", "time": self._now(), "env": env, "metrics": metrics})
+        self._write({"step": step, "kind": "eval", "time": self._now(), "env": env, "metrics": metrics})
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        self.writer.write(stamped(METRICS, record))
 
     def close(self) -> None:
         self.writer.close()
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a run's metrics, in order. Raises as `read_log`."""
+    return read_log(path, METRICS)
 
 
 def is_metrics(record: Any) -> bool:
     """Whether a value is a line that `MetricsLog` writes."""
     return (
         isinstance(record, dict)
+        and record.get(KEY) == FORMATS[METRICS]
         and type(record.get("step")) is int
         and isinstance(record.get("metrics"), dict)
         and (record.get("kind") == "train" or (record.get("kind") == "eval" and isinstance(record.get("env"), str)))

@@ -1,0 +1,78 @@
+"""Numbers the formats of the files that a run writes and reads again, and refuses those of another version by name.
+
+JSON has the number under `format`, in JSON lines on each line; Parquet and safetensors have it in their metadata, under
+`verbatim_format`. A format that changes gets the next number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from verbatim.core.errors import FormatError
+
+FORMATS: Mapping[str, int] = {
+    "verbatim_run.json": 1,
+    "precision.json": 1,
+    "module_folders.json": 1,
+    "forked_from.json": 1,
+    "metrics.jsonl": 1,
+    "alarms.jsonl": 1,
+    "step-*.parquet": 1,
+    "manifest.json": 1,
+    "orchestrator.json": 1,
+    "trainer.json": 1,
+    "optimizer*.safetensors": 1,
+    "base_model.json": 1,
+    "summary.json": 1,
+}
+"""The number of each kind of file, by the pattern of its names."""
+KEY = "format"
+METADATA_KEY = "verbatim_format"
+
+
+def stamped(kind: str, content: Mapping[str, Any]) -> dict[str, Any]:
+    """What is written as JSON: the content behind the number of its kind."""
+    return {KEY: FORMATS[kind], **content}
+
+
+def content_of(kind: str, value: Any, where: object) -> dict[str, Any]:
+    """The inverse of `stamped`.
+
+    Args:
+        kind: A key of `FORMATS`.
+        value: The JSON value that was read.
+        where: The file, and the line where it has several, for the message.
+
+    Raises:
+        FormatError: it has another number, or none.
+    """
+    found = dict(value) if isinstance(value, Mapping) else {}
+    _check(kind, found.pop(KEY, None), where)
+    return found
+
+
+def metadata_of(kind: str) -> dict[str, str]:
+    """The metadata of a file of tensors or columns."""
+    return {METADATA_KEY: str(FORMATS[kind])}
+
+
+def check_metadata(kind: str, found: str | bytes | None, where: object) -> None:
+    """Refuse a file of tensors or columns with another number in its metadata, or none.
+
+    Raises:
+        FormatError: says which number was found and which is expected.
+    """
+    _check(kind, int(found) if found is not None and found.isdigit() else None, where)
+
+
+def _check(kind: str, found: Any, where: object) -> None:
+    number = found if type(found) is int else None
+    if number != FORMATS[kind]:
+        has = "no number of a format" if number is None else f"format {number}"
+        who = "version or program" if number is None else "version"
+        raise FormatError(
+            f"{where} has {has}; this version of Verbatim reads format {FORMATS[kind]} of {kind}. Another {who} wrote "
+            "it: read it with that one",
+            number,
+        )
