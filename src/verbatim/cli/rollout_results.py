@@ -15,17 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from verbatim.core.disk import rename, sync_descriptor, temporary_beside
 from verbatim.core.errors import UsageError
 from verbatim.core.redaction import redacted
 from verbatim.core.trajectory_json import trajectory_to_json
 from verbatim.core.types import Trajectory
 from verbatim.environments.sources import read_json_lines
-from verbatim.logs.checkpoints.lock import FolderLock
-from verbatim.logs.monitors.jsonl import JsonlWriter
-
-_BEGINNING = '{"step": 0, "task": '
-"""How a line begins. A torn last line is cut off only if it begins so: a file of something else is left alone."""
+from verbatim.run.kept_lines import KeptLines
 
 _SECRETS = "secrets"
 
@@ -104,28 +99,16 @@ class ResultFile:
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self._path = path
         self._settings = _settings_to_keep(settings)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            self._lock = FolderLock(path.parent, f".{path.name}.lock")
-        except UsageError:
-            raise UsageError(
-                f"{path} is being written by another process; wait for it to end, or name another --out file"
-            ) from None
         self._done: dict[tuple[str, int], str] = {}
-        try:
-            if path.exists():
-                self._take_over()
-            self._writer = JsonlWriter(path)
-        except BaseException:
-            self._lock.release()
-            raise
+        self._lines = KeptLines(
+            path, beginning='{"step": 0, "task": ', what="result of verbatim rollout", take_in=self._take_in
+        )
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._writer.close()
-        self._lock.release()
+        self._lines.close()
 
     def has(self, job: Job) -> bool:
         """Whether it is done.
@@ -143,7 +126,7 @@ class ResultFile:
 
     def write(self, job: Job, trajectory: Trajectory) -> None:
         """Append one."""
-        self._writer.write(
+        self._lines.writer.write(
             {
                 "step": 0,
                 "task": job.task,
@@ -154,37 +137,10 @@ class ResultFile:
             }
         )
 
-    def _take_over(self) -> None:
-        """Read what is done; where something failed, write the file anew without it."""
-        rewritten = temporary_beside(self._path)
-        num_failed = 0
-        try:
-            with self._path.open(encoding="utf-8") as old, rewritten.open("w", encoding="utf-8") as new:
-                for number, line in enumerate(old, start=1):
-                    if line.endswith("\n") and self._read(line, number):
-                        num_failed += 1
-                    elif line.endswith("\n"):
-                        new.write(line)
-                    elif not line.startswith(_BEGINNING[: len(line)]):
-                        raise self._no_result(number)
-                new.flush()
-                sync_descriptor(new.fileno())
-            if num_failed:
-                rename(rewritten, self._path)
-        finally:
-            rewritten.unlink(missing_ok=True)
-
-    def _no_result(self, number: int) -> UsageError:
-        return UsageError(f"{self._path}:{number}: no result of verbatim rollout; name another --out file")
-
-    def _read(self, line: str, number: int) -> bool:
-        """Take in one line; whether it is a failure."""
-        try:
-            record = json.loads(line)
-            task, sample, digest = record["task"], record["sample"], record["digest"]
-            settings, error = record["settings"], record["trajectory"]["error"]
-        except (KeyError, TypeError, ValueError, RecursionError):
-            raise self._no_result(number) from None
+    def _take_in(self, record: Mapping[str, Any]) -> bool:
+        """Take in what is there; whether it is a failure."""
+        task, sample, digest = record["task"], record["sample"], record["digest"]
+        settings, error = record["settings"], record["trajectory"]["error"]
         if settings != self._settings:
             differ = ", ".join(
                 _typed(name, settings.get(name))

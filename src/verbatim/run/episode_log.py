@@ -13,20 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from verbatim.core.disk import rename, sync_descriptor, temporary_beside
 from verbatim.core.errors import UsageError
 from verbatim.core.texts import error_text
 from verbatim.core.trajectory_json import NOT_WRITTEN, plain, trajectory_to_json
 from verbatim.core.types import Trajectory
-from verbatim.logs.checkpoints.lock import FolderLock
-from verbatim.logs.monitors.jsonl import JsonlWriter
 from verbatim.run.eval_models import EvalModel
 from verbatim.run.evaluation.outcomes import Outcome, outcome_from_json
+from verbatim.run.kept_lines import KeptLines
 
 logger = logging.getLogger(__name__)
-
-_BEGINNING = '{"step": '
-"""How a line begins. A torn last line is cut off only if it begins so: a file of something else is left alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,38 +51,24 @@ class EpisodeLog:
 
     def __init__(self, path: Path | None, models: Collection[EvalModel]) -> None:
         self.path = path
-        self._writer: JsonlWriter | None = None
-        self._lock: FolderLock | None = None
+        self._lines: KeptLines | None = None
         self._played: dict[tuple[str, str], dict[tuple[str, int], tuple[str, Mapping[str, Any], Outcome]]] = {}
         self.num_failed_before = 0
         """Failed episodes that were taken out."""
         if path is None:
             return
         self._models = {model.fingerprint for model in models}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            self._lock = FolderLock(path.parent, f".{path.name}.lock")
-        except UsageError:
-            raise UsageError(
-                f"{path} is being written by another process; wait for it to end, or name another --out file"
-            ) from None
-        try:
-            if path.exists():
-                self._take_over(path)
-            self._writer = JsonlWriter(path)
-        except BaseException:
-            self._lock.release()
-            raise
+        self._lines = KeptLines(
+            path, beginning='{"step": ', what="episode that verbatim eval can go on from", take_in=self._take_in
+        )
+        self.num_failed_before = self._lines.num_failed
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._writer is not None and self._lock is not None:
-            self._writer.close()
-            if self._writer.mark.size == 0:  # nothing was played: the command leaves nothing
-                self._writer.path.unlink(missing_ok=True)
-            self._lock.release()
+        if self._lines is not None:
+            self._lines.close(keeps_empty=False)  # where nothing was played, the command leaves nothing
 
     def played(self, conditions: Conditions) -> dict[tuple[str, int], Outcome]:
         """The episodes that need not be played, by example and number.
@@ -120,8 +101,8 @@ class EpisodeLog:
         """
         record = self._record(trajectory)
         outcome = outcome_from_json(record, success)
-        if self._writer is not None:
-            self._writer.write(
+        if self._lines is not None:
+            self._lines.writer.write(
                 {
                     "step": conditions.model.step,
                     "trajectory": record,
@@ -147,46 +128,17 @@ class EpisodeLog:
             record = plain(trajectory_to_json(trajectory.replace(messages=(), tools=(), info={NOT_WRITTEN: reason})))
         return record
 
-    def _take_over(self, path: Path) -> None:
-        """Read what is there; where something failed, write the file anew without it."""
-        rewritten = temporary_beside(path)
-        try:
-            with path.open(encoding="utf-8") as old, rewritten.open("w", encoding="utf-8") as new:
-                for number, line in enumerate(old, start=1):
-                    if not line.endswith("\n"):
-                        if not line.startswith(_BEGINNING[: len(line)]):
-                            raise self._none_of_ours(number)
-                    elif self._read(line, number):
-                        self.num_failed_before += 1
-                    else:
-                        new.write(line)
-                new.flush()
-                sync_descriptor(new.fileno())
-            if self.num_failed_before:
-                rename(rewritten, path)
-        finally:
-            rewritten.unlink(missing_ok=True)
-
-    def _read(self, line: str, number: int) -> bool:
-        """Take in one line; whether it is a failure that is played again."""
-        try:
-            record = json.loads(line)
-            about = record["evaluation"]
-            of, digest, settings = about["fingerprint"], about["digest"], about["settings"]
-            outcome = outcome_from_json(record["trajectory"], about["success"])
-        except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
-            raise self._none_of_ours(number) from None
+    def _take_in(self, record: Mapping[str, Any]) -> bool:
+        """Take in what is there; whether it is a failure that is played again."""
+        about = record["evaluation"]
+        of, digest, settings = about["fingerprint"], about["digest"], about["settings"]
+        outcome = outcome_from_json(record["trajectory"], about["success"])
         if of not in self._models:
             return False
         if outcome.error is None:
             kept = self._played.setdefault((of, outcome.env), {})
             kept[outcome.example_id, outcome.sample_index] = (digest, settings, outcome)
         return outcome.error is not None
-
-    def _none_of_ours(self, number: int) -> UsageError:
-        return UsageError(
-            f"{self.path}:{number}: no episode that verbatim eval can go on from; name another --out file"
-        )
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

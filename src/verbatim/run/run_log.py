@@ -117,7 +117,6 @@ class RunLog:
             is_record=is_record,
             checkpoints=checkpoints,
             every_step=path == self._folder.metrics,
-            some_steps=path == self._folder.alarms,
         )
         refuse_other_log(path)
         if found.fault is not None:

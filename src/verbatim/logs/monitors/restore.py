@@ -53,7 +53,6 @@ def restore(
     is_record: Callable[[Any], bool],
     checkpoints: Iterable[int] = (),
     every_step: bool = False,
-    some_steps: bool = False,
 ) -> Restored:
     """Cut a log back to a checkpoint: what stands after it is of steps that are done again.
 
@@ -67,8 +66,7 @@ def restore(
             written then.
         is_record: Whether a JSON value is a line of this log; such a value has an int `step`.
         checkpoints: Steps of all checkpoints, whose marks are corrected after a fault.
-        every_step: Without a mark: whether steps that have no line are missing.
-        some_steps: Whether only some steps have lines; then a message does not say which have none.
+        every_step: Whether each step has a line: those that have none are missing, also where there is no mark.
 
     Raises:
         OSError: the log can be neither cut nor renamed.
@@ -87,7 +85,7 @@ def restore(
             kept = _copy(path, new, step, is_record, sorted(n for n in checkpoints if n <= step))
             new.flush()
             sync_descriptor(new.fileno())
-        why = _what_is_wrong(path, kept, step, mark, every_step=every_step, some_steps=some_steps)
+        why = _what_is_wrong(path, kept, step, mark, every_step=every_step)
     except (IsADirectoryError, PermissionError) as error:
         temporary = None
         kept = _Kept(earlier=dict.fromkeys((n for n in checkpoints if n <= step), LogMark()))
@@ -137,12 +135,10 @@ def _parse(line: bytes) -> Any:
         return None
 
 
-def _what_is_wrong(
-    path: Path, kept: _Kept, step: int, mark: LogMark | None, *, every_step: bool, some_steps: bool
-) -> str | None:
+def _what_is_wrong(path: Path, kept: _Kept, step: int, mark: LogMark | None, *, every_step: bool) -> str | None:
     left = kept.mark.records
-    absent = [] if some_steps else [number for number in range(1, step + 1) if number not in kept.steps]
-    if mark is None and not (every_step and absent):
+    absent = [number for number in range(1, step + 1) if number not in kept.steps] if every_step else []
+    if mark is None and not absent:
         unreadable = [number for number in kept.unreadable if number < kept.last_line]
         if not unreadable:
             return None

@@ -1,0 +1,91 @@
+"""Holds a file of JSON lines that a command typed again goes on with: `verbatim eval`'s and `verbatim rollout`'s."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from verbatim.core.disk import rename, sync_descriptor, temporary_beside
+from verbatim.core.errors import UsageError
+from verbatim.logs.checkpoints.lock import FolderLock
+from verbatim.logs.monitors.jsonl import JsonlWriter
+
+
+class KeptLines:
+    """The file, for one process at a time. What an earlier process left torn, or what failed there, is taken out when
+    it is opened: that is done again.
+
+    Args:
+        path: The file; made if it is not there.
+        beginning: How a line begins. A torn last line is cut off only if it begins so: a file of something else is left
+            alone.
+        what: What a line is, for messages.
+        take_in: Told of each record that is there; whether it is of something that failed.
+
+    Raises:
+        UsageError: another process writes it, or it holds something else.
+    """
+
+    def __init__(self, path: Path, *, beginning: str, what: str, take_in: Callable[[Mapping[str, Any]], bool]) -> None:
+        self.path = path
+        self.num_failed = 0
+        """Lines that were taken out."""
+        self._beginning, self._what, self._take_in = beginning, what, take_in
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._lock = FolderLock(path.parent, f".{path.name}.lock")
+        except UsageError:
+            raise UsageError(
+                f"{path} is being written by another process; wait for it to end, or name another --out file"
+            ) from None
+        try:
+            if path.exists():
+                self._take_over()
+            self.writer = JsonlWriter(path)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def close(self, *, keeps_empty: bool = True) -> None:
+        """Close the file, and let other processes have it.
+
+        Args:
+            keeps_empty: Whether a file without a line stays.
+        """
+        self.writer.close()
+        if not keeps_empty and self.writer.mark.size == 0:
+            self.path.unlink(missing_ok=True)
+        self._lock.release()
+
+    def _take_over(self) -> None:
+        """Read what is there; where something failed, write the file anew without it."""
+        rewritten = temporary_beside(self.path)
+        try:
+            with self.path.open(encoding="utf-8") as old, rewritten.open("w", encoding="utf-8") as new:
+                for number, line in enumerate(old, start=1):
+                    if not line.endswith("\n"):
+                        if not line.startswith(self._beginning[: len(line)]):
+                            raise self._none_of_ours(number)
+                    elif self._has_failed(line, number):
+                        self.num_failed += 1
+                    else:
+                        new.write(line)
+                new.flush()
+                sync_descriptor(new.fileno())
+            if self.num_failed:
+                rename(rewritten, self.path)
+        finally:
+            rewritten.unlink(missing_ok=True)
+
+    def _has_failed(self, line: str, number: int) -> bool:
+        try:
+            return self._take_in(json.loads(line))
+        except UsageError:
+            raise
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
+            raise self._none_of_ours(number) from None
+
+    def _none_of_ours(self, number: int) -> UsageError:
+        return UsageError(f"{self.path}:{number}: no {self._what}; name another --out file")
