@@ -1,6 +1,7 @@
 """What ends the process: one Ctrl-C asks, two end it at once, and nothing that a user's code left holds it."""
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -12,13 +13,13 @@ import pytest
 
 import warm
 from verbatim.cli import main as shell
-from verbatim.cli.interrupts import two_presses
-from verbatim.rollouts.main_loop import CtrlC, run_main
+from verbatim.core.ctrl_c import CtrlC, two_presses
+from verbatim.rollouts.main_loop import run_main
 from waiting import HANGS
 
 STUBBORN = """
     import asyncio, os, re, signal, time
-    from verbatim.cli.interrupts import two_presses
+    from verbatim.core.ctrl_c import two_presses
     from verbatim.rollouts.main_loop import run_main
 
     set_handler = signal.signal
@@ -47,8 +48,8 @@ STUBBORN = """
 """
 ENDING = """
     import sys, threading, time
-    from verbatim.cli import interrupts, main as shell
-    interrupts.PATIENCE = 0.2
+    from verbatim.cli import ending, main as shell
+    ending.PATIENCE = 0.2
     threading.Thread(target=time.sleep, args=(600,), name="grader").start()
     shell.main = lambda: {main}
     shell.program()
@@ -242,7 +243,7 @@ def test_a_background_task_that_exits_does_not_end_the_main_one(caplog):
     ]
 
 
-def test_a_background_task_that_ignores_its_cancellation_is_not_waited_for(monkeypatch):
+def test_a_background_task_that_ignores_its_cancellation_is_not_waited_for(monkeypatch, caplog):
     monkeypatch.setattr("verbatim.rollouts.main_loop.PATIENCE", 0.1)
 
     async def stubborn():
@@ -253,7 +254,7 @@ def test_a_background_task_that_ignores_its_cancellation_is_not_waited_for(monke
                 continue
 
     async def main():
-        main.task = asyncio.create_task(stubborn())
+        asyncio.create_task(stubborn(), name="stubborn")  # noqa: RUF006
         asyncio.get_running_loop().run_in_executor(None, blocks)
         await asyncio.sleep(0)
 
@@ -266,6 +267,8 @@ def test_a_background_task_that_ignores_its_cancellation_is_not_waited_for(monke
     has_ended.set()
     assert told.wait(HANGS)
     assert waited == [True]  # the thread too still ran
+    gc.collect()  # asyncio would say of the task that it is destroyed
+    assert caplog.messages == ["the task stubborn ignored its cancellation, and is not waited for"]
 
 
 def test_ctrl_c_cancels_and_is_a_keyboard_interrupt_in_the_end():

@@ -88,19 +88,20 @@ def test_a_child_that_ends_by_itself_is_waited_for():
 
 async def test_a_start_that_is_cancelled_leaves_no_process(monkeypatch):
     started = []
-    create = asyncio.create_subprocess_exec
+    create = asyncio.get_running_loop().subprocess_exec
 
     async def recorded(*command, **how):
         started.append(await create(*command, **how))
         return started[0]
 
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", recorded)
+    monkeypatch.setattr(asyncio.get_running_loop(), "subprocess_exec", recorded)
     task = asyncio.create_task(children.start_async(["bash", "-c", FOR_EVER], stdout=asyncio.subprocess.PIPE))
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert started[0].returncode == -signal.SIGKILL
+    ((transport, _),) = started
+    assert transport.get_returncode() == -signal.SIGKILL
 
 
 async def test_a_start_that_is_cancelled_and_fails_is_cancelled():

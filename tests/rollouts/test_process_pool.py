@@ -403,18 +403,18 @@ async def test_a_worker_that_cannot_be_reached_is_ended(monkeypatch):
 
     players, began = Players(), []
     monkeypatch.setattr(asyncio.get_running_loop(), "create_unix_connection", fails)
-    spawn = asyncio.create_subprocess_exec
+    spawn = asyncio.get_running_loop().subprocess_exec
 
     async def spawned(*args, **kwargs):
         began.append(await spawn(*args, **kwargs))
         return began[-1]
 
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", spawned)
+    monkeypatch.setattr(asyncio.get_running_loop(), "subprocess_exec", spawned)
     async with nothing_left_behind():
         with pytest.raises(UsageError, match="cannot be started: no connection"):
             async with players.processes(workers=2):
                 pass
-    assert [process.returncode for process in began] == [-signal.SIGKILL] * len(began) != []
+    assert [transport.get_returncode() for transport, _ in began] == [-signal.SIGKILL] * len(began) != []
 
 
 def test_environments_that_cannot_be_made_again_elsewhere_are_refused_by_name():

@@ -13,9 +13,9 @@ from typing import Any
 
 from verbatim.cli import exit_status
 from verbatim.cli.eval_results import Results
-from verbatim.cli.interrupts import two_presses
 from verbatim.config import RunConfig, load_config
 from verbatim.config.schema import EvalConfig
+from verbatim.core.ctrl_c import two_presses
 from verbatim.core.disk import refuse_link
 from verbatim.core.errors import ConfigError, RunStopped, UsageError
 from verbatim.core.plain_console import PlainConsole

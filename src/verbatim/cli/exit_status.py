@@ -1,5 +1,9 @@
 """Defines the exit statuses of the commands; the table in docs/reliability.md has the meaning for each command."""
 
+from __future__ import annotations
+
+from verbatim.core import ctrl_c
+
 FINISHED = 0
 """Done, all that was asked: a run took all its steps, or used up its examples, and learned something."""
 STOPPED = 1
@@ -10,5 +14,5 @@ NOTHING_TRAINED = 3
 """The run came to its end and learned from no token; it says which reason took them."""
 ALARM = 4
 """An alarm ended the run early, with a checkpoint; it says what was seen and what to change."""
-INTERRUPTED = 130
+INTERRUPTED = ctrl_c.INTERRUPTED
 """Ctrl-C, or SIGTERM."""

@@ -20,7 +20,8 @@ from rich.text import Text
 
 from verbatim import __version__
 from verbatim.cli import exit_status
-from verbatim.cli.interrupts import end_without_stragglers, ignore_signals_at_the_very_end, sigterm_is_ctrl_c
+from verbatim.cli.ending import end_without_stragglers
+from verbatim.core.ctrl_c import ignore_presses_at_the_very_end, sigterm_is_ctrl_c
 from verbatim.core.descriptors import raise_descriptor_limit
 from verbatim.core.errors import NothingTrained, RunStopped, StoppedByAlarm, UsageError, VerbatimError
 from verbatim.core.machine_faults import describe, is_machine_fault, is_out_of_memory
@@ -60,7 +61,7 @@ OVERRIDES_HELP = (
 def program() -> NoReturn:
     """The process of the command: ends with its status, whatever threads are left."""
     sys.excepthook = _show_traceback
-    ignore_signals_at_the_very_end()
+    ignore_presses_at_the_very_end()
     sigterm_is_ctrl_c()
     raise_descriptor_limit()
     threading.excepthook = _show_end_of_thread

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from verbatim.cli import exit_status
-from verbatim.cli.interrupts import two_presses
 from verbatim.cli.own_stdout import own_stdout
 from verbatim.config import RunConfig, load_config
+from verbatim.core.ctrl_c import two_presses
 from verbatim.core.errors import UsageError
 from verbatim.core.plain_console import PlainConsole
 from verbatim.logs.checkpoints import CONFIG, load_stored_config

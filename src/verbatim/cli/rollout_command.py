@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.cli import exit_status
-from verbatim.cli.interrupts import two_presses
 from verbatim.cli.rollout_engines import engine_of
 from verbatim.cli.rollout_results import Job, ResultFile
 from verbatim.cli.rollout_work import plan_of
+from verbatim.core.ctrl_c import two_presses
 from verbatim.core.errors import RunStopped
 from verbatim.core.plain_console import PlainConsole
 from verbatim.core.types import StopReason, Trajectory

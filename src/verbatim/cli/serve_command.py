@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from verbatim.cli import exit_status
-from verbatim.cli.interrupts import two_presses
+from verbatim.core.ctrl_c import two_presses
 from verbatim.core.errors import UsageError
 from verbatim.core.plain_console import PlainConsole
 from verbatim.inference.base import Sampler, watch_engine

@@ -11,11 +11,10 @@ from pathlib import Path
 from rich.console import Console
 
 from verbatim.cli import exit_status, rl_command
-from verbatim.cli.interrupts import second_press_ends
 from verbatim.cli.serve_command import key_of
+from verbatim.core.ctrl_c import raise_ctrl_c, second_press_ends
 from verbatim.core.errors import UsageError
 from verbatim.core.plain_console import PlainConsole
-from verbatim.core.user_code import raise_ctrl_c
 from verbatim.logs.checkpoints import TRAINER, RunFolder, holding
 from verbatim.run.check import check_run
 from verbatim.run.hosts import trainer_folder

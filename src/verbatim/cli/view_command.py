@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verbatim.cli import exit_status
-from verbatim.cli.interrupts import two_presses
+from verbatim.core.ctrl_c import two_presses
 from verbatim.core.errors import UsageError
 from verbatim.core.plain_console import PlainConsole
 from verbatim.core.texts import printable

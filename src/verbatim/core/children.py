@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, TypeAlias
+from typing import IO, Any, TypeAlias
 
 from verbatim.core.disk import make_private
 
@@ -33,6 +33,8 @@ Stream: TypeAlias = int | IO[bytes] | None
 """A pipe (`subprocess.PIPE`), nothing (`subprocess.DEVNULL`), a file, or None: this process's own."""
 
 _PR_SET_PDEATHSIG = 1
+_LONGEST_READ = 2**16
+"""Bytes of a line that a pipe's reader holds, as in asyncio."""
 _LOOK_EVERY = 0.5
 """Seconds between two looks whether the parent is there, where the kernel does not tell."""
 
@@ -101,6 +103,19 @@ def start(
     )
 
 
+class Child(asyncio.subprocess.Process):
+    """A child that the event loop watches, with what connects it to the loop."""
+
+    def __init__(
+        self,
+        transport: asyncio.SubprocessTransport,
+        protocol: asyncio.subprocess.SubprocessStreamProtocol,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        super().__init__(transport, protocol, loop)
+        self.transport = transport
+
+
 async def start_async(
     command: Sequence[str],
     *,
@@ -110,15 +125,17 @@ async def start_async(
     environment: Mapping[str, str] | None = None,
     folder: str | None = None,
     descriptors: Sequence[int] = (),
-) -> asyncio.subprocess.Process:
+) -> Child:
     """The same for the event loop. Where this is cancelled, the child is killed before the error goes on: asyncio
     would wait for ever for pipes that were never connected.
 
     Args:
         descriptors: Open files that it inherits, under the same numbers.
     """
+    loop = asyncio.get_running_loop()
     starting = asyncio.ensure_future(
-        asyncio.create_subprocess_exec(
+        loop.subprocess_exec(
+            lambda: asyncio.subprocess.SubprocessStreamProtocol(_LONGEST_READ, loop),
             *command,
             stdin=stdin,
             stdout=stdout,
@@ -130,28 +147,27 @@ async def start_async(
         )
     )
     try:
-        return await asyncio.shield(starting)
+        return Child(*await asyncio.shield(starting), loop)
     except asyncio.CancelledError:
         with contextlib.suppress(OSError):  # it could not be started
-            process = await starting
+            process = Child(*await starting, loop)
             kill_group(process.pid)
             await gone(process)
         raise
 
 
-async def gone(process: asyncio.subprocess.Process) -> None:
+async def gone(process: Child) -> None:
     """Wait for the end of a killed child. Our ends of its pipes are closed first: asyncio waits for the other ends
     too, and a process in a session of its own outlives the child and holds them."""
-    transport = process._transport  # type: ignore[attr-defined]  # until Python 3.13, wait() waits for the pipes
-    for number in range(3):
-        pipe = transport.get_pipe_transport(number)
+    for number in range(3):  # until Python 3.13, wait() waits for the pipes
+        pipe: Any = process.transport.get_pipe_transport(number)
         if pipe is None:
             continue
         if number == 0 and (not pipe.is_closing() or pipe.get_write_buffer_size()):
             pipe.abort()  # what nothing reads any more is not waited for
         pipe.close()
     await process.wait()
-    transport.close()
+    process.transport.close()
 
 
 def open_log(path: Path) -> IO[bytes]:

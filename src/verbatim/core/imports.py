@@ -12,10 +12,10 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from verbatim.core.ctrl_c import is_ctrl_c
 from verbatim.core.errors import ComponentError, FormatError, UsageError
 from verbatim.core.formats import content_of
 from verbatim.core.texts import error_text
-from verbatim.core.user_code import is_ctrl_c
 
 MODULE_FOLDERS = "module_folders.json"
 """The file of a run's folder that names the folders of its modules, where these are not the current one."""

@@ -1,45 +1,9 @@
-"""Distinguishes Ctrl-C and task cancellation from the same exceptions raised by user code."""
+"""What a user's code raised: in which task, and what its traceback keeps alive."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
-import signal
-import threading
-from typing import Any, NoReturn
-
-
-def raise_ctrl_c(which: str = "Ctrl-C") -> NoReturn:
-    """Called by our handlers of SIGINT and SIGTERM, so that `is_ctrl_c` recognizes their KeyboardInterrupt."""
-    raise KeyboardInterrupt(which)
-
-
-_HANDLERS = {raise_ctrl_c.__code__, asyncio.Runner._on_sigint.__code__}  # type: ignore[attr-defined]
-
-
-def is_ctrl_c(error: BaseException) -> bool:
-    """Whether a KeyboardInterrupt is from the keyboard, not from `raise KeyboardInterrupt` in the user's code.
-
-    Signals reach only the main thread, and an exception of a Python handler has the handler's frame innermost. Python's
-    default handler has no frame, so under it every KeyboardInterrupt counts as Ctrl-C.
-    """
-    if not isinstance(error, KeyboardInterrupt) or threading.current_thread() is not threading.main_thread():
-        return False
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        return True
-    innermost = error.__traceback__
-    while innermost is not None and innermost.tb_next is not None:
-        innermost = innermost.tb_next
-    return innermost is not None and innermost.tb_frame.f_code in _HANDLERS
-
-
-def is_told_to_end(task: asyncio.Task[Any] | None) -> bool:
-    """Whether a Ctrl-C has cancelled this task: `asyncio.run` answers the first one so, in the task that it runs."""
-    handler = signal.getsignal(signal.SIGINT)
-    runner = getattr(getattr(handler, "func", None), "__self__", None)
-    if not isinstance(handler, functools.partial) or not isinstance(runner, asyncio.Runner):
-        return False
-    return handler.keywords.get("main_task") is task and runner._interrupt_count > 0  # type: ignore[attr-defined]
+from typing import Any
 
 
 def is_running(task: asyncio.Task[Any] | None) -> bool:

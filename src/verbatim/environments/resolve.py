@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
+from verbatim.core.ctrl_c import is_ctrl_c
 from verbatim.core.errors import ComponentError, UsageError
 from verbatim.core.imports import import_object, is_import_path, told
 from verbatim.core.texts import shown
 from verbatim.core.types import Example
-from verbatim.core.user_code import is_ctrl_c
 from verbatim.core.user_values import why_refused
 from verbatim.environments import ENVIRONMENTS
 from verbatim.environments.base import Demonstrates, Demonstration, Environment

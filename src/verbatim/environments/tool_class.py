@@ -8,11 +8,11 @@ import inspect
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
+from verbatim.core.ctrl_c import is_ctrl_c
 from verbatim.core.errors import ComponentError, EnvironmentFault
 from verbatim.core.imports import import_object, told
 from verbatim.core.texts import shown
 from verbatim.core.types import Example, Message, Trajectory
-from verbatim.core.user_code import is_ctrl_c
 from verbatim.environments.base import Episode, Score
 from verbatim.environments.reward_functions import Rewards
 from verbatim.environments.rows import read_splits

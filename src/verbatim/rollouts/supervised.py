@@ -8,9 +8,10 @@ import math
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from verbatim.core.ctrl_c import is_ctrl_c
 from verbatim.core.errors import EnvironmentFault, ModelError, RolloutError
 from verbatim.core.texts import error_text
-from verbatim.core.user_code import is_ctrl_c, is_running
+from verbatim.core.user_code import is_running
 from verbatim.rollouts.loop import EpisodeOver
 
 GRACE = 10.0

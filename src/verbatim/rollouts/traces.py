@@ -17,10 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from verbatim.core.ctrl_c import is_ctrl_c
 from verbatim.core.texts import error_text
 from verbatim.core.trajectory_json import plain, trajectory_to_json
 from verbatim.core.types import StopReason, Trajectory
-from verbatim.core.user_code import is_ctrl_c
 
 logger = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ from rich.console import Console
 
 from verbatim.config.schema import RunConfig
 from verbatim.core.children import end, how_it_ended, open_log, start
+from verbatim.core.ctrl_c import is_ctrl_c
 from verbatim.core.errors import RunStopped, UsageError
 from verbatim.core.imports import child_environment
-from verbatim.core.user_code import is_ctrl_c
 from verbatim.inference.http.server import as_others_reach
 from verbatim.logs.checkpoints import TRAINER, RunFolder
 from verbatim.logs.checkpoints.lock import is_locked

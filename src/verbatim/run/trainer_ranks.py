@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from verbatim.config import dump_config
 from verbatim.config.schema import RunConfig
 from verbatim.core.children import end, how_it_ended, open_log, start
+from verbatim.core.ctrl_c import ignore_presses
 from verbatim.core.errors import RunStopped, UsageError
 from verbatim.core.imports import child_environment
 from verbatim.run.logs import last_lines
@@ -180,7 +180,7 @@ def follow_leader() -> None:
     """
     from verbatim.trainer.parallel.failures import Failures, is_lost, kind_of
 
-    _ignore_interrupts()
+    ignore_presses()  # of a launcher: they are for rank 0, which ends the run in order
     store, rank, size = _rendezvous()
     failures = Failures(store, rank, size)
 
@@ -323,12 +323,6 @@ class _Others:
 
     def _log(self, rank: int) -> Path:
         return self._logs / f"trainer-rank-{rank}.log"
-
-
-def _ignore_interrupts() -> None:
-    """Ctrl-C and SIGTERM of a launcher are for rank 0, which ends the run in order."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
 
 
 def _processes_here(size: int) -> int:

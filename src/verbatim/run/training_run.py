@@ -15,6 +15,7 @@ from rich.console import Console
 
 from verbatim.config import dump_config
 from verbatim.config.schema import MonitorConfig, RunConfig
+from verbatim.core.ctrl_c import Ask
 from verbatim.core.disk import making
 from verbatim.core.redaction import redacted
 from verbatim.core.trajectories import Ledger
@@ -26,7 +27,6 @@ from verbatim.logs.monitors.alarm import Alarm
 from verbatim.logs.monitors.alarms import AlarmWatch
 from verbatim.logs.monitors.base import Monitor, OpenMonitor, RunInfo, open_monitors
 from verbatim.rollouts import EpisodeTally, RolloutSetup
-from verbatim.rollouts.main_loop import Ask
 from verbatim.run.check import find_routing
 from verbatim.run.ending import RunState
 from verbatim.run.environments import Environments

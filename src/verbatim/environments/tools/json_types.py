@@ -86,8 +86,9 @@ def readable(hint: Any) -> Any:
 
 
 def _readable(hint: Any, known: dict[Any, Any]) -> Any:
-    if isinstance(hint, type | typing._SpecialGenericAlias) and hint in _BARE:  # type: ignore[attr-defined]
-        return Annotated[hint, WithJsonSchema(dict(_BARE[hint]))]
+    for bare, schema in _BARE.items():
+        if hint is bare:
+            return Annotated[hint, WithJsonSchema(dict(schema))]
     if typing.is_typeddict(hint) and type(hint).__module__ == "typing":
         return _typed_dict(hint, known)
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)

@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from verbatim.core.ctrl_c import is_ctrl_c, noticed
 from verbatim.core.errors import ComponentError
 from verbatim.core.texts import cut, error_text, shown
 from verbatim.core.types import Message, ToolCall
-from verbatim.core.user_code import is_ctrl_c, is_running, is_told_to_end, let_go
+from verbatim.core.user_code import is_running, let_go
 from verbatim.core.user_values import as_atom
 from verbatim.environments.tools.base import Tool, ToolArgumentsError, ToolFailed, ToolResult
 from verbatim.environments.tools.function_tool import FunctionTool, as_result
@@ -134,9 +135,10 @@ class ToolManager(Mapping[str, Tool]):
         if isinstance(tool, FunctionTool) and tool.is_immediate:
             cancelling = _cancelling()
             context = contextvars.copy_context()
-            value, error = _called(functools.partial(context.run, tool.at_once, dict(call.arguments or {})))
+            with noticed() as by_ctrl_c:
+                value, error = _called(functools.partial(context.run, tool.at_once, dict(call.arguments or {})))
             if _cancelling() > cancelling:
-                await _take_back(cancelling)
+                await _take_back(cancelling, by_ctrl_c())
                 value, error = None, asyncio.CancelledError()
             elif error is not None:
                 contained = _contained(error, asyncio.current_task())
@@ -215,16 +217,17 @@ def _cancelling() -> int:
     return 0 if task is None else task.cancelling()
 
 
-async def _take_back(before: int) -> None:
+async def _take_back(before: int, by_ctrl_c: bool) -> None:
     """A tool cancelled the task that it runs on, which is its caller's: the caller goes on, unless it is cancelled from
     outside too, or it was no tool but Ctrl-C.
 
     Args:
         before: How often the task had been cancelled before.
+        by_ctrl_c: Whether a Ctrl-C came meanwhile.
     """
     task = asyncio.current_task()
     assert task is not None
-    own = 0 if is_told_to_end(task) else task.cancelling() - before
+    own = 0 if by_ctrl_c else task.cancelling() - before
     with contextlib.suppress(asyncio.CancelledError):
         await asyncio.sleep(0)
     for _ in range(own):

@@ -13,9 +13,9 @@ from typing import Any
 from verbatim.config import ComponentTables, load_config
 from verbatim.config.orchestrator import RendererConfig
 from verbatim.config.schema import EnvConfig, RunConfig
+from verbatim.core.ctrl_c import is_ctrl_c
 from verbatim.core.errors import ComponentError, UsageError
 from verbatim.core.imports import told
-from verbatim.core.user_code import is_ctrl_c
 from verbatim.environments.shapes import adapter_of
 
 

@@ -13,7 +13,8 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import verbatim
-from verbatim.rollouts.main_loop import CtrlC, run_main
+from verbatim.core.ctrl_c import CtrlC
+from verbatim.rollouts.main_loop import run_main
 
 T = TypeVar("T")
 

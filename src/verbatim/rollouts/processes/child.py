@@ -8,7 +8,7 @@ import faulthandler
 import functools
 import logging
 import os
-import signal
+import selectors
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Mapping
@@ -18,20 +18,18 @@ from typing import Any
 import numpy as np
 
 from verbatim.core.children import end_with_parent
+from verbatim.core.ctrl_c import end_at_presses, is_ctrl_c, leave_presses_to_the_run
 from verbatim.core.descriptors import raise_descriptor_limit
 from verbatim.core.errors import SamplerFault, UsageError, VerbatimError
 from verbatim.core.redaction import WithoutSecrets
 from verbatim.core.texts import error_text
 from verbatim.core.types import Float32, Int32
-from verbatim.core.user_code import is_ctrl_c
 from verbatim.inference.base import Completion, SampleRequest
 from verbatim.rollouts.main_loop import run_main
 from verbatim.rollouts.processes.peer import Peer
 from verbatim.rollouts.runner import EpisodeTask
 from verbatim.rollouts.workers.episodes import RunEpisode, open_episodes
 from verbatim.rollouts.workers.worker import WorkerContext, loaded
-
-_FOR_THE_RUN = (signal.SIGINT, signal.SIGTERM)
 
 
 def main(descriptor: int, parent: int) -> None:
@@ -43,22 +41,20 @@ def main(descriptor: int, parent: int) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(WithoutSecrets(f"%(asctime)s {os.getpid()} %(levelname)s %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
-    # Handlers rather than SIG_IGN, which programs started by environments would inherit. Ctrl-C and a supervisor's
-    # SIGTERM are for the run, which decides when its workers end.
-    for number in _FOR_THE_RUN:
-        signal.signal(number, lambda number, frame: None)
+    leave_presses_to_the_run()  # it decides when its workers end
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
-    run_main(_serve(connection))
+    selector = selectors.DefaultSelector()
+    os.register_at_fork(after_in_child=functools.partial(_be_a_copy, connection, selector))
+    run_main(_serve(connection), new_loop=lambda: asyncio.SelectorEventLoop(selector))
 
 
-def _be_a_copy(connection: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
+def _be_a_copy(connection: socket.socket, selector: selectors.BaseSelector) -> None:
     """Detach a forked copy of this process from the run, and restore its signal handlers. The kernel's list of what the
     event loop waits for is one for both: a copy that went on would take from the original what wakes it."""
     connection.close()
-    loop._selector.close()  # type: ignore[attr-defined]
-    for number in _FOR_THE_RUN:
-        signal.signal(number, signal.SIG_DFL)
+    selector.close()
+    end_at_presses()
 
 
 def _prepare_process() -> None:
@@ -71,7 +67,6 @@ def _prepare_process() -> None:
 
 async def _serve(connection: socket.socket) -> None:
     child = _Child()
-    os.register_at_fork(after_in_child=functools.partial(_be_a_copy, connection, asyncio.get_running_loop()))
     await asyncio.get_running_loop().create_unix_connection(lambda: child.peer, sock=connection)
     await child.peer.closed
     # So that running episodes are closed.

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from verbatim.core.ctrl_c import is_ctrl_c
 from verbatim.core.texts import error_text
-from verbatim.core.user_code import is_ctrl_c
 from verbatim.rollouts.runner import EpisodeTask
 
 START_TIMEOUT = 120.0

@@ -10,12 +10,12 @@ import secrets
 import socket
 import sys
 import time
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import PIPE
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from verbatim.core.children import gone, kill_group, start_async
+from verbatim.core.children import Child, gone, kill_group, start_async
 from verbatim.core.errors import EnvironmentFault
 from verbatim.environments.tools.group_memory import WATCH, Watched
 from verbatim.inference.http.acceptor import Acceptor
@@ -93,7 +93,7 @@ class ProgramProcess:
         self._launch, self._service, self._on_line = launch, service, on_line
         self._token = f"program-{secrets.token_hex(8)}"
         self._mark = re.compile(rb"\0%s (ready|done (\d{1,3}))\0" % self._token.encode())
-        self._process: Process | None = None
+        self._process: Child | None = None
         self._door: Acceptor | None = None
         self._reading: list[asyncio.Task[None]] = []
         self._ready, self._done = asyncio.Event(), asyncio.Event()
@@ -137,7 +137,7 @@ class ProgramProcess:
         except TimeoutError:
             raise EnvironmentFault(f"program: its sandbox did not start within {START_SECONDS:g} s") from None
 
-    async def _start(self, argv: list[str]) -> Process:
+    async def _start(self, argv: list[str]) -> Child:
         return await start_async(argv, stdin=PIPE, stdout=PIPE, stderr=PIPE, environment=self._environment, folder="/")
 
     async def go(self) -> None:
