@@ -207,6 +207,25 @@ def test_the_page_and_a_comparison_tell_of_files_in_other_formats_and_show_the_r
         assert f"{name} has format 9; this version of Verbatim reads format 1 of" in said
 
 
+@pytest.mark.parametrize(
+    "kind",
+    ["verbatim_run.json", "manifest.json", "orchestrator.json", "trainer.json", "metrics.jsonl", "step-*.parquet"],
+)
+def test_a_run_of_another_version_is_not_resumed(run: Path, tmp_path: Path, monkeypatch, capfd, kind: str):
+    """The files are whole, and this version reads the next format of one kind."""
+    shutil.copytree(run, tmp_path / "run", symlinks=True)
+    (tmp_path / "run" / "alarms.jsonl").unlink()
+    kept = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    monkeypatch.setitem(FORMATS, kind, 2)
+    steps = str(FORKABLE_STEPS + 1)
+    status = main(["rl", str(run.parent / "run.toml"), "--resume", str(tmp_path / "run"), "--max-steps", steps])
+    assert status == 2
+    said = capfd.readouterr()
+    assert f"has format 1; this version of Verbatim reads format 2 of {kind}. Another version wrote it" in said.err
+    assert "Traceback" not in said.out + said.err
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == kept
+
+
 @pytest.mark.parametrize("command", [["doctor"], ["export", "--out", "out.jsonl"]], ids=" ".join)
 def test_commands_tell_of_another_format_in_a_sentence(run: Path, tmp_path: Path, monkeypatch, capfd, command):
     monkeypatch.chdir(tmp_path)
