@@ -26,7 +26,7 @@ from verbatim.config import load_config
 from verbatim.core.errors import SamplerFault
 from verbatim.core.plain_console import PlainConsole
 from verbatim.inference.http import server
-from verbatim.inference.vllm import install
+from verbatim.inference.vllm import install, standing
 from verbatim.inference.vllm.install import install_vllm
 from verbatim.inference.vllm.process import is_taken
 from verbatim.inference.vllm.settings import VllmSettings
@@ -143,10 +143,10 @@ class Ended:
 
 
 async def test_a_server_that_cannot_be_started_again_is_told_plainly_and_tried_again(monkeypatch, caplog):
-    monkeypatch.setattr(inference_command, "_FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(standing, "_FIRST_PAUSE", 0.001)
     full = OSError(errno.ENOSPC, "No space left on device", "logs/replica_0.log")
     with pytest.raises(asyncio.CancelledError):
-        await inference_command._keep_running(Ended(full, SamplerFault("it does not answer")), 1.0)
+        await standing._keep_running(Ended(full, SamplerFault("it does not answer")), 1.0)
     told = [record.getMessage() for record in caplog.records]
     assert told == [
         "replica 0 ended (signal 9); starting it again",

@@ -7,6 +7,7 @@ import functools
 import re
 import subprocess
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -201,6 +202,143 @@ def test_the_docstring_of_each_package_says_where_to_begin_and_what_it_imports()
         sources = sorted((ROOT / package).rglob("*.py"))
         found = [i for path in sources for i in imports_in(path.relative_to(ROOT).as_posix(), path.read_text())]
         assert {i.package for i in found} - {package} == named, package
+
+
+VLLM = "inference.vllm"
+DOORS = {
+    "inference/elsewhere.py",
+    "inference/weight_group.py",
+}
+"""Modules that hand on what lies with vLLM's plugin because vLLM's processes run it, and that has nothing of vLLM."""
+TABLES = {"inference/backends.py"}
+"""Tables of backends: they name functions of vLLM's package, and import none."""
+
+
+def knows_vllm(file: str, source: str) -> list[str]:
+    """What a module outside of vLLM's package imports from it, names in it, or imports of vLLM itself."""
+    if file.startswith("inference/vllm/") or file in DOORS:
+        return []
+    found = [str(i) for i in imports_in(file, source) if f"{i.module}.".startswith(f"{VLLM}.")]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and file not in TABLES:
+            found += [f"{file}:{node.lineno}: names it"] if node.value.startswith(f"verbatim.{VLLM}") else []
+        modules = [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
+        modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        found += [f"{file}:{node.lineno}: imports {m}" for m in modules if m and m.split(".")[0] == "vllm"]
+    return found
+
+
+def test_only_its_package_knows_vllm():
+    files = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sources()}
+    assert [found for file, source in files.items() for found in knows_vllm(file, source)] == []
+    assert files.keys() >= DOORS | TABLES
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "number"),
+    [
+        ("run/a.py", "def f():\n    from verbatim.inference.vllm.settings import VllmSettings", 1),
+        ("inference/pool/a.py", "from ..vllm import settings", 1),
+        ("cli/a.py", "import_object('verbatim.inference.vllm.install:install_vllm')", 1),
+        ("models/a.py", "import vllm.config\nfrom vllm import LLM", 2),
+        ("inference/backends.py", "A = 'verbatim.inference.vllm.backend:b'\nimport verbatim.inference.vllm.backend", 1),
+        ("inference/vllm/a.py", "import vllm\nfrom verbatim.inference.vllm import settings", 0),
+    ],
+)
+def test_whoever_knows_vllm_is_seen(file: str, source: str, number: int):
+    assert len(knows_vllm(file, source)) == number
+
+
+MAKES = {
+    *("attrgetter", "bool", "dict", "dict.fromkeys", "enumerate", "field", "float", "frozenset", "int", "len", "list"),
+    *("map", "max", "min", "object", "ord", "range", "set", "slice", "sorted", "str", "tuple", "type", "zip"),
+    *("dataclasses.dataclass", "dataclasses.field", "dataclasses.fields", "dataclass", "dir", "fields", "getattr"),
+    *("functools.cache", "functools.lru_cache", "functools.partial", "lru_cache", "partial", "operator.attrgetter"),
+    *("AfterValidator", "BeforeValidator", "ConfigDict", "ContextVar", "Field", "MappingProxyType", "NormalDist"),
+    *("ParamSpec", "Path", "TypeAdapter", "TypeVar", "field_validator", "get_args", "model_validator", "timedelta"),
+    *("itertools.count", "json.JSONDecoder", "json.JSONEncoder", "json.dumps", "logging.getLogger", "marshal.dumps"),
+    *("np.dtype", "np.finfo", "np.float32", "np.frombuffer", "np.iinfo", "np.uint64", "np.zeros", "re.compile"),
+    *("re.escape", "reprlib.Repr", "struct.Struct", "threading.Lock", "threading.RLock", "weakref.WeakKeyDictionary"),
+    *("torch.device", "torch.inference_mode", "torch.no_grad", "pa", "LlamaConfig"),
+}
+"""What of other packages a module may call while it is imported: it makes a value, and nothing outside changes."""
+READS = {"CSource.read": "the text that fits the structures of this module, which an upgrade may change later"}
+"""What reads files then, and why."""
+
+
+def work_at_import(file: str, source: str) -> list[str]:
+    """Calls that importing a module makes, of functions of other packages that are not known to make values, and what
+    starts, opens or registers something by a method of our own."""
+    tree = ast.parse(source)
+    foreign = {"open", "print", "exec", "eval", "input", "__import__", "setattr", "delattr"}
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = node.module if isinstance(node, ast.ImportFrom) else None
+            if module is None or not (node.level or module.split(".")[0] == "verbatim"):  # type: ignore[union-attr]
+                foreign |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+    found = []
+    for name, line in _called_at_import(tree):
+        root, method = name.split(".")[0], name.rpartition(".")[2]
+        if method in ("register", "read", "read_text", "read_bytes", "start") or "environ" in name:
+            does_work = name.removeprefix("native.") not in READS
+        else:
+            does_work = root in foreign and not {root, name, name.partition("(")[0]} & MAKES
+        if does_work:
+            found.append(f"{file}:{line}: calls {name}")
+    return found
+
+
+def _called_at_import(node: ast.AST) -> Iterator[tuple[str, int]]:
+    """Names and lines of calls outside of functions, decorators and defaults included."""
+    if isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'":
+        return
+    if isinstance(node, ast.Lambda):
+        return
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        for outside in (*node.decorator_list, *node.args.defaults, *filter(None, node.args.kw_defaults)):
+            yield from _called_at_import(outside)
+        return
+    if isinstance(node, ast.Call):
+        yield ast.unparse(node.func), node.lineno
+    if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ":
+        yield "os.environ", node.lineno
+    for child in ast.iter_child_nodes(node):
+        yield from _called_at_import(child)
+
+
+def test_importing_a_module_does_no_work():
+    """vLLM's plugin, templates and the recipe of an agent's program are no modules of ours: others start them."""
+    files = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sources()}
+    ours = {file: text for file, text in files.items() if not re.search("plugin/|templates/|program_agent", file)}
+    assert [found for file, source in ours.items() for found in work_at_import(file, source)] == []
+
+
+def test_work_at_import_is_seen():
+    source = """
+        import os, atexit, re, threading
+        from pathlib import Path
+        from verbatim.core.disk import Store
+        WORD = re.compile("a" + os.environ["HOME"] + os.environ.get("A", ""))
+        TEXT = Path(__file__).read_text()
+        atexit.register(print)
+        class A:
+            thread = threading.Thread(target=print)
+            def f(self, now=os.getpid()):
+                return open("x")
+        Store().start()
+        later = lambda: os.getcwd()
+        if __name__ == "__main__":
+            os.getcwd()
+    """
+    assert [found.partition("calls ")[2] for found in work_at_import("a.py", textwrap.dedent(source))] == [
+        "os.environ",
+        "os.environ.get",
+        "Path(__file__).read_text",
+        "atexit.register",
+        "threading.Thread",
+        "os.getpid",
+        "Store().start",
+    ]
 
 
 LIGHT = (

@@ -12,8 +12,8 @@ import pytest
 from verbatim.config import load_config
 from verbatim.config.schema import RunConfig
 from verbatim.core.errors import UsageError
+from verbatim.inference import weight_group
 from verbatim.inference.sending import WeightStore
-from verbatim.inference.vllm.plugin import verbatim_weight_group
 from verbatim.run.tables import component_tables
 from verbatim.run.weight_transfer import check_broadcast, own_address, refuse_unreachable
 
@@ -53,7 +53,7 @@ def routes(monkeypatch: pytest.MonkeyPatch) -> None:
             raise OSError("Network is unreachable")
         return host.rpartition(".")[0] + ".1"
 
-    monkeypatch.setattr(verbatim_weight_group, "address_towards", towards)
+    monkeypatch.setattr(weight_group, "address_towards", towards)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from campaigns import sized
 from verbatim.core.errors import ModelError
-from verbatim.models.attention import ATTENTION
+from verbatim.models.attention import ATTENTION, register_attention
 from verbatim.models.tiny import decoder_layers
 from verbatim.trainer.compile import compile_layers
 
@@ -23,6 +23,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(autouse=True)
 def uncompiled_attention(monkeypatch):
     """What a trainer registers, later tests do not see."""
+    register_attention()
     before = ALL_ATTENTION_FUNCTIONS[ATTENTION]
     yield
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, before)

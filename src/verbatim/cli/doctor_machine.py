@@ -18,7 +18,7 @@ from verbatim.inference.embedded.compiled.library import SOURCE as KERNEL
 from verbatim.inference.embedded.forward import open_forward
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.models import native
-from verbatim.models.attention import ATTENTION
+from verbatim.models.attention import follow_plans
 from verbatim.models.head import CausalLM
 from verbatim.models.instructions import has_bfloat16
 from verbatim.trainer.attention.native_tree import SOURCE as TREE
@@ -121,7 +121,7 @@ def _try_kernel() -> str:
         with torch.random.fork_rng(devices=()), torch.inference_mode():
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(_SMALL, dtype=getattr(torch, dtype)).eval().requires_grad_(False)
-            model.set_attn_implementation(ATTENTION)
+            follow_plans(model)
             settings = TorchSettings(device="cpu", dtype=dtype, kernel="compiled")
             try:
                 open_forward(CausalLM(model), settings, context_length=64, keep_cache=False, record_experts=False)

@@ -5,38 +5,30 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from rich.console import Console
 
 from verbatim.cli import exit_status
 from verbatim.cli.serve_command import key_of, run_until_asked, until_stopped
-from verbatim.config import load_config
+from verbatim.config import import_object, load_config
 from verbatim.config.schema import RunConfig
 from verbatim.config.sections import table_of
-from verbatim.core.errors import SamplerFault, UsageError
-from verbatim.core.machine_faults import describe
+from verbatim.core.errors import UsageError
 from verbatim.core.plain_console import PlainConsole
+from verbatim.inference.backends import INSTALLERS, STANDING, Listening
 from verbatim.inference.http.server import LAST_PORT, as_others_reach
 from verbatim.inference.pool.settings import ServerSettings
 from verbatim.models.catalog import folder_of
 from verbatim.run.logs import log_to_console
 from verbatim.run.precision import resolve_sampler
 from verbatim.run.recipes import run_file
-from verbatim.run.rollouts import check_backend, inference_settings, make_sampler
+from verbatim.run.rollouts import backend_inputs, check_backend, inference_settings, make_sampler
 from verbatim.run.tables import component_tables
 
-if TYPE_CHECKING:
-    from verbatim.inference.vllm.process import ServerProcess
-    from verbatim.inference.vllm.settings import VllmSettings
-
-logger = logging.getLogger(__name__)
-
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
-"""Seconds before a server that ended is started again; doubled each time."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,9 +77,8 @@ def run(args: argparse.Namespace) -> int:
     """
     console = PlainConsole()
     if args.install is not None:
-        from verbatim.inference.vllm.install import install_vllm
-
-        python = install_vllm(args.install, args.build, lambda said: console.print(said, soft_wrap=True))
+        install = import_object(INSTALLERS["vllm"])
+        python = install(args.install, args.build, lambda said: console.print(said, soft_wrap=True))
         console.print(
             f'done; in the run\'s file:\n\n[inference]\nbackend = "vllm"\n\n[inference.vllm]\npython = "{python}"',
             soft_wrap=True,
@@ -104,8 +95,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"{args.file} builds its model when it is trained; name one: --model FOLDER")
     model = folder_of(str(model))
     config = _without_urls(config)
-    is_vllm = config.inference.backend == "vllm"
-    if args.weights_folder is not None and (is_vllm or not args.weights_folder.is_dir()):
+    stands = config.inference.backend in STANDING
+    if args.weights_folder is not None and (stands or not args.weights_folder.is_dir()):
         raise UsageError(
             f"--weights-folder {args.weights_folder}: expected a folder that exists, and another "
             "backend than vllm, whose servers read any folder"
@@ -120,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
             "beside its trainer; it puts no others to sleep. Leave it out"
         )
     check_backend(config)
-    serve = _serve_vllm if is_vllm else _serve_sampler
+    serve = _serve_standing if stands else _serve_sampler
     run_until_asked(lambda stop: serve(config, str(model), args, key, console, stop))
     return exit_status.FINISHED
 
@@ -159,71 +150,38 @@ async def _serve_sampler(
         await sampler.close()
 
 
-async def _serve_vllm(
+async def _serve_standing(
     config: RunConfig, model: str, args: argparse.Namespace, key: str | None, console: Console, stop: asyncio.Event
 ) -> None:
-    """The replicas of [inference.vllm], each started again when it ends."""
-    _refuse_taken_ports(args, _settings(config).replicas)
-    processes = _make_processes(config, model, args, key)
-    console.print(
-        f"starting {len(processes)} vLLM {'server' if len(processes) == 1 else 'servers'}; logs: {args.logs}",
-        soft_wrap=True,
+    """Servers in processes of their own, each started again when it ends."""
+    servers = import_object(STANDING[config.inference.backend])(
+        backend_inputs(config, model, logs=args.logs),
+        inference_settings(config),
+        Listening(host=args.host, port=args.port, api_key=key, uploads=args.uploads),
     )
+    console.print(f"starting {servers.named}; logs: {args.logs}", soft_wrap=True)
+    stopped = asyncio.create_task(stop.wait())
     try:
-        starting = asyncio.create_task(_start_all(processes, config))
-        stopped = asyncio.create_task(stop.wait())
-        await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if not starting.done():
-            starting.cancel()
-            return
-        starting.result()
-        _say_how(console, config, [process.url for process in processes], args)
-        async with asyncio.TaskGroup() as group:
-            deadline = _settings(config).start_timeout
-            watching = [group.create_task(_keep_running(process, deadline)) for process in processes]
-            await stopped
-            for task in watching:
-                task.cancel()
-        console.print("stopping")
+        if await _is_done_before(servers.start(), stopped):
+            _say_how(console, config, servers.urls, args)
+            await _is_done_before(servers.keep_running(), stopped)
+            console.print("stopping")
     finally:
-        await asyncio.gather(*(process.stop() for process in processes))
+        await servers.close()
 
 
-def _refuse_taken_ports(args: argparse.Namespace, replicas: int) -> None:
-    from verbatim.inference.vllm.process import is_taken
-
-    last = args.port + replicas - 1
-    if last > LAST_PORT:
-        raise UsageError(f"--port {args.port}: {replicas} servers need ports up to {last}, the last is {LAST_PORT}")
-    for port in range(args.port, last + 1):
-        if is_taken(args.host, port):
-            raise UsageError(
-                f"--port {args.port}: another process listens on port {port}; {replicas} servers need the "
-                f"ports {args.port} to {last}, give another --port"
-            )
-
-
-def _make_processes(config: RunConfig, model: str, args: argparse.Namespace, key: str | None) -> list[ServerProcess]:
-    from verbatim.inference.vllm.process import make_process
-
-    settings = _settings(config)
-    uploads = args.uploads.resolve() if args.uploads is not None else None
-    return [
-        make_process(
-            settings,
-            replica,
-            model=model,
-            port=args.port + replica,
-            context_length=config.orchestrator.seq_len,
-            logs=args.logs,
-            host=args.host,
-            api_key=key,
-            adapter_rank=config.trainer.lora.r if config.trainer.lora is not None else None,
-            return_routed_experts=config.inference.return_routed_experts,
-            uploads=uploads / f"replica_{replica}" if uploads is not None else None,
-        )
-        for replica in range(settings.replicas)
-    ]
+async def _is_done_before(work: Coroutine[Any, Any, None], stopped: asyncio.Task[Any]) -> bool:
+    """Work until it is done or the command is told to end; what it raises is raised."""
+    working = asyncio.create_task(work)
+    try:
+        await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            return False
+        working.result()
+        return True
+    finally:
+        working.cancel()
+        await asyncio.wait({working})
 
 
 def _without_urls(config: RunConfig) -> RunConfig:
@@ -233,34 +191,6 @@ def _without_urls(config: RunConfig) -> RunConfig:
         return config
     table = {table_of(config.inference.backend): settings.without_urls()}
     return config.model_copy(update={"inference": config.inference.model_copy(update=table)})
-
-
-def _settings(config: RunConfig) -> VllmSettings:
-    from verbatim.inference.vllm.settings import VllmSettings
-
-    settings = inference_settings(config)
-    assert isinstance(settings, VllmSettings)
-    return settings
-
-
-async def _start_all(processes: Sequence[ServerProcess], config: RunConfig) -> None:
-    await asyncio.gather(*(process.start(_settings(config).start_timeout) for process in processes))
-
-
-async def _keep_running(process: ServerProcess, deadline: float) -> None:
-    pause = _FIRST_PAUSE
-    while True:
-        await process.ended()
-        logger.warning("%s ended (%s); starting it again", process.name, process.how_it_ended())
-        await asyncio.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
-        try:
-            await process.start(deadline)
-            pause = _FIRST_PAUSE
-        except SamplerFault as fault:
-            logger.warning("%s", fault)
-        except OSError as error:  # a full disk, no process to be had: both may pass
-            logger.warning("%s could not be started again: %s", process.name, describe(error))
 
 
 def _say_how(console: Console, config: RunConfig, urls: list[str], args: argparse.Namespace) -> None:

@@ -87,6 +87,24 @@ class BroadcastSettings:
     """Limit for each phase of an update."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Replicas:
+    """Where the sampler computes."""
+
+    count: int
+    """Replicas, each with all weights."""
+    devices_each: int
+    """Devices that share one replica's weights."""
+    dtype: str
+    """Number format of weights and cache; the compiled kernel keeps its cache in float32."""
+    most_sequences: int
+    """Sequences that one replica decodes together at most."""
+    memory_share: float
+    """Share of a device's memory that it may take."""
+    packs: bool = False
+    """Whether the embedded sampler's compiled kernel computes there, where it can compute the model."""
+
+
 class BackendSettings(Section):
     """The table of one backend: a subclass has its keys as fields."""
 
@@ -110,6 +128,10 @@ class BackendSettings(Section):
     def broadcast(self) -> BroadcastSettings | None:
         """How the trainer sends its weights to the sampler's servers; None = they read what it publishes."""
         return None
+
+    def planned(self) -> Replicas:
+        """What `verbatim plan` counts with."""
+        return Replicas(count=1, devices_each=1, dtype=self.precision, most_sequences=256, memory_share=1.0)
 
     def check(self) -> None:
         """Refuse, before a run starts, what cannot work on this machine: a device or package that is not there.

@@ -39,6 +39,20 @@ class BackendInputs:
     """A folder for what the backend's processes print; None keeps nothing of it."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Listening:
+    """Where servers that stand by themselves listen, and to whom."""
+
+    host: str
+    """The address."""
+    port: int
+    """Of the first one; the next ones follow."""
+    api_key: str | None
+    """What every request must bring; None = nothing."""
+    uploads: Path | None
+    """Where weights land that are sent; None = none are taken."""
+
+
 SAMPLERS: Mapping[str, str | Callable[[BackendInputs, Any], Any]] = {
     "torch": "verbatim.inference.embedded.backend:torch_backend",
     "vllm": "verbatim.inference.vllm.backend:vllm_backend",
@@ -46,3 +60,14 @@ SAMPLERS: Mapping[str, str | Callable[[BackendInputs, Any], Any]] = {
 """`backend(inputs: BackendInputs, settings) -> Sampler` by name, or where each lives; `async def` where starting takes
 time. The annotation of `settings`, a subclass of `BackendSettings`, has the keys of [inference.NAME]. Importing a
 backend's module loads nothing heavy."""
+
+SERVERS: Mapping[str, str] = {
+    "torch": "verbatim.inference.embedded.backend:found_servers",
+    "vllm": "verbatim.inference.vllm.servers:vllm_servers",
+}
+"""`servers(inputs, settings) -> Servers` of the backends whose servers a run may find."""
+STANDING: Mapping[str, str] = {"vllm": "verbatim.inference.vllm.standing:StandingVllm"}
+"""`standing(inputs, settings, listening)`: servers for runs on other hosts, of the backends that do not compute in the
+process that serves: `urls`, `named`, `start()`, `keep_running()`, `close()`."""
+INSTALLERS: Mapping[str, str] = {"vllm": "verbatim.inference.vllm.install:install_vllm"}
+"""`install(folder, build, say)`, of the backends that have a Python environment of their own; returns its Python."""

@@ -144,4 +144,13 @@ def _attend(
     return out.contiguous(), None  # some models take a view of it
 
 
-ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attend)
+def follow_plans(model: Any) -> None:
+    """Let a model's attention follow the `AttentionPlan` that its passes are given."""
+    register_attention()
+    model.set_attn_implementation(ATTENTION)
+
+
+def register_attention() -> None:
+    """Let `transformers` find our attention by its name, unless it does, maybe in a compiled form."""
+    if ATTENTION not in ALL_ATTENTION_FUNCTIONS:
+        ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attend)

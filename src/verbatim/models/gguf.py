@@ -9,6 +9,7 @@ from typing import Any
 
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils import logging as transformers_logging
 
 from verbatim.core.errors import ModelError
 from verbatim.models.loading import load_tokenizer, refuse_not_finite, save_model
@@ -35,6 +36,7 @@ def folder_of_gguf(file: Path, folder: Path, *, dtype: str = "float32", splits_d
         raise ModelError("reading GGUF files needs the package gguf; type: pip install 'verbatim-rl[gguf]'")
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     with refusing(f"{file} cannot be read as GGUF"):
+        transformers_logging.disable_progress_bar()
         tokenizer = AutoTokenizer.from_pretrained(**source)
         read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     config = copy.deepcopy(read.config)

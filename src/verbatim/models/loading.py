@@ -26,8 +26,6 @@ from verbatim.models.refusal import refusing
 from verbatim.models.shards import empty_model, fill, local_rows
 from verbatim.models.source import find_source, is_adapter
 
-transformers_logging.disable_progress_bar()  # weights are saved and loaded at every step of a run
-
 logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -149,6 +147,7 @@ def load_model(
     source = find_source(name)
     with refusing(f"model {str(name)!r}{_kind(source)} cannot be loaded as a causal language model"):
         if shards is None:
+            transformers_logging.disable_progress_bar()  # weights are loaded at every step of a run
             model = AutoModelForCausalLM.from_pretrained(source, dtype=_DTYPES[dtype])
         else:
             model = empty_model(source, _DTYPES[dtype])

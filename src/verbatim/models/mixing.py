@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from verbatim.core.errors import ModelError
-from verbatim.models.attention import ATTENTION, AttentionCall, WholeSequencePlan
+from verbatim.models.attention import AttentionCall, WholeSequencePlan, follow_plans
 from verbatim.models.head import DirectCalls, ModelCalls
 from verbatim.models.own_attention import (
     TOLERANCE,
@@ -50,7 +50,7 @@ def plan_attention(model: Any, calls: ModelCalls | None = None) -> str | None:
     if what is not None:
         return what
     own: str = config._attn_implementation
-    model.set_attn_implementation(ATTENTION)
+    follow_plans(model)
     what = _leak(model, calls)
     if what is not None:
         model.set_attn_implementation(own)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from verbatim.core.errors import ModelError
-from verbatim.models.attention import ATTENTION
+from verbatim.models.attention import follow_plans
 from verbatim.models.head import CausalLM
 from verbatim.models.refusal import FAULTS, describe
 from verbatim.models.rope import probe_length
@@ -129,7 +129,7 @@ def tiny_pair(model: Any, *, planned: bool) -> TinyPair:
         _refuse_unless_it_works(own)
         ours = copy.deepcopy(own)
         if planned:
-            ours.set_attn_implementation(ATTENTION)
+            follow_plans(ours)
         CausalLM(own)
         try:
             pair = TinyPair(own, CausalLM(ours))

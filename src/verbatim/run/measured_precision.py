@@ -19,7 +19,7 @@ from verbatim.inference.base import SampleRequest
 from verbatim.inference.embedded.decoder import Decoder
 from verbatim.inference.embedded.engine_thread import torch_threads
 from verbatim.inference.embedded.settings import TorchSettings
-from verbatim.models.attention import ATTENTION
+from verbatim.models.attention import follow_plans
 from verbatim.models.head import CausalLM
 from verbatim.models.instructions import has_bfloat16
 from verbatim.models.loading import resolve_device
@@ -103,7 +103,7 @@ def _decoder(config: Any, rows: int, dtype: Dtype, kernel: Kernel) -> Decoder:
     with refusing(f"a {type(config).__name__} of one layer cannot be made"):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(small, dtype=getattr(torch, dtype)).eval().requires_grad_(False)
-        model.set_attn_implementation(ATTENTION)
+        follow_plans(model)
     settings = TorchSettings(max_batch_size=rows, dtype=dtype, device="cpu", kernel=kernel)
     decoder = Decoder(CausalLM(model), settings, context_length=context, version=0, warns=False)
     rng = np.random.default_rng(0)

@@ -9,19 +9,18 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from verbatim.config import BackendSettings, find_backend, settings_for
+from verbatim.config import BackendSettings, find_backend, import_object, settings_for
 from verbatim.config.schema import EnvConfig, OrchestratorConfig, RendererConfig, RunConfig
 from verbatim.config.sections import table_of
 from verbatim.core.errors import ComponentError, UsageError
 from verbatim.core.records.experts import Routing
 from verbatim.environments.base import Environment
 from verbatim.inference import SAMPLERS, BackendInputs
+from verbatim.inference.backends import SERVERS
 from verbatim.inference.base import Sampler
 from verbatim.inference.chat.client import Connection, OpenAI
-from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.inference.pool.settings import ServerSettings
 from verbatim.inference.sending import WeightSender
-from verbatim.inference.vllm.settings import VllmSettings
 from verbatim.models.native.cores import CoreShare
 from verbatim.models.renderers.base import Renderer
 from verbatim.models.source import find_source, is_adapter, rank_of
@@ -180,7 +179,7 @@ async def make_sampler(
     """
     inference = config.inference
     backend = find_backend(inference.backend, SAMPLERS, what=inference.what)
-    inputs = _backend_inputs(
+    inputs = backend_inputs(
         config, source, policy_version=policy_version, num_threads=num_threads, logs=logs, sender=sender, cores=cores
     )
     settings = settings_for(inference, inference.backend, backend)
@@ -196,7 +195,7 @@ async def make_sampler(
     return sampler
 
 
-def _backend_inputs(
+def backend_inputs(
     config: RunConfig,
     source: str | Path,
     *,
@@ -234,15 +233,9 @@ async def ask_servers_of(config: RunConfig) -> None:
         return
     from verbatim.inference.pool.servers import ask_servers
 
-    inputs = _backend_inputs(config, find_source(config.model.name))
-    if isinstance(settings, TorchSettings):
-        from verbatim.inference.embedded.backend import found_servers
-
-        await ask_servers(found_servers(inputs, settings))
-    elif isinstance(settings, VllmSettings):
-        from verbatim.inference.vllm.servers import vllm_servers
-
-        await ask_servers(vllm_servers(inputs, settings))
+    inputs = backend_inputs(config, find_source(config.model.name))
+    if config.inference.backend in SERVERS:
+        await ask_servers(import_object(SERVERS[config.inference.backend])(inputs, settings))
 
 
 def inference_settings(config: RunConfig) -> BackendSettings:

@@ -65,7 +65,7 @@ def own_address(config: RunConfig, orchestrator: str | None) -> str | None:
     if settings.address is not None:
         _refuse_anothers(settings.address, setting)
         return settings.address
-    from verbatim.inference.vllm.plugin.verbatim_weight_group import address_towards
+    from verbatim.inference.weight_group import address_towards
 
     beside = "127.0.0.1" if orchestrator is None else _host(orchestrator)
     hosts = [beside if _is_loopback(_host(url)) else _host(url) for url in settings.urls] or [beside]

@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from verbatim.config.schema import TrainerConfig
 from verbatim.core.errors import ModelError
 from verbatim.core.machine_faults import is_out_of_memory
-from verbatim.models.attention import ATTENTION
+from verbatim.models.attention import ATTENTION, register_attention
 from verbatim.models.experts import router_modules
 from verbatim.models.refusal import describe
 from verbatim.models.tiny import decoder_layers
@@ -38,6 +38,7 @@ def compile_layers(model: Any) -> None:
     and loops: it is called between two compiled pieces. FlexAttention, on CUDA, is compiled by itself as always. The
     routers of a mixture of experts are called in the same way: passes watch them, or choose for them (`Routers`).
     """
+    register_attention()
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _between_pieces(ALL_ATTENTION_FUNCTIONS[ATTENTION]))
     for router in router_modules(model):
         router.forward = _between_pieces(router.forward)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from verbatim.core.errors import SamplerFault
 from verbatim.inference.sending import SendOrder, SendReport, WeightStore
-from verbatim.inference.vllm.plugin.verbatim_weight_group import GroupOver, WeightGroup
+from verbatim.inference.weight_group import GroupOver, WeightGroup
 from verbatim.trainer.parallel.publish import published_layout
 from verbatim.trainer.trainer import Trainer
 

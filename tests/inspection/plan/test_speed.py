@@ -7,9 +7,10 @@ import pytest
 from plan_helpers import groups
 
 from verbatim.config.schema import LoraConfig, TrainerConfig
+from verbatim.config.sections import Replicas
 from verbatim.inspection.plan.batches import PlannedBatch
 from verbatim.inspection.plan.devices import GIB, GPUS, Device
-from verbatim.inspection.plan.speed import Replicas, cache_bytes_per_token, sampler_speed, step_seconds, trainer_speed
+from verbatim.inspection.plan.speed import cache_bytes_per_token, sampler_speed, step_seconds, trainer_speed
 from verbatim.trainer.packing import pack_rows
 from verbatim.trainer.packing.cost import CostModel, model_cost
 

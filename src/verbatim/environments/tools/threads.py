@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import cache
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -44,6 +45,7 @@ class _Worker:
     """A thread that takes one call after the other."""
 
     def __init__(self) -> None:
+        _forgotten_in_copies()
         self.calls: SimpleQueue[tuple[Future[Any], contextvars.Context, Callable[[], Any]]] = SimpleQueue()
         # A daemon, and not of the loop's pool: a call that hangs would keep the process from ending, or block one of
         # the few threads for ever.
@@ -91,4 +93,12 @@ _idle: list[_Worker] = []
 """Threads without a call; the last one is taken first. `pop`, `remove` and `append` are each one operation of Python:
 no lock is needed. A thread is here before its caller has the answer, so that the caller's next call finds it."""
 
-os.register_at_fork(after_in_child=_idle.clear)  # a forked process has none of the threads
+
+@cache
+def _forgotten_in_copies() -> None:
+    """A forked process has none of the threads."""
+    os.register_at_fork(after_in_child=_forget)
+
+
+def _forget() -> None:
+    _idle.clear()

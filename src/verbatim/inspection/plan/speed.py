@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from verbatim.config.schema import TrainerConfig
+from verbatim.config.sections import Replicas
 from verbatim.core.types import MicroBatch
 from verbatim.inspection.plan.batches import PlannedBatch
 from verbatim.inspection.plan.devices import Device
@@ -155,24 +156,6 @@ def packed_parameters(model_config: Any, num_parameters: int) -> int:
     if any(map(get, ("num_experts", "num_local_experts", "n_routed_experts"))):
         return 0
     return num_parameters - (0 if get("tie_word_embeddings") else get("vocab_size") * get("hidden_size"))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Replicas:
-    """Where the sampler computes."""
-
-    count: int
-    """Replicas, each with all weights."""
-    devices_each: int
-    """Devices that share one replica's weights."""
-    dtype: str
-    """Number format of weights and cache; the compiled kernel keeps its cache in float32."""
-    most_sequences: int
-    """Sequences that one replica decodes together at most."""
-    memory_share: float
-    """Share of a device's memory that it may take."""
-    packs: bool = False
-    """Whether the embedded sampler's compiled kernel computes there, where it can compute the model."""
 
 
 def sampler_speed(

@@ -15,9 +15,9 @@ from verbatim.core.errors import RolloutError, UsageError, VerbatimError
 from verbatim.core.texts import cut
 from verbatim.inference.chat.protocol import ChatProtocol, Options, ProtocolRefusal
 from verbatim.inference.chat.protocols import COUNT, ChatProtocols, model_card, model_list
+from verbatim.inference.elsewhere import key_of
 from verbatim.inference.http.limits import DOOR, ConnectionLimits
 from verbatim.inference.http.server import listen
-from verbatim.inference.vllm.plugin.verbatim_keys import key_of
 from verbatim.rollouts.gateway.budget import ByteBudget
 from verbatim.rollouts.gateway.session import Session
 from verbatim.rollouts.gateway.session_settings import SessionRefusal

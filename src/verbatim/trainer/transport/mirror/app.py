@@ -22,11 +22,11 @@ from starlette.types import Receive, Scope, Send
 from verbatim.core.errors import UsageError
 from verbatim.core.machine_faults import describe
 from verbatim.core.texts import cut, printable, shown
+from verbatim.inference.elsewhere import bearer_of, is_key
 from verbatim.inference.http.exchange import read_whole
 from verbatim.inference.http.json_text import read_value
 from verbatim.inference.http.limits import ConnectionLimits
 from verbatim.inference.http.request_body import Refused as RefusedBody
-from verbatim.inference.vllm.plugin.verbatim_keys import bearer_of, is_key
 from verbatim.trainer.transport.exchange import READY, Exchange, answer_name, message_name
 from verbatim.trainer.transport.files import publish_bytes
 from verbatim.trainer.transport.heartbeat import read_beat

@@ -1,0 +1,8 @@
+"""What our servers do as vLLM's do, in whose processes Verbatim is not installed: how the key of a request is read and
+compared, and how weights come in over HTTP. The files lie with vLLM's plugin, whose folder such a process has in its
+PYTHONPATH; they use only the standard library."""
+
+from verbatim.inference.vllm.plugin.verbatim_keys import bearer_of, is_key, key_of
+from verbatim.inference.vllm.plugin.verbatim_uploads import PREFIX, take
+
+__all__ = ["PREFIX", "bearer_of", "is_key", "key_of", "take"]
