@@ -31,7 +31,7 @@ from verbatim.inference.vllm.install import install_vllm
 from verbatim.inference.vllm.process import is_taken
 from verbatim.inference.vllm.settings import VllmSettings
 from verbatim.run.tables import component_tables
-from waiting import HANGS
+from waiting import HANGS, until
 
 RUN = """
 [model]
@@ -140,6 +140,52 @@ class Ended:
         if not self.faults:
             raise asyncio.CancelledError
         raise self.faults.pop(0)
+
+
+class Standing:
+    """A server that starts when it may, and runs until it is stopped."""
+
+    def __init__(self, may_start: asyncio.Event, port: int) -> None:
+        self.name, self.url = f"on port {port}", f"http://127.0.0.1:{port}"
+        self.may_start, self.did = may_start, list[str]()
+
+    async def start(self, deadline: float) -> None:
+        await self.may_start.wait()
+        self.did.append("started")
+
+    async def ended(self) -> None:
+        self.did.append("watched")
+        await asyncio.Event().wait()
+
+    async def stop(self) -> None:
+        self.did.append("stopped")
+
+
+@pytest.mark.realtime
+@pytest.mark.parametrize("may_start", [True, False])
+async def test_servers_are_told_when_all_have_started_and_end_when_the_command_does(
+    file, monkeypatch, capsys, may_start
+):
+    begun, stop, started = [], asyncio.Event(), asyncio.Event()
+    if may_start:
+        started.set()
+
+    def make(settings, replica, *, port, **given):
+        begun.append(Standing(started, port))
+        return begun[-1]
+
+    monkeypatch.setattr(standing, "make_process", make)
+    monkeypatch.setattr(standing, "is_taken", lambda host, port: False)
+    config = load_config(file, ["--inference.backend", "vllm", "--inference.vllm.replicas", "2"], component_tables())
+    typed = argparse.Namespace(host="127.0.0.1", port=8000, logs=Path("logs"), uploads=None, api_key_env=None)
+    serving = asyncio.create_task(inference_command._serve_standing(config, "model", typed, None, PlainConsole(), stop))
+    await until(lambda: len(begun) == 2 and (not may_start or all("watched" in server.did for server in begun)))
+    stop.set()
+    await serving
+    assert [server.did for server in begun] == [["started", "watched", "stopped"] if may_start else ["stopped"]] * 2
+    said = capsys.readouterr().out
+    assert said.startswith("starting 2 vLLM servers; logs: logs\n")
+    assert ("http://127.0.0.1:8001" in said) == may_start
 
 
 async def test_a_server_that_cannot_be_started_again_is_told_plainly_and_tried_again(monkeypatch, caplog):
