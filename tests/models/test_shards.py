@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 from huggingface_hub.utils import filter_repo_objects
 from other_models import write_other
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from verbatim.models import shards
@@ -41,3 +44,19 @@ def test_of_a_model_on_the_hub_only_the_weights_that_transformers_loads_are_fetc
 def test_a_folder_without_weights_is_refused(tmp_path):
     with pytest.raises(shards.ModelError, match=r"holds no \*\.safetensors"):
         shards.fill(None, str(tmp_path))
+
+
+def test_an_empty_model_is_empty_and_what_another_thread_builds_meanwhile_is_not(tmp_path, monkeypatch):
+    built = []
+
+    def from_config(*given, **named):
+        with ThreadPoolExecutor(1) as elsewhere:
+            built.append(elsewhere.submit(nn.Linear, 2, 2).result())
+        return make(*given, **named)
+
+    make = shards.AutoModelForCausalLM.from_config
+    monkeypatch.setattr(shards.AutoModelForCausalLM, "from_config", from_config)
+    model = shards.empty_model(str(write_other("llama", tmp_path)), torch.float32)
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    assert {buffer.device.type for buffer in model.buffers()} == {"cpu"}
+    assert {parameter.device.type for parameter in (*built[0].parameters(), *nn.Linear(2, 2).parameters())} == {"cpu"}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from verbatim.core.errors import ModelError
@@ -116,16 +118,15 @@ def whole(tensor: Tensor) -> Tensor:
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     """A parameter is on the meta device from the moment it belongs to a module."""
-    register = nn.Module.register_parameter
+    building = threading.get_ident()  # the hook is called for modules of all threads
 
-    def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        register(module, name, parameter)
-        found = module._parameters.get(name)
-        if found is not None and found.device.type != "meta":
-            module._parameters[name] = nn.Parameter(found.to("meta"), requires_grad=found.requires_grad)
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.device.type == "meta" or threading.get_ident() != building:
+            return None
+        return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
-    nn.Module.register_parameter = registered  # type: ignore[method-assign,assignment]
+    hook = register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]  # it may return one
     try:
         yield
     finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        hook.remove()
