@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from verbatim.core.episode_limits import EpisodeLimits
-from verbatim.core.records.fields import fill
 from verbatim.core.sampling import SamplingParams
 from verbatim.core.types import Int32, Message, StopReason, Turn, TurnTiming
 from verbatim.inference.base import Completion, Sampler, SampleRequest, Watch
@@ -253,7 +252,9 @@ class AgentLoop(EpisodeLoop):
         self._num_turns_of[agent] = number + 1
         request = SampleRequest(
             prompt_ids=prompt_ids,
-            params=params if params.max_tokens == most and not params.stop else _as_sent(params, most),
+            params=params
+            if params.max_tokens == most and not params.stop
+            else dataclasses.replace(params, max_tokens=most, stop=()),
             seed=derive_seed(self._seed, agent, number) if seed is None else seed,
             session=f"{self._session}/{agent}",
             routed_experts_start=self._num_routed(prompt_ids, agent),
@@ -358,14 +359,6 @@ def _extended(conversation: Conversation | None, prompt: Prompt) -> int | None:
     """The turn that a prompt continues as it was sampled; None = none."""
     continues = conversation is not None and conversation.extends and prompt.thread is not None
     return prompt.thread.turn if continues and prompt.thread is not None else None
-
-
-def _as_sent(params: SamplingParams, max_tokens: int) -> SamplingParams:
-    """The parameters as a sampler gets them: with so many tokens at most, without texts. They were checked when they
-    were made."""
-    sent = object.__new__(SamplingParams)
-    fill(sent, **{**vars(params), "max_tokens": max_tokens, "stop": ()})
-    return sent
 
 
 @functools.cache
