@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
 
 import pytest
@@ -14,6 +15,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+from transformers.models.llama import modeling_llama
 
 from verbatim.models import native
 from verbatim.trainer import fused
@@ -125,3 +127,60 @@ def test_a_second_derivative_is_refused():
     (grad,) = torch.autograd.grad(other.model.norm(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()
+
+
+@pytest.fixture
+def llama(monkeypatch):
+    """What is compared here, later tests do not see."""
+    monkeypatch.setattr(fused, "_compared", {})
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", inspect.unwrap(modeling_llama.apply_rotary_pos_emb))
+    return modeling_llama
+
+
+def norm_from_one(self, x):
+    return (1 + self.weight) * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+def gate_and_up_in_turn(self, x):
+    return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+
+
+def turned_back(q, k, cos, sin, unsqueeze_dim=1):
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return tuple(x * cos - modeling_llama.rotate_half(x) * sin for x in (q, k))
+
+
+@pytest.mark.parametrize(
+    ("owner", "other", "not_called"),
+    [
+        ("LlamaRMSNorm", norm_from_one, "norm_forward"),
+        ("LlamaMLP", gate_and_up_in_turn, "swiglu_forward"),
+        (None, turned_back, "rotate"),
+    ],
+)
+def test_a_part_of_the_same_name_with_another_formula_runs_as_it_is(
+    llama, monkeypatch, caplog, owner, other, not_called
+):
+    changed = (llama, "apply_rotary_pos_emb") if owner is None else (getattr(llama, owner), "forward")
+    monkeypatch.setattr(*changed, other)
+    plain, fast = pair(LlamaConfig)
+    expected, _ = gradients(plain)
+    fuse_layers(fast)
+    called = []
+    call = fused._call
+    monkeypatch.setattr(fused, "_call", lambda name, *rest: (called.append(name), call(name, *rest)))
+    found, _ = gradients(fast)
+    assert {"norm_forward", "swiglu_forward", "rotate"} - {*called} == {not_called}
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    (said,) = caplog.messages
+    assert said.startswith(f"{owner or other.__qualname__} of this transformers does not compute what")
+
+
+def test_what_is_compared_draws_no_random_numbers_of_the_run(llama):
+    _, model = pair(LlamaConfig)
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    fuse_layers(model)
+    assert torch.equal(torch.rand(4), expected)
+    assert {*fused._compared.values()} == {True} and len(fused._compared) == 3

@@ -10,19 +10,24 @@ in float32 on a CPU. Everything else runs as `transformers` has it.
 
 from __future__ import annotations
 
+import copy
 import ctypes
+import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
+from verbatim.core.machine_faults import is_out_of_memory
 from verbatim.models import native
+
+logger = logging.getLogger(__name__)
 
 SOURCE = native.CSource.read(Path(__file__).with_name("layers.c"))
 KNOWN = ("Llama", "Mistral", "Qwen2", "Qwen3")
@@ -32,11 +37,17 @@ MULTIPLE = 16
 PARTS = 16
 """The gradient of a norm's weight is added up in so many parts, which threads share."""
 _ROTATE = "apply_rotary_pos_emb"
+_SMALL = 2 * MULTIPLE
+_Pairs: TypeAlias = Iterator[tuple[Tensor, Tensor]]
+"""What a part and the compiled function compute, for the same input."""
+_compared: dict[Any, bool] = {}
+"""Whether they agree, by part."""
 
 
 def fuse_layers(model: nn.Module) -> None:
     """Let a model's known norms, feed-forward parts and rotations call compiled functions, where there are any; results
-    differ by rounding only."""
+    differ by rounding only. A part that computes something else in this `transformers` runs as it is, with a warning.
+    """
     if _library() is None:
         return
     for module in model.modules():
@@ -45,15 +56,60 @@ def fuse_layers(model: nn.Module) -> None:
         if family is None or "forward" in vars(module):
             continue
         kind = name.removeprefix(family)
-        if kind == "RMSNorm":
+        if kind == "RMSNorm" and _agrees(_norms, type(module)):
             module.forward = partial(_norm, module, module.forward)
         elif kind == "MLP" and type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation"):
-            module.forward = partial(_feed_forward, module)
+            if _agrees(_feed_forwards, type(module), module.config):
+                module.forward = partial(_feed_forward, module)
         elif kind == "Attention":
             home_of = sys.modules[home]
             given = getattr(home_of, _ROTATE)
-            if not hasattr(given, "__wrapped__"):
+            if not hasattr(given, "__wrapped__") and _agrees(_rotations, given):
                 setattr(home_of, _ROTATE, _rotating(given))
+
+
+def _agrees(compare: Callable[..., _Pairs], part: Callable[..., Any], *given: Any) -> bool:
+    """Whether a part of `transformers` computes what the compiled function does, on a small random input."""
+    if isinstance(torch.empty(0), FakeTensor):  # nothing is computed here
+        return True
+    if part not in _compared:
+        with torch.random.fork_rng(devices=()), torch.device("cpu"), torch.no_grad():
+            try:
+                pairs = compare(part, *given)
+                _compared[part] = all(torch.allclose(own, ours, rtol=1e-4, atol=1e-5) for own, ours in pairs)
+            except (RuntimeError, TypeError, AttributeError, ValueError) as error:
+                if is_out_of_memory(error):
+                    raise
+                _compared[part] = False
+        if not _compared[part]:
+            logger.warning(
+                "%s of this transformers does not compute what it did when it was compiled; it runs as it is, which "
+                "is slower",
+                part.__qualname__,
+            )
+    return _compared[part]
+
+
+def _norms(kind: type[Any]) -> _Pairs:
+    norm = kind(_SMALL, eps=0.01).float()
+    norm.weight.uniform_(0.5, 1.5)
+    x = torch.randn(3, _SMALL, dtype=torch.float32)
+    yield norm(x), _norm(norm, norm.forward, x)
+
+
+def _feed_forwards(kind: type[Any], config: Any) -> _Pairs:
+    small = copy.copy(config)
+    small.hidden_size = small.intermediate_size = _SMALL
+    part = kind(small).float()
+    x = torch.randn(1, 3, _SMALL, dtype=torch.float32)
+    yield part(x), _feed_forward(part, x)
+
+
+def _rotations(rotate: Callable[..., tuple[Tensor, Tensor]]) -> _Pairs:
+    q, k = (torch.randn(1, heads, 3, _SMALL, dtype=torch.float32) for heads in (2, 1))
+    angles = torch.randn(1, 3, _SMALL // 2, dtype=torch.float32).repeat(1, 1, 2)  # both halves turn by the same ones
+    cos, sin = angles.cos(), angles.sin()
+    yield from zip(rotate(q, k, cos, sin), _rotating(rotate)(q, k, cos, sin), strict=True)
 
 
 def suits(*tensors: Tensor) -> bool:
