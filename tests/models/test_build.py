@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from drawn import drawn
 from verbatim.config.schema import BuildConfig
@@ -49,6 +50,13 @@ def test_transformers_loads_the_folder(folder, tokenizer):
 
 def test_our_own_loader_takes_it(folder):
     assert load_model(folder).config.num_hidden_layers == 2
+
+
+def test_no_bar_is_drawn_where_a_model_is_saved_or_loaded(tmp_path, texts, capfd):
+    for work in (lambda: build_model(tmp_path / "model", SMALL, texts, seed=0), lambda: load_model(tmp_path / "model")):
+        transformers_logging.enable_progress_bar()
+        work()
+        assert capfd.readouterr() == ("", "")
 
 
 def test_the_same_seed_gives_the_same_model_and_another_seed_another(folder, tmp_path, texts):

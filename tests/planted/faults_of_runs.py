@@ -122,8 +122,8 @@ LIMITS = (
     ),
     Fault(
         name="a body of brackets is parsed",
-        file="rollouts/gateway/wire.py",
-        old="        check_json_size(text, most_values=most_values)\n",
+        file="inference/http/json_text.py",
+        old="    check_json_size(text, most_values=most_values)\n",
         new="",
         harm="A request of some megabytes stops the run.",
         tests=(f"{_ATTACKS}::test_a_body_of_too_many_values_is_refused_before_it_is_parsed",),

@@ -310,6 +310,7 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
     Raises:
         OSError: the system refused to write (disk full, no permission).
     """
+    transformers_logging.disable_progress_bar()  # weights are saved at every step of a run
     with rust_errors_as_oserror(folder):
         model.save_pretrained(folder)
         if tokenizer is not None:
