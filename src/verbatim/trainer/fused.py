@@ -70,7 +70,7 @@ def fuse_layers(model: nn.Module) -> None:
 
 def _agrees(compare: Callable[..., _Pairs], part: Callable[..., Any], *given: Any) -> bool:
     """Whether a part of `transformers` computes what the compiled function does, on a small random input."""
-    if isinstance(torch.empty(0), FakeTensor):  # nothing is computed here
+    if isinstance(torch.empty(0, device="cpu"), FakeTensor):  # nothing is computed here
         return True
     if part not in _compared:
         with torch.random.fork_rng(devices=()), torch.device("cpu"), torch.no_grad():
@@ -93,7 +93,7 @@ def _agrees(compare: Callable[..., _Pairs], part: Callable[..., Any], *given: An
 def _norms(kind: type[Any]) -> _Pairs:
     norm = kind(_SMALL, eps=0.01).float()
     norm.weight.uniform_(0.5, 1.5)
-    x = torch.randn(3, _SMALL, dtype=torch.float32)
+    x = torch.randn(3, _SMALL, dtype=torch.float32, device="cpu")
     yield norm(x), _norm(norm, norm.forward, x)
 
 
@@ -101,13 +101,15 @@ def _feed_forwards(kind: type[Any], config: Any) -> _Pairs:
     small = copy.copy(config)
     small.hidden_size = small.intermediate_size = _SMALL
     part = kind(small).float()
-    x = torch.randn(1, 3, _SMALL, dtype=torch.float32)
+    x = torch.randn(1, 3, _SMALL, dtype=torch.float32, device="cpu")
     yield part(x), _feed_forward(part, x)
 
 
 def _rotations(rotate: Callable[..., tuple[Tensor, Tensor]]) -> _Pairs:
-    q, k = (torch.randn(1, heads, 3, _SMALL, dtype=torch.float32) for heads in (2, 1))
-    angles = torch.randn(1, 3, _SMALL // 2, dtype=torch.float32).repeat(1, 1, 2)  # both halves turn by the same ones
+    q, k = (torch.randn(1, heads, 3, _SMALL, dtype=torch.float32, device="cpu") for heads in (2, 1))
+    angles = torch.randn(1, 3, _SMALL // 2, dtype=torch.float32, device="cpu").repeat(
+        1, 1, 2
+    )  # both halves turn by the same ones
     cos, sin = angles.cos(), angles.sin()
     yield from zip(rotate(q, k, cos, sin), _rotating(rotate)(q, k, cos, sin), strict=True)
 
