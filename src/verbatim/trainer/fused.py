@@ -107,9 +107,8 @@ def _feed_forwards(kind: type[Any], config: Any) -> _Pairs:
 
 def _rotations(rotate: Callable[..., tuple[Tensor, Tensor]]) -> _Pairs:
     q, k = (torch.randn(1, heads, 3, _SMALL, dtype=torch.float32, device="cpu") for heads in (2, 1))
-    angles = torch.randn(1, 3, _SMALL // 2, dtype=torch.float32, device="cpu").repeat(
-        1, 1, 2
-    )  # both halves turn by the same ones
+    half = torch.randn(1, 3, _SMALL // 2, dtype=torch.float32, device="cpu")
+    angles = half.repeat(1, 1, 2)  # both halves turn by the same ones
     cos, sin = angles.cos(), angles.sin()
     yield from zip(rotate(q, k, cos, sin), _rotating(rotate)(q, k, cos, sin), strict=True)
 
