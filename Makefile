@@ -17,8 +17,7 @@ CUDA_INSTALLED := $(CUDA)/.cuda-installed
 
 DOCS_INSTALLED := $(VENV)/.docs-installed
 
-# Where it is set, each of the tests' hundreds of processes compiles every module that it imports. Pip compiles nothing:
-# of tens of thousands of modules few are ever imported, and those are compiled then.
+# Where it is set, each of the tests' hundreds of processes compiles every module that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install extras demo docs docs-links reference viewer lint types house sources test test-all quick-tests all-tests campaigns campaigns-vllm stress \
@@ -52,14 +51,14 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || { \
 	  $(PYTHON) -m venv --clear --without-pip $(VENV) && \
 	  $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
-	$(BIN)/python -m pip install --no-compile --quiet -c constraints.txt -e '.[train,lora,plot,api,serve,viewer,gateway,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,lora,plot,api,serve,viewer,gateway,dev]'
 	@touch $@
 
 demo: install
 	$(BIN)/verbatim rl recipes/guess_number.toml
 
 $(DOCS_INSTALLED): pyproject.toml constraints.txt | install
-	$(BIN)/python -m pip install --no-compile --quiet -c constraints.txt -e '.[docs]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
 	@touch $@
 
 SPHINX := $(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -c docs/docs_site docs
@@ -78,7 +77,7 @@ viewer:
 	cd viewer && npm ci --no-audit --no-fund && npm run build
 
 $(EXTRAS_INSTALLED): pyproject.toml constraints.txt | install
-	$(BIN)/python -m pip install --no-compile --quiet -c constraints.txt -e '.[train,gguf,lora,plot,api,serve,viewer,gateway,mcp,data,ray,verifiers,environments,wandb,tensorboard,mlflow,docs,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,gguf,lora,plot,api,serve,viewer,gateway,mcp,data,ray,verifiers,environments,wandb,tensorboard,mlflow,docs,dev]'
 	@touch $@ $(DOCS_INSTALLED)
 
 extras: $(EXTRAS_INSTALLED)
