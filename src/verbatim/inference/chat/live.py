@@ -66,6 +66,8 @@ class LiveAnswer:
         working: asyncio.Future[Any],
         read: ReadPartial,
         replies: Callable[[], Awaitable[Sequence[ChatReply]]],
+        *,
+        begins_at_once: bool = False,
     ) -> AsyncGenerator[bytes]:
         """The events of one stream, which may begin at any time: what is sampled, as far as the sampler shows it and it
         can be read, and at the end the rest. Some are empty.
@@ -75,9 +77,14 @@ class LiveAnswer:
             working: Samples; `wake` is called when it is done.
             read: Reads what was sampled so far.
             replies: The whole answer, once `working` is done; raises what went wrong.
+            begins_at_once: Whether the first event comes before anything is sampled. Otherwise a failure until then may
+                still be answered as one, and not as the end of a stream.
         """
         growing = [Growing(index=number, ids=ids) for number, ids in enumerate(self.ids)]
-        has_begun, seen = False, 0
+        has_begun, seen = begins_at_once, 0
+        if begins_at_once:
+            assert self.prompt_ids is not None
+            yield stream.begin(len(self.prompt_ids))
         while not working.done():
             if not await self._has_news(seen):
                 yield stream.ping()

@@ -182,7 +182,8 @@ class ChatRoutes:
             return await working
 
         try:
-            async with contextlib.aclosing(live.events(stream, working, read, replies)) as events:
+            shown = live.events(stream, working, read, replies, begins_at_once=True)
+            async with contextlib.aclosing(shown) as events:
                 async for event in events:
                     yield event
         finally:
