@@ -353,8 +353,7 @@ async def test_a_client_that_leaves_a_stream_frees_its_places():
     async with serving(sampler) as server, plain_client(server) as plain:
         body = {"messages": HELLO, "stream": True, "n": 2}
         async with plain.stream("POST", "/v1/chat/completions", json=body) as answer:
-            async for first in answer.aiter_bytes():
-                break
+            first = await anext(answer.aiter_bytes())
         await until(lambda: not sampler.num_in_flight)
     assert first.startswith(b"data: {")  # the stream begins before anything is drawn, not with a sign of life
     assert sampler.num_cancelled == 2
