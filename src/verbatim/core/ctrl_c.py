@@ -2,7 +2,7 @@
 
 ```
 CtrlC             presses while an event loop runs its main task: in a program or a notebook, and in a command
-two_presses       a command: the first press asks, the second ends the process at once, whatever the code does
+two_presses       a command: the first press asks, the second ends the process at once, even if the code blocks
 is_ctrl_c         tells a KeyboardInterrupt of the keyboard from `raise KeyboardInterrupt` in a user's code
 the rest          processes that leave the signals to another one, and what happens before and after a command
 ```
@@ -204,7 +204,7 @@ def second_press_ends(
     main thread nothing is handled.
 
     Args:
-        first: Called on a thread at the first one, with its name, whatever the main thread does.
+        first: Called on a thread at the first one, with its name, even while the main thread is blocked.
         farewell: What to write before the process ends at once.
         handle_first: Called in the main thread at the first one, as soon as that comes to Python code; may raise.
     """
@@ -264,8 +264,8 @@ def _end_at_once(farewell: str) -> None:
 
 
 def sigterm_is_ctrl_c() -> None:
-    """Outside the blocks above SIGTERM counts as Ctrl-C too: what was started is ended, the status is 130. The second
-    one ends the process at once. Where SIGTERM is ignored, it stays so."""
+    """Handle SIGTERM as Ctrl-C outside the blocks above: child processes are ended, and the status is 130. The second
+    one ends the process at once. If SIGTERM is ignored, it stays ignored."""
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _second_ends(raise_ctrl_c))
 

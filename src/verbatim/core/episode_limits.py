@@ -15,7 +15,7 @@ class EpisodeLimits:
     max_turns: int = 16
     """Most turns, sub-agents' included."""
     max_total_completion_tokens: int | None = None
-    """Most sampled tokens of all turns together, sub-agents' included; None = no limit."""
+    """Most sampled tokens of all turns together, sub-agents' included; None for no limit."""
     max_context: int = 2048
     """Most tokens of a prompt and its completion together; a chat server has its own limit instead."""
     timeout: float = 600.0

@@ -64,7 +64,7 @@ class FormatError(CheckpointError):
 
     Args:
         message: Which file it is, which number was found, and which is expected.
-        number: The number that was found; None = the file has none.
+        number: The number that was found, or None if the file has no number.
     """
 
     def __init__(self, message: str, number: int | None = None) -> None:
