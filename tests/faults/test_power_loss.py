@@ -13,7 +13,7 @@ import pytest
 
 from campaigns import sized
 from faults.lost_power import MODES, after_loss
-from faults.recorded_runs import Recorded, resume, resumed_run, run_of, run_of_two_processes, what_differs
+from faults.recorded_runs import STEPS, Recorded, resume, resumed_run, run_of, run_of_two_processes, what_differs
 from faults.recorder import Op
 from faults.struck import Server
 
@@ -138,3 +138,16 @@ def test_a_run_that_syncs_nothing_is_found(plain: Recorded, tmp_path: Path):
     began = plain.ops.index(("start",))
     careless = replace(plain, ops=[op for n, op in enumerate(plain.ops) if n < began or op[0] != "sync"])
     assert any(fault for _, fault in lose_power(careless, careless.moments(4)[::-1], ["names"], tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.realtime
+def test_weights_whose_file_lost_its_name_are_no_longer_there(runs: dict[str, Recorded], tmp_path: Path):
+    """The folder of the version survives, and the renaming in it by safetensors does not."""
+    run = runs["a run of two processes"]
+    moves = [op for op in run.ops[: run.after(STEPS)] if op[0] == "move"]
+    versions = {op[5] for op in moves if op[2].endswith(".partial") and op[4] == f"v{STEPS:06d}"}
+    (lost,) = (op for op in moves if op[1] in versions and op[2].startswith(".tmp"))
+    kept = [op for op in run.ops[: run.after(STEPS)] if op is not lost]
+    after_loss(kept, "all", random.Random(0)).write(tmp_path)
+    assert resume(tmp_path, STEPS, run) is None

@@ -1,6 +1,8 @@
 """Published weights are whole, and what a killed process left never hides them."""
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from verbatim.trainer.transport import WeightFolders
 
@@ -71,3 +73,17 @@ def test_a_version_gets_its_name_in_one_step(tmp_path):
 
     published = WeightFolders(tmp_path).publish(1, look)
     assert [published.stat().st_ino] == written  # the same folder, not a copy that grows under that name
+
+
+def test_a_version_whose_file_lost_its_name_with_the_power_is_removed(tmp_path):
+    folders = WeightFolders(tmp_path)
+    folders.publish(1, write)
+    lost = folders.publish(2, write)
+    (lost / "model.safetensors").rename(lost / ".tmpeWRBik")  # the name under which safetensors writes
+    WeightFolders(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["v000001"]
+
+
+def test_safetensors_writes_under_the_name_that_is_looked_for(tmp_path):
+    with pytest.raises(Exception, match=r"\.tmp"):
+        save_file({"a": torch.zeros(1, dtype=torch.float32, device="cpu")}, tmp_path / "gone" / "a.safetensors")

@@ -7,12 +7,15 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+_TEMPORARY = ".tmp*"
+"""Files that safetensors is writing. One in a published version: the power went out, and took its renaming back."""
+
 
 class WeightFolders:
     """`{folder}/v000012` holds the weights of policy version 12.
 
     Args:
-        folder: Where they are. What a killed process left half written there is removed.
+        folder: Where they are. What a killed process or a loss of power left half written there is removed.
         keep: Newest versions kept. A sampler that may be k versions behind needs k + 2: one that it reads, and the one
             that is being written.
     """
@@ -20,8 +23,9 @@ class WeightFolders:
     def __init__(self, folder: Path, keep: int = 2) -> None:
         self._folder = folder
         self._keep = keep
-        for left in folder.glob(".v[0-9]*.partial"):
-            shutil.rmtree(left, ignore_errors=True)
+        left = [*folder.glob(".v[0-9]*.partial"), *{path.parent for path in folder.glob(f"v[0-9]*/{_TEMPORARY}")}]
+        for version in left:
+            shutil.rmtree(version, ignore_errors=True)
 
     def publish(self, version: int, write: Callable[[Path], None]) -> Path:
         """Write a version into a temporary folder, then give it its name in one step."""
