@@ -66,7 +66,7 @@ def plain(value: Any) -> Any:
     """A value with arrays as lists, and the numbers that JSON does not have as the texts "NaN", "Infinity" and
     "-Infinity", which `float()` reads back."""
     kind = type(value)
-    if kind in _AS_THEY_ARE:
+    if kind in _AS_THEY_ARE or (kind is float and math.isfinite(value)):
         return value
     if kind is dict:
         return {
@@ -124,8 +124,8 @@ def _turn_to_json(turn: Turn, earlier: Sequence[Turn]) -> dict[str, Any]:
     else:
         record["routed_experts"] = experts_to_text(turn.routed_experts)
     record["prompt"] = prompt_to_json(turn, earlier)
-    record["tool_calls"] = [dataclasses.asdict(call) for call in turn.tool_calls]
-    record["timing"] = dataclasses.asdict(turn.timing) if turn.timing else None
+    record["tool_calls"] = [dict(vars(call)) for call in turn.tool_calls]
+    record["timing"] = dict(vars(turn.timing)) if turn.timing else None
     return record
 
 

@@ -106,8 +106,11 @@ def _plain_copy(value: Any, left: list[int], levels: int) -> Any:
         if not levels or not _TEXT.issuperset(map(type, value)):
             raise _NotPlain
         copied = value.copy()
+        cost += sum(map(len, value)) + len(value)
+        if _TEXT.issuperset(map(type, value.values())):  # as most messages are
+            cost += sum(map(len, value.values()))
+            value = {}
         for key, item in value.items():
-            cost += len(key) + 1
             if type(item) is str:
                 cost += len(item)
             elif type(item) not in _AS_THEY_ARE:
@@ -216,11 +219,18 @@ def schema_and_text(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
     Raises:
         EnvironmentFault: the schema holds itself, is too deep or too large, or holds what JSON cannot.
     """
-    if not is_plain(schema):  # what stands at several places would be written as often
+    try:
+        text = _text_of_plain(marshal.dumps(schema))  # type: ignore[arg-type]
+    except ValueError:  # it holds what is of no type of Python's own
+        text = None
+    if text is None:
         schema = copied(schema, "a tool's schema")
-    return schema, _text_of(marshal.dumps(schema, 0))  # type: ignore[arg-type]
+        text = str(schema)
+    return schema, text
 
 
 @lru_cache(maxsize=1024)
-def _text_of(written: bytes) -> str:
-    return str(marshal.loads(written))
+def _text_of_plain(written: bytes) -> str | None:
+    """`str` of what was written down; None if it is not plain JSON: what is read has the types of what was written."""
+    value = marshal.loads(written)
+    return str(value) if is_plain(value) else None

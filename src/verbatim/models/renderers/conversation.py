@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal, Protocol, Self, runtime_checkable
+from typing import Literal, Protocol, Self, TypeGuard
 
 import numpy as np
 
@@ -91,7 +91,6 @@ _ADVICE: Mapping[BreakReason, str] = {
 }
 
 
-@runtime_checkable
 class ContinuesConversations(Protocol):
     """A renderer that continues a conversation by its handle, and says why where it does not.
 
@@ -158,7 +157,7 @@ class Conversation:
             ModelError: the format would leave out a part of them.
         """
         ids = renderer.render_ids(messages, tools, add_generation_prompt=True)
-        thinks = isinstance(renderer, ContinuesConversations) and renderer.holds_thoughts(messages)
+        thinks = _continues(renderer) and renderer.holds_thoughts(messages)
         return cls(
             renderer=renderer, messages=tuple(messages), tools=tools, prompt_ids=ids, thinks=thinks, broken=broken
         )
@@ -230,7 +229,7 @@ class Conversation:
 
     def _next_ids(self, new_messages: Sequence[Message], tools: Schemas) -> Int32 | BreakReason:
         assert self.said is not None
-        if isinstance(self.renderer, ContinuesConversations):
+        if _continues(self.renderer):
             return self.renderer.continue_conversation(self, new_messages, tools)
         if not same_tools(self.tools, tools):
             return BreakReason.TOOLS_CHANGED
@@ -239,6 +238,11 @@ class Conversation:
         if ids is None or not np.array_equal(ids[: len(before)], before):
             return BreakReason.FORMAT_UNKNOWN
         return ids
+
+
+def _continues(renderer: Renderer) -> TypeGuard[ContinuesConversations]:
+    """Asked in every turn: `isinstance` of a protocol takes ten times as long."""
+    return hasattr(renderer, "continue_conversation") and hasattr(renderer, "holds_thoughts")
 
 
 def same_tools(before: Schemas, now: Schemas) -> bool:

@@ -244,13 +244,14 @@ class MessageSupport:
         given = Folded(messages, range(first, first + len(messages)))
         turn = about[-1]
         foldable = (*SYSTEM_ROLES, *(() if turn is None or turn.get("tool_calls") else ("tool",)))
-        if not any(message["role"] in foldable for message in messages):
+        roles = [message["role"] for message in messages]
+        if not any(role in foldable for role in roles):
             return given
         if not all(isinstance(message.get("content") or "", str) for message in messages):
             return given
-        plan = self._plan(_window(about, [message["role"] for message in messages], "prompt"))
+        plan = self._plan(_window(about, roles, "prompt"))
         if isinstance(plan, int):
-            runs = [(role, place + first) for role, place in collapsed(message["role"] for message in messages)]
+            runs = [(role, place + first) for role, place in collapsed(roles)]
             role, place = runs[plan]
             raise EnvironmentFault(
                 f"messages[{place}].content: {self._who} writes no message of the role {role!r} in "

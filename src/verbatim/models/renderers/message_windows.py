@@ -175,6 +175,9 @@ def collapsed(values: Iterable[T]) -> list[tuple[T, int]]:
     >>> collapsed(["tool", "tool", "tool", "user"])
     [('tool', 0), ('tool', 1), ('user', 3)]
     """
+    values = list(values)
+    if len(values) <= MOST_ALIKE:
+        return list(zip(values, range(len(values)), strict=True))
     runs = (list(run) for _, run in groupby(enumerate(values), key=lambda item: item[1]))
     return [(value, place) for run in runs for place, value in run[:MOST_ALIKE]]
 

@@ -19,10 +19,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-ReadCalls: TypeAlias = """Callable[[Sequence[int], Sequence[ToolCall], Sequence[Mapping[str, Any]]],
-                               tuple[str, Sequence[ToolCall]]]"""
-"""(sampled ids from the first call on, the calls as the family's parser read them, schemas) -> (the text behind calls,
-the calls)"""
+ReadCalls: TypeAlias = "Callable[[Sequence[int], Sequence[Mapping[str, Any]]], tuple[str, Sequence[ToolCall]] | None]"
+"""(sampled ids from the first call on, schemas) -> (the text behind the calls, the calls); None where these are none in
+the family's format"""
 
 _LAST_OF_PROMPT = 64
 """Tokens at the end of a prompt among which a format writes the mark that opens a thought."""
@@ -77,8 +76,8 @@ def read_completion(
         ids: Sampled.
         prompt_ids: The prompt, which may have opened the thinking.
         tools: The schemas of the tools.
-        read_calls: Reads the calls from these ids on, which the family's parser took for calls; by default they are
-            as that parser read them.
+        read_calls: Reads them from where the family's parser found the first one; where it finds none, those of that
+            parser are unreadable. By default they are as that parser read them.
         has_thought_marks: Whether thinking stands between marks; else a call stands outside of it by its form.
     """
     try:
@@ -88,19 +87,24 @@ def read_completion(
             thought = _open_thought(family, tokenizer, ids, parsed.tool_calls[0].token_span[0], prompt_ids)
             if thought is not None:
                 return ParsedResponse(content="", reasoning_content=thought, thought_open=True)
-        attempts = tuple(checked(call, tools) for call in parsed.tool_calls)
-        if attempts and read_calls is not None:
-            behind, found = read_calls(ids[parsed.tool_calls[0].token_span[0] :], attempts, tools or ())
-            attempts = tuple(found)
+        found = None
+        if parsed.tool_calls and read_calls is not None:
+            found = read_calls(ids[parsed.tool_calls[0].token_span[0] :], tools or ())
+        if found is not None:
+            behind, attempts = found
             if not content.endswith(behind):  # as the parsers of GLM leave it
                 content = f"{content}\n{behind}" if content else behind
+        else:
+            attempts = [checked(call, tools) for call in parsed.tool_calls]
+            if read_calls is not None:
+                attempts = [_refused(call) for call in attempts]
     except Exception as error:  # noqa: BLE001  models sample what no parser foresaw (100,000 brackets): that call is unreadable
         _log.debug("unreadable completion: %s: %s", type(error).__name__, error)
         return ParsedResponse(content="", tool_calls=(unreadable(tokenizer.decode(ids), "invalid_json"),))
     return ParsedResponse(
         content=content,
         reasoning_content=parsed.reasoning_content,
-        tool_calls=attempts,
+        tool_calls=tuple(attempts),
         thought_open=parsed.reasoning_complete is False,
     )
 
@@ -109,7 +113,8 @@ def _may_think(tokenizer: GuardedTokenizer, ids: Sequence[int], parsed: Any, pro
     """Whether the first call may stand in a thought: one was read, or a mark stands before it or ends the prompt."""
     if parsed.reasoning_content is not None or parsed.reasoning_complete is False:
         return True
-    before = tokenizer.decode(ids[: parsed.tool_calls[0].token_span[0]])
+    first = parsed.tool_calls[0].token_span[0]
+    before = tokenizer.decode(ids[:first]) if first else ""
     opened = tokenizer.decode(prompt_ids[-_LAST_OF_PROMPT:]) if prompt_ids else ""
     return _THOUGHT_MARK.search(opened + before) is not None
 
@@ -184,6 +189,10 @@ def check_call(name: object, arguments: object, status: ParseStatus, raw: str) -
         status=status,
         raw=raw,
     )
+
+
+def _refused(call: ToolCall) -> ToolCall:
+    return unreadable(call.raw, "malformed_structure" if call.status == "ok" else call.status)
 
 
 def unreadable(raw: str, status: ParseStatus) -> ToolCall:

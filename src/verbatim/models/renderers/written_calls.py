@@ -9,7 +9,6 @@ from typing import Any
 
 from verbatim.core.types import ToolCall
 from verbatim.models.renderers.derived_syntax import Render, derive
-from verbatim.models.renderers.responses import unreadable
 from verbatim.models.renderers.sampled_text import SampledText
 from verbatim.models.renderers.tool_syntax import ToolSyntax
 
@@ -30,20 +29,15 @@ class WrittenCalls:
         """The syntax of calls; None if it is none we know."""
         return derive(self.render, self.stops, marks=self.sampled.control_tokens)
 
-    def read(
-        self, ids: Sequence[int], attempts: Sequence[ToolCall], tools: Sequence[Mapping[str, Any]]
-    ) -> tuple[str, Sequence[ToolCall]]:
-        """The text behind the calls of sampled ids that begin with the first one, and the calls.
+    def read(self, ids: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> tuple[str, Sequence[ToolCall]] | None:
+        """The text behind the calls of sampled ids that begin with the first one, and the calls; None where these are
+        none in the family's format.
 
         Args:
             ids: Sampled.
-            attempts: What the family's parser made of them.
             tools: The schemas of the tools.
         """
-        text = self.sampled.of(ids)
-        behind, found = ("", ()) if self.syntax is None else self.syntax.read(text, tools)
-        if found:
-            return self.sampled.without_control(behind).strip(), found
-        return "", [
-            unreadable(call.raw, "malformed_structure" if call.status == "ok" else call.status) for call in attempts
-        ]
+        if self.syntax is None:
+            return None
+        behind, found = self.syntax.read(self.sampled.of(ids), tools)
+        return (self.sampled.without_control(behind).strip(), found) if found else None

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from mmap import PAGESIZE
 from typing import Any
 
 THRESHOLDS = (50_000, 10, 50)
@@ -140,9 +140,13 @@ def _has_grown_in_memory(known: _Known) -> bool:
 def _resident() -> int:
     """Bytes of this process in memory; 0 where the system does not say."""
     try:
-        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGESIZE")
+        file = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return 0
+    try:
+        return int(os.read(file, 256).split()[1]) * PAGESIZE
+    finally:
+        os.close(file)
 
 
 def _num_objects() -> int:
