@@ -107,14 +107,14 @@ def _plain_copy(value: Any, left: list[int], levels: int) -> Any:
             raise _NotPlain
         copied = value.copy()
         cost += sum(map(len, value)) + len(value)
-        if _TEXT.issuperset(map(type, value.values())):  # as most messages are
+        if _TEXT.issuperset(map(type, value.values())):  # as in most messages
             cost += sum(map(len, value.values()))
-            value = {}
-        for key, item in value.items():
-            if type(item) is str:
-                cost += len(item)
-            elif type(item) not in _AS_THEY_ARE:
-                copied[key] = _plain_copy(item, left, levels - 1)
+        else:
+            for key, item in value.items():
+                if type(item) is str:
+                    cost += len(item)
+                elif type(item) not in _AS_THEY_ARE:
+                    copied[key] = _plain_copy(item, left, levels - 1)
     elif kind is list:
         if not levels:
             raise _NotPlain

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from verbatim.trainer.transport import WeightFolders
@@ -80,10 +81,12 @@ def test_a_version_whose_file_lost_its_name_with_the_power_is_removed(tmp_path):
     folders.publish(1, write)
     lost = folders.publish(2, write)
     (lost / "model.safetensors").rename(lost / ".tmpeWRBik")  # the name under which safetensors writes
+    (tmp_path / "v2_of_mine").mkdir()
+    (tmp_path / "v2_of_mine" / ".tmpeWRBik").write_text("a person's own")
     WeightFolders(tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["v000001"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["v000001", "v2_of_mine"]
 
 
 def test_safetensors_writes_under_the_name_that_is_looked_for(tmp_path):
-    with pytest.raises(Exception, match=r"\.tmp"):
+    with pytest.raises(SafetensorError, match=r"/gone/\.tmp\w{6}\W"):
         save_file({"a": torch.zeros(1, dtype=torch.float32, device="cpu")}, tmp_path / "gone" / "a.safetensors")

@@ -241,7 +241,7 @@ class Conversation:
 
 
 def _continues(renderer: Renderer) -> TypeGuard[ContinuesConversations]:
-    """Asked in every turn: `isinstance` of a protocol takes ten times as long."""
+    """Asked in every turn, where `isinstance` of a protocol is slow."""
     return hasattr(renderer, "continue_conversation") and hasattr(renderer, "holds_thoughts")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -140,13 +139,10 @@ def _has_grown_in_memory(known: _Known) -> bool:
 def _resident() -> int:
     """Bytes of this process in memory; 0 where the system does not say."""
     try:
-        file = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+        with open("/proc/self/statm", "rb", buffering=0) as file:
+            return int(file.read().split()[1]) * PAGESIZE
     except OSError:
         return 0
-    try:
-        return int(os.read(file, 256).split()[1]) * PAGESIZE
-    finally:
-        os.close(file)
 
 
 def _num_objects() -> int:

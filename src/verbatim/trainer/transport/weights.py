@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-_TEMPORARY = ".tmp*"
-"""Files that safetensors is writing. One in a published version: the power went out, and took its renaming back."""
+_TEMPORARY = ".tmp??????"
+"""What safetensors calls a file while it writes it. One in a published version has lost its name with the power."""
 
 
 class WeightFolders:
@@ -23,9 +24,11 @@ class WeightFolders:
     def __init__(self, folder: Path, keep: int = 2) -> None:
         self._folder = folder
         self._keep = keep
-        left = [*folder.glob(".v[0-9]*.partial"), *{path.parent for path in folder.glob(f"v[0-9]*/{_TEMPORARY}")}]
-        for version in left:
-            shutil.rmtree(version, ignore_errors=True)
+        for left in folder.glob(".v[0-9]*.partial"):
+            shutil.rmtree(left, ignore_errors=True)
+        for damaged in {path.parent for path in folder.glob(f"v[0-9]*/{_TEMPORARY}")}:
+            if re.fullmatch(r"v\d{6,}", damaged.name):
+                shutil.rmtree(damaged, ignore_errors=True)
 
     def publish(self, version: int, write: Callable[[Path], None]) -> Path:
         """Write a version into a temporary folder, then give it its name in one step."""
