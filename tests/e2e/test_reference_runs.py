@@ -10,10 +10,6 @@ import pytest
 
 from e2e.tiny_runs import assert_ledger_adds_up, train_lines, warm_started_workplace
 from verbatim.cli.main import main
-from verbatim.config import load_config
-from verbatim.logs.checkpoints import TRAINER, RunFolder
-from verbatim.run.hosts import _offers
-from verbatim.run.tables import component_tables
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
@@ -64,18 +60,6 @@ def test_a_run_is_not_resumed_with_another_reference(place: Path, unstopped: Pat
     extra = ["--trainer.reference.model", str(place / "changed" / "model")]
     assert main(["rl", "run.toml", "--run-dir", "changed", "--resume", "--max-steps", "6", *extra]) != 0
     assert "the reference model of this run had other weights" in "".join(capsys.readouterr())
-
-
-def test_a_trainer_on_another_host_is_offered_the_first_model_beside_the_checkpoint(place: Path, unstopped: Path):
-    def offered(*extra: str) -> set[str]:
-        config = load_config("run.toml", list(extra), tables=component_tables())
-        return set(_offers(config, RunFolder(unstopped, TRAINER)))
-
-    newest = f"checkpoints/step_{STEPS:06d}"
-    assert offered() == {newest, "model", "warm_start"}
-    assert offered("--trainer.loss.kl_ref_tau", "0") == {newest}
-    assert offered("--trainer.reference.model", "another") == {newest}
-    assert offered("--trainer.loss.kl_ref_tau", "0", "--trainer.lora.r", "4") == {newest, "model", "warm_start"}
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,6 @@ from verbatim.inference.http.app import SamplerApp
 from verbatim.inference.http.limits import ServerLimits
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.inference.vllm.plugin import verbatim_keys
-from verbatim.trainer.transport.mirror import app as mirror
-from verbatim.trainer.transport.mirror.app import MirrorApp
-from verbatim.trainer.transport.mirror.protocol import PROTOCOL, RUN
 
 KEY = "a-secret-key"
 PLUGIN = Path(verbatim.__file__).parent / "inference" / "vllm" / "plugin"
@@ -70,18 +67,13 @@ def middleware(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Any, st
     return verbatim_vllm_http.Guard(vllm), "GET", "/v1/models"
 
 
-def mirrored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Any, str, str]:
-    monkeypatch.setattr(mirror, "_REFUSAL_SECONDS", 0)
-    return MirrorApp(tmp_path, config="", offers={}, keep=1, key=KEY), "POST", RUN
-
-
-@pytest.mark.parametrize("server", [serve, middleware, mirrored])
+@pytest.mark.parametrize("server", [serve, middleware])
 async def test_a_key_is_a_bearer_token(server, monkeypatch, tmp_path):
     app, method, path = server(monkeypatch, tmp_path)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
 
         async def status(headers: Any) -> int:
-            return (await client.request(method, path, headers=headers, json={"protocol": PROTOCOL})).status_code
+            return (await client.request(method, path, headers=headers, json={})).status_code
 
         assert [await status({"authorization": value}) for value in RIGHT] == [200] * len(RIGHT)
         assert [await status({"authorization": value}) for value in WRONG] == [401] * len(WRONG)

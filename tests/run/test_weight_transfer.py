@@ -57,30 +57,29 @@ def routes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("urls", "orchestrator", "expected"),
+    ("urls", "expected"),
     [
-        ([], None, "127.0.0.1"),
-        ([], "https://10.1.0.9:8400", "10.1.0.1"),
-        (["http://10.0.0.7:8000", "http://10.0.0.8:8000"], None, "10.0.0.1"),
-        (["http://127.0.0.1:8000"], "http://10.1.0.9:8400", "10.1.0.1"),  # beside the orchestrator
-        (["http://localhost:8000", "http://10.0.0.8:8000"], None, "10.0.0.1"),
+        ([], "127.0.0.1"),
+        (["http://127.0.0.1:8000"], "127.0.0.1"),
+        (["http://10.0.0.7:8000", "http://10.0.0.8:8000"], "10.0.0.1"),
+        (["http://localhost:8000", "http://10.0.0.8:8000"], "10.0.0.1"),
     ],
 )
-def test_the_address_is_that_of_the_route_to_the_servers(config, routes, urls, orchestrator, expected):
-    assert own_address(config(more=f"urls = {urls}".replace("'", '"')), orchestrator) == expected
+def test_the_address_is_that_of_the_route_to_the_servers(config, routes, urls, expected):
+    assert own_address(config(more=f"urls = {urls}".replace("'", '"'))) == expected
 
 
 @pytest.mark.realtime
 def test_an_address_that_is_named_is_taken_and_files_need_none(config, routes):
-    assert own_address(config(more='transfer_address = "localhost"\nurls = ["http://a:1"]'), None) == "localhost"
-    assert own_address(config("files"), None) is None
+    assert own_address(config(more='transfer_address = "localhost"\nurls = ["http://a:1"]')) == "localhost"
+    assert own_address(config("files")) is None
 
 
 @pytest.mark.realtime
 def test_an_address_of_another_host_is_refused_with_what_to_type(config, routes):
     said = rf'transfer_address = "192\.0\.2\.1": the trainer cannot listen there .*its host \({socket.gethostname()}\)'
     with pytest.raises(UsageError, match=said):
-        own_address(config(more='transfer_address = "192.0.2.1"'), None)  # of a network for documentation
+        own_address(config(more='transfer_address = "192.0.2.1"'))  # of a network for documentation
 
 
 @pytest.mark.parametrize(
@@ -98,7 +97,7 @@ def test_an_address_of_another_host_is_refused_with_what_to_type(config, routes)
 )
 def test_servers_without_one_address_of_this_host_are_refused(config, routes, urls, said):
     with pytest.raises(UsageError, match=said):
-        own_address(config(more=f"urls = {urls}"), None)
+        own_address(config(more=f"urls = {urls}"))
 
 
 def test_nccl_without_a_cuda_device_of_the_trainer_is_refused_where_the_trainer_is(config):

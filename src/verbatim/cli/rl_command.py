@@ -24,7 +24,6 @@ from verbatim.run.fork import Fork, find_fork, load_forked
 from verbatim.run.logs import log_to_console
 from verbatim.run.recipes import run_file
 from verbatim.run.tables import component_tables
-from verbatim.trainer.transport.mirror.server import Listen
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -149,7 +148,6 @@ def train(
     again: Callable[[Path], str],
     *,
     trainer_elsewhere: bool = False,
-    listen: Listen | None = None,
 ) -> int:
     """`run`, also for `verbatim orchestrator`. `again` is what to type to continue the run in a folder."""
     is_plain = not (args.quiet or args.json)
@@ -176,7 +174,6 @@ def train(
                 how_to_go_on=how_to_go_on,
                 monitors=[JsonLines(stdout)] if args.json else [],
                 trainer_elsewhere=trainer_elsewhere,
-                listen=listen,
                 fork=fork,
             )
             is_finished = training.finished

@@ -6,38 +6,28 @@ import argparse
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from rich.console import Console
 
 from verbatim.cli import exit_status, rl_command
-from verbatim.cli.serve_command import key_of
 from verbatim.core.ctrl_c import raise_ctrl_c, second_press_ends
-from verbatim.core.errors import UsageError
 from verbatim.core.plain_console import PlainConsole
 from verbatim.logs.checkpoints import TRAINER, RunFolder, holding
 from verbatim.run.check import check_run
-from verbatim.run.hosts import trainer_folder
 from verbatim.run.logs import log_to_console, log_to_file
 from verbatim.run.precision import refuse_auto, resolve_dtypes, unresolved
 from verbatim.run.trainer_main import serve_trainer
 from verbatim.run.trainer_ranks import follow_leader, is_led
 from verbatim.trainer.transport.exchange import Exchange
 from verbatim.trainer.transport.heartbeat import Heartbeat
-from verbatim.trainer.transport.mirror.link import Link
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `verbatim rl` has."""
     rl_command.add_shared_arguments(parser)
     parser.epilog = (
-        "With --connect the orchestrator runs on another host, and --run-dir is a folder of this one: "
-        "weights, batches and checkpoints travel. Ctrl-C ends the run, with a checkpoint"
+        "On another host, --run-dir is a folder that both hosts share. Ctrl-C ends the run, with a checkpoint"
     )
-    parser.add_argument(
-        "--connect", metavar="URL", help="where `verbatim orchestrator FILE --listen` on the other host can be reached"
-    )
-    parser.add_argument("--api-key-env", metavar="VARIABLE", help="the variable with the key that both hosts have")
     # `verbatim rl` starts this process, and watches it:
     parser.add_argument("--session", help=argparse.SUPPRESS)
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
@@ -53,18 +43,12 @@ def run(args: argparse.Namespace) -> int:
     if args.resume and unresolved(config) and (stored := RunFolder.stored_tables(config, args.resume)) is not None:
         config, _ = resolve_dtypes(config, stored=stored)
     refuse_auto(config, "trainer and orchestrator of this run are started one by one")
-    console, link = PlainConsole(), _link(args)
-    shared = (
-        contextlib.nullcontext(None) if link is not None else (holding(config, TRAINER, resume=args.resume, joins=True))
-    )
-    with shared as held:
+    console = PlainConsole()
+    with holding(config, TRAINER, resume=args.resume, joins=True) as held:
         if not supervised:  # `verbatim rl` has checked it before it started this process
             check_run(config, starts_both=False)
         log_to_console(console, logging.WARNING if supervised else logging.INFO)
-        if link is not None:
-            opened = trainer_folder(config, args.resume if isinstance(args.resume, Path) else None)
-        else:
-            opened = RunFolder.open(config, TRAINER, resume=args.resume, joins=True, held=held)
+        opened = RunFolder.open(config, TRAINER, resume=args.resume, joins=True, held=held)
     with opened as folder, log_to_file(folder.log(TRAINER)):
         stopped = serve_trainer(
             config,
@@ -73,21 +57,8 @@ def run(args: argparse.Namespace) -> int:
             lambda exchange, heartbeat: _asked_to_end(exchange, heartbeat, console),
             session=args.session,
             parent=args.parent,
-            link=link,
         )
     return exit_status.INTERRUPTED if stopped else exit_status.FINISHED
-
-
-def _link(args: argparse.Namespace) -> Link | None:
-    """To the host that --connect names."""
-    key = key_of(args)
-    if args.connect is None:
-        if key is not None:
-            raise UsageError("--api-key-env is for --connect URL, where the orchestrator runs on another host")
-        return None
-    if key is None:
-        raise UsageError("--connect needs the key of the orchestrator's host: --api-key-env VARIABLE")
-    return Link(args.connect, key)
 
 
 @contextlib.contextmanager

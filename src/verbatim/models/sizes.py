@@ -20,18 +20,6 @@ def vocab_size_of(model: str | Path) -> int:
         raise UsageError(f"model {str(model)!r} has no config.json with a vocab_size: {error}") from error
 
 
-def head_size_of(model: str | Path) -> int | None:
-    """Numbers in one head of its attention; None where its configuration does not say."""
-    try:
-        config = _config(model)
-    except (OSError, ValueError):
-        return None
-    given = getattr(config, "head_dim", None)
-    if given is None and getattr(config, "hidden_size", None) and getattr(config, "num_attention_heads", None):
-        given = config.hidden_size // config.num_attention_heads
-    return None if given is None else int(given)
-
-
 def linear_layers_of(model: str | Path) -> tuple[str, ...]:
     """The ends of the names of its linear layers, without its output head.
 

@@ -36,7 +36,6 @@ from verbatim.run.precision import Choice, refuse_auto, resolve_dtypes, tell, un
 from verbatim.run.report import report
 from verbatim.run.rollouts import ask_servers_of, inference_settings
 from verbatim.run.training_run import RunLoop, TrainingRun
-from verbatim.trainer.transport.mirror.server import Listen
 
 
 def execute(
@@ -50,7 +49,6 @@ def execute(
     environments: Mapping[str, Any] = ENVIRONMENTS,
     monitors: Sequence[Monitor] = (),
     trainer_elsewhere: bool = False,
-    listen: Listen | None = None,
     fork: Fork | None = None,
 ) -> TrainingRun:
     """Run the configuration to its end, and return how it ended.
@@ -63,7 +61,6 @@ def execute(
         environments: What ids of environments stand for.
         monitors: Listeners beside those of the configuration.
         trainer_elsewhere: Whether the trainer is a process that is started separately.
-        listen: Where its host connects to, if it does not share the run folder.
         fork: The checkpoint of another run that this one begins at; then `resume` is False.
 
     Raises:
@@ -100,7 +97,7 @@ def execute(
         )
         to_go_on = how_to_go_on(folder.path)
         try:
-            training.run(run_loop, to_go_on, trainer_elsewhere=trainer_elsewhere, listen=listen)
+            training.run(run_loop, to_go_on, trainer_elsewhere=trainer_elsewhere)
         except UsageError as error:
             if not training.has_begun and not is_machine_fault(error):
                 folder.withdraw()

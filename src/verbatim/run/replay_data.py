@@ -8,7 +8,6 @@ samples, and the trainer draws no random numbers: with the state of the checkpoi
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -215,11 +214,3 @@ def turns_of(fates: Sequence[Fate], value: Callable[[Fate], Sequence[Any]]) -> d
         for turn, said in enumerate(value(fate))
         if said is not None and fate.turns[turn] == TRAINED
     }
-
-
-def reasons_of(stored: StoredStep) -> Counter[str]:
-    """Tokens of the step's file by what became of them."""
-    total: Counter[str] = Counter()
-    for fate in stored.fates:
-        total.update(fate.num_tokens)
-    return total

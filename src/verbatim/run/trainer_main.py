@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -18,7 +17,6 @@ from verbatim.logs.checkpoints import ORCHESTRATOR, CheckpointStore, RunFolder
 from verbatim.logs.monitors.progress_bar import ProgressBar
 from verbatim.models.native.cores import CoreShare, own_cores
 from verbatim.run.environments import Environments, make_environments
-from verbatim.run.hosts import fetch_run
 from verbatim.run.logs import last_lines
 from verbatim.run.make_trainer import make_trainer, shares_cores, threads_of
 from verbatim.run.parts import needs_first_model
@@ -29,8 +27,6 @@ from verbatim.trainer.transport import TrainerReady, WeightFolders
 from verbatim.trainer.transport.exchange import Exchange
 from verbatim.trainer.transport.files import publish_bytes
 from verbatim.trainer.transport.heartbeat import Heartbeat, PeerWatch
-from verbatim.trainer.transport.mirror.link import Link
-from verbatim.trainer.transport.mirror.trainer_side import Mirror
 
 if TYPE_CHECKING:
     from verbatim.trainer.parallel.ranks import Ranks
@@ -143,7 +139,6 @@ def serve_trainer(
     *,
     session: str | None,
     parent: int | None,
-    link: Link | None = None,
 ) -> bool:
     """Whether the process was asked to end.
 
@@ -152,24 +147,19 @@ def serve_trainer(
         asked_to_end: Handles Ctrl-C and SIGTERM.
         session: The folder below the exchange where both processes meet; None where this process was started by itself.
         parent: The process that started this one: without it, this one ends.
-        link: To the orchestrator's host, where that does not share the run folder.
     """
     from verbatim.trainer.local import set_num_threads
     from verbatim.trainer.serve import serve
 
-    sends_from = own_address(config, link.url if link is not None else None)
-    checkpoint = fetch_run(link, config, folder, console) if link is not None else None
+    sends_from = own_address(config)
     exchange = Exchange.open(folder.exchange, session)
     publish_bytes(exchange.config, dump_config(config).encode(), private=True)
     if parent is not None:
         end_with_parent(parent)  # what this process holds is of no use without it, in the middle of a step too
     with (
         Heartbeat(exchange.trainer_beat) as heartbeat,
-        Mirror(link, exchange, checkpoint) if link is not None else contextlib.nullcontext() as mirror,
         open_ranks(config, folder.path / "logs", may_be_launched=session is None) as ranks,
     ):
-        if mirror is not None:
-            mirror.wait_until_answered()  # a refusal comes before hours of a warm start
         worker, ready = open_trainer(
             config,
             lambda: make_environments(config),
@@ -189,7 +179,7 @@ def serve_trainer(
             if session is not None:  # the orchestrator has started this process, and watches it
                 serve(worker, exchange, heartbeat, look=look)
             else:
-                _serve_by_itself(worker, ready, config, folder, exchange, heartbeat, console, mirror, look)
+                _serve_by_itself(worker, ready, config, folder, exchange, heartbeat, console, look)
         return stopped()
 
 
@@ -201,7 +191,6 @@ def _serve_by_itself(
     exchange: Exchange,
     heartbeat: Heartbeat,
     console: Console,
-    mirror: Mirror | None,
     look_at_ranks: Callable[[], None],
 ) -> None:
     from verbatim.logs.monitors.console import format_number
@@ -217,9 +206,9 @@ def _serve_by_itself(
         shown = "  ".join(f"{label} {format_number(metrics[key])}" for label, key in names if key in metrics)
         console.print(f"step {version}/{config.max_steps}  {shown}", soft_wrap=True)
 
-    the_other = f"; the other process:  verbatim orchestrator FILE --run-dir {folder.path}" if mirror is None else ""
-    console.print(f"ready after step {ready.version}{the_other}", soft_wrap=True)
-    look_at_orchestrator = _look(exchange, config, folder, mirror)
+    the_other = f"the other process:  verbatim orchestrator FILE --run-dir {folder.path}"
+    console.print(f"ready after step {ready.version}; {the_other}", soft_wrap=True)
+    look_at_orchestrator = _look(exchange, config, folder)
 
     def look() -> None:
         look_at_ranks()
@@ -228,14 +217,12 @@ def _serve_by_itself(
     serve(worker, exchange, heartbeat, look=look, on_step=show)
 
 
-def _look(exchange: Exchange, config: RunConfig, folder: RunFolder, mirror: Mirror | None) -> Callable[[], None]:
+def _look(exchange: Exchange, config: RunConfig, folder: RunFolder) -> Callable[[], None]:
     """Raises when the orchestrator that was there is gone; waits for one that was not there yet."""
     watch: PeerWatch | None = None
 
     def look() -> None:
         nonlocal watch
-        if mirror is not None:
-            mirror.look()
         if watch is None:
             if exchange.orchestrator_beat.exists():
                 watch = PeerWatch(
@@ -247,7 +234,6 @@ def _look(exchange: Exchange, config: RunConfig, folder: RunFolder, mirror: Mirr
             return
         fault = watch.fault()
         if fault is not None:
-            trouble = mirror.trouble if mirror is not None else ""
-            raise RunStopped(f"{fault}{trouble}{last_lines(folder.log(ORCHESTRATOR))}")
+            raise RunStopped(f"{fault}{last_lines(folder.log(ORCHESTRATOR))}")
 
     return look

@@ -24,13 +24,11 @@ from verbatim.core.children import end, how_it_ended, open_log, start
 from verbatim.core.ctrl_c import is_ctrl_c
 from verbatim.core.errors import RunStopped, UsageError
 from verbatim.core.imports import child_environment
-from verbatim.inference.http.server import as_others_reach
 from verbatim.logs.checkpoints import TRAINER, RunFolder
 from verbatim.logs.checkpoints.lock import is_locked
 from verbatim.logs.monitors.progress_bar import ProgressBar
 from verbatim.models.native.cores import CoreShare, own_cores
 from verbatim.run.environments import Environments
-from verbatim.run.hosts import serve_run
 from verbatim.run.logs import last_lines
 from verbatim.run.make_trainer import shares_cores, threads_of
 from verbatim.run.trainer_main import open_trainer
@@ -38,7 +36,6 @@ from verbatim.run.weight_transfer import own_address
 from verbatim.trainer.transport import TrainerLink, TrainerReady
 from verbatim.trainer.transport.exchange import Exchange
 from verbatim.trainer.transport.heartbeat import Heartbeat, PeerWatch
-from verbatim.trainer.transport.mirror.server import Listen
 from verbatim.trainer.transport.remote_trainer import RemoteTrainer
 
 T = TypeVar("T")
@@ -84,7 +81,7 @@ def trainer_inside(
         folder.remove_left_overs(TRAINER)
         shutil.rmtree(folder.exchange, ignore_errors=True)
     worker, ready = open_trainer(
-        config, lambda: environments, folder, console, states=states, sends_from=own_address(config, None)
+        config, lambda: environments, folder, console, states=states, sends_from=own_address(config)
     )
     link = LocalTrainer(worker, num_threads=threads_of(config, config.trainer.num_threads))
     yield TrainerSide(ready=ready, link=link, progress=lambda doing: None, wants_to_stop=lambda: False)
@@ -148,38 +145,10 @@ def trainer_child(config: RunConfig, folder: RunFolder, console: Console) -> Ite
 
 
 @contextlib.contextmanager
-def trainer_elsewhere(
-    config: RunConfig, folder: RunFolder, console: Console, listen: Listen | None = None
-) -> Iterator[TrainerSide]:
-    """In a process that is started with `verbatim trainer`: in the same run folder, or on a host with another one,
-    which connects to where this one listens."""
-    if listen is None:
-        log = folder.log(TRAINER)
-        how = f"verbatim trainer FILE --run-dir {folder.path}"
-        with _found_trainer(config, folder, console, how, lambda: None, log) as side:
-            yield side
-        return
-    with serve_run(config, folder, listen) as server:
-        patience = _PATIENCE
-        try:
-            url = as_others_reach(server.url, listen.host)
-            how = f"verbatim trainer FILE --run-dir FOLDER --connect {url} --api-key-env VARIABLE"
-            with _found_trainer(config, folder, console, how, server.how_trainer_ended, None) as side:
-                yield side
-        except BaseException:
-            patience = _LITTLE_PATIENCE
-            raise
-        finally:
-            server.wait_for_trainer(patience)
-
-
-@contextlib.contextmanager
-def _found_trainer(
-    config: RunConfig, folder: RunFolder, console: Console, how: str, ended: Callable[[], str | None], log: Path | None
-) -> Iterator[TrainerSide]:
-    """The trainer that is there, or comes."""
-    exchange, ready = _find_ready(config, folder, console, how, ended, log)
-    with _side(ready, exchange, config, ended, log) as side:
+def trainer_elsewhere(config: RunConfig, folder: RunFolder, console: Console) -> Iterator[TrainerSide]:
+    """In a process that is started with `verbatim trainer` in the same run folder."""
+    exchange, ready = _find_ready(config, folder, console)
+    with _side(ready, exchange, config, lambda: None, folder.log(TRAINER)) as side:
         yield side
 
 
@@ -195,22 +164,19 @@ def _unless_gone(look: Callable[[], T]) -> T:
         raise _StartedAgain from None
 
 
-def _find_ready(
-    config: RunConfig, folder: RunFolder, console: Console, how: str, ended: Callable[[], str | None], log: Path | None
-) -> tuple[Exchange, TrainerReady]:
+def _find_ready(config: RunConfig, folder: RunFolder, console: Console) -> tuple[Exchange, TrainerReady]:
     """The session of a trainer that is ready; whoever is started again while it prepares has another one."""
     while True:
-        exchange = _find_session(folder.exchange, console, how)
+        exchange = _find_session(folder, console)
 
-        def gone(mine: Exchange = exchange) -> str | None:
+        def gone(mine: Exchange = exchange) -> None:
             current = Exchange.current(folder.exchange)
             if current is not None and current.folder != mine.folder:
                 raise _StartedAgain
-            return ended()
 
         try:
             folder.agree(config, _unless_gone(partial(exchange.config.read_text, encoding="utf-8")))
-            ready = _wait_until_ready(exchange, config, gone, log)
+            ready = _wait_until_ready(exchange, config, gone, folder.log(TRAINER))
             is_ours = _unless_gone(exchange.attach)
         except _StartedAgain:
             console.print("the trainer was started again", soft_wrap=True)
@@ -222,7 +188,7 @@ def _find_ready(
 
 @contextlib.contextmanager
 def _side(
-    ready: TrainerReady, exchange: Exchange, config: RunConfig, ended: Callable[[], str | None], log: Path | None
+    ready: TrainerReady, exchange: Exchange, config: RunConfig, ended: Callable[[], str | None], log: Path
 ) -> Iterator[TrainerSide]:
     """The trainer, while this side gives signs of life."""
     watch = _watch(exchange, config, config.orchestrator.stall_timeout)
@@ -240,12 +206,12 @@ def _side(
         )
 
 
-def _fault(watch: PeerWatch, ended: Callable[[], str | None], log: Path | None) -> str | None:
+def _fault(watch: PeerWatch, ended: Callable[[], str | None], log: Path) -> str | None:
     """What is wrong with the trainer."""
     if (gone := ended()) is not None:
         return gone
     seen = watch.fault()
-    return None if seen is None else f"{seen}{last_lines(log) if log is not None else ''}"
+    return None if seen is None else f"{seen}{last_lines(log)}"
 
 
 def _watch(exchange: Exchange, config: RunConfig, stall_timeout: float) -> PeerWatch:
@@ -258,7 +224,7 @@ def _watch(exchange: Exchange, config: RunConfig, stall_timeout: float) -> PeerW
 
 
 def _wait_until_ready(
-    exchange: Exchange, config: RunConfig, ended: Callable[[], str | None], log: Path | None
+    exchange: Exchange, config: RunConfig, ended: Callable[[], str | None], log: Path
 ) -> TrainerReady:
     """Wait without a limit: a warm start may take hours before the first step."""
     watch = _watch(exchange, config, math.inf)
@@ -269,18 +235,18 @@ def _wait_until_ready(
     return ready
 
 
-def _find_session(root: Path, console: Console, how: str) -> Exchange:
+def _find_session(folder: RunFolder, console: Console) -> Exchange:
     """The session of a trainer that lives: its heartbeat counts up while we look."""
     first: dict[Path, int] = {}
     told = False
     while True:
-        exchange = Exchange.current(root)
+        exchange = Exchange.current(folder.exchange)
         beats = exchange.beats() if exchange is not None else None
         if exchange is not None and beats is not None and beats > first.setdefault(exchange.folder, beats):
             return exchange
         if not told:
             told = True
-            console.print(f"waiting for the trainer:  {how}", soft_wrap=True)
+            console.print(f"waiting for the trainer:  verbatim trainer FILE --run-dir {folder.path}", soft_wrap=True)
         time.sleep(_POLL)
 
 

@@ -43,7 +43,6 @@ from verbatim.run.parts import (
 from verbatim.run.rollouts import make_renderer, make_sampler, make_setups, open_runner
 from verbatim.run.run_log import ALARMS, RunLog
 from verbatim.run.weight_transfer import refuse_unreachable
-from verbatim.trainer.transport.mirror.server import Listen
 
 if TYPE_CHECKING:
     from verbatim.run.trainer_process import TrainerSide
@@ -89,9 +88,7 @@ class TrainingRun:
     _store: CheckpointStore = field(init=False)
     _log: RunLog = field(init=False)
 
-    def run(
-        self, run_loop: RunLoop, how_to_go_on: str, *, trainer_elsewhere: bool = False, listen: Listen | None = None
-    ) -> None:
+    def run(self, run_loop: RunLoop, how_to_go_on: str, *, trainer_elsewhere: bool = False) -> None:
         """Take all steps.
 
         The trainer prepares the model outside the event loop, so that Ctrl-C ends it at once.
@@ -101,7 +98,7 @@ class TrainingRun:
         config, folder, kept = self.config, self.folder, self.config.checkpoint
         self._store = CheckpointStore(folder.checkpoints, keep_last=kept.keep_last, keep_every=kept.keep_every)
         if trainer_elsewhere:
-            place = places.trainer_elsewhere(config, folder, self.console, listen)
+            place = places.trainer_elsewhere(config, folder, self.console)
         elif config.trainer.separate_process:
             place = places.trainer_child(config, folder, self.console)
         else:

@@ -48,12 +48,8 @@ def check_broadcast(config: RunConfig, *, is_trainers_host: bool) -> BroadcastSe
     return settings
 
 
-def own_address(config: RunConfig, orchestrator: str | None) -> str | None:
+def own_address(config: RunConfig) -> str | None:
     """The address on which the trainer meets the sampler's servers; None where it sends nothing.
-
-    Args:
-        config: The run's configuration.
-        orchestrator: URL of the orchestrator's host; None = it is this one.
 
     Raises:
         UsageError: as `check_broadcast`; there is no address, there are several, or it is not one of this host.
@@ -67,8 +63,8 @@ def own_address(config: RunConfig, orchestrator: str | None) -> str | None:
         return settings.address
     from verbatim.inference.weight_group import address_towards
 
-    beside = "127.0.0.1" if orchestrator is None else _host(orchestrator)
-    hosts = [beside if _is_loopback(_host(url)) else _host(url) for url in settings.urls] or [beside]
+    loopback = "127.0.0.1"
+    hosts = [loopback if _is_loopback(_host(url)) else _host(url) for url in settings.urls] or [loopback]
     try:
         found = {address_towards(host, _ANY_PORT) for host in hosts}
     except OSError as error:

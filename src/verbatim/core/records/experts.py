@@ -33,10 +33,6 @@ class RoutedExperts:
     def __len__(self) -> int:
         return len(self.known)
 
-    def from_token(self, start: int) -> RoutedExperts:
-        """Without the first tokens."""
-        return RoutedExperts(experts=self.experts[start:], known=self.known[start:])
-
     @staticmethod
     def of_none(count: int, like: Experts) -> RoutedExperts:
         """Room for tokens of which nothing is known yet."""

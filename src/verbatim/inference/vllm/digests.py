@@ -121,10 +121,6 @@ class PublishedFolder:
         found: Tensor = self._where[name].get_tensor(name)  # type: ignore[no-untyped-call]
         return found
 
-    def dtype_of(self, name: str) -> str:
-        """ "float32", "bfloat16", ..."""
-        return str(self.tensor(name).dtype).removeprefix("torch.")
-
     def prepare(self, pieces: Sequence[Piece]) -> None:
         """Refuse numbers that are not finite, and compute the digests of these pieces, in one pass over the files.
 
