@@ -212,7 +212,7 @@ def survivor(place: Path, unstopped: Path) -> tuple[Path, dict[str, tuple[int, s
     again = ["rl", "run.toml", "--run-dir", run, "--resume"]
 
     with process(*again[:-1]) as running:  # while the trainer's process is only just beginning
-        wait_until(lambda: len(processes_of(run)) == 2)
+        wait_until(lambda: (run / "exchange" / "current").exists())
         running.kill()
         running.wait()
         end_of(run)

@@ -244,7 +244,9 @@ def _run(
     arguments: Sequence[str], strike: Mapping[str, Any] | None, role: str, finish: Callable[[], None] | None = None
 ) -> NoReturn:
     from verbatim.cli.main import program
+    from verbatim.core import spare
 
+    spare.allow = lambda: None  # a trainer of its own is a copy that is watched, `Spare` below
     if strike is not None and "plant" in strike:
         exec(strike["plant"], {})
     if strike is not None and strike.get("role") == role:

@@ -21,6 +21,7 @@ ROOT = Path(verbatim.__file__).parent
 
 PROCESSES = {
     "core/children.py",
+    "core/spare.py",  # a copy of this process, where `children` starts a program
     "inference/vllm/keeper.py",  # it is such a process itself, and has nothing but the standard library
 }
 SIGNALS = {
@@ -142,7 +143,6 @@ FOREIGN = {
     "atexit._run_exitfuncs": "what a process does that ends at once: nothing public calls those functions",
     "command._actions": "argparse: completions",
     "_option_string_actions": "argparse: which options there are",
-    "hashlib._Hash": "an annotation",
     "_registry": "vLLM",
     "_adapter_manager": "vLLM",
     "_create_tokens_logprobs": "vLLM",

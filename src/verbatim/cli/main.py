@@ -21,6 +21,7 @@ from rich.text import Text
 from verbatim import __version__
 from verbatim.cli import exit_status
 from verbatim.cli.ending import end_without_stragglers
+from verbatim.core import spare
 from verbatim.core.ctrl_c import ignore_presses_at_the_very_end, sigterm_is_ctrl_c
 from verbatim.core.descriptors import raise_descriptor_limit
 from verbatim.core.errors import NothingTrained, RunStopped, StoppedByAlarm, UsageError, VerbatimError
@@ -70,7 +71,11 @@ def program() -> NoReturn:
     try:
         if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
             importlib.import_module("verbatim.cli.completion").answer()
-        status = main()
+        spare.allow()
+        try:
+            status = main()
+        except spare.Become as order:  # this is the copy, and a process of its own
+            status = main(order.arguments)
     except SystemExit as end:  # argparse
         status = end.code if isinstance(end.code, int) else exit_status.USAGE
     except KeyboardInterrupt:  # before or after the command itself

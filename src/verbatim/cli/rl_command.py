@@ -24,6 +24,7 @@ from verbatim.run.fork import Fork, find_fork, load_forked
 from verbatim.run.logs import log_to_console
 from verbatim.run.recipes import run_file
 from verbatim.run.tables import component_tables
+from verbatim.run.trainer_process import keep_trainer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -161,10 +162,13 @@ def train(
         return f"not finished; to go on:  {again(folder)}"
 
     fork, is_finished = _fork(args), False
+    config = load(args, fork)
+    if not trainer_elsewhere:
+        keep_trainer(config)
     with own_stdout() if args.json else contextlib.nullcontext(sys.stdout) as stdout:
         try:
             training = execute(
-                load(args, fork),
+                config,
                 name=args.file.stem if args.file is not None else "fork",
                 resume=args.resume,
                 console=console,

@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import IO, Any, Protocol, TypeAlias
 
 from verbatim.core.disk import make_private
 
@@ -181,7 +181,19 @@ def open_log(path: Path) -> IO[bytes]:
     return path.open("ab")
 
 
-def end(process: subprocess.Popen[bytes], patience: float) -> None:
+class Started(Protocol):
+    """A child, as a program that was started or as a copy of this process (`core.spare`)."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """The exit status, negative for a signal; None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status; a `subprocess.TimeoutExpired` where it still runs after so many seconds."""
+
+
+def end(process: Started, patience: float) -> None:
     """Wait for a child that was told to end, and kill its group where it does not. No SIGTERM is sent: our own
     processes take it for a request to stop the run, and one that is frozen does not hear it.
 

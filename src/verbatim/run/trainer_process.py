@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
+import json
 import math
 import os
 import secrets
@@ -15,19 +17,21 @@ from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from rich.console import Console
 
 from verbatim.config.schema import RunConfig
-from verbatim.core.children import end, how_it_ended, open_log, start
+from verbatim.core import spare
+from verbatim.core.children import Started, end, how_it_ended, open_log, start
 from verbatim.core.ctrl_c import is_ctrl_c
 from verbatim.core.errors import RunStopped, UsageError
 from verbatim.core.imports import child_environment
-from verbatim.logs.checkpoints import TRAINER, RunFolder
+from verbatim.logs.checkpoints import CONFIG, TRAINER, RunFolder
 from verbatim.logs.checkpoints.lock import is_locked
 from verbatim.logs.monitors.progress_bar import ProgressBar
 from verbatim.models.native.cores import CoreShare, own_cores
+from verbatim.models.source import find_source
 from verbatim.run.environments import Environments
 from verbatim.run.logs import last_lines
 from verbatim.run.make_trainer import shares_cores, threads_of
@@ -42,6 +46,7 @@ T = TypeVar("T")
 
 _USAGE = 2
 """The exit status of a trainer that refuses what was configured (`verbatim.cli.exit_status`)."""
+_IMPORTS = ("verbatim.trainer.worker", "verbatim.trainer.serve", "verbatim.models.build", "verbatim.run.prepare")
 _POLL = 0.02
 _PATIENCE = 20.0
 """Seconds that a trainer which was told to end may take."""
@@ -87,6 +92,25 @@ def trainer_inside(
     yield TrainerSide(ready=ready, link=link, progress=lambda doing: None, wants_to_stop=lambda: False)
 
 
+def keep_trainer(config: RunConfig) -> None:
+    """Where this process may be forked, import what trainer and sampler need, once, and keep a copy for the trainer.
+
+    Raises:
+        ModelError: there is no such model; that is said before PyTorch is imported.
+    """
+    if not spare.is_allowed() or not config.trainer.separate_process:
+        return
+    kind = "qwen3"  # of models that are built
+    if config.model.name is not None:
+        with contextlib.suppress(OSError, ValueError, KeyError):  # an id of the hub; what is wrong is said by a check
+            found = Path(find_source(config.model.name)) / "config.json"
+            kind = json.loads(found.read_text(encoding="utf-8"))["model_type"]
+    for module in (f"transformers.models.{kind}.modeling_{kind}", *_IMPORTS):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+    spare.keep()
+
+
 @contextlib.contextmanager
 def trainer_child(config: RunConfig, folder: RunFolder, console: Console) -> Iterator[TrainerSide]:
     """In a process that is started here, and ends with this block. It searches for modules where this one does, and
@@ -94,24 +118,7 @@ def trainer_child(config: RunConfig, folder: RunFolder, console: Console) -> Ite
     session, log = secrets.token_hex(8), folder.log(TRAINER)
     exchange = Exchange(folder.exchange / session)
     with open_log(log) as errors:
-        process = start(
-            [
-                sys.executable,
-                "-m",
-                "verbatim.cli",
-                "trainer",
-                str(folder.path / "config.toml"),
-                "--resume",
-                str(folder.path),
-                "--session",
-                session,
-                "--parent",
-                str(os.getpid()),
-            ],
-            stdout=subprocess.DEVNULL if console.quiet else None,
-            stderr=errors,
-            environment=child_environment(),
-        )
+        process = _start_trainer(folder, session, errors, quiet=console.quiet)
 
     def ended() -> str | None:
         status = process.poll()
@@ -142,6 +149,21 @@ def trainer_child(config: RunConfig, folder: RunFolder, console: Console) -> Ite
         end(process, patience)
         console.show_cursor()  # a bar of that process may have hidden it
         exchange.remove_temporary()
+
+
+def _start_trainer(folder: RunFolder, session: str, errors: IO[bytes], *, quiet: bool) -> Started:
+    """The copy that was kept for it, or else a new program."""
+    where = [str(folder.path / CONFIG), "--resume", str(folder.path)]
+    arguments = ["trainer", *where, "--session", session, "--parent", str(os.getpid())]
+    if (kept := spare.take()) is not None:
+        kept.start(arguments, quiet=quiet, errors=errors)
+        return kept
+    return start(
+        [sys.executable, "-m", "verbatim.cli", *arguments],
+        stdout=subprocess.DEVNULL if quiet else None,
+        stderr=errors,
+        environment=child_environment(),
+    )
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ evaluations/
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import re
 import shutil
@@ -64,15 +65,13 @@ _NUMBERS = [
 """Columns of numbers that hardly repeat: their bytes are grouped by place instead of looked up in a dictionary."""
 
 
-def _leaves(schema: pa.Schema) -> list[str]:
-    """The names that Parquet gives to the columns of a schema."""
+@functools.cache
+def _leaves() -> list[str]:
+    """The names that Parquet gives to the columns of `SCHEMA`."""
     empty = pa.BufferOutputStream()
-    pq.write_table(schema.empty_table(), empty)
+    pq.write_table(SCHEMA.empty_table(), empty)
     columns = pq.ParquetFile(empty.getvalue()).schema
     return [columns.column(index).path for index in range(len(columns))]
-
-
-_LEAVES = _leaves(SCHEMA)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,9 +278,9 @@ def _write(path: Path, step: int, fates: Sequence[Fate]) -> int:
             sink,
             SCHEMA,
             compression="zstd",
-            use_dictionary=[name for name in _LEAVES if name not in _NUMBERS],
+            use_dictionary=[name for name in _leaves() if name not in _NUMBERS],
             column_encoding=dict.fromkeys(_NUMBERS, "BYTE_STREAM_SPLIT"),
-            write_statistics=[name for name in _LEAVES if "." not in name],
+            write_statistics=[name for name in _leaves() if "." not in name],
         ) as writer,
     ):
         for own in _slices(fates):
