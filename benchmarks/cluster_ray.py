@@ -3,7 +3,7 @@
 The actors play guess_number and ask the driver for every turn, whose sampler answers after a while; so the driver has
 one request of HTTP for each turn, and one call of Ray for each episode. Measured is the driver's process, all its
 threads, at several numbers of episodes under way. `turns_per_core` is what one core of it carries; the number of
-servers that is enough for is that over the turns of a server in docs/scale.md.
+servers that is enough for is that over the turns of a server in benchmarks/scale.md.
 
 Prints one JSON line for each number. Run: python benchmarks/cluster_ray.py [--workers 2] [--episodes 64 512 2048]
 """

@@ -275,7 +275,7 @@ def test_new_weights_are_packed_anew_norms_and_tied_embeddings_too(models):
 
 @TWO_BUILDS
 def test_sampler_and_trainer_in_float32_stay_near_each_other(kernel, models):
-    """On random models; what a pretrained one shows is in docs/performance.md."""
+    """On random models; what a pretrained one shows is in benchmarks/measured.md."""
     decoder = make_halves(models["untied"])
     assert not isinstance(decoder.forward, TorchForward)
     ids = np.random.default_rng(8).integers(0, 97, 300)
