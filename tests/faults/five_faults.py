@@ -245,8 +245,7 @@ def play(
         max_length=CONTEXT,
         max_off_policy_steps=8,
     )
-    every = {name: rule() for name, rule in ALARMS.items()}
-    notes = observer(AlarmWatch(every, config={"orchestrator": orchestrator_config}))
+    notes = observer(AlarmWatch(ALARMS, config={"orchestrator": orchestrator_config}))
     orchestrator = Orchestrator(
         schedule=RunSchedule(
             max_steps=steps, eval_setups=[], eval_interval=1000, eval_episodes=0, eval_seed=0, checkpoint_interval=1000

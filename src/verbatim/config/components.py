@@ -276,7 +276,8 @@ def _bind(use: _Use, table: Table, arguments: Any = None) -> tuple[Any, dict[str
     if use.what == "environment" and arguments is not None:
         knobs, wrong = arguments(function, use.knobs)
     else:
-        knobs, wrong = check_knobs(function, use.knobs, num_inputs=use.num_inputs, label=use.what)
+        given = target.knobs if _is_record(target) else ()
+        knobs, wrong = check_knobs(function, use.knobs, num_inputs=use.num_inputs, label=use.what, given=given)
     return target, knobs, [((*use.knobs_key, name), message) for name, message in wrong.items()]
 
 

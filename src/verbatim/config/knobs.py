@@ -6,7 +6,7 @@ import inspect
 import json
 import sys
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
@@ -15,7 +15,12 @@ from verbatim.config.fields import nearest
 
 
 def check_knobs(
-    function: Callable[..., Any], values: Mapping[str, Any], *, num_inputs: int, label: str
+    function: Callable[..., Any],
+    values: Mapping[str, Any],
+    *,
+    num_inputs: int,
+    label: str,
+    given: Collection[str] = (),
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The values converted to the types of the function's parameters, and a message for each wrong one.
 
@@ -24,6 +29,7 @@ def check_knobs(
         values: What the file says.
         num_inputs: How many leading positional parameters of a function are data.
         label: The kind of component, for messages.
+        given: Knobs that have a value already.
     """
     knobs, takes_any = _knobs_of(function, num_inputs)
     label = f"{label} {getattr(function, '__qualname__', type(function).__qualname__)}"
@@ -42,7 +48,7 @@ def check_knobs(
             names = ", ".join(knobs) or "it has none"
             wrong[name] = f'unknown knob "{name}"{nearest(name, knobs) or "."} The knobs of {label}: {names}'
     for knob in knobs.values():
-        if knob.default is knob.empty and knob.name not in values:
+        if knob.default is knob.empty and knob.name not in (*values, *given):
             wrong[knob.name] = f"missing: {label} needs this knob"
     return converted, wrong
 

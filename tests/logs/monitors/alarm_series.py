@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from verbatim.logs.monitors.alarms import ALARMS, AlarmWatch, StepFigures, Window
 from verbatim.logs.monitors.alarms.base import Finding
-from verbatim.logs.monitors.alarms.watch import KEPT_FIRST, KEPT_STEPS
+from verbatim.logs.monitors.alarms.engine import KEPT_FIRST, KEPT_STEPS
 
 Column = float | Sequence[float | None]
 
@@ -53,8 +54,8 @@ def findings(
     name: str, steps: Sequence[StepFigures], config: Mapping[str, Any] | None = None, **knobs: Any
 ) -> list[Finding]:
     """What an alarm's rule finds after the last step."""
-    found = ALARMS[name](**knobs)(window_of(steps, config=nested(config or {})))
-    return [found] if isinstance(found, Finding) else list(found or ())
+    row = ALARMS[name]
+    return list(replace(row, knobs={**row.knobs, **knobs})(window_of(steps, config=nested(config or {}))))
 
 
 def level(name: str, steps: Sequence[StepFigures], config: Mapping[str, Any] | None = None, **knobs: Any) -> float:
@@ -78,6 +79,6 @@ def told(
     steps: Sequence[StepFigures], *names: str, config: Mapping[str, Any] | None = None
 ) -> list[tuple[int, str, str]]:
     """Step, name and state of every alarm that these steps raise and clear, of all kinds or of these."""
-    rules = {name: ALARMS[name]() for name in names or ALARMS}
+    rules = {name: ALARMS[name] for name in names or ALARMS}
     watch = AlarmWatch(rules, config=nested(config or {}))
     return [(alarm.step, alarm.name, alarm.state) for figures in steps for alarm in watch.observe(figures)]

@@ -20,7 +20,7 @@ RECORDED = Path(__file__).parent / "recorded_runs"
 
 
 def false_alarms(seed: int, *, learns: bool, num_steps: int = 120) -> list[str]:
-    watch = AlarmWatch({name: rule() for name, rule in ALARMS.items()}, config=CONFIG)
+    watch = AlarmWatch(ALARMS, config=CONFIG)
     return alarms_of(HealthyRun(seed, learns=learns, num_steps=num_steps), watch)
 
 
@@ -46,7 +46,7 @@ def test_at_most_one_run_in_36_raises_an_alarm(learns: bool, campaign: Callable[
 def replayed(name: str) -> list[Alarm]:
     """The alarms of a recorded run, of which each step is shown as a checkpoint of the step holds it."""
     run: dict[str, Any] = json.loads(gzip.decompress((RECORDED / f"{name}.json.gz").read_bytes()))
-    watch = AlarmWatch({name: rule() for name, rule in ALARMS.items()}, config=run["config"])
+    watch = AlarmWatch(ALARMS, config=run["config"])
     found: list[Alarm] = []
     for step in [0, *run["steps"]["step"]]:
         if step:

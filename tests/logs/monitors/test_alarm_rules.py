@@ -528,13 +528,13 @@ def evaluated(*successes: tuple[float, float], episodes: int = 300) -> Window:
     ],
 )
 def test_an_evaluation_is_flat_while_training_rises(successes, expected):
-    found = list(ALARMS["evaluation_flat"]()(evaluated(*successes)))
+    found = list(ALARMS["evaluation_flat"](evaluated(*successes)))
     assert any(finding.level >= 1 for finding in found) is expected
 
 
 def test_few_episodes_prove_nothing():
     rising = ((0.5, 0.5), (0.5, 0.6), (0.5, 0.65), (0.5, 0.7))
-    assert not any(f.level >= 1 for f in ALARMS["evaluation_flat"]()(evaluated(*rising, episodes=20)))
+    assert not any(f.level >= 1 for f in ALARMS["evaluation_flat"](evaluated(*rising, episodes=20)))
 
 
 # -- evaluation_drop
@@ -560,7 +560,7 @@ def measured(*successes: float, episodes: int = 300, **more: object) -> Window:
 
 
 def drop(*successes: float, episodes: int = 300, **more: object) -> float:
-    found = list(ALARMS["evaluation_drop"]()(measured(*successes, episodes=episodes, **more)))
+    found = list(ALARMS["evaluation_drop"](measured(*successes, episodes=episodes, **more)))
     return max((finding.level for finding in found), default=0.0)
 
 
@@ -592,7 +592,7 @@ def test_a_reward_drops_though_the_success_does_not():
     before = {"reward/mean": 0.9, "reward/low": 0.88, "reward/high": 0.92, "reward/std": 0.2, "success": 0.5}
     after = {**before, "reward/mean": 0.8, "reward/low": 0.78, "reward/high": 0.82}
     window = Window(steps=[], evaluations={"game": [(0, before), (10, after)]})
-    (found,) = ALARMS["evaluation_drop"]()(window)
+    (found,) = ALARMS["evaluation_drop"](window)
     # 0.1 is half a deviation; its error is sqrt(2) 0.02 / 1.96 = 0.0144; a chance of 1/2000 is 3.29 of them
     assert found.level == pytest.approx(min(0.1 / (3.2905 * 0.02 * 2**0.5 / 1.95996), 0.1 / 0.04), rel=1e-4)
     assert found.message.startswith(
@@ -615,7 +615,7 @@ def test_a_mean_reward_of_survivors_is_not_compared(failed, named):
     }
     after = {**before, "reward/mean": 0.7, "reward/low": 0.68, "reward/high": 0.72, "failed": failed[1]}
     window = Window(steps=[], evaluations={"game": [(0, before), (10, after)]})
-    assert any("mean reward" in finding.message for finding in ALARMS["evaluation_drop"]()(window)) is named
+    assert any("mean reward" in finding.message for finding in ALARMS["evaluation_drop"](window)) is named
 
 
 @pytest.mark.parametrize(
@@ -637,7 +637,7 @@ def test_a_best_evaluation_whose_rewards_are_all_equal_is_no_measure_by_itself(b
         (10 * n, {"reward/mean": mean, "reward/std": std, "success": 0.5, "episodes": episodes})
         for n, (mean, std) in enumerate((best, last))
     ]
-    (only,) = ALARMS["evaluation_drop"]()(Window(steps=[], evaluations={"game": found}))
+    (only,) = ALARMS["evaluation_drop"](Window(steps=[], evaluations={"game": found}))
     assert only.level == pytest.approx(expected, rel=1e-4)
     if expected:
         assert only.message.startswith(f"the mean reward of the evaluation of game fell from {best[0]:.3g} at step 0")
@@ -645,7 +645,7 @@ def test_a_best_evaluation_whose_rewards_are_all_equal_is_no_measure_by_itself(b
 
 def test_an_evaluation_that_drops_names_the_cause_that_its_metrics_point_to():
     def found(**more: object) -> Finding:
-        (only,) = ALARMS["evaluation_drop"]()(measured(0.5, 0.8, 0.5, **more))
+        (only,) = ALARMS["evaluation_drop"](measured(0.5, 0.8, 0.5, **more))
         return only
 
     assert "updates have made the policy worse" in found().cause and "the checkpoint at step 10" in found().advice
@@ -653,7 +653,7 @@ def test_an_evaluation_that_drops_names_the_cause_that_its_metrics_point_to():
     window = measured(0.5, 0.8, 0.5)
     for _, metrics in window.evaluations["game"]:
         metrics |= {TRAINING: 0.8, TRAINING_ERROR: 0.02}
-    (learned,) = ALARMS["evaluation_drop"]()(window)
+    (learned,) = ALARMS["evaluation_drop"](window)
     assert learned.cause.startswith("the policy learns the training examples at the cost of others")
 
 
@@ -662,12 +662,8 @@ def test_an_evaluation_that_drops_names_the_cause_that_its_metrics_point_to():
 
 @pytest.mark.parametrize("name", ALARMS)
 def test_nothing_is_found_in_nothing(name: str):
-    assert list(_listed(ALARMS[name]()(Window(steps=[])))) == []
-    assert list(_listed(ALARMS[name]()(window_of([StepFigures(step=1, metrics={})])))) == []
-
-
-def _listed(found: object) -> list[Finding]:
-    return [] if found is None else [found] if isinstance(found, Finding) else list(found)
+    assert list(ALARMS[name](Window(steps=[]))) == []
+    assert list(ALARMS[name](window_of([StepFigures(step=1, metrics={})]))) == []
 
 
 def test_an_alarm_is_raised_once_and_cleared_once():

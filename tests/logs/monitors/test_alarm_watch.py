@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import re
-from pathlib import Path
 
 import pytest
 
 from logs.monitors.alarm_series import steps_of
 from verbatim import Trajectory, Turn
-from verbatim.config.backends import schema_with_backends
-from verbatim.config.fields import keys
 from verbatim.core.trajectories import Fate
 from verbatim.core.types import StopReason, ToolCall
-from verbatim.logs.monitors import alarms
 from verbatim.logs.monitors.alarms import ALARMS, AlarmWatch, Finding, Window
 from verbatim.logs.monitors.alarms.base import TRAINING, TRAINING_ERROR
 from verbatim.logs.monitors.alarms.figures import (
@@ -27,7 +22,6 @@ from verbatim.logs.monitors.alarms.figures import (
     rollout_figures,
 )
 from verbatim.rollouts.loop import TOOLS_OFFERED
-from verbatim.run.tables import component_tables
 
 
 def turn(completion: list[int], prompt: list[int] | None = None, **fields: object) -> Turn:
@@ -210,7 +204,7 @@ def test_a_resumed_watch_says_what_one_that_never_stopped_says():
     ]
 
     def watch() -> AlarmWatch:
-        return AlarmWatch({"mismatch_kl": ALARMS["mismatch_kl"](), "x": rising})
+        return AlarmWatch({"mismatch_kl": ALARMS["mismatch_kl"], "x": rising})
 
     def one_step(watch: AlarmWatch, metrics: dict[str, float], step: int) -> list[str]:
         fates = [fate(f"{step}", [turn([1, 2, 3])], reward=1.0)]
@@ -285,17 +279,7 @@ def test_an_alarm_is_not_cleared_by_a_rule_that_fails():
 def test_an_alarm_tells_no_secret_of_an_error_that_it_quotes():
     error = "environment: http://me:hunter2secret@host/reset refused it"
     fates = [fate(f"t{number}", [], "error", error=error) for number in range(10)]
-    watch = AlarmWatch({"repeated_error": ALARMS["repeated_error"]()})
+    watch = AlarmWatch({"repeated_error": ALARMS["repeated_error"]})
     (alarm,) = watch.on_step(1, {}, fates)
     assert "http://[redacted]@host/reset refused it" in alarm.message
     assert "hunter2secret" not in f"{alarm}{watch.state_dict()['raised']}"
-
-
-def test_every_advice_names_keys_that_exist():
-    """Each `(now ...)` and `(not set)` of the sources is of a key of the configuration."""
-    schema, _ = schema_with_backends({}, component_tables())
-    known = {name for name, _ in keys(schema)} | {"orchestrator.train.env"}
-    sources = "".join(path.read_text() for path in Path(alarms.__file__).parent.glob("*.py"))
-    named = re.findall(r"""["']((?:trainer|orchestrator|inference|checkpoint|monitor|model)\.[a-z_.]+)["']""", sources)
-    assert len(named) > 25
-    assert {name for name in named if name not in known and "{" not in name} == set()

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from verbatim.core.records.equality import are_equal
 from verbatim.core.trajectories import Fate
 
 Figures = Mapping[str, float]
@@ -27,6 +26,10 @@ class StepFigures:
     """Figures of each environment's rollouts, as `rollout_figures` makes them."""
     errors: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """Failed rollouts of each environment, by kind of error."""
+
+    def of(self, env: str | None) -> Figures:
+        """The figures of an environment, empty where it has no rollouts; the step's metrics for None."""
+        return self.metrics if env is None else self.envs.get(env, {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,28 +70,31 @@ class Window:
 
     def metric(self, name: str, env: str | None = None) -> float | None:
         """A metric of the step at hand, or a figure of an environment; None where it has no finite value."""
-        return _value(self.steps[-1], name, env) if self.steps else None
+        return self.steps[-1].of(env).get(name) if self.steps else None
 
     def recent(self, name: str, count: int, env: str | None = None, *, missing: float | None = None) -> list[float]:
         """The values of the last `count` steps, oldest first; empty where fewer than half of the steps have one, or the
         window has fewer steps. With an environment, of the last steps that have rollouts of it; `missing` stands for a
         figure that it does not have there."""
-        return _values(self._of(env)[-count:], name, env, count, missing)
+        return [value for (value,) in self.together((name,), count, env, missing=missing)]
 
-    def together(self, names: Sequence[str], count: int, env: str | None = None) -> list[tuple[float, ...]]:
+    def together(
+        self, names: Sequence[str], count: int, env: str | None = None, *, missing: float | None = None
+    ) -> list[tuple[float, ...]]:
         """The values of several metrics in the steps, of the last `count`, that have all of them; as `recent` else.
 
         Example: of the steps {"a": 1, "b": 2}, {"a": 3} and {"a": 5, "b": 6} the metrics a and b are together in the
         first and the last: [(1, 2), (5, 6)].
         """
-        rows = [[_value(figures, name, env) for name in names] for figures in self._of(env)[-count:]]
-        whole = [tuple(value for value in row if value is not None) for row in rows]
-        found = [row for row in whole if len(row) == len(names)]
-        return found if len(self._of(env)) >= count and 2 * len(found) >= count else []
+        return _rows(_having(self.steps, env)[-count:], names, count, env, missing)
 
     def median(self, name: str, count: int, env: str | None = None) -> float | None:
         """The median of `recent`; None where that is empty."""
         return median(self.recent(name, count, env))
+
+    def median_at_first(self, name: str, count: int, env: str | None = None) -> float | None:
+        """The median of the values that the run's first `count` steps have; None where they have none."""
+        return median([own[name] for step in _having(self.first, env)[:count] if name in (own := step.of(env))])
 
     def earlier(
         self, name: str, count: int, env: str | None = None, *, missing: float | None = None
@@ -96,12 +102,12 @@ class Window:
         """What `recent` is compared with: the values of the run's first `count` steps, and of the `count` steps that
         ended `4 * count` steps before the recent ones, or as far back as the window goes. Empty before the run has
         `2 * count` steps; steps are never both recent and earlier."""
-        return [values for (values,) in self.earlier_together((name,), count, env, missing=missing)]
+        return [[value for (value,) in rows] for rows in self.earlier_together((name,), count, env, missing=missing)]
 
     def earlier_together(
         self, names: Sequence[str], count: int, env: str | None = None, *, missing: float | None = None
-    ) -> list[tuple[list[float], ...]]:
-        """`earlier` of several metrics, for each of the two stretches of steps in which all of them have values.
+    ) -> list[list[tuple[float, ...]]]:
+        """What `together` is compared with: `earlier` of several metrics.
 
         Example: where "b" has no values in the run's first steps, and "a" has, both are of the later stretch alone.
 
@@ -111,33 +117,25 @@ class Window:
             >>> window.earlier("a", 1), window.earlier("b", 1)
             ([[1.0], [2.0]], [[3.0]])
             >>> window.earlier_together(("a", "b"), 1)
-            [([2.0], [3.0])]
+            [[(2.0, 3.0)]]
         """
-        own = self._of(env)
+        own, first = _having(self.steps, env), _having(self.first, env)
         if len(own) < count:
             return []
-        found: list[tuple[list[float], ...]] = []
-        before = own[:-count]
+        before, newest = own[:-count], own[-count].step
         end = max(count, len(before) - 4 * count)
-        newest = own[-count].step
-        first = [figures for figures in self.first if env is None or env in figures.envs]
+        found: list[list[tuple[float, ...]]] = []
         for stretch in (first[:count], before[end - count : end]):
-            steps = [figures for figures in stretch if figures.step < newest]
-            values = tuple(_values(steps, name, env, count, missing) for name in names)
-            if all(values) and values not in found:
-                found.append(values)
+            rows = _rows([figures for figures in stretch if figures.step < newest], names, count, env, missing)
+            if rows and rows not in found:
+                found.append(rows)
         return found
-
-    def _of(self, env: str | None) -> Sequence[StepFigures]:
-        return self.steps if env is None else [figures for figures in self.steps if env in figures.envs]
 
     def setting(self, key: str) -> Any:
         """The value of a key of the configuration, "trainer.optim.lr"; None where it is not set."""
         found: Any = self.config
         for part in key.split("."):
-            if not isinstance(found, Mapping) or part not in found:
-                return None
-            found = found[part]
+            found = found.get(part) if isinstance(found, Mapping) else None
         return found
 
     def now(self, key: str) -> str:
@@ -173,8 +171,26 @@ class Finding:
     """Trajectories of this step that show it."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sight:
+    """What a condition of `ALARMS` sees at one step, of an environment or of the run: a `Finding` without its texts."""
+
+    level: float
+    """As in `Finding`."""
+    env: str | None = None
+    """As in `Finding`."""
+    why: str = ""
+    """Which of the alarm's causes fits."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """What the texts name, beside knobs and evidence."""
+    evidence: Figures = field(default_factory=dict)
+    """Figures that show it, beside the alarm's metrics of the step."""
+
+
 TRAINING, TRAINING_ERROR = "training/success", "training/success_error"
 """What an evaluation is compared with."""
+TOOL, UNTRAINED = "tool/", "untrained/"
+"""What the figures of a tool's calls, and of the reasons for which rollouts are not trained, begin with."""
 HOLD = 0.7
 """The level below which an alarm that was raised begins to be cleared."""
 
@@ -191,21 +207,6 @@ class Rule(Protocol):
         """What the window shows: at most one finding for each environment, and one for the run."""
 
 
-def is_mastered(window: Window, count: int, env: str | None = None) -> bool:
-    """Whether the reward is as high as it can be, though the success may not say so: it rose since the run's first
-    steps by a standard deviation of their rollouts, and of that deviation less than a quarter is left.
-
-    Example: rewards between 0 and 0.5 with a mean of 0.3 and a deviation of 0.1, which all are 0.5 now.
-    """
-    mean, deviation = ("reward", "reward_std") if env is not None else ("reward/mean", "reward/std")
-    first = window.first[:count]
-    was, spread = (median(_values(first, name, env, min(count, len(first)), None)) for name in (mean, deviation))
-    now, left = window.median(mean, count, env), window.median(deviation, count, env)
-    if was is None or spread is None or now is None or left is None:
-        return False
-    return now >= was + spread and not are_equal((was, was + spread)) and left < spread / 4
-
-
 def training_before(steps: Sequence[StepFigures], env: str) -> dict[str, float]:
     """`TRAINING` and `TRAINING_ERROR` of these steps: of the same environment, or of all where it is not trained.
 
@@ -213,16 +214,25 @@ def training_before(steps: Sequence[StepFigures], env: str) -> dict[str, float]:
     and 0.6 in two steps of 50 rollouts: 0.5, with an error of max(0.1 / sqrt(2), sqrt(0.25 / 100)) = 0.071.
     """
     for name in (f"success/{env}", "success"):
-        values = [figures.metrics[name] for figures in steps if name in figures.metrics]
-        if not values:
-            continue
-        mean = statistics.fmean(values)
-        own = [figures.envs.get(env, {}).get("completed", 0.0) for figures in steps]
-        count = sum(own) or sum(figures.metrics.get("rollouts", 0.0) for figures in steps) or 1.0
-        rounded = (mean * count + 1) / (count + 2)  # never 0 where all or none succeed
-        error = max(statistics.pstdev(values) / math.sqrt(len(values)), math.sqrt(rounded * (1 - rounded) / count))
-        return {TRAINING: mean, TRAINING_ERROR: error}
+        if values := [figures.metrics[name] for figures in steps if name in figures.metrics]:
+            mean = statistics.fmean(values)
+            completed = sum(figures.of(env).get("completed", 0.0) for figures in steps)
+            count = completed or sum(figures.metrics.get("rollouts", 0.0) for figures in steps)
+            error = max(statistics.pstdev(values) / math.sqrt(len(values)), error_of_share(mean, count))
+            return {TRAINING: mean, TRAINING_ERROR: error}
     return {}
+
+
+def error_of_share(share: float, count: float) -> float:
+    """The standard error of a share of so many, which is not 0 where it is 0 or 1."""
+    count = max(1.0, count)
+    rounded = (share * count + 1) / (count + 2)
+    return math.sqrt(rounded * (1 - rounded) / count)
+
+
+def over(value: float, bound: float) -> float:
+    """How far a value is, 1 at the bound."""
+    return value / max(bound, 1e-9)
 
 
 def median(values: Sequence[float]) -> float | None:
@@ -230,13 +240,17 @@ def median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
 
 
-def _value(figures: StepFigures, name: str, env: str | None, missing: float | None = None) -> float | None:
-    if env is None:
-        return figures.metrics.get(name, missing)
-    own = figures.envs.get(env)
-    return own.get(name, missing) if own else None
+def _having(steps: Sequence[StepFigures], env: str | None) -> Sequence[StepFigures]:
+    """The steps that have rollouts of an environment; all for None."""
+    return [figures for figures in steps if env is None or env in figures.envs]
 
 
-def _values(steps: Sequence[StepFigures], name: str, env: str | None, count: int, missing: float | None) -> list[float]:
-    found = [value for figures in steps if (value := _value(figures, name, env, missing)) is not None]
+def _rows(
+    steps: Sequence[StepFigures], names: Sequence[str], count: int, env: str | None, missing: float | None
+) -> list[tuple[float, ...]]:
+    """The values of the steps that have all of them; empty where these are fewer than half of `count`, or there are
+    fewer steps."""
+    rows = [[figures.of(env).get(name, missing) for name in names] for figures in steps]
+    whole = [tuple(value for value in row if value is not None) for row in rows]
+    found = [row for row in whole if len(row) == len(names)]
     return found if len(steps) >= count and 2 * len(found) >= count else []

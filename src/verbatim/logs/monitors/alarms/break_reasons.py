@@ -12,7 +12,7 @@ from verbatim.rollouts.loop import RENDERED_ANEW
 _SHOWN = 2
 """Reasons that are named, the most common ones."""
 _REASONS = frozenset(BreakReason)
-_KEYS: Mapping[BreakReason, str] = {
+KEYS: Mapping[BreakReason, str] = {
     **dict.fromkeys((BreakReason.CONTROL_TOKEN, BreakReason.OTHER_END, BreakReason.OPEN_THOUGHT), "warm_start.steps"),
     BreakReason.THOUGHT_DROPPED: "orchestrator.renderer.thinking_retention",
     BreakReason.FORMAT_UNKNOWN: "orchestrator.renderer.name",
@@ -42,7 +42,7 @@ def cause_and_advice(window: Window, env: str) -> tuple[str, str]:
         return CAUSE, ADVICE
     cause = "; ".join(f"{reason.sentence} ({reason}: {turns[reason]} turns)" for reason in common)
     advice = "; ".join(
-        f"{reason.advice}{window.now(_KEYS[reason]).removeprefix(_KEYS[reason]) if reason in _KEYS else ''}, "
+        f"{reason.advice}{window.now(KEYS[reason]).removeprefix(KEYS[reason]) if reason in KEYS else ''}, "
         f"and the step computes up to {tokens[reason]:,} prompt tokens less"
         for reason in common
     )

@@ -1,21 +1,22 @@
-"""Watches a run: keeps the window that the rules read, and turns their findings into alarms that are raised once and
-cleared once."""
+"""Judges the alarms: turns a row of the table and what its condition sees into a finding, keeps the window of the run
+that conditions read, and raises each alarm once and clears it once."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import math
+import string
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from verbatim.core.errors import ComponentError
 from verbatim.core.redaction import without_secrets
 from verbatim.core.trajectories import Fate
 from verbatim.logs.monitors.alarm import Alarm
-from verbatim.logs.monitors.alarms.base import HOLD, Figures, Finding, Rule, StepFigures, Window, training_before
+from verbatim.logs.monitors.alarms.base import HOLD, Figures, Finding, Rule, Sight, StepFigures, Window, training_before
 from verbatim.logs.monitors.alarms.figures import error_counts, rollout_figures
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,82 @@ TRAINING_STEPS = 5
 """Steps of training that an evaluation is compared with."""
 CLEAR_AFTER = 5
 """Calls in a row that find nothing, until an alarm is cleared; a rule may say otherwise."""
+_SHOWN = 5
+"""Trajectories that a finding names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Why:
+    """One cause of an alarm."""
+
+    cause: str
+    """What most often causes what is seen."""
+    advice: str
+    """The key to change, and what to try."""
+    seen: str = ""
+    """What stands for `{seen}` in the alarm's message."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlarmRow:
+    """An alarm of the table `ALARMS`: a rule as data. The texts are filled by `_Texts`."""
+
+    name: str
+    """Its table is [monitor.alarms.NAME]."""
+    function: Callable[..., Iterable[Sight]]
+    """The condition: `function(window, **knobs)`; its keyword arguments are the knobs."""
+    knobs: Mapping[str, Any]
+    """Thresholds, and lengths of windows."""
+    limits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """The smallest and the largest value of a knob with which the alarm can be raised."""
+    message: str
+    """One sentence: what is seen, with its numbers."""
+    why: Mapping[str, Why] | Why
+    """Cause and advice; by `Sight.why` where there are several, with "" for every other one."""
+    evidence: Sequence[str] = ()
+    """Metrics of the step that show it."""
+    trajectories: Callable[[Sequence[Fate], Sight], Sequence[Fate]] | None = None
+    """Which fates show it, of those of the sight's environment or of the run; the first ones are named."""
+    on_evaluations: bool = False
+    """Whether it is looked for after each evaluation, and not after each step."""
+    clear_after: int = CLEAR_AFTER
+    """As in `Rule`."""
+
+    def __call__(self, window: Window) -> Iterator[Finding]:
+        """What the window shows."""
+        for sight in self.function(window, **self.knobs):
+            why = self.why if isinstance(self.why, Why) else self.why.get(sight.why) or self.why[""]
+            texts = _Texts(window, {**self.knobs, **sight.evidence, **sight.values, "env": sight.env})
+            metrics = {name: value for name in self.evidence if (value := window.metric(name)) is not None}
+            own = [fate for fate in window.fates if sight.env in (None, fate.trajectory.env)]
+            shown = self.trajectories(own, sight) if self.trajectories is not None and sight.level >= 1 else ()
+            yield Finding(
+                message=texts.format(self.message, seen=texts.format(why.seen)),
+                cause=texts.format(why.cause),
+                advice=texts.format(why.advice),
+                level=sight.level,
+                evidence={**metrics, **sight.evidence},
+                env=sight.env,
+                trajectory_ids=tuple(fate.trajectory.trajectory_id for fate in shown[:_SHOWN]),
+            )
+
+
+class _Texts(string.Formatter):
+    """Fills texts. A name with a dot is a key of the configuration, which is shown with its present value; one that is
+    not among the values is a metric of the step.
+
+    >>> window = Window(steps=[StepFigures(step=1, metrics={"time/step": 2.5})], config={"trainer": {"lr": 0.1}})
+    >>> _Texts(window, {"share": 0.25}).format("{share:.0%} of {time/step:.1f} s; lower {trainer.lr}")
+    '25% of 2.5 s; lower trainer.lr (now 0.1)'
+    """
+
+    def __init__(self, window: Window, values: Mapping[str, Any]) -> None:
+        self._window, self._values = window, values
+
+    def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        values = {**self._values, **kwargs}
+        read = self._window.now if "." in field_name else self._window.metric
+        return values[field_name] if field_name in values else read(field_name), field_name
 
 
 @dataclass(kw_only=True)
@@ -78,21 +155,15 @@ class AlarmWatch:
         self._steps.append(figures)
         if len(self._first) < KEPT_FIRST:
             self._first.append(figures)
-        return self._judge(figures.step, lambda rule: not getattr(rule, "on_evaluations", False), fates)
+        return self._judge(figures.step, fates)
 
     def on_eval(self, step: int, env: str, metrics: Mapping[str, float]) -> list[Alarm]:
         """What this evaluation raises and clears."""
         kept = self._evaluations.setdefault(env, deque(maxlen=KEPT_EVALUATIONS))
-        kept.append((step, {**_finite(metrics), **self._training(env)}))
-        return self._judge(step, lambda rule: getattr(rule, "on_evaluations", False), (), env)
+        kept.append((step, {**_finite(metrics), **training_before(list(self._steps)[-TRAINING_STEPS:], env)}))
+        return self._judge(step, evaluated=env)
 
-    def _training(self, env: str) -> dict[str, float]:
-        """What training is like as an evaluation begins: of the same environment, or of all where it is not trained."""
-        return training_before(list(self._steps)[-TRAINING_STEPS:], env)
-
-    def _judge(
-        self, step: int, is_asked: Callable[[Rule], bool], fates: Sequence[Fate], env: str | None = None
-    ) -> list[Alarm]:
+    def _judge(self, step: int, fates: Sequence[Fate] = (), *, evaluated: str | None = None) -> list[Alarm]:
         """The alarms of the rules that are asked now; after an evaluation only those about its environment."""
         window = Window(
             steps=tuple(self._steps),
@@ -103,13 +174,10 @@ class AlarmWatch:
         )
         alarms: list[Alarm] = []
         for name, rule in self._rules.items():
-            if is_asked(rule):
-                found = self._ask(name, rule, window)
-                if found is None:
-                    continue
-                findings = {finding.env: finding for finding in found}
-                patience = int(getattr(rule, "clear_after", CLEAR_AFTER))
-                alarms += self._compare(name, step, findings, patience, env)
+            is_asked = bool(getattr(rule, "on_evaluations", False)) is (evaluated is not None)
+            found = self._ask(name, rule, window) if is_asked else None
+            if found is not None:
+                alarms += self._compare(name, step, {finding.env: finding for finding in found}, evaluated)
         for alarm in alarms:
             if self.on_stop is not None and alarm.state == "raised" and alarm.name in self._stop:
                 self.on_stop(alarm)
@@ -120,7 +188,7 @@ class AlarmWatch:
         nor clears an alarm."""
         try:
             found = rule(window)
-            findings = _listed(found)
+            findings = [found] if isinstance(found, Finding) else list(found or ())
             wrong = next((finding for finding in findings if not isinstance(finding, Finding)), None)
             if wrong is not None:
                 raise ComponentError(f"it returned {type(wrong).__name__}, expected Finding, a list of them, or None")
@@ -132,26 +200,46 @@ class AlarmWatch:
         return findings
 
     def _compare(
-        self, name: str, step: int, findings: Mapping[str | None, Finding], patience: int, only: str | None
-    ) -> list[Alarm]:
-        alarms = []
-        for env, found in findings.items():
-            raised = self._raised.get((name, env))
-            if raised is not None and found.level >= HOLD:
+        self, name: str, step: int, findings: Mapping[str | None, Finding], evaluated: str | None
+    ) -> Iterator[Alarm]:
+        """The alarms of one rule that these findings raise and clear."""
+        envs = [env for kind, env in self._raised if kind == name]
+        for env in dict.fromkeys([*findings, *envs]):
+            found, raised = findings.get(env), self._raised.get((name, env))
+            if raised is None:
+                if found is not None and found.level >= 1:
+                    yield self._raise(name, step, found)
+            elif found is not None and found.level >= HOLD:
                 raised.calm = 0
-            elif raised is None and found.level >= 1:
-                alarm = _alarm(name, step, found)
-                self._raised[name, env] = _Raised(step=step, advice=alarm.advice, cause=alarm.cause)
-                alarms.append(alarm)
-        for (kind, env), raised in list(self._raised.items()):
-            still = env in findings and findings[env].level >= HOLD
-            if kind != name or still or (env != only if only is not None else self._is_absent(env)):
-                continue
-            raised.calm += 1
-            if raised.calm >= patience:
-                del self._raised[kind, env]
-                alarms.append(_cleared(name, step, env, raised))
-        return alarms
+            elif env == evaluated if evaluated is not None else not self._is_absent(env):
+                raised.calm += 1
+                if raised.calm >= getattr(self._rules[name], "clear_after", CLEAR_AFTER):
+                    del self._raised[name, env]
+                    yield Alarm(
+                        name=name,
+                        step=step,
+                        state="cleared",
+                        cause=raised.cause,
+                        advice=raised.advice,
+                        env=env,
+                        message=f"what was raised at step {raised.step} is no longer seen",
+                    )
+
+    def _raise(self, name: str, step: int, found: Finding) -> Alarm:
+        """Its texts may quote errors of environments, and go to services: they are without secrets."""
+        message, cause, advice = (without_secrets(str(text)) for text in (found.message, found.cause, found.advice))
+        self._raised[name, found.env] = _Raised(step=step, advice=advice, cause=cause)
+        return Alarm(
+            name=name,
+            step=step,
+            state="raised",
+            message=message,
+            cause=cause,
+            advice=advice,
+            evidence=dict(found.evidence),
+            env=found.env,
+            trajectory_ids=found.trajectory_ids,
+        )
 
     def _is_absent(self, env: str | None) -> bool:
         """Whether the step at hand says nothing about an environment."""
@@ -190,7 +278,7 @@ def _columns(steps: Collection[StepFigures]) -> dict[str, Any]:
     return {
         "step": [figures.step for figures in steps],
         "metrics": _column([figures.metrics for figures in steps]),
-        "envs": {env: _column([figures.envs.get(env, {}) for figures in steps]) for env in envs},
+        "envs": {env: _column([figures.of(env) for figures in steps]) for env in envs},
         "errors": [figures.errors for figures in steps],
     }
 
@@ -202,13 +290,12 @@ def _column(rows: Sequence[Figures]) -> dict[str, list[float | None]]:
 
 def _rows(columns: Mapping[str, Any]) -> list[StepFigures]:
     """The inverse of `_columns`."""
-    envs = columns["envs"]
     return [
         StepFigures(
             step=step,
             metrics=_row(columns["metrics"], index),
             errors=columns["errors"][index],
-            envs={env: own for env in envs if (own := _row(envs[env], index))},
+            envs={env: own for env, named in columns["envs"].items() if (own := _row(named, index))},
         )
         for index, step in enumerate(columns["step"])
     ]
@@ -218,40 +305,6 @@ def _row(columns: Mapping[str, Sequence[float | None]], index: int) -> dict[str,
     return {name: value for name, values in columns.items() if (value := values[index]) is not None}
 
 
-def _listed(found: Iterable[Finding] | Finding | None) -> list[Finding]:
-    if found is None:
-        return []
-    return [found] if isinstance(found, Finding) else list(found)
-
-
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
     """To six digits, which is what a checkpoint keeps: a resumed run sees the same."""
     return {name: float(f"{value:.6g}") for name, value in metrics.items() if math.isfinite(value)}
-
-
-def _alarm(name: str, step: int, found: Finding) -> Alarm:
-    """Its texts may quote errors of environments, and go to services: they are without secrets."""
-    message, cause, advice = (without_secrets(str(text)) for text in (found.message, found.cause, found.advice))
-    return Alarm(
-        name=name,
-        step=step,
-        state="raised",
-        message=message,
-        cause=cause,
-        advice=advice,
-        evidence=dict(found.evidence),
-        env=found.env,
-        trajectory_ids=found.trajectory_ids,
-    )
-
-
-def _cleared(name: str, step: int, env: str | None, raised: _Raised) -> Alarm:
-    return Alarm(
-        name=name,
-        step=step,
-        state="cleared",
-        cause=raised.cause,
-        advice=raised.advice,
-        env=env,
-        message=f"what was raised at step {raised.step} is no longer seen",
-    )

@@ -1,0 +1,277 @@
+"""What the alarms about rewards and evaluations look for: conditions, as those of `conditions.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from statistics import NormalDist
+
+from verbatim.config.sections import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt
+from verbatim.core.records.failed import MAX_FAILED, too_many_failed
+from verbatim.logs.monitors.alarms.base import (
+    TOOL,
+    TRAINING,
+    TRAINING_ERROR,
+    Figures,
+    Sight,
+    Window,
+    error_of_share,
+    over,
+    training_before,
+)
+from verbatim.logs.monitors.alarms.change import SURE, falls, rises
+
+# -- a reward that rises alone
+
+
+def reward_success_gap(
+    window: Window, *, rise: NonNegativeFloat, fall: Fraction, steps: PositiveInt
+) -> Iterator[Sight]:
+    """The reward of an environment rises while its success falls.
+
+    Both changes have to be sure (`change.SURE`) against the run's first steps or against steps some `4 * steps` ago,
+    and large: the reward by `rise` standard deviations of the rollouts, the success by `fall`.
+    """
+    names = ("reward", "success")
+    for env in window.envs:
+        recent, spread = window.together(names, steps, env), window.median("reward_std", steps, env) or 0.0
+        for earlier in window.earlier_together(names, steps, env) if recent else ():
+            (rewards_before, successes_before), (rewards, successes) = (
+                zip(*rows, strict=True) for rows in (earlier, recent)
+            )
+            if not (rises(rewards_before, rewards) and falls(successes_before, successes)):
+                continue
+            was, now = statistics.median(rewards_before), statistics.median(rewards)
+            success_was, success = statistics.median(successes_before), statistics.median(successes)
+            gained = (now - was) / spread if spread > 0 else math.inf
+            yield Sight(
+                level=min(over(gained, rise), over(success_was - success, fall)),
+                env=env,
+                values={"now": now, "success": success, "parts": _part_that_rose(window, env)},
+                evidence={
+                    f"reward/{env}/mean": now,
+                    f"success/{env}": success,
+                    "reward before": was,
+                    "success before": success_was,
+                },
+            )
+            break
+
+
+def _part_that_rose(window: Window, env: str) -> str:
+    """The part of the reward that has risen most since the first step, where it has parts."""
+    first = window.first[0].metrics if window.first else {}
+    parts = {
+        name: value - first.get(name, value)
+        for name, value in window.steps[-1].metrics.items()
+        if name.startswith(f"reward_part/{env}/") and name.endswith("/mean")
+    }
+    name = max(parts, key=lambda name: parts[name], default="")
+    return f"the part that rose most is {name} (by {parts[name]:.3g}); " if parts.get(name, 0.0) > 0 else ""
+
+
+def reward_hacking(
+    window: Window,
+    *,
+    growth: PositiveFloat,
+    repetition: Fraction,
+    tool_growth: PositiveFloat,
+    tool_calls: PositiveFloat,
+    rise: NonNegativeFloat,
+    credit: Fraction,
+    steps: PositiveInt,
+) -> Iterator[Sight]:
+    """The reward of an environment rises while length, repetition or the use of one tool explodes, and is paid for.
+
+    All of it has to hold: the reward rose surely (`change.SURE`), by `rise` standard deviations of the rollouts; the
+    figure rose surely and by much, above both the run's first steps and those some `4 * steps` ago (so that a slow
+    growth, or a return after a dip, is none); and within groups rollouts with more of it earn more, with a correlation
+    of `credit`. Much is `growth` times the tokens of a turn, `repetition` more of the share of repeated 4-grams, or
+    `tool_growth` times the calls of one tool and `tool_calls` more for each rollout. A run whose evaluation, or whose
+    own `is_success`, rises too is left alone.
+    """
+
+    def growths(env: str) -> Iterator[Sight]:
+        for name in ("tokens_per_turn", "repetition", *(f for f in window.steps[-1].of(env) if f.startswith(TOOL))):
+            change = _rise(window, name, steps, env, missing=0.0 if name.startswith(TOOL) else None)
+            paid = window.median(f"credit/{name}", steps, env)
+            if change is None or paid is None:
+                continue
+            was, now = change
+            grown = {
+                "tokens_per_turn": over(now, was * growth),
+                "repetition": over(now - was, repetition),
+                TOOL: min(over(now, was * tool_growth), (now - was) / tool_calls),
+            }
+            why = TOOL if name.startswith(TOOL) else name
+            yield Sight(
+                level=min(grown[why], over(paid, credit)),
+                env=env,
+                why=why,
+                values={"figure": name, "tool": name.removeprefix(TOOL), "was": was, "now": now},
+                evidence={name: now, f"{name} before": was, "correlation with the reward": paid},
+            )
+
+    for env in window.envs:
+        reward, spread = _rise(window, "reward", steps, env), window.median("reward_std", steps, env) or 0.0
+        if reward is None or _is_acquitted(window, env, steps):
+            continue
+        before, after = reward
+        for most in sorted(growths(env), key=lambda sight: -sight.level)[:1]:
+            yield dataclasses.replace(
+                most,
+                level=min(most.level, over(after - before, spread * rise)),
+                values={**most.values, "reward_was": before, "reward": after},
+                evidence={f"reward/{env}/mean": after, **most.evidence},
+            )
+
+
+def _rise(
+    window: Window, name: str, count: int, env: str, *, missing: float | None = None
+) -> tuple[float, float] | None:
+    """The medians of a figure before, the highest one, and now; None where it has not surely risen above all before."""
+    now, earlier = window.recent(name, count, env, missing=missing), window.earlier(name, count, env, missing=missing)
+    if not now or not earlier or not all(rises(values, now) for values in earlier):
+        return None
+    return max(map(statistics.median, earlier)), statistics.median(now)
+
+
+def _is_acquitted(window: Window, env: str, count: int) -> bool:
+    """Whether something that the reward does not decide has risen too."""
+    evaluations = window.evaluations.get(env, ())
+    if len(evaluations) >= 2 and evaluations[-1][0] >= window.step - 4 * count:
+        (_, before), (_, last) = evaluations[-2:]
+        if "success" in last and "success" in before:
+            p, n = last["success"], max(1.0, last.get("episodes", 1.0))
+            if p - before["success"] > 2 * math.sqrt(2 * max(p * (1 - p), 1 / n) / n):
+                return True
+    both = window.together(("success", "full_reward"), count, env)
+    if all(abs(success - full) < 0.02 for success, full in both):
+        return False  # the environment does not say what success is: it is the reward
+    return _rise(window, "success", count, env) is not None
+
+
+# -- evaluations
+
+
+def evaluation_flat(window: Window, *, rise: Fraction, evaluations: PositiveInt, solved: Fraction) -> Iterator[Sight]:
+    """The success of training rises over the last evaluations, and that of the evaluation does not.
+
+    Over `evaluations` of them, the evaluation's success has not risen by more than its standard error, the training's
+    has risen by `rise` and by three standard errors, and it is now above the evaluation's by three standard errors of
+    their difference: for a policy that does equally well on both, the last is chance once in 700 evaluations. From a
+    success of `solved` on nothing is left to gain.
+    """
+    for env, kept in window.evaluations.items():
+        if len(kept) < evaluations:
+            continue
+        (began, first), (step, last) = kept[-evaluations], kept[-1]
+        earlier = first if TRAINING in first else training_before(window.first[:5], env)
+        if not (TRAINING in earlier and TRAINING in last and "success" in first and "success" in last):
+            continue
+        had, has, was, now = earlier[TRAINING], last[TRAINING], first["success"], last["success"]
+        of_first, of_last = (error_of_share(one["success"], one.get("episodes", 1.0)) for one in (first, last))
+        is_flat = now - was <= math.hypot(of_first, of_last) and now < solved
+        risen = (has - had) / (3 * math.hypot(earlier[TRAINING_ERROR], last[TRAINING_ERROR]))
+        ahead = (has - now) / (3 * math.hypot(of_last, last[TRAINING_ERROR]))
+        yield Sight(
+            level=min(over(has - had, rise), risen, ahead) if is_flat else 0.0,
+            env=env,
+            values={"began": began, "step": step},
+            evidence={
+                "success of training": has,
+                "success of training before": had,
+                "success of evaluation": now,
+                "success of evaluation before": was,
+            },
+        )
+
+
+_Z95 = NormalDist().inv_cdf(0.975)
+_Evaluation = tuple[int, Figures]
+"""Its step and its metrics."""
+
+
+def evaluation_drop(window: Window, *, fall: Fraction, reward_fall: NonNegativeFloat) -> Iterator[Sight]:
+    """The success of an evaluation, or its reward, is lower than the best before, by more than chance: by `fall`, and
+    by `reward_fall` standard deviations of one evaluation's rewards, the larger of the two.
+
+    The two are compared by their 95% intervals (Newcombe 1998, method 10). The best of many evaluations is in part
+    luck, so the more there are, the surer the fall has to be: its chance is at most `change.SURE` over the number of
+    evaluations before, for success and reward together.
+    """
+    given = window.setting("orchestrator.eval.max_failed")
+    most = MAX_FAILED if given is None else float(given)
+    for env, evaluations in window.evaluations.items():
+        bounds = (("success", fall), ("reward/mean", reward_fall))
+        drops = [drop for each in bounds if (drop := _drop(env, evaluations, *each, most)) is not None]
+        yield from sorted(drops, key=lambda drop: -drop.level)[:1]
+
+
+def _drop(env: str, evaluations: Sequence[_Evaluation], name: str, bound: float, most: float) -> Sight | None:
+    """How far a metric of the last evaluation is below the best one's; None where there are no two that measured it."""
+    known = [evaluation for evaluation in evaluations if _has(name, evaluation[1], most)]
+    if len(known) < 2 or known[-1] is not evaluations[-1]:
+        return None
+    (*before, (_, last)) = known
+    began, best = max(before, key=lambda evaluation: evaluation[1][name])
+    was, now = best[name], last[name]
+    # the deviation of rewards; where all rewards of each are equal, their distance is all that is known
+    scale = max(one.get("reward/std", 0.0) for one in (best, last))
+    scale = scale or abs(best.get("reward/mean", 0.0) - last.get("reward/mean", 0.0))
+    (low, top), (bottom, high) = (_interval(one, name, scale) for one in (best, last))
+    sure = NormalDist().inv_cdf(1 - SURE / (2 * len(before))) * math.hypot(was - low, high - now) / _Z95
+    large = bound if name == "success" else bound * scale
+    failed, failed_before = (one.get("failed", 0.0) / max(1.0, one.get("episodes", 0.0)) for one in (last, best))
+    names = ("success", "reward/mean", "failed", "truncated", TRAINING)
+    return Sight(
+        level=max(0.0, min(over(was - now, sure), over(was - now, large))),
+        env=env,
+        why=_why_dropped(best, last, failed - failed_before),
+        values={
+            "what": "success" if name == "success" else "mean reward",
+            "began": began,
+            "was": was,
+            "now": now,
+            "intervals": f"{low:.3g} to {top:.3g} and {bottom:.3g} to {high:.3g}",
+            "failed_share": failed,
+            "failed_before": failed_before,
+            "training_before": best.get(TRAINING),
+        },
+        evidence={**{each: last[each] for each in names if each in last}, f"best {name}": was},
+    )
+
+
+def _why_dropped(best: Figures, last: Figures, failed: float) -> str:
+    """The cause that the evaluations' other metrics point to."""
+    if failed > 0.5 * (best.get("success", 0.0) - last.get("success", 0.0)) > 0:
+        return "failed"
+    if TRAINING not in last or TRAINING not in best:
+        return ""
+    error = math.hypot(last[TRAINING_ERROR], best[TRAINING_ERROR])
+    return "training" if last[TRAINING] >= best[TRAINING] - error else ""
+
+
+def _has(name: str, metrics: Figures, most: float) -> bool:
+    """Whether an evaluation measured this. A failed episode is no success; a mean reward is that of the survivors."""
+    failed = too_many_failed(int(metrics.get("failed", 0)), int(metrics.get("episodes", 0)), most)
+    return name in metrics and (name == "success" or failed is None)
+
+
+def _interval(evaluation: Figures, name: str, scale: float) -> tuple[float, float]:
+    """The metric's 95% interval: the evaluation's own, or else that of as many independent episodes. Behind n equal
+    rewards there may be a share of z^2 / (n + z^2) others (Wilson's interval of n in n), `scale` away."""
+    value, start = evaluation[name], name.removesuffix("/mean")
+    if f"{start}/low" in evaluation and f"{start}/high" in evaluation:
+        return evaluation[f"{start}/low"], evaluation[f"{start}/high"]
+    count = max(1.0, evaluation.get("episodes", 1.0))
+    if name == "success":
+        rounded = (value * count + 2) / (count + 4)  # never without a width, as Agresti and Coull's
+        half = _Z95 * math.sqrt(rounded * (1 - rounded) / (count + 4))
+    elif evaluation.get("reward/std") == 0:
+        half = scale * _Z95**2 / (count + _Z95**2)
+    else:
+        half = _Z95 * evaluation.get("reward/std", math.inf) / math.sqrt(count)
+    return value - half, value + half

@@ -1,0 +1,420 @@
+"""The alarms that are built in: one row for each.
+
+In the texts `{dropped:.0%}` is a number that the condition saw or a knob, `{time/step:.1f}` a metric of the step, and
+`{trainer.optim.lr}` a key of the configuration, which is shown with its present value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from verbatim.logs.monitors.alarms import conditions, reward_conditions, shown
+from verbatim.logs.monitors.alarms.base import TOOL
+from verbatim.logs.monitors.alarms.engine import KEPT_EVALUATIONS, KEPT_STEPS, AlarmRow, Why
+
+_WINDOW = {"steps": (1, KEPT_STEPS)}
+_COMPARES = {"steps": (1, KEPT_STEPS // 2)}
+"""Of an alarm that compares steps with as many earlier ones."""
+_COMPARES_RANKS = {"steps": (7, KEPT_STEPS // 2)}
+"""With fewer steps no change is sure: 6 steps all stand apart from 6 others by chance once in C(12, 6) = 924 times,
+which is more often than once in 1,000."""
+
+_OFF_POLICY = {
+    "other weights": Why(
+        cause="the sampler does not hold the trainer's weights: their logprobs differ by {weights/canary:.3g} on the "
+        "canary",
+        advice="lower {inference.canary_tolerance}, so that the run stops there, and look at the sampler's log for "
+        "weights that were not loaded",
+    ),
+    "cut distribution": Why(
+        cause="tokens are sampled from a distribution that top_p, top_k or min_p cut, and scored under the whole one",
+        advice="remove {orchestrator.sampling.top_p}, top_k and min_p",
+    ),
+    "old rollouts": Why(
+        cause="rollouts are {staleness/mean:.2f} steps old",
+        advice="lower {orchestrator.max_async_level} or {orchestrator.max_off_policy_steps}",
+    ),
+    "precision": Why(
+        cause="sampler and trainer compute the same tokens differently: it was so at the first step, before any update",
+        advice="compare {trainer.dtype} with the precision of the sampler (inference.torch.dtype, "
+        "inference.vllm.dtype); with a mixture of experts, record its routing",
+    ),
+    "optimizer steps": Why(
+        cause="every optimizer step on a batch but the first is off-policy",
+        advice="set {trainer.optimizer_steps_per_batch} to 1, or lower {trainer.optim.lr}",
+    ),
+    "": Why(
+        cause="the policy moves too far in a step",
+        advice="lower {trainer.optim.lr} to a third, or lower {trainer.optim.max_grad_norm}",
+    ),
+}
+_OLD = (
+    "lower orchestrator.max_concurrent or max_turns so that episodes end sooner, or lower "
+    "{orchestrator.max_async_level}; if staleness/max is at {orchestrator.max_off_policy_steps} and few are dropped, "
+    "the age may be accepted"
+)
+_SLOW = "episodes take several steps, or the trainer is much faster than the sampler"
+_MORE = "raise {orchestrator.max_concurrent}, or lower {orchestrator.episode_timeout}"
+_IDLE = "{waits:.0%} of a step, {idle:.1f} s of {step:.1f} s (medians of {steps} steps)"
+_TIMES = ("time/step", "time/sampler_idle", "time/trainer_idle", "time/wait_for_batch", "time/wait_for_trainer")
+
+_ROWS = (
+    AlarmRow(
+        name="reward_hacking",
+        function=reward_conditions.reward_hacking,
+        knobs={
+            "growth": 2.0,
+            "repetition": 0.2,
+            "tool_growth": 3.0,
+            "tool_calls": 3.0,
+            "rise": 0.25,
+            "credit": 0.3,
+            "steps": 8,
+        },
+        limits=_COMPARES_RANKS,
+        message="the reward of {env} rose from {reward_was:.3g} to {reward:.3g}, and {seen} (medians of {steps} "
+        "steps); within groups it correlates with the reward by {correlation with the reward:.2f}",
+        why={
+            kind: Why(
+                seen=seen,
+                cause="the reward can be earned by more of this instead of by solving the task",
+                advice=f"read these rollouts; {advice}",
+            )
+            for kind, seen, advice in (
+                (
+                    "tokens_per_turn",
+                    "the tokens of a turn went from {was:.0f} to {now:.0f}",
+                    'set {orchestrator.length_penalty.type} to "tokens" with a target, lower '
+                    "{orchestrator.sampling.max_tokens}, and take length out of the reward",
+                ),
+                (
+                    "repetition",
+                    "the repeated share of 4-grams went from {was:.0%} to {now:.0%}",
+                    "keep the filter `repetition`, lower {orchestrator.sampling.max_tokens}, and take what is repeated "
+                    "out of the reward",
+                ),
+                (
+                    TOOL,
+                    "the calls of the tool {tool} went from {was:.1f} to {now:.1f} for each rollout",
+                    "pay for the result instead of for calls, or pay less for each of them with "
+                    '{orchestrator.length_penalty.type} = "turns"; bound them by max_turns',
+                ),
+            )
+        },
+        trajectories=shown.most_of,
+    ),
+    AlarmRow(
+        name="reward_success_gap",
+        function=reward_conditions.reward_success_gap,
+        knobs={"rise": 0.2, "fall": 0.1, "steps": 8},
+        limits=_COMPARES_RANKS,
+        message="the reward of {env} rose from {reward before:.3g} to {now:.3g} while its success fell from "
+        "{success before:.2f} to {success:.2f} (medians of {steps} steps)",
+        why=Why(
+            cause="the reward can be earned without solving the task",
+            advice="read these episodes, and change what `score` pays for; {parts}the run can go on from a checkpoint "
+            "before the two parted",
+        ),
+        trajectories=shown.paid_without_success,
+    ),
+    AlarmRow(
+        name="evaluation_flat",
+        function=reward_conditions.evaluation_flat,
+        knobs={"rise": 0.1, "evaluations": 4, "solved": 0.9},
+        limits={"evaluations": (1, KEPT_EVALUATIONS)},
+        on_evaluations=True,
+        clear_after=1,
+        message="from step {began} to {step} the success of training rose from {success of training before:.2f} to "
+        "{success of training:.2f}, and that of the evaluation of {env} went from "
+        "{success of evaluation before:.2f} to {success of evaluation:.2f}",
+        why=Why(
+            cause="the policy learns the training examples, or a way to be rewarded that the evaluation does not pay",
+            advice="take more or other training examples, and go on from an earlier checkpoint "
+            "({checkpoint.keep_every}); {orchestrator.eval.interval} says how often is looked",
+        ),
+    ),
+    AlarmRow(
+        name="evaluation_drop",
+        function=reward_conditions.evaluation_drop,
+        knobs={"fall": 0.1, "reward_fall": 0.2},
+        on_evaluations=True,
+        clear_after=1,
+        message="the {what} of the evaluation of {env} fell from {was:.3g} at step {began}, its best, to {now:.3g} "
+        "(95% intervals {intervals})",
+        why={
+            "failed": Why(
+                cause="{failed_share:.0%} of its episodes failed, {failed_before:.0%} of the best one's",
+                advice="look at the errors of these episodes (evaluations/ of the run folder); the policy may be well",
+            ),
+            "training": Why(
+                cause="the policy learns the training examples at the cost of others: the success of training did not "
+                "fall ({training_before:.2f} to {training/success:.2f})",
+                advice="go on from the checkpoint at step {began} or before ({checkpoint.keep_every}) with more or "
+                "other training examples, or lower {trainer.optim.lr}",
+            ),
+            "": Why(
+                cause="updates have made the policy worse; alarms of the steps since then say more",
+                advice="go on from the checkpoint at step {began} or before ({checkpoint.keep_every}) and lower "
+                "{trainer.optim.lr} or {trainer.optim.max_grad_norm}",
+            ),
+        },
+    ),
+    AlarmRow(
+        name="entropy_collapse",
+        function=conditions.entropy_collapse,
+        knobs={"share": 0.05, "solved": 0.9, "steps": 8},
+        limits=_COMPARES,
+        message="entropy is {entropy:.3g}, {left:.1%} of the first steps' {entropy of the first steps:.3g}, while "
+        "success stands at {success:.2f} and the reward no longer rises",
+        why=Why(
+            cause="the policy has stopped exploring: all rollouts of a group say the same, and nothing is left to "
+            "learn from",
+            advice="go back to a checkpoint before the fall and lower {trainer.optim.lr}; keep "
+            "{orchestrator.sampling.temperature} at 1.0; raise {orchestrator.group_size}",
+        ),
+    ),
+    AlarmRow(
+        name="mismatch_kl",
+        function=conditions.mismatch_kl,
+        knobs={"bound": 0.05, "steps": 8},
+        limits=_WINDOW,
+        message="mismatch_kl is {value:.3g}, the median of {steps} steps; the bound is {bound:g}",
+        why=_OFF_POLICY,
+        evidence=("mismatch_kl", "importance_ratio_max", "staleness/mean", "weights/canary"),
+        trajectories=shown.furthest,
+    ),
+    AlarmRow(
+        name="masked_tokens",
+        function=conditions.masked_tokens,
+        knobs={"share": 0.1, "steps": 8},
+        limits=_WINDOW,
+        message="the loss masks {value:.1%} of the trained tokens, the median of {steps} steps; the bound is "
+        "{share:.1%}",
+        why=_OFF_POLICY,
+        evidence=("masked_by_loss", "trained_tokens", "mismatch_kl", "staleness/mean"),
+        trajectories=shown.furthest,
+    ),
+    AlarmRow(
+        name="staleness",
+        function=conditions.staleness,
+        knobs={"beyond": 1.0, "dropped": 0.1, "steps": 5},
+        limits=_WINDOW,
+        message="rollouts are {age:.2f} steps old when they are trained, where {asked:g} are asked for, and {lost:.1%} "
+        "are dropped as too old (medians of {steps} steps)",
+        why={
+            "stuck": Why(
+                cause="rollouts of {oldest} are still sampled by version 0 at step {step}: new weights do not reach "
+                "its sampler",
+                advice="look at weights/canary and at the sampler's log for weights that were not loaded, and resume "
+                "the run once they are ({inference.backend})",
+            ),
+            "slow": Why(cause=f"{_SLOW}; the oldest is of {{oldest}}, sampled by version {{version}}", advice=_OLD),
+            "": Why(cause=_SLOW, advice=_OLD),
+        },
+        evidence=("staleness/mean", "staleness/max", "staleness/dropped", "policy_version", "time/weight_sync"),
+        trajectories=shown.oldest,
+    ),
+    AlarmRow(
+        name="tool_format",
+        function=conditions.tool_format,
+        knobs={"share": 0.3, "gone": 0.5, "steps": 3},
+        limits=_WINDOW,
+        message="{seen}",
+        why={
+            "parser": Why(
+                seen="in {like:.0%} of the rollouts of {env} no call was read, though their text looks like calls; "
+                "{called:.0%} have a readable one",
+                cause="the parser does not fit the format in which the model writes calls",
+                advice="set {orchestrator.renderer.name} to the model's family, or {orchestrator.renderer.tools} to "
+                '"hermes"; `verbatim doctor --template MODEL` shows what is parsed',
+            ),
+            "cut off": Why(
+                seen="in {unread:.0%} of the turns of {env} the calls cannot be read",
+                cause="calls are cut off",
+                advice="raise {orchestrator.sampling.max_tokens}",
+            ),
+            "unreadable": Why(
+                seen="in {unread:.0%} of the turns of {env} the calls cannot be read",
+                cause="the model no longer writes calls in its template's format",
+                advice="if they are cut off, raise {orchestrator.sampling.max_tokens}; otherwise lower "
+                "{trainer.optim.lr}, or begin with a [warm_start] on demonstrations",
+            ),
+            "gone": Why(
+                seen="{called:.0%} of the rollouts of {env} have a readable call; in the first steps {before:.0%} had "
+                "one, and the reward has not risen",
+                cause="the policy has unlearned to call tools",
+                advice="go back to a checkpoint before that and lower {trainer.optim.lr}; look at what is rewarded in "
+                "rollouts without calls",
+            ),
+        },
+        evidence=("valid_format", "tool_calls", "malformed", "truncated"),
+        trajectories=shown.without_a_call,
+    ),
+    AlarmRow(
+        name="prompt_breaks",
+        function=conditions.prompt_breaks,
+        knobs={"share": 0.2, "steps": 3},
+        limits=_WINDOW,
+        message="{broken:.0%} of the later turns of {env} extend no sample, so each of them is a sample of its own "
+        "that repeats the history",
+        why=Why(cause="{cause}", advice="{advice}"),
+        evidence=("breaks", "samples", "rollouts"),
+        trajectories=shown.broken,
+    ),
+    AlarmRow(
+        name="everything_filtered",
+        function=conditions.everything_filtered,
+        knobs={"share": 0.95, "solved": 0.9, "rollouts": 100, "steps": 3},
+        limits=_WINDOW,
+        message="{dropped:.0%} of the last {completed:.0f} rollouts of {env}, in {counted} steps, were dropped, most "
+        "as {reason}; success is {success:.2f}",
+        why={
+            "filter:zero_advantage": Why(
+                cause="all rollouts of a group earn the same, so no advantage differs from 0",
+                advice="give partial reward or take examples that are solved sometimes; raise "
+                "{orchestrator.group_size}; or set {orchestrator.buffer.online_difficulty_filtering}",
+            ),
+            "difficulty": Why(
+                cause="the examples are too easy or too hard: online difficulty filtering drops groups of equal "
+                "rewards",
+                advice="take other examples, raise {orchestrator.group_size}, or keep examples in play with "
+                "{orchestrator.buffer.easy_threshold} and {orchestrator.buffer.hard_threshold}",
+            ),
+            "filter:gibberish": Why(
+                cause="the mean logprob of what is sampled is very low: a model with random weights, or a policy that "
+                "has collapsed",
+                advice="give the model a [warm_start]; where a policy that could speak has collapsed, go back to a "
+                "checkpoint and lower {trainer.optim.lr}",
+            ),
+            "filter:repetition": Why(
+                cause="the model repeats itself",
+                advice="lower {orchestrator.sampling.max_tokens} and {trainer.optim.lr}, and read some episodes before "
+                "the filter's threshold is raised",
+            ),
+            "filter:truncated": Why(
+                cause="nearly every rollout is cut off before its own end",
+                advice="raise {orchestrator.sampling.max_tokens}, {orchestrator.seq_len} or the environment's "
+                "max_turns; or leave the filter out, so that what is cut off is trained",
+            ),
+            "over_length": Why(
+                cause="rollouts are longer than a training sample may be", advice="raise {orchestrator.seq_len}"
+            ),
+            "missing_logprobs": Why(
+                cause="the server returns no logprobs",
+                advice="serve the model with one that does (`verbatim serve`, or {inference.backend})",
+            ),
+            "": Why(cause="the reason {reason}", advice="look at ledger/dropped/{reason}"),
+        },
+        trajectories=shown.untrained,
+    ),
+    AlarmRow(
+        name="pools_dry",
+        function=conditions.pools_dry,
+        knobs={"left": 0.05},
+        message="{normal:.1%} of the examples of {env} are still sampled; {easy:.1%} are in the easy pool and "
+        "{hard:.1%} in the hard one",
+        why={
+            "easy": Why(
+                cause="the examples are solved",
+                advice="give harder or more examples; or change {orchestrator.buffer.easy_threshold}, and let examples "
+                "come back with {orchestrator.buffer.easy_fraction}",
+            ),
+            "hard": Why(
+                cause="the examples are too hard for the policy",
+                advice="give easier or more examples; or change {orchestrator.buffer.hard_threshold}, and let examples "
+                "come back with {orchestrator.buffer.hard_fraction}",
+            ),
+        },
+    ),
+    AlarmRow(
+        name="environment_starves",
+        function=conditions.environment_starves,
+        knobs={"share": 0.25, "steps": 8},
+        limits=_WINDOW,
+        message="{usable:.0f} rollouts of {env} in {counted} steps could be trained, where its ratio asks for "
+        "{expected:.0f}",
+        why={
+            "failed": Why(
+                cause="{failed:.0f} of its {rollouts:.0f} rollouts failed",
+                advice="look at the alarm repeated_error and at errors/{{kind}}; the log has the first traceback",
+            ),
+            "stale": Why(
+                cause="its rollouts are dropped as too old: its episodes take longer than the others', or new weights "
+                "do not reach its sampler (then the alarm staleness says so)",
+                advice="raise {orchestrator.max_off_policy_steps}, or shorten its episodes (max_turns)",
+            ),
+            "": Why(
+                cause="its episodes take much longer than the others', so that others fill the batches",
+                advice="shorten its episodes (max_turns), raise {orchestrator.max_concurrent}, or raise its ratio in "
+                "[[orchestrator.train.env]]",
+            ),
+        },
+        trajectories=shown.untrained,
+    ),
+    AlarmRow(
+        name="repeated_error",
+        function=conditions.repeated_error,
+        knobs={"share": 0.2, "rollouts": 8, "steps": 3},
+        limits=_WINDOW,
+        message="{count} of {total:.0f} rollouts of {env} in {counted} steps failed with: {kind}{others}",
+        why={
+            kind: Why(cause="episodes of {env} fail at the same place", advice=advice)
+            for kind, advice in {
+                "environment": "its code raised: run `verbatim env check` on it; the log has the first traceback of "
+                "each kind",
+                "judge": "the judge gave no verdict: look at its server, its prompt and its limits",
+                "template": "the chat template failed: `verbatim doctor --template MODEL` plays it; see "
+                "{orchestrator.renderer.name}",
+                "sampler": "the inference engine failed on these requests: look at its log; lower "
+                "{orchestrator.max_concurrent}",
+                "timeout": "raise {orchestrator.episode_timeout}, or shorten its episodes (max_turns); a tool that "
+                "hangs has {orchestrator.tool_timeout}",
+                "record": "what the server returned is no record of tokens: look at its version and its options",
+                "reward": "score returned nothing that can be learned from: a missing, infinite or not-a-number reward",
+                "advantage": "the advantage function raised on these groups: look at {orchestrator.advantage.type}",
+                "worker": "worker processes were lost: their memory limit is "
+                "orchestrator.rollout.processes.worker_memory_mb",
+                "": "look at the log: it has the first traceback of each kind",
+            }.items()
+        },
+        trajectories=shown.failed,
+    ),
+    AlarmRow(
+        name="sampler_idle",
+        function=conditions.sampler_idle,
+        knobs={"share": 0.8, "seconds": 10.0, "steps": 8},
+        limits=_WINDOW,
+        message=f"the sampler waits {_IDLE}",
+        why=Why(
+            cause="the trainer is the slower side",
+            advice="give the trainer more processes ({trainer.parallel.processes}) or {trainer.dtype}; or let the "
+            "sampler run ahead: {orchestrator.max_async_level}",
+        ),
+        evidence=_TIMES,
+    ),
+    AlarmRow(
+        name="trainer_idle",
+        function=conditions.trainer_idle,
+        knobs={"share": 0.8, "seconds": 10.0, "steps": 8},
+        limits=_WINDOW,
+        message=f"the trainer waits {_IDLE}",
+        why={
+            "teacher": Why(
+                cause="the teacher's server is the slower side, or single episodes take much longer than the rest",
+                advice=f"give the teacher's server more replicas or devices, {_MORE}",
+            ),
+            "both wait": Why(
+                cause="the sampler waits as much: episodes wait for their tools, their judge or their environment",
+                advice=f"make these answer sooner, {_MORE}",
+            ),
+            "": Why(
+                cause="the sampler is the slower side, or single episodes take much longer than the rest",
+                advice=f"give the sampler more replicas or devices ([inference.{{backend}}]), {_MORE}",
+            ),
+        },
+        evidence=_TIMES,
+    ),
+)
+
+ALARMS: Mapping[str, AlarmRow] = {row.name: row for row in _ROWS}
+"""By the name of their table, [monitor.alarms.NAME], whose keys are the knobs. Every one is on by default."""
