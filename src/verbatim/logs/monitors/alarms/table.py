@@ -359,23 +359,39 @@ _ROWS = (
         message="{count} of {total:.0f} rollouts of {env} in {counted} steps failed with: {kind}{others}",
         why={
             kind: Why(cause="episodes of {env} fail at the same place", advice=advice)
-            for kind, advice in {
-                "environment": "its code raised: run `verbatim env check` on it; the log has the first traceback of "
-                "each kind",
-                "judge": "the judge gave no verdict: look at its server, its prompt and its limits",
-                "template": "the chat template failed: `verbatim doctor --template MODEL` plays it; see "
-                "{orchestrator.renderer.name}",
-                "sampler": "the inference engine failed on these requests: look at its log; lower "
-                "{orchestrator.max_concurrent}",
-                "timeout": "raise {orchestrator.episode_timeout}, or shorten its episodes (max_turns); a tool that "
-                "hangs has {orchestrator.tool_timeout}",
-                "record": "what the server returned is no record of tokens: look at its version and its options",
-                "reward": "score returned nothing that can be learned from: a missing, infinite or not-a-number reward",
-                "advantage": "the advantage function raised on these groups: look at {orchestrator.advantage.type}",
-                "worker": "worker processes were lost: their memory limit is "
-                "orchestrator.rollout.processes.worker_memory_mb",
-                "": "look at the log: it has the first traceback of each kind",
-            }.items()
+            for kind, advice in (
+                (
+                    "environment",
+                    "its code raised: run `verbatim env check` on it; the log has the first traceback of each kind",
+                ),
+                ("judge", "the judge gave no verdict: look at its server, its prompt and its limits"),
+                (
+                    "template",
+                    "the chat template failed: `verbatim doctor --template MODEL` plays it; see "
+                    "{orchestrator.renderer.name}",
+                ),
+                (
+                    "sampler",
+                    "the inference engine failed on these requests: look at its log; lower "
+                    "{orchestrator.max_concurrent}",
+                ),
+                (
+                    "timeout",
+                    "raise {orchestrator.episode_timeout}, or shorten its episodes (max_turns); a tool that "
+                    "hangs has {orchestrator.tool_timeout}",
+                ),
+                ("record", "what the server returned is no record of tokens: look at its version and its options"),
+                (
+                    "reward",
+                    "score returned nothing that can be learned from: a missing, infinite or not-a-number reward",
+                ),
+                ("advantage", "the advantage function raised on these groups: look at {orchestrator.advantage.type}"),
+                (
+                    "worker",
+                    "worker processes were lost: their memory limit is orchestrator.rollout.processes.worker_memory_mb",
+                ),
+                ("", "look at the log: it has the first traceback of each kind"),
+            )
         },
         trajectories=shown.failed,
     ),
