@@ -106,8 +106,7 @@ def test_repetition_is_the_share_of_4_grams_that_occurred_before_in_their_turn()
         Trajectory(example_id="x", turns=[turn([1, 2, 3])]),
         Trajectory(example_id="x", turns=[turn([7] * 10)]),  # 7, of which one is new
     ]
-    assert repetition(trajectories) == [pytest.approx(0.2), 0.0, None, pytest.approx(6 / 7)]
-    assert repetition([]) == []
+    assert [*map(repetition, trajectories)] == [pytest.approx(0.2), 0.0, None, pytest.approx(6 / 7)]
 
 
 def test_credit_is_a_correlation_within_groups():

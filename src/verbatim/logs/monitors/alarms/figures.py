@@ -17,6 +17,7 @@ from verbatim.core.trajectories import TRAINED, Fate
 from verbatim.core.trajectories.openings import breaks
 from verbatim.core.trajectories.record import TrajectoryRecord
 from verbatim.core.types import StopReason
+from verbatim.logs.monitors.alarms.base import TOOL, UNTRAINED
 from verbatim.rollouts.loop import TOOLS_OFFERED
 from verbatim.rollouts.tally import failure_kind
 
@@ -25,7 +26,6 @@ LOOKED_AT = 128
 """Trajectories of each environment whose tokens are looked at."""
 _TOKENS = 512
 """Tokens of each of their turns, the last ones, that are looked at for repetition."""
-_NGRAM = 4
 _TOOLS = 32
 """Tools of each environment that are kept, those that are called most."""
 _KINDS = 5
@@ -58,14 +58,14 @@ def rollout_figures(metrics: Mapping[str, float], fates: Sequence[Fate]) -> dict
         by_env.setdefault(fate.trajectory.env, []).append(fate)
     found = {}
     for env, own in by_env.items():
-        figures = {**_fate_figures(own), **_reward_figures(own)}
-        if (success := metrics.get(f"success/{env}")) is not None:
-            figures["success"] = success
         completed = [fate.trajectory for fate in own if fate.trajectory.error is None]
-        if completed:
-            figures |= _behaviour_figures(completed)
-            figures |= _tool_figures(completed)
-            figures |= _break_figures(completed[:LOOKED_AT])
+        figures = {
+            **_fate_figures(own),
+            "success": metrics.get(f"success/{env}", math.nan),
+            **_behaviour_figures(completed),
+            **_tool_figures(completed),
+            **_break_figures(completed[:LOOKED_AT]),
+        }
         found[env] = {name: float(value) for name, value in figures.items() if math.isfinite(value)}
     return found
 
@@ -87,42 +87,23 @@ def main_reason(fate: Fate) -> str | None:
     return fate.reason or max(tokens, key=lambda reason: tokens[reason], default="empty")
 
 
-def repetition(trajectories: Sequence[TrajectoryRecord]) -> list[float | None]:
-    """For each trajectory the share of 4-grams that occur before in the same turn; None where it has none.
+def repetition(trajectory: TrajectoryRecord) -> float | None:
+    """The share of a trajectory's 4-grams that occur before in the same turn; None where it has none.
 
     Example: the turn 1 2 3 4 1 2 3 4 has five 4-grams, and the last one has occurred before: 0.2.
     """
-    pieces, owners = [], []
-    for index, trajectory in enumerate(trajectories):
-        for turn in trajectory.turns:
-            if len(turn.completion_ids) >= _NGRAM:
-                pieces.append(turn.completion_ids[-_TOKENS:])
-                owners.append(index)
-    if not pieces:
-        return [None] * len(trajectories)
-    lengths = np.array([len(piece) for piece in pieces])
-    ids = np.concatenate(pieces).astype(np.uint64)
-    turn_of = np.repeat(np.arange(len(pieces)), lengths)
-    keys = turn_of[: -_NGRAM + 1].astype(np.uint64)
-    for offset in range(_NGRAM):  # a polynomial hash of 64 bits: two 4-grams of a turn are one by chance in 1 of 1e19
-        keys = keys * np.uint64(0x9E3779B97F4A7C15) + ids[offset : len(ids) - _NGRAM + 1 + offset] + np.uint64(1)
-        keys ^= keys >> np.uint64(29)
-    whole = turn_of[: -_NGRAM + 1] == turn_of[_NGRAM - 1 :]
-    owner = np.array(owners)[turn_of[: -_NGRAM + 1][whole]]
-    _, first = np.unique(keys[whole], return_index=True)
-    total = np.bincount(owner, minlength=len(trajectories))
-    distinct = np.bincount(owner[first], minlength=len(trajectories))
-    return [1 - d / t if t else None for d, t in zip(distinct.tolist(), total.tolist(), strict=True)]
+    pieces = [turn.completion_ids[-_TOKENS:].tolist() for turn in trajectory.turns]
+    grams = [list(zip(ids, ids[1:], ids[2:], ids[3:], strict=False)) for ids in pieces]
+    total = sum(map(len, grams))
+    return 1 - sum(len(set(own)) for own in grams) / total if total else None
 
 
 class Groups:
     """Which of some trajectories have a reward, and what it is beside the mean of their group."""
 
     def __init__(self, trajectories: Sequence[TrajectoryRecord]) -> None:
-        rewards = np.array([math.nan if t.reward is None else t.reward for t in trajectories], dtype=np.float64)
+        self._rewards = np.array([t.reward for t in trajectories], dtype=np.float64)  # None becomes NaN
         _, self._group_of = np.unique([t.group_id for t in trajectories], return_inverse=True)
-        self._has_reward = np.isfinite(rewards)
-        self._rewards = rewards
 
     def credit(self, values: Sequence[float | None]) -> float:
         """The correlation of a value with the reward, both minus the mean of their group; NaN where one of them is
@@ -131,8 +112,8 @@ class Groups:
         Example: two groups with rewards 0, 1 and 4, 5, and values 2, 4 and 9, 7: the value rises with the reward in one
         and falls in the other, so the correlation is 0, though it would be 0.92 over all four.
         """
-        given = np.array([math.nan if value is None else value for value in values], dtype=np.float64)
-        kept = self._has_reward & np.isfinite(given)
+        given = np.array(values, dtype=np.float64)
+        kept = np.isfinite(self._rewards) & np.isfinite(given)
         value, reward = (self._centred(array, kept) for array in (given, self._rewards))
         spread = math.sqrt(float((value**2).sum() * (reward**2).sum()))
         return float((value * reward).sum()) / spread if spread > 1e-12 else math.nan
@@ -153,76 +134,69 @@ def tokens_per_turn(trajectory: TrajectoryRecord) -> float:
     return trajectory.num_sampled_tokens / max(1, len(trajectory.turns))
 
 
+def _mean(values: Iterable[float]) -> float:
+    listed = list(values)
+    return statistics.fmean(listed) if listed else math.nan
+
+
 def _fate_figures(fates: Sequence[Fate]) -> dict[str, float]:
     reasons = Counter(main_reason(fate) for fate in fates)
-    failed = sum(fate.trajectory.error is not None for fate in fates)
+    completed = [fate for fate in fates if fate.trajectory.error is None]
+    rewards = [reward for fate in completed if math.isfinite(reward := _reward(fate))]
+    in_batch = [fate for fate in completed if fate.reason not in _BEFORE_A_BATCH and math.isfinite(_reward(fate))]
     return {
         "rollouts": len(fates),
-        "failed": failed,
-        "completed": len(fates) - failed,
+        "failed": len(fates) - len(completed),
+        "completed": len(completed),
         "trained": reasons.pop(None, 0),
-        **{f"untrained/{reason}": count for reason, count in reasons.items()},
+        **{f"{UNTRAINED}{reason}": count for reason, count in reasons.items()},
+        "reward": _mean(rewards),
+        "reward_std": deviation(rewards) if rewards else math.nan,
+        "full_reward": _mean(is_at_least(_reward(fate), 1.0) for fate in in_batch),
     }
-
-
-def _reward_figures(fates: Sequence[Fate]) -> dict[str, float]:
-    """Of the completed rollouts; `full_reward` of those that the metric `success` is of."""
-    rewards = _rewards(fate.trajectory for fate in fates if fate.trajectory.error is None)
-    in_batch = _rewards(f.trajectory for f in fates if f.trajectory.error is None and f.reason not in _BEFORE_A_BATCH)
-    figures: dict[str, float] = {}
-    if rewards:
-        figures |= {"reward": statistics.fmean(rewards), "reward_std": deviation(rewards)}
-    if in_batch:
-        figures["full_reward"] = statistics.fmean(float(is_at_least(reward, 1.0)) for reward in in_batch)
-    return figures
 
 
 _BEFORE_A_BATCH = ("difficulty", "stale")
+"""Rollouts that are dropped for these reasons are not in the metric `success`."""
 
 
-def _rewards(trajectories: Iterable[TrajectoryRecord]) -> list[float]:
-    return [t.reward for t in trajectories if t.reward is not None and math.isfinite(t.reward)]
+def _reward(fate: Fate) -> float:
+    return math.nan if fate.trajectory.reward is None else fate.trajectory.reward
 
 
 def _behaviour_figures(completed: Sequence[TrajectoryRecord]) -> dict[str, float]:
-    per_turn = [tokens_per_turn(t) for t in completed]
-    figures = {
-        "turns": statistics.fmean(len(t.turns) for t in completed),
-        "completion_tokens": statistics.fmean(t.num_sampled_tokens for t in completed),
-        "tokens_per_turn": statistics.fmean(per_turn),
+    per_turn, looked_at = [tokens_per_turn(t) for t in completed], completed[:LOOKED_AT]
+    repeated = [repetition(t) for t in looked_at]
+    return {
+        "turns": _mean(len(t.turns) for t in completed),
+        "completion_tokens": _mean(t.num_sampled_tokens for t in completed),
+        "tokens_per_turn": _mean(per_turn),
         "credit/tokens_per_turn": Groups(completed).credit(per_turn),
-        "cut_off": statistics.fmean(float(t.stop_reason is StopReason.LENGTH) for t in completed),
+        "cut_off": _mean(t.stop_reason is StopReason.LENGTH for t in completed),
+        "repetition": _mean(value for value in repeated if value is not None),
+        "credit/repetition": Groups(looked_at).credit(repeated),
     }
-    looked_at = completed[:LOOKED_AT]
-    repeated = repetition(looked_at)
-    if known := [value for value in repeated if value is not None]:
-        figures |= {"repetition": statistics.fmean(known), "credit/repetition": Groups(looked_at).credit(repeated)}
-    return figures
 
 
 def _tool_figures(completed: Sequence[TrajectoryRecord]) -> dict[str, float]:
-    calls = [calls_of(t) for t in completed]
+    calls, groups = [calls_of(t) for t in completed], Groups(completed)
     figures: dict[str, float] = {}
-    total: Counter[str] = Counter()
-    for own in calls:
-        total.update(own)
-    groups = Groups(completed)
-    for name, count in total.most_common(_TOOLS):
-        figures[f"tool/{name}"] = count / len(completed)
-        figures[f"credit/tool/{name}"] = groups.credit([float(own[name]) for own in calls])
+    for name, _ in sum(calls, Counter[str]()).most_common(_TOOLS):
+        own = [float(counts[name]) for counts in calls]
+        figures |= {f"{TOOL}{name}": _mean(own), f"credit/{TOOL}{name}": groups.credit(own)}
     offered = [t for t in completed if t.info.get(TOOLS_OFFERED) or any(turn.tool_calls for turn in t.turns)]
     if not offered:
         return figures
-    turns = [turn for t in offered for turn in t.turns]
+    turns = [turn.tool_calls for t in offered for turn in t.turns]
     silent = [t for t in offered if not any(_is_readable(turn.tool_calls) for turn in t.turns)]
-    figures |= {"offered": len(offered), "called": 1 - len(silent) / len(offered)}
-    if turns:
-        figures["unread"] = statistics.fmean(
-            float(bool(turn.tool_calls) and not _is_readable(turn.tool_calls)) for turn in turns
-        )
-    looked_at = silent[:LOOKED_AT]
-    like = statistics.fmean(float(looks_like_a_call(t)) for t in looked_at) if looked_at else 0.0
-    return {**figures, "call_like": like * len(silent) / len(offered)}
+    like = _mean(looks_like_a_call(t) for t in silent[:LOOKED_AT]) if silent else 0.0
+    return {
+        **figures,
+        "offered": len(offered),
+        "called": 1 - len(silent) / len(offered),
+        "unread": _mean(bool(calls) and not _is_readable(calls) for calls in turns),
+        "call_like": like * len(silent) / len(offered),
+    }
 
 
 def _is_readable(calls: Iterable[object]) -> bool:
@@ -238,7 +212,7 @@ def looks_like_a_call(trajectory: TrajectoryRecord) -> bool:
 
 def _break_figures(completed: Sequence[TrajectoryRecord]) -> dict[str, float]:
     found = [own_breaks(trajectory) for trajectory in completed]
-    later, broken, rewritten = (sum(column) for column in zip(*found, strict=True))
+    later, broken, rewritten = (sum(counts[place] for counts in found) for place in range(3))
     if not later:
         return {"later_turns": 0.0}
     return {"later_turns": later, "broken": broken / later, "rewritten": rewritten / later}

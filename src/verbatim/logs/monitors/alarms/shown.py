@@ -91,7 +91,7 @@ def most_of(fates: Sequence[Fate], sight: Sight) -> list[Fate]:
     middle = statistics.median([reward for reward, _ in paid] or [0.0])
     measures: dict[str, Callable[[TrajectoryRecord], float]] = {
         "tokens_per_turn": tokens_per_turn,
-        "repetition": lambda trajectory: repetition([trajectory])[0] or 0.0,
+        "repetition": lambda trajectory: repetition(trajectory) or 0.0,
         TOOL: lambda trajectory: calls_of(trajectory)[sight.values["tool"]],
     }
     found = [fate for reward, fate in paid if reward >= middle][:LOOKED_AT]
