@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, field_validator
 
-from verbatim.config.sections import ComponentConfig, Section
+from verbatim.config.sections import ComponentConfig, NamedComponents
 
 
 class AlarmConfig(ComponentConfig):
@@ -16,11 +16,10 @@ class AlarmConfig(ComponentConfig):
     """Whether it is looked for."""
 
 
-class AlarmsConfig(Section):
+class AlarmsConfig(NamedComponents):
     """What a run is watched for. Every other key is an alarm: `NAME = false` switches one off, a table
     `[monitor.alarms.NAME]` sets its knobs, and with a `type` it is one of your own."""
 
-    model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, AlarmConfig] = Field(init=False)
 
     enabled: bool = True
@@ -28,23 +27,18 @@ class AlarmsConfig(Section):
     stop: tuple[str, ...] = ()
     """Names of alarms that end the run when they are raised, with a checkpoint and exit status 4."""
 
-    @model_validator(mode="before")
+    @field_validator("stop", mode="before")
     @classmethod
-    def _named_by_their_keys(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        found = {key: value if key in cls.model_fields else _table(key, value) for key, value in data.items()}
-        if isinstance(stop := found.get("stop"), list):
-            found["stop"] = tuple(stop)  # behind a "before" validator a list is no tuple any more
-        return found
+    def _listed(cls, value: Any) -> Any:
+        return (
+            tuple(value) if isinstance(value, list) else value
+        )  # the section has made Python of JSON, whose lists were tuples
+
+    @classmethod
+    def _table(cls, key: str, value: Any) -> Any:
+        return super()._table(key, {"enabled": value} if isinstance(value, bool) else value)
 
     @property
     def components(self) -> dict[str, AlarmConfig]:
         """The alarms that the file names, by key; those that are switched off too."""
         return dict(self.__pydantic_extra__)
-
-
-def _table(key: str, value: Any) -> Any:
-    if isinstance(value, bool):
-        return {"type": key, "enabled": value}
-    return {"type": key, **value} if isinstance(value, dict) else value

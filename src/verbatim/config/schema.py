@@ -6,9 +6,9 @@ Here is the whole file, and what has to fit between its tables; [orchestrator] a
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from verbatim.config.alarms import AlarmsConfig
 from verbatim.config.inference import InferenceConfig
@@ -28,6 +28,7 @@ from verbatim.config.sections import (
     Decay,
     FinitePositive,
     Fraction,
+    NamedComponents,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -273,11 +274,10 @@ class CheckpointConfig(Section):
     """Also keep the one of the best evaluation; RUN/best is a link to its weights."""
 
 
-class MonitorConfig(Section):
+class MonitorConfig(NamedComponents):
     """What is written down. Every other key is a monitor's table: its name from `MONITORS`, or any name with
     `type = "my_module.MyMonitor"`."""
 
-    model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, ComponentConfig] = Field(init=False)
 
     save_trajectories: bool = True
@@ -290,16 +290,6 @@ class MonitorConfig(Section):
     """Gigabytes that they may have together: those of the oldest steps are removed; no limit if it is not given."""
     alarms: AlarmsConfig = AlarmsConfig()
     """What the run is watched for."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _named_by_their_keys(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        return {
-            key: {"type": key, **value} if key not in cls.model_fields and isinstance(value, dict) else value
-            for key, value in data.items()
-        }
 
     @property
     def components(self) -> dict[str, ComponentConfig]:

@@ -61,6 +61,24 @@ class ComponentConfig(BaseModel):
         return self.import_path or (self.type if is_import_path(self.type) else None)
 
 
+class NamedComponents(Section):
+    """A table whose keys beside its own are tables of components, each of which has its key as `type` where it has no
+    other."""
+
+    model_config = ConfigDict(extra="allow")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named_by_their_keys(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {key: value if key in cls.model_fields else cls._table(key, value) for key, value in data.items()}
+
+    @classmethod
+    def _table(cls, key: str, value: Any) -> Any:
+        return {"type": key, **value} if isinstance(value, dict) else value
+
+
 def table_of(backend: str) -> str:
     """The key of a backend's own table: its name, or the last part of its import path.
 

@@ -12,7 +12,7 @@ from verbatim.core.errors import EnvironmentFault, VerbatimError
 from verbatim.core.token_tree import Ids
 from verbatim.core.types import Experts, Float32, Int32, Message, ParseStatus, StopReason, ToolCall, TurnTiming
 from verbatim.environments.tools.base import Tool
-from verbatim.models.renderers.conversation import Conversation
+from verbatim.models.renderers.conversation import BreakReason, Conversation
 from verbatim.rollouts.copies import Others, begins_with, copied, others_in, schema_and_text
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.turn_arguments import checked_name, checked_state_key, checked_trained
@@ -24,6 +24,19 @@ RENDERED_ANEW = "rendered_anew"
 as "turn", the index of that turn as "after", and a `BreakReason` as "reason"."""
 TOOLS_OFFERED = "tools_offered"
 """The key of `Trajectory.info` that says that the model was shown tools in some turn."""
+
+
+def rendered_anew(info: Mapping[str, Any]) -> list[tuple[int, BreakReason]]:
+    """The turns that a trajectory's `info` notes under `RENDERED_ANEW`, and why. `info` is the environment's: what else
+    stands there under this name is left out."""
+    noted = info.get(RENDERED_ANEW)
+    return [
+        (one["turn"], reason)
+        for one in (noted if isinstance(noted, list) else ())
+        if isinstance(one, Mapping) and isinstance(one.get("turn"), int)
+        for reason in BreakReason
+        if reason == one.get("reason")
+    ]
 
 
 class EpisodeOver(VerbatimError):

@@ -8,6 +8,8 @@ import itertools
 import pytest
 
 from logs.monitors.alarm_series import findings, level, steps_of, told, window_of
+from verbatim import Trajectory, Turn
+from verbatim.core.trajectories import Fate
 from verbatim.logs.monitors.alarms import ALARMS, Finding, StepFigures, Window, base
 from verbatim.logs.monitors.alarms.base import TRAINING, TRAINING_ERROR
 from verbatim.logs.monitors.alarms.change import chance_of_rise, falls, rises
@@ -253,6 +255,24 @@ def test_prompt_breaks_are_those_of_a_template(broken, rewritten, expected):
     steps = steps_of(env={"later_turns": 50, "broken": broken, "rewritten": rewritten})
     assert (level("prompt_breaks", steps) >= 1) is expected
     assert level("prompt_breaks", steps, {"orchestrator.trajectory_strategy": "branching"}) == 0
+
+
+def test_prompt_breaks_read_the_notes_that_are_notes_and_leave_what_else_the_environment_wrote():
+    notes = [
+        {"turn": 1, "after": 0, "reason": "tools_changed"},
+        {"turn": 1, "reason": ["tools_changed"]},
+        {"turn": "1", "reason": "other_end"},
+        {"turn": 9, "reason": "other_end"},
+        {"reason": "other_end"},
+        "other_end",
+    ]
+    turns = [Turn(prompt_ids=[1, 2, 3], completion_ids=[4]), Turn(prompt_ids=[1, 2, 3, 9, 9], completion_ids=[4])]
+    trajectory = Trajectory(example_id="x", env="game", turns=turns, info={"rendered_anew": notes})
+    fates = [Fate(trajectory=trajectory, turns=("trained", "trained"))]
+    steps = steps_of(env={"later_turns": 50, "broken": 0.5, "rewritten": 0.0}, count=3)
+    (found,) = ALARMS["prompt_breaks"](window_of(steps, fates=fates))
+    assert found.cause == "the environment shows other tools than before (tools_changed: 1 turns)"
+    assert "up to 5 prompt tokens less" in found.advice
 
 
 # -- everything_filtered, pools_dry, environment_starves

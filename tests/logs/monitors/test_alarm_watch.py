@@ -282,3 +282,17 @@ def test_an_alarm_tells_no_secret_of_an_error_that_it_quotes():
     (alarm,) = watch.on_step(1, {}, fates)
     assert "http://[redacted]@host/reset refused it" in alarm.message
     assert "hunter2secret" not in f"{alarm}{watch.state_dict()['raised']}"
+
+
+def test_an_alarm_of_evaluations_is_cleared_by_the_first_that_does_not_show_it():
+    class Low:
+        on_evaluations = True
+
+        def __call__(self, window: Window) -> list[Finding]:
+            levels = {env: 0.5 / kept[-1][1]["success"] for env, kept in window.evaluations.items()}
+            return [Finding(env=env, level=level, message="m", cause="c", advice="a") for env, level in levels.items()]
+
+    watch, found = AlarmWatch({"low": Low()}), []
+    for step, env, success in [(1, "one", 0.4), (2, "two", 0.9), (3, "one", 0.9)]:
+        found += [(a.step, a.env, a.state) for a in watch.on_eval(step, env, {"success": success})]
+    assert found == [(1, "one", "raised"), (3, "one", "cleared")]

@@ -16,7 +16,7 @@ from verbatim.core.trajectories import Fate, OnBreak, age, build
 from verbatim.core.trajectories.record import TrajectoryRecord
 from verbatim.core.types import Group, StopReason, TrainingSample, Trajectory
 from verbatim.models.renderers.conversation import BreakReason
-from verbatim.rollouts.loop import JUDGE_USAGE, RENDERED_ANEW, TOOLS_OFFERED
+from verbatim.rollouts.loop import JUDGE_USAGE, TOOLS_OFFERED, rendered_anew
 from verbatim.run.orchestrator.staleness import age_metrics
 
 
@@ -196,11 +196,7 @@ def cut_off_metrics(completed: Sequence[Trajectory]) -> dict[str, float]:
 
 def break_metrics(completed: Sequence[Trajectory]) -> dict[str, float]:
     """`breaks/{reason}`: turns whose prompts were rendered anew, by reason; empty without."""
-    reasons: Counter[str] = Counter()
-    for trajectory in completed:
-        noted = trajectory.info.get(RENDERED_ANEW)
-        if isinstance(noted, list):  # `info` is the environment's: under this name there may be anything
-            reasons.update(str(one.get("reason")) for one in noted if isinstance(one, Mapping))
+    reasons = Counter(reason for trajectory in completed for _, reason in rendered_anew(trajectory.info))
     return {f"breaks/{reason}": float(reasons[reason]) for reason in BreakReason if reasons[reason]}
 
 

@@ -10,7 +10,7 @@ from verbatim.inspection.doctor.classes import BreakClass
 from verbatim.models.renderers.conversation import BreakReason
 from verbatim.rollouts.gateway.session import INFO
 from verbatim.rollouts.gateway.threads import BranchReason
-from verbatim.rollouts.loop import RENDERED_ANEW
+from verbatim.rollouts.loop import rendered_anew
 
 _CLASSES: Mapping[BranchReason, BreakClass] = {
     BranchReason.NEW_CONVERSATION: BreakClass.SUB_AGENT,
@@ -51,9 +51,7 @@ def recorded_reason(info: Mapping[str, Any], turn: int) -> tuple[BreakClass, str
         if isinstance(branch, Mapping) and branch.get("turn") == turn and branch.get("reason") in _CLASSES:
             reason = BranchReason(branch["reason"])
             return _CLASSES[reason], f"{reason.replace('_', ' ')}: {branch.get('found', '')}"
-    noted = info.get(RENDERED_ANEW)
-    for one in noted if isinstance(noted, list) else ():
-        if isinstance(one, Mapping) and one.get("turn") == turn and one.get("reason") in _RENDERED:
-            why = BreakReason(one["reason"])
+    for index, why in rendered_anew(info):
+        if index == turn and why in _RENDERED:
             return _RENDERED[why], f"{why.replace('_', ' ')}: {why.sentence}"
     return None

@@ -124,12 +124,9 @@ class Window:
             return []
         before, newest = own[:-count], own[-count].step
         end = max(count, len(before) - 4 * count)
-        found: list[list[tuple[float, ...]]] = []
-        for stretch in (first[:count], before[end - count : end]):
-            rows = _rows([figures for figures in stretch if figures.step < newest], names, count, env, missing)
-            if rows and rows not in found:
-                found.append(rows)
-        return found
+        stretches = [[step for step in own if step.step < newest] for own in (first[:count], before[end - count : end])]
+        started, later = (_rows(steps, names, count, env, missing) for steps in stretches)
+        return [rows for rows in ([started] if started == later else [started, later]) if rows]
 
     def setting(self, key: str) -> Any:
         """The value of a key of the configuration, "trainer.optim.lr"; None where it is not set."""
@@ -145,9 +142,8 @@ class Window:
         'trainer.optim.lr (now 0.0008)'
         """
         value = self.setting(key)
-        if value is None:
-            return f"{key} (not set)"
-        return f"{key} (now {str(value).lower() if isinstance(value, bool) else value})"
+        shown = str(value).lower() if isinstance(value, bool) else value
+        return f"{key} (not set)" if value is None else f"{key} (now {shown})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,8 +195,8 @@ class Rule(Protocol):
     """What one alarm looks for: a function, or a frozen dataclass whose fields are its knobs. It keeps no state.
 
     It is called after each step. One with `on_evaluations = True` is called after each evaluation instead.
-    `clear_after` (5 by default) is how many such calls in a row have to find a level below `HOLD` until the alarm is
-    cleared.
+    `clear_after` (5 steps by default, or 1 evaluation) is how many such calls in a row have to find a level below
+    `HOLD` until the alarm is cleared.
     """
 
     def __call__(self, window: Window, /) -> Iterable[Finding] | Finding | None:

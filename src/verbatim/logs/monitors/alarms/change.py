@@ -38,22 +38,16 @@ def chance_of_rise(before: Sequence[float], after: Sequence[float]) -> float:
 
     Mann and Whitney, 1947; the distribution is exact.
     """
-    if not before or not after:
-        return 1.0
     rising = sum(a > b for a in after for b in before)
-    counts = _orders(len(before), len(after))
-    return sum(counts[rising:]) / math.comb(len(before) + len(after), len(before))
+    return _orders(len(before), len(after), rising) / math.comb(len(before) + len(after), len(before))
 
 
-@functools.lru_cache(maxsize=64)
-def _orders(n: int, m: int) -> tuple[int, ...]:
-    """How many of the orders of n + m values have u rising pairs, for u = 0 to n m: the coefficients of the Gaussian
-    binomial, the product over i = 1 ... n of (1 - q^(m + i)) / (1 - q^i)."""
-    size = n * m + 1
-    counts = [1] + [0] * (size - 1)
-    for i in range(1, n + 1):
-        for u in range(size - 1, m + i - 1, -1):
-            counts[u] -= counts[u - m - i]
-        for u in range(i, size):
-            counts[u] += counts[u - i]
-    return tuple(counts)
+@functools.cache
+def _orders(before: int, after: int, rising: int) -> int:
+    """How many orders of so many values have at least so many rising pairs. The largest value is one of those after,
+    and each of those before makes a rising pair with it, or one of those before, and makes none."""
+    if rising <= 0:
+        return math.comb(before + after, before)
+    if rising > before * after:
+        return 0
+    return _orders(before, after - 1, rising - before) + _orders(before - 1, after, rising)

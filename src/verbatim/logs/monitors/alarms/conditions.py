@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -103,8 +104,11 @@ def entropy_collapse(window: Window, *, share: Fraction, solved: Fraction, steps
     is_rl = window.setting("orchestrator.training_mode") in (None, "rl")
     if not is_rl or not before or now is None or success is None or not earlier:
         return
-    is_fine = success >= solved or _is_mastered(window, steps)
-    is_fine = is_fine or chance_of_rise(earlier[-1], window.recent("reward/mean", steps)) < _STILL_RISES
+    is_fine = (
+        success >= solved
+        or _is_mastered(window, steps)
+        or chance_of_rise(earlier[-1], window.recent("reward/mean", steps)) < _STILL_RISES
+    )
     yield Sight(
         level=0.0 if is_fine else before * share / max(now, 1e-12),
         values={"left": now / before},
@@ -206,10 +210,9 @@ def everything_filtered(
     """
     for env in window.envs:
         found = _fewest_steps(window, steps, rollouts, [step.of(env).get("completed", 0.0) for step in window.steps])
-        counts: Counter[str] = Counter()
-        for figures in found:
-            named = {name.removeprefix(UNTRAINED): n for name, n in figures.of(env).items() if UNTRAINED in name}
-            counts.update({name: n for name, n in named.items() if name not in _OF_ERRORS})
+        names = dict.fromkeys(name for step in found for name in step.of(env) if name.startswith(UNTRAINED))
+        reasons = [name.removeprefix(UNTRAINED) for name in names]
+        counts = Counter({why: _total(found, env, f"{UNTRAINED}{why}") for why in reasons if why not in _OF_ERRORS})
         is_solved = max((own.of(env).get("success", 0.0) for own in found), default=0.0) >= solved
         if not counts or is_solved or _is_mastered(window, steps, env):
             continue
@@ -234,10 +237,7 @@ def everything_filtered(
 def pools_dry(window: Window, *, left: Fraction) -> Iterator[Sight]:
     """At most `left` of an environment's examples are still sampled; all others are in the easy or the hard pool."""
     metrics = window.steps[-1].metrics if window.steps else {}
-    for name in metrics:
-        if not (name.startswith("pool/") and name.endswith("/normal")):
-            continue
-        env = name.removeprefix("pool/").removesuffix("/normal")
+    for env in (name[len("pool/") : -len("/normal")] for name in metrics if re.fullmatch("pool/.*/normal", name)):
         pools = {f"pool/{env}/{pool}": metrics.get(f"pool/{env}/{pool}", 0.0) for pool in ("normal", "easy", "hard")}
         normal, easy, hard = pools.values()
         yield Sight(
@@ -262,21 +262,22 @@ def environment_starves(window: Window, *, share: Fraction, steps: PositiveInt) 
     }
     if len(ratios) < 2:
         return
+    started = [sum(step.of(env).get("rollouts", 0.0) for env in ratios) for step in window.steps]
     groups = float(window.setting("orchestrator.group_size") or 1) * _GROUPS * sum(ratios.values())
     for env, ratio in ratios.items():
         enough = groups / ratio if ratio else math.inf
-        found = _fewest_steps(window, steps, enough, [_of_all(step, "rollouts") for step in window.steps])
-        if not any(_of_all(step, "completed") for step in found):
+        found = _fewest_steps(window, steps, enough, started)
+        if not any(_total(found, other, "completed") for other in ratios):
             continue
-        started, failed, stale = (_total(found, env, name) for name in ("rollouts", "failed", f"{UNTRAINED}stale"))
+        rollouts, failed, stale = (_total(found, env, name) for name in ("rollouts", "failed", f"{UNTRAINED}stale"))
         usable = _total(found, env, "completed") - stale
         expected = ratio / sum(ratios.values()) * sum(_total(found, other, "rollouts") for other in ratios)
         yield Sight(
             level=share * expected / max(usable, 1e-9 * expected),
             env=env,
-            why="failed" if failed > started / 2 else "stale" if stale > started / 2 else "",
+            why="failed" if failed > rollouts / 2 else "stale" if stale > rollouts / 2 else "",
             values={"usable": usable, "counted": len(found)},
-            evidence={"rollouts": started, "failed": failed, "expected": expected},
+            evidence={"rollouts": rollouts, "failed": failed, "expected": expected},
         )
 
 
@@ -291,10 +292,6 @@ def _total(steps: Sequence[StepFigures], env: str, name: str) -> float:
     return sum(figures.of(env).get(name, 0.0) for figures in steps)
 
 
-def _of_all(step: StepFigures, name: str) -> float:
-    return sum(figures.get(name, 0.0) for figures in step.envs.values())
-
-
 def repeated_error(window: Window, *, share: Fraction, rollouts: PositiveInt, steps: PositiveInt) -> Iterator[Sight]:
     """The same error ends `share` of an environment's rollouts, and at least `rollouts` of them, in the last steps; in
     the run's first steps fewer are counted together.
@@ -303,9 +300,7 @@ def repeated_error(window: Window, *, share: Fraction, rollouts: PositiveInt, st
     """
     found = window.steps[-steps:]
     for env in window.envs:
-        kinds: Counter[str] = Counter()
-        for figures in found:
-            kinds.update(figures.errors.get(env, {}))
+        kinds = sum((Counter(step.errors.get(env, {})) for step in found), Counter[str]())
         total = _total(found, env, "rollouts")
         if not kinds or not total:
             continue

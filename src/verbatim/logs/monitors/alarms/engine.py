@@ -26,7 +26,7 @@ KEPT_STEPS, KEPT_FIRST, KEPT_EVALUATIONS = 48, 16, 32
 TRAINING_STEPS = 5
 """Steps of training that an evaluation is compared with."""
 CLEAR_AFTER = 5
-"""Calls in a row that find nothing, until an alarm is cleared; a rule may say otherwise."""
+"""Steps in a row that find nothing, until an alarm is cleared; a rule may say otherwise."""
 _SHOWN = 5
 """Trajectories that a finding names."""
 
@@ -65,8 +65,6 @@ class AlarmRow:
     """Which fates show it, of those of the sight's environment or of the run; the first ones are named."""
     on_evaluations: bool = False
     """Whether it is looked for after each evaluation, and not after each step."""
-    clear_after: int = CLEAR_AFTER
-    """As in `Rule`."""
 
     def __call__(self, window: Window) -> Iterator[Finding]:
         """What the window shows."""
@@ -109,6 +107,8 @@ class _Texts(string.Formatter):
 class _Raised:
     """An alarm that has been raised and not cleared."""
 
+    name: str
+    env: str | None
     step: int
     advice: str
     cause: str
@@ -178,9 +178,6 @@ class AlarmWatch:
             found = self._ask(name, rule, window) if is_asked else None
             if found is not None:
                 alarms += self._compare(name, step, {finding.env: finding for finding in found}, evaluated)
-        for alarm in alarms:
-            if self.on_stop is not None and alarm.state == "raised" and alarm.name in self._stop:
-                self.on_stop(alarm)
         return alarms
 
     def _ask(self, name: str, rule: Rule, window: Window) -> list[Finding] | None:
@@ -213,7 +210,7 @@ class AlarmWatch:
                 raised.calm = 0
             elif env == evaluated if evaluated is not None else not self._is_absent(env):
                 raised.calm += 1
-                if raised.calm >= getattr(self._rules[name], "clear_after", CLEAR_AFTER):
+                if raised.calm >= getattr(self._rules[name], "clear_after", CLEAR_AFTER if evaluated is None else 1):
                     del self._raised[name, env]
                     yield Alarm(
                         name=name,
@@ -228,8 +225,8 @@ class AlarmWatch:
     def _raise(self, name: str, step: int, found: Finding) -> Alarm:
         """Its texts may quote errors of environments, and go to services: they are without secrets."""
         message, cause, advice = (without_secrets(str(text)) for text in (found.message, found.cause, found.advice))
-        self._raised[name, found.env] = _Raised(step=step, advice=advice, cause=cause)
-        return Alarm(
+        self._raised[name, found.env] = _Raised(name=name, env=found.env, step=step, advice=advice, cause=cause)
+        alarm = Alarm(
             name=name,
             step=step,
             state="raised",
@@ -240,6 +237,9 @@ class AlarmWatch:
             env=found.env,
             trajectory_ids=found.trajectory_ids,
         )
+        if self.on_stop is not None and name in self._stop:
+            self.on_stop(alarm)
+        return alarm
 
     def _is_absent(self, env: str | None) -> bool:
         """Whether the step at hand says nothing about an environment."""
@@ -251,9 +251,7 @@ class AlarmWatch:
             "first": _columns(self._first),
             "steps": _columns(self._steps),
             "evaluations": {env: [list(each) for each in kept] for env, kept in self._evaluations.items()},
-            "raised": [
-                {"name": name, "env": env, **dataclasses.asdict(raised)} for (name, env), raised in self._raised.items()
-            ],
+            "raised": [dataclasses.asdict(raised) for raised in self._raised.values()],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -264,12 +262,9 @@ class AlarmWatch:
             env: deque(((step, metrics) for step, metrics in kept), maxlen=KEPT_EVALUATIONS)
             for env, kept in state["evaluations"].items()
         }
-        self._raised = {}
-        for entry in state["raised"]:
-            fields = dict(entry)
-            name, env = fields.pop("name"), fields.pop("env")
-            if name in self._rules:
-                self._raised[name, env] = _Raised(**fields)
+        self._raised = {
+            (each["name"], each["env"]): _Raised(**each) for each in state["raised"] if each["name"] in self._rules
+        }
 
 
 def _columns(steps: Collection[StepFigures]) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Measures the rollouts of a step, for each environment: what they did, what became of them, and what was rewarded."""
+"""Measures the rollouts of a step, for each environment: what they did, what became of them, and what was rewarded; and
+finds those that show what an alarm has seen."""
 
 from __future__ import annotations
 
@@ -6,22 +7,20 @@ import math
 import re
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from verbatim.core.records.equality import deviation, is_at_least
-from verbatim.core.trajectories import TRAINED, Fate
+from verbatim.core.trajectories import TRAINED, Fate, first_version
 from verbatim.core.trajectories.openings import breaks
 from verbatim.core.trajectories.record import TrajectoryRecord
 from verbatim.core.types import StopReason
-from verbatim.logs.monitors.alarms.base import TOOL, UNTRAINED
+from verbatim.logs.monitors.alarms.base import TOOL, UNTRAINED, Sight
 from verbatim.rollouts.loop import TOOLS_OFFERED
 from verbatim.rollouts.tally import failure_kind
 
-Float64 = NDArray[np.float64]
 LOOKED_AT = 128
 """Trajectories of each environment whose tokens are looked at."""
 _TOKENS = 512
@@ -53,11 +52,9 @@ def rollout_figures(metrics: Mapping[str, float], fates: Sequence[Fate]) -> dict
     - `later_turns`: turns after the first one of the agent that spoke first; `broken`: share of them that break;
       `rewritten`: share of them that break and lose half of the completion before or more
     """
-    by_env: dict[str, list[Fate]] = {}
-    for fate in fates:
-        by_env.setdefault(fate.trajectory.env, []).append(fate)
     found = {}
-    for env, own in by_env.items():
+    for env in dict.fromkeys(fate.trajectory.env for fate in fates):
+        own = [fate for fate in fates if fate.trajectory.env == env]
         completed = [fate.trajectory for fate in own if fate.trajectory.error is None]
         figures = {
             **_fate_figures(own),
@@ -72,11 +69,11 @@ def rollout_figures(metrics: Mapping[str, float], fates: Sequence[Fate]) -> dict
 
 def error_counts(fates: Sequence[Fate]) -> dict[str, dict[str, int]]:
     """Failed rollouts by environment and kind of error: the message without numbers and quoted values."""
-    counts: dict[str, Counter[str]] = {}
-    for fate in fates:
-        if fate.trajectory.error is not None:
-            counts.setdefault(fate.trajectory.env, Counter())[failure_kind(fate.trajectory.error)] += 1
-    return {env: dict(kinds.most_common(_KINDS)) for env, kinds in counts.items()}
+    failed = [(fate.trajectory.env, fate.trajectory.error) for fate in fates if fate.trajectory.error is not None]
+    kinds = {env: Counter[str]() for env, _ in failed}
+    for env, error in failed:
+        kinds[env][failure_kind(error)] += 1
+    return {env: dict(counts.most_common(_KINDS)) for env, counts in kinds.items()}
 
 
 def main_reason(fate: Fate) -> str | None:
@@ -114,14 +111,11 @@ class Groups:
         """
         given = np.array(values, dtype=np.float64)
         kept = np.isfinite(self._rewards) & np.isfinite(given)
-        value, reward = (self._centred(array, kept) for array in (given, self._rewards))
+        groups = self._group_of[kept]
+        sizes = np.maximum(np.bincount(groups), 1)
+        value, reward = (own - (np.bincount(groups, own) / sizes)[groups] for own in (given[kept], self._rewards[kept]))
         spread = math.sqrt(float((value**2).sum() * (reward**2).sum()))
         return float((value * reward).sum()) / spread if spread > 1e-12 else math.nan
-
-    def _centred(self, values: Float64, kept: NDArray[np.bool_]) -> Float64:
-        groups, own = self._group_of[kept], values[kept]
-        means = np.bincount(groups, own) / np.maximum(np.bincount(groups), 1)
-        return own - means[groups] if len(own) else own
 
 
 def calls_of(trajectory: TrajectoryRecord) -> Counter[str]:
@@ -231,3 +225,79 @@ def own_breaks(trajectory: TrajectoryRecord) -> tuple[int, int, int]:
         broken += 1
         rewritten += 2 * (before.path.length - kept) >= len(before.completion_ids)
     return max(0, len(own) - 1), broken, rewritten
+
+
+# -- which of them show an alarm: those of its environment, or of the run, the clearest first
+
+
+def furthest(fates: Sequence[Fate], sight: Sight) -> list[Fate]:
+    """Those whose logprobs differ most between trainer and sampler, by the mean over their tokens."""
+    known = [(moved, fate) for fate in fates if (moved := _moved(fate)) is not None]
+    return [fate for _, fate in sorted(known, key=lambda pair: -pair[0])]
+
+
+def _moved(fate: Fate) -> float | None:
+    moved = [
+        np.abs(trainer - turn.logprobs)
+        for trainer, turn in zip(fate.trainer_logprobs, fate.trajectory.turns, strict=False)
+        if trainer is not None and turn.logprobs is not None and len(turn.logprobs)
+    ]
+    return float(np.concatenate(moved).mean()) if moved else None
+
+
+def oldest(fates: Sequence[Fate], sight: Sight) -> list[Fate]:
+    """Those that the oldest policy sampled."""
+    return sorted(
+        (fate for fate in fates if fate.trajectory.turns), key=lambda fate: first_version(fate.trajectory) or 0
+    )
+
+
+def without_a_call(fates: Sequence[Fate], sight: Sight) -> list[Fate]:
+    """Those that were offered tools and called none, first those whose text looks like a call."""
+    found = [
+        fate
+        for fate in fates
+        if fate.trajectory.error is None
+        and fate.trajectory.info.get(TOOLS_OFFERED)
+        and not any(call.status == "ok" for turn in fate.trajectory.turns for call in turn.tool_calls)
+    ]
+    return sorted(found, key=lambda fate: not looks_like_a_call(fate.trajectory))
+
+
+def broken(fates: Sequence[Fate], sight: Sight) -> list[Fate]:
+    """Those with most turns that break."""
+    own = [fate for fate in fates if fate.trajectory.error is None][:LOOKED_AT]
+    counted = sorted(((own_breaks(fate.trajectory)[1], fate) for fate in own), key=lambda pair: -pair[0])
+    return [fate for count, fate in counted if count]
+
+
+def untrained(fates: Sequence[Fate], sight: Sight) -> list[Fate]:
+    """Those that are not trained, for the sight's reason where it has one."""
+    reason = sight.values.get("reason")
+    return [fate for fate in fates if (why := main_reason(fate)) is not None and reason in (None, why)]
+
+
+def failed(fates: Sequence[Fate], sight: Sight) -> list[Fate]:
+    """Those that failed with the sight's kind of error."""
+    kind = sight.values["kind"]
+    return [fate for fate in fates if (error := fate.trajectory.error) is not None and failure_kind(error) == kind]
+
+
+def paid_without_success(fates: Sequence[Fate], sight: Sight) -> list[Fate]:
+    """Those with the highest rewards below 1, or with the highest ones where there are none."""
+    paid = [(fate.trajectory.reward, fate) for fate in fates if fate.trajectory.reward is not None]
+    return [fate for _, fate in sorted(paid, key=lambda pair: (is_at_least(pair[0], 1.0), -pair[0]))]
+
+
+def most_of(fates: Sequence[Fate], sight: Sight) -> list[Fate]:
+    """Those with most of the sight's figure among those that earned at least the median."""
+    own = (fate for fate in fates if fate.trajectory.error is None)
+    paid = [(fate.trajectory.reward, fate) for fate in own if fate.trajectory.reward is not None]
+    middle = statistics.median([reward for reward, _ in paid] or [0.0])
+    measures: dict[str, Callable[[TrajectoryRecord], float]] = {
+        "tokens_per_turn": tokens_per_turn,
+        "repetition": lambda trajectory: repetition(trajectory) or 0.0,
+        TOOL: lambda trajectory: calls_of(trajectory)[sight.values["tool"]],
+    }
+    found = [fate for reward, fate in paid if reward >= middle][:LOOKED_AT]
+    return sorted(found, key=lambda fate: -measures[sight.why](fate.trajectory))

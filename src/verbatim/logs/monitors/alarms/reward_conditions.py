@@ -165,11 +165,10 @@ def evaluation_flat(window: Window, *, rise: Fraction, evaluations: PositiveInt,
     success of `solved` on nothing is left to gain.
     """
     for env, kept in window.evaluations.items():
-        if len(kept) < evaluations:
-            continue
-        (began, first), (step, last) = kept[-evaluations], kept[-1]
+        (began, first), (step, last) = kept[-evaluations:][0], kept[-1]
         earlier = first if TRAINING in first else training_before(window.first[:5], env)
-        if not (TRAINING in earlier and TRAINING in last and "success" in first and "success" in last):
+        is_known = TRAINING in earlier and TRAINING in last and "success" in first and "success" in last
+        if len(kept) < evaluations or not is_known:
             continue
         had, has, was, now = earlier[TRAINING], last[TRAINING], first["success"], last["success"]
         of_first, of_last = (error_of_share(one["success"], one.get("episodes", 1.0)) for one in (first, last))
@@ -248,10 +247,8 @@ def _why_dropped(best: Figures, last: Figures, failed: float) -> str:
     """The cause that the evaluations' other metrics point to."""
     if failed > 0.5 * (best.get("success", 0.0) - last.get("success", 0.0)) > 0:
         return "failed"
-    if TRAINING not in last or TRAINING not in best:
-        return ""
-    error = math.hypot(last[TRAINING_ERROR], best[TRAINING_ERROR])
-    return "training" if last[TRAINING] >= best[TRAINING] - error else ""
+    error = math.hypot(last.get(TRAINING_ERROR, 0.0), best.get(TRAINING_ERROR, 0.0))
+    return "training" if last.get(TRAINING, -math.inf) >= best.get(TRAINING, math.inf) - error else ""
 
 
 def _has(name: str, metrics: Figures, most: float) -> bool:

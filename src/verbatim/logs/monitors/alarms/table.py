@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from verbatim.logs.monitors.alarms import conditions, reward_conditions, shown
+from verbatim.logs.monitors.alarms import conditions, figures, reward_conditions
 from verbatim.logs.monitors.alarms.base import TOOL
 from verbatim.logs.monitors.alarms.engine import KEPT_EVALUATIONS, KEPT_STEPS, AlarmRow, Why
 
@@ -101,7 +101,7 @@ _ROWS = (
                 ),
             )
         },
-        trajectories=shown.most_of,
+        trajectories=figures.most_of,
     ),
     AlarmRow(
         name="reward_success_gap",
@@ -115,7 +115,7 @@ _ROWS = (
             advice="read these episodes, and change what `score` pays for; {parts}the run can go on from a checkpoint "
             "before the two parted",
         ),
-        trajectories=shown.paid_without_success,
+        trajectories=figures.paid_without_success,
     ),
     AlarmRow(
         name="evaluation_flat",
@@ -123,7 +123,6 @@ _ROWS = (
         knobs={"rise": 0.1, "evaluations": 4, "solved": 0.9},
         limits={"evaluations": (1, KEPT_EVALUATIONS)},
         on_evaluations=True,
-        clear_after=1,
         message="from step {began} to {step} the success of training rose from {success of training before:.2f} to "
         "{success of training:.2f}, and that of the evaluation of {env} went from "
         "{success of evaluation before:.2f} to {success of evaluation:.2f}",
@@ -138,7 +137,6 @@ _ROWS = (
         function=reward_conditions.evaluation_drop,
         knobs={"fall": 0.1, "reward_fall": 0.2},
         on_evaluations=True,
-        clear_after=1,
         message="the {what} of the evaluation of {env} fell from {was:.3g} at step {began}, its best, to {now:.3g} "
         "(95% intervals {intervals})",
         why={
@@ -181,7 +179,7 @@ _ROWS = (
         message="mismatch_kl is {value:.3g}, the median of {steps} steps; the bound is {bound:g}",
         why=_OFF_POLICY,
         evidence=("mismatch_kl", "importance_ratio_max", "staleness/mean", "weights/canary"),
-        trajectories=shown.furthest,
+        trajectories=figures.furthest,
     ),
     AlarmRow(
         name="masked_tokens",
@@ -192,7 +190,7 @@ _ROWS = (
         "{share:.1%}",
         why=_OFF_POLICY,
         evidence=("masked_by_loss", "trained_tokens", "mismatch_kl", "staleness/mean"),
-        trajectories=shown.furthest,
+        trajectories=figures.furthest,
     ),
     AlarmRow(
         name="staleness",
@@ -212,7 +210,7 @@ _ROWS = (
             "": Why(cause=_SLOW, advice=_OLD),
         },
         evidence=("staleness/mean", "staleness/max", "staleness/dropped", "policy_version", "time/weight_sync"),
-        trajectories=shown.oldest,
+        trajectories=figures.oldest,
     ),
     AlarmRow(
         name="tool_format",
@@ -248,7 +246,7 @@ _ROWS = (
             ),
         },
         evidence=("valid_format", "tool_calls", "malformed", "truncated"),
-        trajectories=shown.without_a_call,
+        trajectories=figures.without_a_call,
     ),
     AlarmRow(
         name="prompt_breaks",
@@ -259,7 +257,7 @@ _ROWS = (
         "that repeats the history",
         why=Why(cause="{cause}", advice="{advice}"),
         evidence=("breaks", "samples", "rollouts"),
-        trajectories=shown.broken,
+        trajectories=figures.broken,
     ),
     AlarmRow(
         name="everything_filtered",
@@ -305,7 +303,7 @@ _ROWS = (
             ),
             "": Why(cause="the reason {reason}", advice="look at ledger/dropped/{reason}"),
         },
-        trajectories=shown.untrained,
+        trajectories=figures.untrained,
     ),
     AlarmRow(
         name="pools_dry",
@@ -349,7 +347,7 @@ _ROWS = (
                 "[[orchestrator.train.env]]",
             ),
         },
-        trajectories=shown.untrained,
+        trajectories=figures.untrained,
     ),
     AlarmRow(
         name="repeated_error",
@@ -393,7 +391,7 @@ _ROWS = (
                 ("", "look at the log: it has the first traceback of each kind"),
             )
         },
-        trajectories=shown.failed,
+        trajectories=figures.failed,
     ),
     AlarmRow(
         name="sampler_idle",
