@@ -45,7 +45,9 @@ def refuse_without(package: str, *, extra: str, what: str) -> None:
         UsageError: it is not installed; says what needs it and what to type.
     """
     if not is_installed(package):
-        raise UsageError(f"{what} needs the package {package}: pip install 'verbatim-rl[{extra}]'")
+        raise UsageError(
+            f"{what} needs the package {package}, which is not installed; type: pip install 'verbatim-rl[{extra}]'"
+        )
 
 
 def is_import_path(name: str) -> bool:

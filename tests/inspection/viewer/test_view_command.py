@@ -78,4 +78,7 @@ def test_without_its_packages_the_command_says_what_to_install(
     monkeypatch.setattr("verbatim.core.imports.is_installed", lambda package: package != "starlette")
     assert main(["view", str(make_run(tmp_path / "run"))]) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "verbatim view needs the package starlette: pip install 'verbatim-rl[viewer]'" in said
+    assert (
+        "verbatim view needs the package starlette, which is not installed; type: pip install 'verbatim-rl[viewer]'"
+        in said
+    )

@@ -180,10 +180,11 @@ def test_what_mlflow_would_not_take_is_refused_before_the_run(settings, says, mo
 
 
 @pytest.mark.parametrize(
-    ("missing", "says"), [("mlflow", "needs mlflow"), ("sqlalchemy", "a database needs sqlalchemy")]
+    ("missing", "says"),
+    [("mlflow", "needs the package mlflow"), ("sqlalchemy", "a database needs the package sqlalchemy")],
 )
 def test_without_a_package_the_run_is_refused_before_it_starts(monkeypatch, missing, says):
-    monkeypatch.setattr("verbatim.logs.monitors.mlflow.is_installed", lambda name: name != missing)
+    monkeypatch.setattr("verbatim.core.imports.is_installed", lambda name: name != missing)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with pytest.raises(UsageError, match=rf"{says}.*pip install 'verbatim-rl\[mlflow\]'") as refused:
         Mlflow(experiment="e", tracking_uri="postgresql://me:hunter2secret@host/runs")

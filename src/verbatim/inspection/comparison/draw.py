@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.core.disk import rename, temporary_beside
-from verbatim.core.errors import UsageError
-from verbatim.core.imports import is_installed
+from verbatim.core.imports import refuse_without
 from verbatim.inspection.comparison.compared import Comparison
 from verbatim.inspection.comparison.read_run import Run
 from verbatim.run.evaluation.texts import letter
@@ -27,8 +26,7 @@ def draw_comparison(comparison: Comparison, path: Path) -> None:
     Raises:
         UsageError: matplotlib is missing.
     """
-    if not is_installed("matplotlib"):
-        raise UsageError("--plot needs matplotlib, which is not installed; type: pip install 'verbatim-rl[plot]'")
+    refuse_without("matplotlib", extra="plot", what="--plot")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -7,20 +7,19 @@ import logging
 import os
 import re
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from verbatim.core.disk import write_file
 from verbatim.core.errors import UsageError
-from verbatim.core.imports import is_installed
+from verbatim.core.imports import refuse_without
 from verbatim.core.redaction import without_secrets
-from verbatim.core.trajectories import Fate
 from verbatim.logs.monitors.alarm import Alarm
-from verbatim.logs.monitors.background import Background, reason, warn
-from verbatim.logs.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics, Monitor, RunInfo
-from verbatim.logs.monitors.samples import COLUMNS, SampleRule
+from verbatim.logs.monitors.background import reason, warn
+from verbatim.logs.monitors.base import Distributions, Metrics, RunInfo
+from verbatim.logs.monitors.samples import COLUMNS, SampleRow
+from verbatim.logs.monitors.service import ServiceMonitor, ServiceSettings, known_id
 from verbatim.logs.monitors.values import flat, quantiles
 
 if TYPE_CHECKING:
@@ -28,13 +27,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-INSTALL = "[monitor.mlflow] needs mlflow, which is not installed; type: pip install 'verbatim-rl[mlflow]'"
 RUN_ID = "mlflow_run_id"
 """The file of the run folder that holds the id under which a resumed run goes on."""
 STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 """MLflow's words for how a run ended."""
-RETRY_SECONDS = 60.0
-"""Until a server that could not be reached is tried again."""
 _BATCH, _PARAMS = 1000, 100
 """Most metrics, and most parameters, of one request."""
 _LONGEST_PARAM, _LONGEST_TAG = 6000, 8000
@@ -52,13 +48,14 @@ answer is given up within the deadlines."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mlflow:
+class Mlflow(ServiceSettings):
     """[monitor.mlflow]: opens a run of an experiment at an MLflow server, or in a database.
 
     Raises:
         UsageError: mlflow is not installed, or cannot be used with this address.
     """
 
+    package: ClassVar[str] = "mlflow"
     experiment: str
     """The experiment; created if it does not exist."""
     name: str | None = None
@@ -66,17 +63,11 @@ class Mlflow:
     tracking_uri: str | None = None
     """The server or database, such as `http://host:5000` or `sqlite:///mlflow.db`; by default what MLFLOW_TRACKING_URI
     says, else MLflow's own default, the database `mlflow.db` in the working directory."""
-    samples: int = 4
-    """Trajectories in the table of a step; 0 = no tables."""
-    sample_interval: int = 10
-    """Steps between two tables."""
 
     def __post_init__(self) -> None:
-        if not is_installed("mlflow"):
-            raise UsageError(INSTALL)
+        super().__post_init__()
         if not self.experiment.strip() or len(self.experiment) > 500:
             raise UsageError(f"[monitor.mlflow] experiment = {self.experiment!r:.80}; expected 1 to 500 characters")
-        SampleRule(count=self.samples, interval=self.sample_interval)  # refuses what makes no sense
         shown = without_secrets(self.uri)
         scheme = self.uri.partition(":")[0] if ":" in self.uri else "file"
         if scheme == "file" and os.environ.get("MLFLOW_ALLOW_FILE_STORE", "").lower() not in ("true", "1"):
@@ -84,11 +75,9 @@ class Mlflow:
                 f"[monitor.mlflow] tracking_uri = {shown!r}: MLflow writes no folders any more, unless "
                 "MLFLOW_ALLOW_FILE_STORE=true is set; give a database, sqlite:///mlflow.db, or a server"
             )
-        if not scheme.startswith(("http", "file", "databricks")) and not is_installed("sqlalchemy"):
-            raise UsageError(
-                f"[monitor.mlflow] tracking_uri = {shown!r}: a database needs sqlalchemy, which is not "
-                "installed; type: pip install 'verbatim-rl[mlflow]'"
-            )
+        if not scheme.startswith(("http", "file", "databricks")):
+            what = f"[monitor.mlflow] tracking_uri = {shown!r}: a database"
+            refuse_without("sqlalchemy", extra="mlflow", what=what)
 
     @property
     def uri(self) -> str:
@@ -112,15 +101,10 @@ class _Record:
     def __post_init__(self) -> None:
         self._heard: dict[str, int] = {}
 
-    def log(self, step: int, at: int, metrics: Mapping[str, float], mark: str) -> None:
-        """Log metrics, unless an earlier process logged this step: MLflow would show both.
-
-        Args:
-            step: The step.
-            at: Milliseconds since 1970.
-            metrics: By name.
-            mark: One of the metrics, which every such record has: its history says what was logged before.
-        """
+    def log(self, step: int, at: float, metrics: Mapping[str, float]) -> None:
+        """Log metrics, unless an earlier process logged this step: MLflow would show both. The first of them is one
+        that every such record has: its history says what was logged before."""
+        mark = next(iter(metrics))
         if mark not in self._heard:
             history = [] if self.is_new else self.client.get_metric_history(self.run_id, _key(mark))
             self._heard[mark] = max((metric.step for metric in history), default=-1)
@@ -128,86 +112,56 @@ class _Record:
             return
         from mlflow.entities import Metric
 
-        found = [Metric(_key(name), float(value), at, step) for name, value in metrics.items()]
+        found = [Metric(_key(name), float(value), int(at * 1000), step) for name, value in metrics.items()]
         for first in range(0, len(found), _BATCH):
             self.client.log_batch(self.run_id, metrics=found[first : first + _BATCH])
 
 
-class MlflowMonitor(Monitor):
-    """One run of MLflow. Its methods return at once, but for `close`."""
+class MlflowMonitor(ServiceMonitor[_Record]):
+    """One run of MLflow: every metric, quantiles of each distribution (MLflow has no histograms), tables of
+    trajectories as `trajectories/step-000010.json`."""
+
+    service = "MLflow"
+    retry_seconds = 60.0
+    """Until a server that could not be reached is tried again."""
 
     def __init__(self, settings: Mlflow, run: RunInfo) -> None:
-        self._settings, self._run = settings, run
-        self._samples = SampleRule(count=settings.samples, interval=settings.sample_interval)
-        self._status = STATUS["stopped"]
-        self._work = Background[_Record](
-            "MLflow",
-            open=self._open,
-            finish=lambda record: record.client.set_terminated(record.run_id, self._status),
-            how_to_recover=lambda: f"what is missing there is in {run.folder}/metrics.jsonl",
-            retry_seconds=RETRY_SECONDS,
-        )
+        self._settings = settings
+        super().__init__(settings, run)
 
-    def on_step(self, step: int, metrics: Metrics, distributions: Distributions = NO_DISTRIBUTIONS) -> None:
-        """Every metric, and quantiles of each distribution: MLflow has no histograms."""
-        at = _now()
+    def _log_metrics(
+        self, record: _Record, at: float, step: int, prefix: str, metrics: Metrics, distributions: Distributions
+    ) -> None:
+        spread = {
+            f"{name}/{quantile}": value
+            for name, values in distributions.items()
+            for quantile, value in quantiles(values).items()
+        }
+        record.log(step, at, {f"{prefix}{name}": value for name, value in metrics.items()} | spread)
 
-        def log(record: _Record) -> None:
-            spread = {
-                f"{name}/{quantile}": value
-                for name, values in distributions.items()
-                for quantile, value in quantiles(values).items()
-            }
-            record.log(step, at, {**metrics, **spread}, mark=next(iter(metrics)))
+    def _log_table(self, record: _Record, at: float, step: int, rows: Sequence[SampleRow]) -> None:
+        file = f"trajectories/step-{step:06d}.json"
+        record.client.log_dict(record.run_id, {"columns": COLUMNS, "data": [astuple(row) for row in rows]}, file)
+        if file not in record.tables:
+            record.tables.append(file)
+        listed = [{"path": path, "type": "table"} for path in record.tables[-_MOST_TABLES:]]
+        record.client.set_tag(record.run_id, _TABLES, json.dumps(listed))
 
-        self._work.put(log)
+    def _log_alarm(self, record: _Record, at: float, alarm: Alarm) -> None:
+        """The words are a tag, and all alarms the file `alarms.jsonl`."""
+        record.log(alarm.step, at, {alarm.metric: float(alarm.state == "raised")})
+        record.client.set_tag(record.run_id, _key(alarm.metric.replace("/", ".")), alarm.text[:_LONGEST_TAG])
+        if (file := self._run.folder / "alarms.jsonl").is_file():
+            record.client.log_artifact(record.run_id, str(file))
 
-    def on_trajectories(self, step: int, fates: Sequence[Fate]) -> None:
-        """A table of a few of them, as `trajectories/step-000010.json`."""
-        rows = self._samples.rows(step, fates)
-        if not rows:
-            return
-
-        def log(record: _Record) -> None:
-            file = f"trajectories/step-{step:06d}.json"
-            record.client.log_dict(record.run_id, {"columns": COLUMNS, "data": [astuple(row) for row in rows]}, file)
-            if file not in record.tables:
-                record.tables.append(file)
-            listed = [{"path": path, "type": "table"} for path in record.tables[-_MOST_TABLES:]]
-            record.client.set_tag(record.run_id, _TABLES, json.dumps(listed))
-
-        self._work.put(log)
-
-    def on_eval(self, step: int, env: str, metrics: Metrics) -> None:
-        """Every metric, under `eval/{env}/`."""
-        at, named = _now(), {f"eval/{env}/{name}": value for name, value in metrics.items()}
-        self._work.put(lambda record: record.log(step, at, named, mark=next(iter(named))))
-
-    def on_alarm(self, alarm: Alarm) -> None:
-        """`Alarm.metric` is 1 while it is raised; the words are a tag, and all alarms the file `alarms.jsonl`."""
-        at, name = _now(), alarm.metric
-
-        def log(record: _Record) -> None:
-            record.log(alarm.step, at, {name: float(alarm.state == "raised")}, mark=name)
-            record.client.set_tag(record.run_id, _key(alarm.metric.replace("/", ".")), alarm.text[:_LONGEST_TAG])
-            if (file := self._run.folder / "alarms.jsonl").is_file():
-                record.client.log_artifact(record.run_id, str(file))
-
-        self._work.put(log)
-
-    def on_end(self, summary: Mapping[str, Any]) -> None:
-        """The results as metrics, and how the run ended."""
-        self._status = STATUS[summary["state"]]
-        at, step = _now(), summary["steps"]
+    def _log_end(self, record: _Record, at: float, summary: Mapping[str, Any]) -> None:
+        """The results as metrics."""
         results = {f"results/{k}": v for k, v in summary["results"].items() if isinstance(v, int | float)}
         if results:
-            self._work.put(lambda record: record.log(step, at, results, mark=next(iter(results))))
+            record.log(summary["steps"], at, results)
 
-    def close(self) -> None:
-        """Wait for what is not sent yet, at most until the deadlines."""
-        self._work.close()
-
-    # ---- on the thread
+    def _finish(self, record: _Record) -> None:
+        record.client.set_terminated(record.run_id, STATUS[self._state])
 
     def _open(self) -> _Record:
         for name, value in _CLIENT.items():
@@ -230,9 +184,7 @@ class MlflowMonitor(Monitor):
 
     def _found(self, client: MlflowClient) -> _Record | None:
         """The run that an earlier process of this run opened, if it is still there."""
-        path = self._run.folder / RUN_ID
-        run_id = path.read_text(encoding="ascii", errors="replace").strip() if path.is_file() else ""
-        if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", run_id):
+        if (run_id := known_id(self._run.folder / RUN_ID)) is None:
             return None
         try:
             run = client.get_run(run_id)
@@ -260,10 +212,6 @@ class MlflowMonitor(Monitor):
         found = [Param(name, value) for name, value in params.items()]
         for first in range(0, len(found), _PARAMS):
             record.client.log_batch(record.run_id, params=found[first : first + _PARAMS])
-
-
-def _now() -> int:
-    return int(time.time() * 1000)
 
 
 def _key(name: str) -> str:

@@ -9,16 +9,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from verbatim.core.errors import UsageError
-from verbatim.core.imports import is_installed
-from verbatim.core.trajectories import Fate
 from verbatim.logs.monitors.alarm import Alarm
-from verbatim.logs.monitors.background import Background
-from verbatim.logs.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics, Monitor, RunInfo
+from verbatim.logs.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics, RunInfo
 from verbatim.logs.monitors.metric_table import about
-from verbatim.logs.monitors.samples import COLUMNS, SampleRow, SampleRule
+from verbatim.logs.monitors.samples import COLUMNS, SampleRow
+from verbatim.logs.monitors.service import ServiceMonitor, ServiceSettings
 from verbatim.logs.monitors.values import finite, flat
 
 if TYPE_CHECKING:
@@ -26,134 +23,85 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-INSTALL = (
-    "[monitor.tensorboard] needs tensorboard, which is not installed; type: pip install 'verbatim-rl[tensorboard]'"
-)
 FOLDER = "tensorboard"
 """The folder of the run folder that the files lie in."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tensorboard:
+class Tensorboard(ServiceSettings):
     """[monitor.tensorboard]: writes event files into the run folder.
 
     Raises:
         UsageError: tensorboard is not installed.
     """
 
+    package: ClassVar[str] = "tensorboard"
     folder: str | None = None
     """Where the event files go; `tensorboard` in the run folder by default, so that `tensorboard --logdir runs` shows
     all runs. A folder must not be shared by runs."""
-    samples: int = 4
-    """Trajectories in the table of a step; 0 = no tables."""
-    sample_interval: int = 10
-    """Steps between two tables."""
-
-    def __post_init__(self) -> None:
-        if not is_installed("tensorboard"):
-            raise UsageError(INSTALL)
-        SampleRule(count=self.samples, interval=self.sample_interval)  # refuses what makes no sense
 
     def __call__(self, run: RunInfo) -> TensorboardMonitor:
         return TensorboardMonitor(self, run)
 
 
-class TensorboardMonitor(Monitor):
-    """One folder of event files. Its methods return at once, but for `close`."""
+class TensorboardMonitor(ServiceMonitor["EventFileWriter"]):
+    """One folder of event files: every metric, a histogram of each distribution, the texts `trajectories`."""
+
+    service = "TensorBoard"
 
     def __init__(self, settings: Tensorboard, run: RunInfo) -> None:
         self._folder = Path(settings.folder) if settings.folder is not None else run.folder / FOLDER
-        self._run = run
-        self._samples = SampleRule(count=settings.samples, interval=settings.sample_interval)
         self._described: set[str] = set()
-        self._work = Background["EventFileWriter"](
-            "TensorBoard",
-            open=self._open,
-            finish=lambda writer: writer.close(),
-            how_to_recover=lambda: f"what is missing in {self._folder} is in {run.folder}/metrics.jsonl",
-        )
+        super().__init__(settings, run)
 
-    def on_step(self, step: int, metrics: Metrics, distributions: Distributions = NO_DISTRIBUTIONS) -> None:
-        """Every metric, and a histogram of each distribution."""
-        self._put_scalars(step, metrics)
-        at = time.time()
+    def _log_metrics(
+        self, record: EventFileWriter, at: float, step: int, prefix: str, metrics: Metrics, distributions: Distributions
+    ) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.plugins.histogram.summary_v2 import histogram_pb
+        from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
-        def write(writer: EventFileWriter) -> None:
-            from tensorboard.plugins.histogram.summary_v2 import histogram_pb
+        everything = Summary()
+        for name, value in metrics.items():
+            everything.MergeFrom(scalar_pb(prefix + name, float(value), self._description(prefix, name)))
+        for name, values in distributions.items():
+            if len(found := finite(values)):
+                everything.MergeFrom(histogram_pb(name, found))
+        _add(record, step, at, everything)
 
-            for name, values in distributions.items():
-                if len(found := finite(values)):
-                    _add(writer, step, at, histogram_pb(name, found))
+    def _log_table(self, record: EventFileWriter, at: float, step: int, rows: Sequence[SampleRow]) -> None:
+        _add_text(record, step, at, "trajectories", _table(rows))
 
-        self._work.put(write)
+    def _log_alarm(self, record: EventFileWriter, at: float, alarm: Alarm) -> None:
+        """The text of the metric's name has the words."""
+        self._log_metrics(record, at, alarm.step, "", {alarm.metric: float(alarm.state == "raised")}, NO_DISTRIBUTIONS)
+        _add_text(record, alarm.step, at, f"{alarm.metric}/text", literal(alarm.text))
 
-    def on_trajectories(self, step: int, fates: Sequence[Fate]) -> None:
-        """A table of a few of them, as the text `trajectories`."""
-        if rows := self._samples.rows(step, fates):
-            self._put_text(step, "trajectories", _table(rows))
-
-    def on_eval(self, step: int, env: str, metrics: Metrics) -> None:
-        """Every metric, under `eval/{env}/`."""
-        self._put_scalars(step, metrics, f"eval/{env}/")
-
-    def on_alarm(self, alarm: Alarm) -> None:
-        """`Alarm.metric` is 1 while it is raised; the text of the same name has the words."""
-        self._put_scalars(alarm.step, {alarm.metric: float(alarm.state == "raised")})
-        self._put_text(alarm.step, f"{alarm.metric}/text", literal(alarm.text))
-
-    def on_end(self, summary: Mapping[str, Any]) -> None:
+    def _log_end(self, record: EventFileWriter, at: float, summary: Mapping[str, Any]) -> None:
         """The results as a text, and the end of the session, which the page HPARAMS shows."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.plugins.hparams import metadata
+        from tensorboard.plugins.hparams.api_pb2 import STATUS_FAILURE, STATUS_SUCCESS
+        from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo
+
         state, step = summary["state"], summary["steps"]
         said = json.dumps({"state": state, **summary["results"]}, indent=2, default=str)
-        self._put_text(step, "results", literal(said))
-        at = time.time()
+        _add_text(record, step, at, "results", literal(said))
+        status = STATUS_FAILURE if state == "failed" else STATUS_SUCCESS
+        told = HParamsPluginData(session_end_info=SessionEndInfo(status=status, end_time_secs=at))
+        end = Summary()
+        end.value.add(
+            tag=metadata.SESSION_END_INFO_TAG,
+            metadata=metadata.create_summary_metadata(told),
+            tensor=metadata.NULL_TENSOR,
+        )
+        _add(record, step, at, end)
 
-        def write(writer: EventFileWriter) -> None:
-            from tensorboard.compat.proto.summary_pb2 import Summary
-            from tensorboard.plugins.hparams import metadata
-            from tensorboard.plugins.hparams.api_pb2 import STATUS_FAILURE, STATUS_SUCCESS
-            from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo
+    def _finish(self, record: EventFileWriter) -> None:
+        record.close()
 
-            status = STATUS_FAILURE if state == "failed" else STATUS_SUCCESS
-            told = HParamsPluginData(session_end_info=SessionEndInfo(status=status, end_time_secs=at))
-            end = Summary()
-            end.value.add(
-                tag=metadata.SESSION_END_INFO_TAG,
-                metadata=metadata.create_summary_metadata(told),
-                tensor=metadata.NULL_TENSOR,
-            )
-            _add(writer, step, at, end)
-
-        self._work.put(write)
-
-    def close(self) -> None:
-        """Wait for the files, at most until the deadlines."""
-        self._work.close()
-
-    def _put_scalars(self, step: int, metrics: Metrics, prefix: str = "") -> None:
-        at, values = time.time(), dict(metrics)
-
-        def write(writer: EventFileWriter) -> None:
-            from tensorboard.compat.proto.summary_pb2 import Summary
-            from tensorboard.plugins.scalar.summary_v2 import scalar_pb
-
-            everything = Summary()
-            for name, value in values.items():
-                everything.MergeFrom(scalar_pb(prefix + name, float(value), self._description(prefix, name)))
-            _add(writer, step, at, everything)
-
-        self._work.put(write)
-
-    def _put_text(self, step: int, name: str, content: Any) -> None:
-        at = time.time()
-
-        def write(writer: EventFileWriter) -> None:
-            import numpy as np
-            from tensorboard.plugins.text.summary_v2 import text_pb
-
-            _add(writer, step, at, text_pb(name, np.array(content, dtype=object)))
-
-        self._work.put(write)
+    def _how_to_recover(self) -> str:
+        return f"what is missing in {self._folder} is in {self._run.folder}/metrics.jsonl"
 
     def _description(self, prefix: str, name: str) -> str | None:
         """Meaning and unit, for the first value of a metric."""
@@ -163,12 +111,9 @@ class TensorboardMonitor(Monitor):
             return None
         return f"{metric.about} ({metric.unit})" if metric.unit else metric.about
 
-    # ---- on the thread
-
     def _open(self) -> EventFileWriter:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb
-        from tensorboard.plugins.text.summary_v2 import text_pb
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         first = self._run.first_step
@@ -177,7 +122,7 @@ class TensorboardMonitor(Monitor):
         # A TensorBoard that is open already forgets the steps that are done again.
         writer.add_event(Event(wall_time=time.time(), step=first + 1, session_log=SessionLog(status=SessionLog.START)))
         config = json.dumps(self._run.config, indent=2, default=str)
-        _add(writer, first, time.time(), text_pb("config", literal(config)))
+        _add_text(writer, first, time.time(), "config", literal(config))
         keys = {name: value for name, value in flat(self._run.config).items() if value is not None}
         _add(writer, first, time.time(), hparams_pb(keys, trial_id=str(self._run.folder.resolve())))
         writer.flush()
@@ -188,6 +133,13 @@ def _add(writer: EventFileWriter, step: int, at: float, summary: Any) -> None:
     from tensorboard.compat.proto.event_pb2 import Event
 
     writer.add_event(Event(step=step, wall_time=at, summary=summary))
+
+
+def _add_text(writer: EventFileWriter, step: int, at: float, name: str, content: Any) -> None:
+    import numpy as np
+    from tensorboard.plugins.text.summary_v2 import text_pb
+
+    _add(writer, step, at, text_pb(name, np.array(content, dtype=object)))
 
 
 def cut_events(folder: Path, step: int) -> None:

@@ -8,29 +8,27 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from verbatim.core.disk import write_file
 from verbatim.core.errors import UsageError
-from verbatim.core.imports import is_installed
-from verbatim.core.trajectories import Fate
 from verbatim.logs.monitors import background
 from verbatim.logs.monitors.alarm import Alarm
-from verbatim.logs.monitors.background import Background, reason, warn
-from verbatim.logs.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics, Monitor, RunInfo
-from verbatim.logs.monitors.samples import COLUMNS, SampleRule
+from verbatim.logs.monitors.background import reason, warn
+from verbatim.logs.monitors.base import Distributions, Metrics, RunInfo
+from verbatim.logs.monitors.samples import COLUMNS, SampleRow
+from verbatim.logs.monitors.service import ServiceMonitor, ServiceSettings, known_id
+from verbatim.logs.monitors.values import finite
 
 logger = logging.getLogger(__name__)
 
-INSTALL = "[monitor.wandb] needs wandb, which is not installed; type: pip install 'verbatim-rl[wandb]'"
 RUN_ID = "wandb_run_id"
 """The file of the run folder that holds the id under which a resumed run goes on."""
 _NOT_IN_PROJECTS = "/\\#?%:"
@@ -41,7 +39,7 @@ MAX_BINS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wandb:
+class Wandb(ServiceSettings):
     """[monitor.wandb]: opens a record of the run at Weights & Biases.
 
     The key is wandb's own business: `wandb login`, or the environment variable WANDB_API_KEY.
@@ -50,6 +48,7 @@ class Wandb:
         UsageError: wandb is not installed, or it takes no such project, tag or mode.
     """
 
+    package: ClassVar[str] = "wandb"
     project: str
     """The project; created if it does not exist."""
     name: str | None = None
@@ -58,14 +57,9 @@ class Wandb:
     """Labels to filter by."""
     mode: Literal["online", "offline", "disabled"] | None = None
     """"offline" records into the run folder, for `wandb sync`; by default what WANDB_MODE says, else "online"."""
-    samples: int = 4
-    """Trajectories in the table of a step; 0 = no tables."""
-    sample_interval: int = 10
-    """Steps between two tables."""
 
     def __post_init__(self) -> None:
-        if not is_installed("wandb"):
-            raise UsageError(INSTALL)
+        super().__post_init__()
         if not self.project.strip() or len(self.project) > 128 or set(self.project) & set(_NOT_IN_PROJECTS):
             raise UsageError(
                 f"[monitor.wandb] project = {self.project!r}; expected 1 to 128 characters without any of "
@@ -74,7 +68,6 @@ class Wandb:
         wrong = next((tag for tag in self.tags if not 1 <= len(tag) <= 64), None)
         if wrong is not None:
             raise UsageError(f"[monitor.wandb] tags: found {wrong!r}; expected 1 to 64 characters")
-        SampleRule(count=self.samples, interval=self.sample_interval)  # refuses what makes no sense
         said = os.environ.get("WANDB_MODE")
         if self.mode is None and said and said not in _MODES:
             raise UsageError(
@@ -85,75 +78,44 @@ class Wandb:
         return WandbMonitor(self, run)
 
 
-class WandbMonitor(Monitor):
-    """One record. Its methods return at once, but for `close`, which waits for the upload until its deadline."""
+class WandbMonitor(ServiceMonitor[Any]):
+    """One record. Every metric, a histogram of each distribution, the tables `trajectories`."""
+
+    service = "W&B"
 
     def __init__(self, settings: Wandb, run: RunInfo) -> None:
         self._settings = settings
-        self._run = run
-        self._samples = SampleRule(count=settings.samples, interval=settings.sample_interval)
-        self._failed = False
-        self._work = Background[Any](
-            "W&B",
-            open=self._open,
-            finish=lambda record: record.finish(exit_code=int(self._failed)),
-            how_to_recover=self._how_to_upload,
-        )
+        super().__init__(settings, run)
 
-    def on_step(self, step: int, metrics: Metrics, distributions: Distributions = NO_DISTRIBUTIONS) -> None:
-        """Every metric, and a histogram of each distribution."""
+    def _log_metrics(
+        self, record: Any, at: float, step: int, prefix: str, metrics: Metrics, distributions: Distributions
+    ) -> None:
+        import wandb
 
-        def log(record: Any) -> None:
-            import wandb
+        bins = {name: found for name, values in distributions.items() if (found := _histogram(values)) is not None}
+        histograms = {name: wandb.Histogram(np_histogram=found) for name, found in bins.items()}
+        record.log({**{f"{prefix}{name}": value for name, value in metrics.items()}, **histograms}, step=step)
 
-            bins = {name: found for name, values in distributions.items() if (found := _histogram(values)) is not None}
-            histograms = {name: wandb.Histogram(np_histogram=found) for name, found in bins.items()}
-            record.log({**metrics, **histograms}, step=step)
+    def _log_table(self, record: Any, at: float, step: int, rows: Sequence[SampleRow]) -> None:
+        import wandb
 
-        self._work.put(log)
+        table = wandb.Table(columns=list(COLUMNS), data=[list(astuple(row)) for row in rows])
+        record.log({"trajectories": table}, step=step)
 
-    def on_trajectories(self, step: int, fates: Sequence[Fate]) -> None:
-        """A table of a few of them, as `trajectories`."""
-        rows = self._samples.rows(step, fates)
-        if not rows:
-            return
+    def _log_alarm(self, record: Any, at: float, alarm: Alarm) -> None:
+        """The words are an alert, which W&B sends where the user wants it, and in the summary."""
+        record.log({alarm.metric: float(alarm.state == "raised")}, step=alarm.step)
+        record.summary.update({alarm.metric.replace("alarm/", "alarm_message/", 1): alarm.text})
+        if alarm.state == "raised":
+            record.alert(title=f"{alarm.name} at step {alarm.step}", text=alarm.text, level="WARN")
 
-        def log(record: Any) -> None:
-            import wandb
-
-            table = wandb.Table(columns=list(COLUMNS), data=[list(astuple(row)) for row in rows])
-            record.log({"trajectories": table}, step=step)
-
-        self._work.put(log)
-
-    def on_eval(self, step: int, env: str, metrics: Metrics) -> None:
-        """Every metric, under `eval/{env}/`."""
-        self._work.put(lambda record: record.log({f"eval/{env}/{k}": v for k, v in metrics.items()}, step=step))
-
-    def on_alarm(self, alarm: Alarm) -> None:
-        """`Alarm.metric` is 1 while it is raised; the words are an alert, which W&B sends where the user wants it, and
-        in the summary."""
-        raised = alarm.state == "raised"
-
-        def log(record: Any) -> None:
-            record.log({alarm.metric: float(raised)}, step=alarm.step)
-            record.summary.update({alarm.metric.replace("alarm/", "alarm_message/", 1): alarm.text})
-            if raised:
-                record.alert(title=f"{alarm.name} at step {alarm.step}", text=alarm.text, level="WARN")
-
-        self._work.put(log)
-
-    def on_end(self, summary: Mapping[str, Any]) -> None:
+    def _log_end(self, record: Any, at: float, summary: Mapping[str, Any]) -> None:
         """The state and the results, into the summary."""
-        self._failed = summary["state"] == "failed"
-        said = {"state": summary["state"], **{f"results/{name}": value for name, value in summary["results"].items()}}
-        self._work.put(lambda record: record.summary.update(said))
+        results = {f"results/{name}": value for name, value in summary["results"].items()}
+        record.summary.update({"state": summary["state"], **results})
 
-    def close(self) -> None:
-        """Wait for what is not uploaded yet, at most until the deadlines."""
-        self._work.close()
-
-    # ---- on the thread
+    def _finish(self, record: Any) -> None:
+        record.finish(exit_code=int(self._state == "failed"))
 
     def _open(self) -> Any:
         began = time.monotonic()
@@ -171,7 +133,7 @@ class WandbMonitor(Monitor):
             wandb.teardown()  # its service still holds the id
             mode = "offline"
             run = self._init(wandb, mode)
-            warn("W&B", f"the service cannot be used ({reason(error)}); {self._how_to_upload()}")
+            warn("W&B", f"the service cannot be used ({reason(error)}); {self._how_to_recover()}")
         # Asked for offline, the address is a warning of wandb's own.
         where = run.url if mode == "online" else f"recorded in {run.dir}" if mode == "offline" else mode
         logger.info("W&B: %s, opened in %.0f s", where, time.monotonic() - began)
@@ -199,7 +161,7 @@ class WandbMonitor(Monitor):
             ),
         )
 
-    def _how_to_upload(self) -> str:
+    def _how_to_recover(self) -> str:
         return f"type `wandb sync {self._run.folder}/wandb/*run-*` to upload what is recorded there"
 
 
@@ -209,20 +171,17 @@ def _histogram(values: Sequence[float]) -> tuple[np.ndarray, np.ndarray] | None:
     >>> [array.tolist() for array in _histogram([0, 2, 2])]
     [[1, 0, 2], [-0.5, 0.5, 1.5, 2.5]]
     """
-    finite = np.asarray(values, dtype=np.float64)
-    finite = finite[np.isfinite(finite)]
-    if not finite.size:
+    known = finite(values)
+    if not known.size:
         return None
-    low, high = finite.min(), finite.max()
-    if high - low < MAX_BINS and (finite == np.round(finite)).all():
-        return np.histogram(finite, bins=np.arange(low - 0.5, high + 1))
-    return np.histogram(finite, bins=MAX_BINS)
+    low, high = known.min(), known.max()
+    is_whole = high - low < MAX_BINS and (known == np.round(known)).all()
+    return np.histogram(known, bins=np.arange(low - 0.5, high + 1) if is_whole else MAX_BINS)
 
 
 def _run_id(path: Path) -> str:
     """The id of the folder's run, made by its first process; anew where the file is damaged."""
-    found = path.read_text(encoding="ascii", errors="replace").strip() if path.is_file() else ""
-    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", found):
+    if (found := known_id(path)) is None:
         found = uuid.uuid4().hex[:12]
         write_file(path, found.encode())
     return found
