@@ -21,7 +21,7 @@ from verbatim.core.errors import ConfigError, RunStopped, UsageError
 from verbatim.core.plain_console import PlainConsole
 from verbatim.inference.chat.client import OpenAI
 from verbatim.logs.checkpoints import CONFIG, load_stored_config
-from verbatim.logs.monitors.progress_bar import ProgressBar
+from verbatim.logs.monitors.live import LiveView, Stage
 from verbatim.rollouts.main_loop import run_main
 from verbatim.run.check import warn_of_unread_tables
 from verbatim.run.environments import make_environments
@@ -220,25 +220,21 @@ class _Progress:
     """One bar for each model, on a terminal."""
 
     def __init__(self, console: PlainConsole) -> None:
-        self._console, self._label = console, ""
-        self._bar: ProgressBar | None = None
+        self._view, self._label = LiveView(console), ""
+        self._bar: Stage | None = None
 
     def __call__(self, model: EvalModel, done: int, total: int, failed: int) -> None:
         if self._bar is None or model.label != self._label:
-            self._close()
+            self._view.stop()
             self._label = model.label
-            self._bar = ProgressBar(f"evaluating {model.label[-30:]}", total, console=self._console, done=done)
+            self._bar = self._view.open(f"evaluating {model.label[-30:]}", total, done=done)
         self._bar.update(done, note=f"{failed} failed" if failed else "")
-
-    def _close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
 
     def __enter__(self) -> _Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._close()
+        self._view.stop()
 
 
 def _count(text: str) -> int:

@@ -10,7 +10,7 @@ from verbatim.config import load_config
 from verbatim.core.errors import ConfigError
 from verbatim.core.plain_console import PlainConsole
 from verbatim.logs.checkpoints import ORCHESTRATOR, RunFolder, holding
-from verbatim.logs.monitors.progress_bar import ProgressBar
+from verbatim.logs.monitors.live import LiveView
 from verbatim.run.check import check_run
 from verbatim.run.precision import TRAINER, resolve_dtypes, tell
 from verbatim.run.recipes import run_file
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         )
     console = PlainConsole()
     with holding(config, ORCHESTRATOR, resume=False) as held:
-        with ProgressBar("checking", console=console):
+        with LiveView(console).stage("checking"):
             environments = check_run(config, starts_both=False)
         config, choices = resolve_dtypes(config, keys=(TRAINER,))  # nothing is sampled
         name = f"{config.named(args.file.stem).name}-sft"

@@ -25,7 +25,7 @@ from verbatim.core.machine_faults import is_machine_fault
 from verbatim.environments import ENVIRONMENTS
 from verbatim.logs.checkpoints import ORCHESTRATOR, RunFolder, holding
 from verbatim.logs.monitors.base import Monitor
-from verbatim.logs.monitors.progress_bar import ProgressBar
+from verbatim.logs.monitors.live import LiveView
 from verbatim.run.alarms import make_watch, sentence
 from verbatim.run.check import check_run
 from verbatim.run.environments import Environments
@@ -134,7 +134,7 @@ def _checked(
     config: RunConfig, environments: Mapping[str, Any], console: Console, *, starts_both: bool
 ) -> Environments:
     """`check_run` behind a bar: it imports what the run is made of, which takes seconds."""
-    with ProgressBar("checking", console=console):
+    with LiveView(console).stage("checking"):
         return check_run(config, environments, starts_both=starts_both)
 
 

@@ -16,7 +16,7 @@ from verbatim.core.trajectories import build
 from verbatim.core.types import TrainingSample
 from verbatim.environments.resolve import corpus
 from verbatim.logs.checkpoints import find_damage, seal
-from verbatim.logs.monitors.progress_bar import ProgressBar
+from verbatim.logs.monitors.live import LiveView
 from verbatim.models.build import build_model
 from verbatim.models.catalog import folder_of
 from verbatim.models.loading import load_tokenizer
@@ -54,7 +54,7 @@ def _build(config: RunConfig, environments: Environments, folder: Path, console:
     if _is_whole(target):  # made by a process that was killed before its first checkpoint
         return target
     texts = corpus([demonstration for _, demonstration in demonstrations(environments, 2000, config.seed)])
-    with making(target) as partial, ProgressBar("building the model", console=console):
+    with making(target) as partial, LiveView(console).stage("building the model"):
         build_model(partial, build_config, texts, seed=derive_seed(config.seed, "model") % 2**32)
         seal(partial)
     console.print(f"model       built in {target}", soft_wrap=True)
@@ -77,7 +77,7 @@ def _warm_start(
     tokenizer = load_tokenizer(source)
     renderer = make_renderer(config.orchestrator.renderer, tokenizer)
     samples = _warm_start_samples(config, settings, environments, renderer, console)
-    with ProgressBar("loading the model", console=console):
+    with LiveView(console).stage("loading the model"):
         trainer = make_trainer(config, "warm_start", source, ranks=ranks, tokenizer=tokenizer)
     started = time.monotonic()
 
@@ -86,7 +86,7 @@ def _warm_start(
         if step == 1 or step % max(1, settings.steps // 5) == 0:
             console.print(f"warm start  optimizer step {step}/{settings.steps}  loss per token {metrics['loss']:.3f}")
 
-    with ProgressBar("warm start", settings.steps, console=console) as bar:
+    with LiveView(console).stage("warm start", settings.steps) as bar:
         warm_start(
             trainer,
             samples,
@@ -129,7 +129,7 @@ def _warm_start_samples(
         ]
     )
     console.print(f"warm start  rendering {len(conversations)} conversations")
-    with ProgressBar("rendering", len(conversations), console=console) as bar:
+    with LiveView(console).stage("rendering", len(conversations)) as bar:
         for number, (env, messages, tools) in enumerate(conversations):
             trajectory = trajectory_from_messages(
                 renderer, messages, tools or None, trajectory_id=f"demonstration-{number}", env=env

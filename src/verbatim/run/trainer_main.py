@@ -14,7 +14,7 @@ from verbatim.config.schema import RunConfig
 from verbatim.core.children import end_with_parent
 from verbatim.core.errors import CheckpointError, RunStopped
 from verbatim.logs.checkpoints import ORCHESTRATOR, CheckpointStore, RunFolder
-from verbatim.logs.monitors.progress_bar import ProgressBar
+from verbatim.logs.monitors.live import LiveView
 from verbatim.models.native.cores import CoreShare, own_cores
 from verbatim.run.environments import Environments, make_environments
 from verbatim.run.logs import last_lines
@@ -60,7 +60,7 @@ def open_trainer(
     first, base = _sources(
         config, environments, folder, console, found.folder / "weights" if found else None, ranks=ranks
     )
-    with ProgressBar("loading the model", console=console):
+    with LiveView(console).stage("loading the model"):
         trainer = make_trainer(config, "run", base, first=first, ranks=ranks, tokenizer=load_tokenizer(base))
     if trainer.adapters is not None:
         console.print(f"lora        {trainer.adapters}", soft_wrap=True)

@@ -29,7 +29,7 @@ from verbatim.core.errors import RunStopped, UsageError
 from verbatim.core.imports import child_environment
 from verbatim.logs.checkpoints import CONFIG, TRAINER, RunFolder
 from verbatim.logs.checkpoints.lock import is_locked
-from verbatim.logs.monitors.progress_bar import ProgressBar
+from verbatim.logs.monitors.live import LiveView
 from verbatim.models.native.cores import CoreShare, own_cores
 from verbatim.models.source import find_source
 from verbatim.run.environments import Environments
@@ -128,7 +128,7 @@ def trainer_child(config: RunConfig, folder: RunFolder, console: Console) -> Ite
 
     patience = 0.0  # before it is ready, and when the user cannot wait
     try:
-        with ProgressBar("starting the trainer", console=console):  # until it draws bars of its own
+        with LiveView(console).stage("starting the trainer"):  # until it draws bars of its own
             while not exchange.trainer_beat.exists() and ended() is None:
                 time.sleep(_POLL)
         ready = _wait_until_ready(exchange, config, ended, log)

@@ -9,7 +9,6 @@ import pytest
 import rich.console
 
 from verbatim.logs.monitors.live import LiveView, Stage
-from verbatim.logs.monitors.progress_bar import ProgressBar
 
 
 def terminal(**options: object) -> tuple[rich.console.Console, io.StringIO]:
@@ -77,7 +76,7 @@ def test_work_that_nothing_reports_is_asked_at_each_drawing():
 
 def test_bars_go_and_what_was_printed_stays():
     console, out = terminal()
-    with ProgressBar("warm start", 3, console=console) as bar:
+    with LiveView(console).stage("warm start", 3) as bar:
         bar.update(2, note="loss 0.5")
         console.print("a line above")
     console.print("a line after")
@@ -87,7 +86,7 @@ def test_bars_go_and_what_was_printed_stays():
 
 def test_an_error_leaves_the_terminal_as_it_was():
     console, out = terminal()
-    with pytest.raises(ValueError), ProgressBar("warm start", 3, console=console):
+    with pytest.raises(ValueError), LiveView(console).stage("warm start", 3):
         raise ValueError("no")
     assert lines(out) == [] and not screen_of(out).cursor.hidden
 
@@ -114,6 +113,6 @@ def test_two_bars_stand_below_each_other_and_the_second_goes_first():
 @pytest.mark.parametrize("options", [{"force_terminal": False}, {"quiet": True}, {"_environ": {"TERM": "dumb"}}])
 def test_nothing_is_drawn_where_there_is_no_terminal_that_could_show_it(options: dict[str, object]):
     console, out = terminal(**options)
-    with ProgressBar("warm start", 3, console=console) as bar:
+    with LiveView(console).stage("warm start", 3) as bar:
         bar.update(3)
     assert out.getvalue() == ""

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from verbatim.core.plain_console import PlainConsole
 from verbatim.logs.monitors.alarm import Alarm
+from verbatim.logs.monitors.alarm_log import standing_alarms
 from verbatim.logs.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics, Monitor
 from verbatim.logs.monitors.live import LiveView
 
@@ -65,10 +66,10 @@ class Console(Monitor):
         self._lines_since_header = HEADER_EVERY
         self._metrics: Metrics = {}
         self._evals: dict[str, str] = {}
-        self._alarms = {(alarm.name, alarm.env): alarm for alarm in alarms}
+        self._alarms = list(alarms)
         self.view = LiveView(self.console, lines=self.lines, now=now)
         self._bar = self.view.open("training", max_steps, done=first_step)
-        for alarm in self._alarms.values():
+        for alarm in self._alarms:
             self._print_alarm(alarm, "since")
 
     def on_step(self, step: int, metrics: Metrics, distributions: Distributions = NO_DISTRIBUTIONS) -> None:
@@ -97,11 +98,7 @@ class Console(Monitor):
 
     def on_alarm(self, alarm: Alarm) -> None:
         """What is wrong, why, and what to do."""
-        if alarm.state == "raised":
-            self._alarms.pop((alarm.name, alarm.env), None)  # the newest is the last
-            self._alarms[alarm.name, alarm.env] = alarm
-        else:
-            self._alarms.pop((alarm.name, alarm.env), None)
+        self._alarms = standing_alarms([*self._alarms, alarm])
         self._print_alarm(alarm, "after")
 
     def _print_alarm(self, alarm: Alarm, when: str) -> None:
@@ -122,7 +119,7 @@ class Console(Monitor):
         if waits := what_waits(self._metrics):
             found.append(("waits", Text(waits)))
         if self._alarms:
-            *others, last = self._alarms.values()
+            *others, last = self._alarms
             more = f"  (and {len(others)} more)" if others else ""
             found.append(("alarm", Text(f"{last.name} after step {last.step}{more}: {last.message}", style="bold red")))
         return found

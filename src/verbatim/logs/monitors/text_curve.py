@@ -105,17 +105,13 @@ class _Frame:
         def row_of(value: float) -> int:
             return round((high - min(max(value, low), high)) / (high - low) * (self.height - 1))
 
-        def column_of(step: int) -> int:
-            first, last = self.steps
-            return round((step - first) / max(1, last - first) * (columns - 1))
-
         cells = [[" "] * columns for _ in range(self.height)]
         for value in constants.values():
             cells[row_of(value)] = [self.marks.constant] * columns
         self._draw_line(cells, rewards, low, high)
-        for mark, points in zip(self._eval_marks(evals), evals.values(), strict=True):
+        for mark, points in zip(itertools.cycle(self.marks.evals), evals.values(), strict=False):
             for step, value in points:
-                cells[row_of(value)][column_of(step)] = mark
+                cells[row_of(value)][self._column(step, columns)] = mark
         labelled, plain, corner, bottom = self.marks.axes
         lines = [
             f"{labels[row] if row % _TICKS == 0 else '':>{margin}} {labelled if row % _TICKS == 0 else plain}"
@@ -130,10 +126,9 @@ class _Frame:
         """The mean of the points of each column of dots; a line from one to the next."""
         across, down = (2, 4) if self.marks.line is None else (1, 1)
         columns, rows = across * len(cells[0]), down * self.height
-        first, last = self.steps
         at: dict[int, list[float]] = {}
         for step, value in points:
-            at.setdefault(round((step - first) / max(1, last - first) * (columns - 1)), []).append(value)
+            at.setdefault(self._column(step, columns), []).append(value)
         means = {x: sum(values) / len(values) for x, values in at.items()}
         # The centre of the first row of cells is `high`, that of the last one `low`, as for marks.
         dots = {x: (high - mean) / (high - low) * (rows - down) + (down - 1) // 2 for x, mean in means.items()}
@@ -146,8 +141,9 @@ class _Frame:
                 drawn = before if before >= _BRAILLE and before < _BRAILLE + 256 else _BRAILLE
                 cells[row][column] = chr(drawn | _DOTS[y % down][x % across])
 
-    def _eval_marks(self, evals: Mapping[str, object]) -> list[str]:
-        return [self.marks.evals[number % len(self.marks.evals)] for number in range(len(evals))]
+    def _column(self, step: int, columns: int) -> int:
+        first, last = self.steps
+        return round((step - first) / max(1, last - first) * (columns - 1))
 
     def _step_labels(self, columns: int) -> str:
         first, last = self.steps
@@ -171,7 +167,7 @@ class _Frame:
             found.append(
                 f"{indent}{line} training reward of the steps: first {rewards[0][1]:.3g}, last {rewards[-1][1]:.3g}"
             )
-        for mark, (env, points) in zip(self._eval_marks(evals), evals.items(), strict=True):
+        for mark, (env, points) in zip(itertools.cycle(self.marks.evals), evals.items(), strict=False):
             last = f", {points[-1][1]:.3f} after step {points[-1][0]}" if len(points) > 1 else ""
             found.append(f"{indent}{mark}  {env}: success {points[0][1]:.3f} after step {points[0][0]}{last}")
         found += [
