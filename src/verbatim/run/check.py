@@ -10,7 +10,7 @@ from typing import Any
 from verbatim.config.schema import RunConfig, TeacherConfig
 from verbatim.config.sections import BackendSettings, table_of
 from verbatim.core.errors import ComponentError, ModelError, UsageError
-from verbatim.core.imports import is_installed
+from verbatim.core.imports import refuse_without
 from verbatim.core.records.experts import Routing
 from verbatim.environments import ENVIRONMENTS
 from verbatim.environments.resolve import corpus
@@ -165,10 +165,7 @@ def _check_teacher(teacher: TeacherConfig) -> None:
         named_key(teacher.base_url, teacher.api_key_env)
     except UsageError as error:
         raise UsageError(f"orchestrator.teacher.{error}") from error
-    if not is_installed("aiohttp"):
-        raise UsageError(
-            "a teacher behind orchestrator.teacher.base_url needs the package aiohttp: pip install 'verbatim-rl[api]'"
-        )
+    refuse_without("aiohttp", extra="api", what="a teacher behind orchestrator.teacher.base_url")
 
 
 def _check_frozen(model: str, name: str, config: RunConfig) -> None:

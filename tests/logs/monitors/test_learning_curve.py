@@ -10,7 +10,6 @@ import pytest
 
 from verbatim.core.errors import UsageError
 from verbatim.logs.monitors import LearningCurve, MetricsLog
-from verbatim.logs.monitors import learning_curve as module
 from verbatim.logs.monitors.learning_curve import Curve, draw_curve, read_curve
 
 
@@ -73,11 +72,11 @@ def test_the_monitor_draws_after_each_evaluation(metrics: Path, tmp_path: Path):
 
 
 def test_without_matplotlib_it_says_what_to_type(metrics: Path, tmp_path: Path, monkeypatch, caplog):
-    monkeypatch.setattr(module, "_has_matplotlib", lambda: False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install 'verbatim-rl\[plot\]'"):
         draw_curve(Curve(), tmp_path / "curve.png")
     with caplog.at_level(logging.WARNING):
         monitor = LearningCurve(metrics, tmp_path / "curve.png")
         monitor.on_eval(2, "guess", {})
-    assert "no curve.png for this run: learning curves need matplotlib" in caplog.text
+    assert "no curve.png for this run: matplotlib is not installed; type: pip install" in caplog.text
     assert not (tmp_path / "curve.png").exists()

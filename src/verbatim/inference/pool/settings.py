@@ -10,7 +10,7 @@ from pydantic import model_validator
 from verbatim.config import BackendSettings
 from verbatim.config.sections import PositiveFloat
 from verbatim.core.errors import UsageError
-from verbatim.core.imports import is_installed
+from verbatim.core.imports import refuse_without
 
 
 class ServerSettings(BackendSettings):
@@ -51,8 +51,7 @@ class ServerSettings(BackendSettings):
 
     def check(self) -> None:
         """Refuse addresses that are none, and a variable without a key."""
-        if not is_installed("aiohttp"):
-            raise UsageError("urls: the HTTP client needs the package aiohttp: pip install 'verbatim-rl[serve]'")
+        refuse_without("aiohttp", extra="serve", what="urls: the HTTP client")
         from verbatim.inference.http.connection_settings import check_address
 
         for url in self.urls:

@@ -8,14 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verbatim.core.errors import UsageError
-from verbatim.core.imports import is_installed
+from verbatim.core.imports import is_installed, refuse_without
 from verbatim.logs.monitors.base import Metrics, Monitor
 from verbatim.logs.monitors.metrics_log import read_metrics
 
 logger = logging.getLogger(__name__)
-
-INSTALL = "learning curves need matplotlib, which is not installed; type: pip install 'verbatim-rl[plot]'"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +53,7 @@ def draw_curve(curve: Curve, path: Path, *, title: str = "", best_constant: Mapp
     Raises:
         UsageError: matplotlib is missing.
     """
-    if not _has_matplotlib():
-        raise UsageError(INSTALL)
+    refuse_without("matplotlib", extra="plot", what="a learning curve")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -98,9 +94,10 @@ class LearningCurve(Monitor):
     ) -> None:
         self.metrics_path, self.path = metrics_path, path
         self.title, self.best_constant = title, best_constant
-        self.available = _has_matplotlib()
+        self.available = is_installed("matplotlib")
         if not self.available:
-            logger.warning("no %s for this run: %s", path.name, INSTALL)
+            install = "pip install 'verbatim-rl[plot]'"
+            logger.warning("no %s for this run: matplotlib is not installed; type: %s", path.name, install)
 
     def on_eval(self, step: int, env: str, metrics: Metrics) -> None:
         """Draw again, from the log: listed after the `MetricsLog`, this evaluation is in it."""
@@ -120,7 +117,3 @@ def _draw_evals(axes: Any, env: str, points: list[tuple[int, float]], color: str
     for name, point in (("before", points[0]), ("after", points[-1]))[: len(points)]:
         axes.plot(*point, "o", color=color, markersize=9, fillstyle="none")
         axes.annotate(f"{name}: {point[1]:.2f}", point, textcoords="offset points", xytext=(0, 9), ha="center")
-
-
-def _has_matplotlib() -> bool:
-    return is_installed("matplotlib")

@@ -15,7 +15,7 @@ from pydantic import Field
 from verbatim.config import BackendSettings
 from verbatim.config.sections import NonNegativeFloat
 from verbatim.core.errors import SamplerFault, UsageError
-from verbatim.core.imports import is_installed
+from verbatim.core.imports import refuse_without
 from verbatim.core.texts import error_text
 from verbatim.inference.http.sampler import HttpSampler
 from verbatim.inference.http.server import serve_sampler
@@ -44,10 +44,7 @@ class RaySettings(BackendSettings):
 
     def check(self) -> None:
         """Refuse a machine without Ray."""
-        if not is_installed("ray"):
-            raise UsageError(
-                "orchestrator.rollout.backend = \"ray\" needs the package ray: pip install 'verbatim-rl[ray]'"
-            )
+        refuse_without("ray", extra="ray", what='orchestrator.rollout.backend = "ray"')
 
 
 @contextlib.asynccontextmanager
