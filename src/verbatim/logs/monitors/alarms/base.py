@@ -246,7 +246,6 @@ def _rows(
 ) -> list[tuple[float, ...]]:
     """The values of the steps that have all of them; empty where these are fewer than half of `count`, or there are
     fewer steps."""
-    rows = [[figures.of(env).get(name, missing) for name in names] for figures in steps]
-    whole = [tuple(value for value in row if value is not None) for row in rows]
-    found = [row for row in whole if len(row) == len(names)]
+    rows: list[tuple[Any, ...]] = [tuple(own.of(env).get(name, missing) for name in names) for own in steps]
+    found = [row for row in rows if None not in row]
     return found if len(steps) >= count and 2 * len(found) >= count else []
