@@ -217,7 +217,8 @@ def everything_filtered(
         if not counts or is_solved or _is_mastered(window, steps, env):
             continue
         completed, latest = _total(found, env, "completed"), found[-1].of(env)
-        dropped, ((reason, _),) = counts.total() / completed, counts.most_common(1)
+        dropped = counts.total() / completed
+        ((reason, _),) = counts.most_common(1)
         yield Sight(
             level=over(dropped, share),
             env=env,

@@ -110,7 +110,7 @@ def reward_hacking(
                 level=min(grown[why], over(paid, credit)),
                 env=env,
                 why=why,
-                values={"figure": name, "tool": name.removeprefix(TOOL), "was": was, "now": now},
+                values={"tool": name.removeprefix(TOOL), "was": was, "now": now},
                 evidence={name: now, f"{name} before": was, "correlation with the reward": paid},
             )
 
