@@ -107,8 +107,8 @@ LIMITS = (
     Fault(
         name="what a client asks wrongly is a failure of the gateway",
         file="rollouts/gateway/wire.py",
-        old='        return 400, cut(str(error), _LONGEST_MESSAGE), ""\n',
-        new='        return 500, cut(str(error), _LONGEST_MESSAGE), ""\n',
+        old="        return Refused(400, cut(str(error), _LONGEST_MESSAGE))\n",
+        new="        return Refused(500, cut(str(error), _LONGEST_MESSAGE))\n",
         harm="A client asks again and again for what can never be answered.",
         tests=("rollouts/gateway/test_hostile_gateway.py",),
     ),

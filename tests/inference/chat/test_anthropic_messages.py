@@ -17,12 +17,12 @@ from pydantic import TypeAdapter
 from verbatim.core.types import StopReason, ToolCall
 from verbatim.inference.chat import anthropic_form
 from verbatim.inference.chat.anthropic_messages import FIELDS, AnthropicMessages
+from verbatim.inference.chat.fields import BadField
 from verbatim.inference.chat.protocol import (
     ChatDelta,
     ChatReply,
     ChatRequest,
     Options,
-    ProtocolRefusal,
     RequestedSampling,
     Stamp,
 )
@@ -38,11 +38,11 @@ def read(options: Options | None = None, headers: dict[str, str] | None = None, 
     return AnthropicMessages(options or Options()).read(body, headers or {})
 
 
-def refused(options: Options | None = None, **fields: Any) -> ProtocolRefusal:
-    with pytest.raises(ProtocolRefusal) as found:
+def refused(options: Options | None = None, **fields: Any) -> BadField:
+    with pytest.raises(BadField) as found:
         read(options, **fields)
     refusal = found.value
-    assert refusal.body == {
+    assert AnthropicMessages().error(refusal.status, refusal.message, refusal.field) == {
         "type": "error",
         "request_id": None,
         "error": {"type": "invalid_request_error", "message": refusal.message},
@@ -179,7 +179,7 @@ def test_blocks_become_messages_in_their_order():
 def test_what_cannot_be_honoured_is_refused_by_its_name(fields, name, said):
     refusal = refused(**fields)
     assert said in refusal.message
-    assert refusal.field == name
+    assert refusal.counted_as == name
 
 
 def test_a_server_may_let_named_fields_pass():
@@ -196,8 +196,8 @@ def test_a_server_may_let_named_fields_pass():
 
 
 def test_a_count_needs_no_limit():
-    protocol = AnthropicMessages()
-    assert protocol.read_count({"messages": HELLO}, {}).messages == read().messages
+    protocol = AnthropicMessages(needs_limit=False)
+    assert protocol.read({"messages": HELLO}, {}).messages == read().messages
     assert protocol.count(5) == {"input_tokens": 5}
 
 

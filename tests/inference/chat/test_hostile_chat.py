@@ -17,9 +17,10 @@ from verbatim.inference.base import Completion
 from verbatim.inference.chat.anthropic_messages import AnthropicMessages
 from verbatim.inference.chat.openai_chat import OpenAIChat
 from verbatim.inference.chat.openai_responses import OpenAIResponses
-from verbatim.inference.chat.protocol import ChatProtocol, ProtocolRefusal, Stamp
+from verbatim.inference.chat.protocol import ChatProtocol, Stamp
 from verbatim.inference.http.chat_work import read_chat, read_completion
 from verbatim.inference.http.exchange import json_answer
+from verbatim.inference.http.refused import Refused
 
 ALL: tuple[ChatProtocol, ...] = (OpenAIChat(), AnthropicMessages(), OpenAIResponses())
 PROTOCOLS = dict(zip(CHATS, ALL, strict=True))
@@ -37,8 +38,9 @@ def outcome(data: bytes, protocol: ChatProtocol) -> str | None:
     )
     try:
         asked = read_chat(data, {}, protocol, renderer=renderer, model="tiny", room=4000, vocab_size=VOCAB_SIZE)
-    except ProtocolRefusal as refusal:
-        assert json.loads(json.dumps(refusal.body))["error"]["message"] == refusal.message
+    except Refused as refusal:
+        body = protocol.error(refusal.status, refusal.message, refusal.field)
+        assert json.loads(json.dumps(body))["error"]["message"] == refusal.message
         return refusal.message
     except VerbatimError as error:
         return str(error)

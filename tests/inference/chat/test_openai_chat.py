@@ -16,13 +16,13 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from verbatim.core.types import StopReason, ToolCall
 from verbatim.inference.chat import messages, openai_form, protocol, streaming
+from verbatim.inference.chat.fields import BadField
 from verbatim.inference.chat.openai_chat import FIELDS, OpenAIChat
 from verbatim.inference.chat.protocol import (
     ChatDelta,
     ChatReply,
     ChatRequest,
     Options,
-    ProtocolRefusal,
     RequestedSampling,
     Stamp,
 )
@@ -37,13 +37,14 @@ def read(options: Options | None = None, headers: dict[str, str] | None = None, 
     return OpenAIChat(options or Options()).read({"messages": HELLO, **fields}, headers or {})
 
 
-def refused(options: Options | None = None, **fields: Any) -> ProtocolRefusal:
-    with pytest.raises(ProtocolRefusal) as found:
+def refused(options: Options | None = None, **fields: Any) -> BadField:
+    with pytest.raises(BadField) as found:
         read(options, **fields)
     refusal = found.value
     assert refusal.status == 400
-    assert refusal.body["error"]["message"] == refusal.message == str(refusal)
-    assert refusal.body["error"]["type"] == "invalid_request_error"
+    error = OpenAIChat().error(refusal.status, refusal.message, refusal.field)["error"]
+    assert error["message"] == refusal.message == str(refusal)
+    assert error["type"] == "invalid_request_error"
     return refusal
 
 
@@ -237,9 +238,10 @@ def test_a_session_comes_from_the_body_or_the_header():
 def test_what_cannot_be_honoured_is_refused_by_its_name(fields, name, said):
     refusal = refused(**fields)
     assert said in refusal.message
-    assert refusal.field == name
+    assert refusal.counted_as == name
     copy = pickle.loads(pickle.dumps(refusal))  # noqa: S301
-    assert (copy.status, copy.body, copy.message, copy.field) == (400, refusal.body, refusal.message, refusal.field)
+    assert (copy.status, copy.message, copy.field) == (400, refusal.message, refusal.field)
+    assert copy.counted_as == refusal.counted_as
 
 
 def test_a_body_that_is_too_deep_is_refused():

@@ -13,13 +13,13 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from verbatim.core.types import StopReason, ToolCall
+from verbatim.inference.chat.fields import BadField
 from verbatim.inference.chat.openai_responses import FIELDS, OpenAIResponses
 from verbatim.inference.chat.protocol import (
     ChatDelta,
     ChatReply,
     ChatRequest,
     Options,
-    ProtocolRefusal,
     RequestedSampling,
     Stamp,
 )
@@ -34,10 +34,11 @@ def read(options: Options | None = None, headers: dict[str, str] | None = None, 
     return OpenAIResponses(options or Options()).read({"input": "hi", **fields}, headers or {})
 
 
-def refused(options: Options | None = None, **fields: Any) -> ProtocolRefusal:
-    with pytest.raises(ProtocolRefusal) as found:
+def refused(options: Options | None = None, **fields: Any) -> BadField:
+    with pytest.raises(BadField) as found:
         read(options, **fields)
-    assert found.value.body["error"]["message"] == found.value.message
+    body = OpenAIResponses().error(found.value.status, found.value.message, found.value.field)
+    assert body["error"]["message"] == found.value.message
     return found.value
 
 
@@ -197,7 +198,7 @@ def test_items_of_one_turn_are_one_message():
 def test_what_cannot_be_honoured_is_refused_by_its_name(fields, name, said):
     refusal = refused(**fields)
     assert said in refusal.message
-    assert refusal.field == name
+    assert refusal.counted_as == name
 
 
 def test_a_server_may_let_named_fields_pass():

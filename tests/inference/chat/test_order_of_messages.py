@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from verbatim.inference.chat.anthropic_messages import AnthropicMessages
+from verbatim.inference.chat.fields import BadField
 from verbatim.inference.chat.openai_chat import OpenAIChat
 from verbatim.inference.chat.openai_responses import OpenAIResponses
-from verbatim.inference.chat.protocol import ProtocolRefusal
 
 HELLO = {"role": "user", "content": "hi"}
 LATER = {"role": "system", "content": "It is late."}
@@ -53,7 +53,7 @@ def read(protocol, messages):
 
 
 def refused(protocol, messages):
-    with pytest.raises(ProtocolRefusal) as found:
+    with pytest.raises(BadField) as found:
         read(protocol, messages)
     assert found.value.status == 400
     return found.value.field, found.value.message
@@ -152,5 +152,5 @@ def test_an_answer_that_was_begun_is_refused(protocol, messages, field, where):
 
 
 def test_tokens_are_counted_of_what_may_be_sent_only():
-    with pytest.raises(ProtocolRefusal, match="would have to be continued"):
-        AnthropicMessages().read_count({"messages": [HELLO, BEGUN]}, {})
+    with pytest.raises(BadField, match="would have to be continued"):
+        AnthropicMessages(needs_limit=False).read({"messages": [HELLO, BEGUN]}, {})

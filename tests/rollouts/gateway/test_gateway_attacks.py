@@ -12,9 +12,9 @@ from scripted_gateway import Client, gateway_over
 from verbatim.core.descriptors import raise_descriptor_limit
 from verbatim.inference.http.doors import Door
 from verbatim.inference.http.pace import Pace
+from verbatim.inference.http.refused import Refused
 from verbatim.rollouts.gateway.budget import ByteBudget
 from verbatim.rollouts.gateway.service import ServiceLimits
-from verbatim.rollouts.gateway.session_settings import SessionRefusal
 from waiting import HANGS, until
 
 pytestmark = pytest.mark.realtime
@@ -236,16 +236,16 @@ async def test_the_bytes_of_a_session_at_a_time_are_limited():
 async def test_where_all_bytes_are_taken_others_wait_and_are_told_so():
     budget = ByteBudget(10, 15)
     async with budget.hold("a", 10, 1):
-        with pytest.raises(SessionRefusal, match="more than 10 bytes"):
+        with pytest.raises(Refused, match="more than 10 bytes"):
             async with budget.hold("a", 1, 1):
                 pass
         waiting = asyncio.create_task(budget.hold("b", 10, HANGS).__aenter__())
-        with pytest.raises(SessionRefusal, match="too many large requests"):
+        with pytest.raises(Refused, match="too many large requests"):
             async with budget.hold("c", 10, 0.01):
                 pass
         assert not waiting.done() and budget.held == 10
     grow = await waiting
-    with pytest.raises(SessionRefusal, match="more than 10 bytes"):
+    with pytest.raises(Refused, match="more than 10 bytes"):
         grow(1)
     assert budget.held == 10
 

@@ -26,7 +26,6 @@ from verbatim.inference.chat.fields import (
     read_session,
     read_stops,
     read_text,
-    refusing,
     text_of,
 )
 from verbatim.inference.chat.messages import Order, call_of, function_tool, joined_text, refuse_begun
@@ -67,39 +66,22 @@ class AnthropicMessages:
 
     options: Options = field(default_factory=Options)
     name: str = "anthropic_messages"
+    needs_limit: bool = True
+    """Whether a request has to say `max_tokens`; one whose tokens are counted does not."""
 
     def read(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> ChatRequest:
         """The request in a body.
 
         Raises:
-            ProtocolRefusal: a field that is invalid, or that cannot be honoured.
+            BadField: a field that is invalid, or that cannot be honoured.
         """
-        return self._refusing(body, headers, needs_limit=True)
-
-    def read_count(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> ChatRequest:
-        """The request in a body whose tokens are to be counted: it needs no `max_tokens`.
-
-        Raises:
-            ProtocolRefusal: as `read`.
-        """
-        return self._refusing(body, headers, needs_limit=False)
-
-    def count(self, num_prompt_tokens: int) -> dict[str, Any]:
-        """The answer to a request for a count."""
-        return {"input_tokens": num_prompt_tokens}
-
-    def _refusing(self, body: Mapping[str, Any], headers: Mapping[str, str], *, needs_limit: bool) -> ChatRequest:
-        with refusing(self.error):
-            return self._read(body, headers, needs_limit=needs_limit)
-
-    def _read(self, body: Mapping[str, Any], headers: Mapping[str, str], *, needs_limit: bool) -> ChatRequest:
         check_values(body)
         unenforced = FIELDS.check(body, self.options)
         unenforced += _OUTPUT.check(read_object(body, "output_config"), self.options, "output_config")
         unenforced += self._check_thinking(read_object(body, "thinking"))
         ours = read_object(body, OURS)
         _OURS.check(ours, _NO_OPTIONS, OURS)
-        if needs_limit and body.get("max_tokens") is None:
+        if self.needs_limit and body.get("max_tokens") is None:
             raise BadField("max_tokens", "max_tokens: expected the most tokens of the answer, found nothing")
         tools = tuple(
             _read_tool(tool, f"tools[{k}]") for k, tool in enumerate(read_list(body, "tools", most=MOST_TOOLS))
@@ -143,6 +125,10 @@ class AnthropicMessages:
             raise BadField("thinking", f"thinking.type = {brief(kind)}; expected enabled, adaptive or between_tools")
         read_integer(thinking, "budget_tokens", least=1)
         return ()
+
+    def count(self, num_prompt_tokens: int) -> dict[str, Any]:
+        """The answer to a request for a count."""
+        return {"input_tokens": num_prompt_tokens}
 
     def answer(self, request: ChatRequest, replies: Sequence[ChatReply], stamp: Stamp) -> dict[str, Any]:
         """The whole answer."""

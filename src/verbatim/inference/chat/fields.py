@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from verbatim.core.sampling import LONGEST_STOP, MOST_STOP_IDS, MOST_STOPS, SamplingParams, stop_problem
-from verbatim.inference.chat.protocol import UNENFORCEABLE, Options, ProtocolRefusal, RequestedSampling, ToolChoice
+from verbatim.inference.chat.protocol import UNENFORCEABLE, Options, RequestedSampling, ToolChoice
 from verbatim.inference.http.lone_surrogates import find_lone_surrogate
 from verbatim.inference.http.protocol import brief
+from verbatim.inference.http.refused import Refused
 from verbatim.models.renderers.nesting import MAX_DEPTH, levels
 
 MOST_MESSAGES = 20_000
@@ -23,7 +23,7 @@ _SHOWN_PARTS = 5
 """Keys and places of a value that is nested too deeply that are shown."""
 
 
-class BadField(ValueError):
+class BadField(Refused):
     """A field that is refused; the message says what was found and what was expected.
 
     Args:
@@ -33,8 +33,7 @@ class BadField(ValueError):
     """
 
     def __init__(self, field: str, message: str, *, unknown: bool = False) -> None:
-        super().__init__(message)
-        self.field, self.unknown = field, unknown
+        super().__init__(400, message, field=field, unknown=unknown)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,23 +81,6 @@ class Fields:
             hint = f"; only {' or '.join(map(brief, accepted))} is accepted" if accepted else ""
             raise BadField(_path(path), f"{path} = {brief(value)} cannot be honoured here{hint}")
         return tuple(passed)
-
-
-@contextlib.contextmanager
-def refusing(error: Callable[[int, str, str], dict[str, Any]]) -> Iterator[None]:
-    """A `BadField` of the block becomes the refusal of its request.
-
-    Args:
-        error: (status, message, field) -> the protocol's form of it.
-
-    Raises:
-        ProtocolRefusal: a field that is invalid, or that cannot be honoured.
-    """
-    try:
-        yield
-    except BadField as bad:
-        body = error(400, str(bad), bad.field)
-        raise ProtocolRefusal(400, body, str(bad), "other" if bad.unknown else bad.field) from None
 
 
 def check_values(body: Mapping[str, Any]) -> None:

@@ -24,7 +24,6 @@ from verbatim.inference.chat.fields import (
     read_session,
     read_stops,
     read_text,
-    refusing,
     text_of,
 )
 from verbatim.inference.chat.messages import Order, call_of, function_tool, joined_text, refuse_begun
@@ -92,12 +91,8 @@ class OpenAIChat:
         """The request in a body.
 
         Raises:
-            ProtocolRefusal: a field that is invalid, or that cannot be honoured.
+            BadField: a field that is invalid, or that cannot be honoured.
         """
-        with refusing(self.error):
-            return self._read(body, headers)
-
-    def _read(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> ChatRequest:
         check_values(body)
         unenforced = FIELDS.check(body, self.options)
         ours = read_object(body, OURS)

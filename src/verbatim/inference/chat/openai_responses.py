@@ -18,7 +18,6 @@ from verbatim.inference.chat.fields import (
     read_sampling,
     read_session,
     read_text,
-    refusing,
 )
 from verbatim.inference.chat.openai_form import error_body
 from verbatim.inference.chat.protocol import ChatReply, ChatRequest, Options, Stamp
@@ -82,12 +81,8 @@ class OpenAIResponses:
         """The request in a body.
 
         Raises:
-            ProtocolRefusal: a field that is invalid, or that cannot be honoured.
+            BadField: a field that is invalid, or that cannot be honoured.
         """
-        with refusing(self.error):
-            return self._read(body, headers)
-
-    def _read(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> ChatRequest:
         check_values(body)
         if body.get("previous_response_id") is not None:
             raise BadField(

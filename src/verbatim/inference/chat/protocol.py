@@ -1,4 +1,4 @@
-"""Defines what a chat protocol reads and writes: canonical requests, replies and deltas, and the refusal of a request.
+"""Defines what a chat protocol reads and writes: canonical requests, replies and deltas.
 
 A protocol is pure: bodies in, records out, and back. It knows nothing of renderers, samplers and connections.
 """
@@ -17,24 +17,6 @@ from verbatim.core.types import Float32, Int32, Message, MessageToolCall, StopRe
 ToolChoice: TypeAlias = Literal["auto", "none", "required", "named"]
 Finish: TypeAlias = Literal["stop", "stop_string", "tool_calls", "length"]
 """Why a reply ended: the model's own end, a stop string, calls of tools, or the limit of tokens."""
-
-
-class ProtocolRefusal(Exception):
-    """A request that is refused, with its answer in the protocol's own form. Can be pickled.
-
-    Args:
-        status: HTTP status.
-        body: The answer's body.
-        message: What was found and what was expected.
-        field: Name of the field that is refused, for counts; "" = the request as a whole.
-    """
-
-    def __init__(self, status: int, body: Mapping[str, Any], message: str, field: str = "") -> None:
-        super().__init__(status, body, message, field)  # pickle calls it with these
-        self.status, self.body, self.message, self.field = status, body, message, field
-
-    def __str__(self) -> str:
-        return self.message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,7 +281,7 @@ class ChatProtocol(Protocol):
             headers: By lower-case name.
 
         Raises:
-            ProtocolRefusal: a field that is invalid, or that cannot be honoured.
+            BadField: a field that is invalid, or that cannot be honoured.
         """
 
     def answer(self, request: ChatRequest, replies: Sequence[ChatReply], stamp: Stamp) -> dict[str, Any]:

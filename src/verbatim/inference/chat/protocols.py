@@ -27,7 +27,7 @@ class ChatProtocols:
             "chat/completions": cast(ChatProtocol, OpenAIChat(options)),
             "responses": cast(ChatProtocol, OpenAIResponses(options)),
             "messages": cast(ChatProtocol, self.anthropic),
-            COUNT: cast(ChatProtocol, self.anthropic),
+            COUNT: cast(ChatProtocol, AnthropicMessages(options, needs_limit=False)),
         }
 
     def of(self, route: str) -> ChatProtocol:

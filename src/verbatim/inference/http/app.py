@@ -12,7 +12,7 @@ import random
 import sys
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ from verbatim.core.sampling import MOST_STOP_IDS
 from verbatim.core.texts import cut
 from verbatim.inference import elsewhere
 from verbatim.inference.base import Sampler, SaysHow, failure_of
-from verbatim.inference.chat.protocol import Options, ProtocolRefusal
+from verbatim.inference.chat.protocol import Options
 from verbatim.inference.chat.protocols import model_card, model_list
 from verbatim.inference.elsewhere import is_key, key_of
 from verbatim.inference.http import protocol
@@ -39,7 +39,8 @@ from verbatim.inference.http.exchange import STOPPING, ClientGone, StopEvent, ch
 from verbatim.inference.http.json_size import LARGE, MOST_VALUES
 from verbatim.inference.http.limits import ServerLimits
 from verbatim.inference.http.protocol import brief
-from verbatim.inference.http.request_body import Refused, check_model, read_json, read_name, read_request, refuse_others
+from verbatim.inference.http.refused import Refused
+from verbatim.inference.http.request_body import check_model, read_json, read_name, read_request, refuse_others
 from verbatim.inference.pool.base import SaysLoad
 from verbatim.inference.validation import check_ids, check_temperature, check_version
 from verbatim.models.renderers.stop_ids import ends_within
@@ -141,7 +142,7 @@ class SamplerApp:
         return (
             JSONResponse({"status": "ok", "server": self._id})
             if failure is None
-            else self._refusal(request, 503, failure)
+            else self._refusal(request, Refused(503, failure))
         )
 
     async def _models(self, request: Request) -> dict[str, Any]:
@@ -296,20 +297,19 @@ class SamplerApp:
                 return found if isinstance(found, Response) else JSONResponse(found)
             except (ClientGone, ClientDisconnect):
                 return Response(status_code=499)  # client closed request
-            except ProtocolRefusal as error:
-                return _json(error.status, error.body)
             except Refused as error:
-                return self._refusal(request, error.status, error.message)
+                return self._refusal(request, error)
             except VerbatimError as error:
                 if (failure := failure_of(self._sampler)) is not None:
-                    return self._refusal(request, 503, failure)
+                    return self._refusal(request, Refused(503, failure))
                 status, body = protocol.error_body(error)
                 if status >= 500:
                     logger.warning("a request failed: %s", cut(str(error)))
-                return self._refusal(request, status, cut(str(error), _LONGEST_MESSAGE), body["error"]["type"])
+                message = cut(str(error), _LONGEST_MESSAGE)
+                return self._refusal(request, Refused(status, message, body["error"]["type"]))
             except (OverflowError, RecursionError, UnicodeError) as error:  # invalid numbers, depths and texts
                 message = f"the request is invalid: {type(error).__name__}: {error}"[:_LONGEST_MESSAGE]
-                return self._refusal(request, 400, message)
+                return self._refusal(request, Refused(400, message))
 
         return guarded
 
@@ -320,17 +320,19 @@ class SamplerApp:
             404: f"there is nothing at {brief(request.url.path)}",
             405: f"{brief(request.url.path)} does not take {request.method}",
         }
-        answer = self._refusal(request, error.status_code, said.get(error.status_code, error.detail))
+        answer = self._refusal(request, Refused(error.status_code, said.get(error.status_code, error.detail)))
         answer.headers.update(error.headers or {})
         return answer
 
-    def _refusal(self, request: Request, status: int, message: str, kind: str = "") -> Response:
+    def _refusal(self, request: Request, refused: Refused) -> Response:
         """An error in the form of the protocol that the path belongs to."""
+        status, kind = refused.status, refused.kind
         if not kind and not request.url.path.startswith("/v1/"):  # read by `HttpSampler`, which knows these two
             kind = "invalid_request_error" if status < 500 else "unavailable"
-        answer = _json(
-            status, self._chat.protocols.of(request.url.path.removeprefix("/v1/")).error(status, message, kind=kind)
-        )
+        form = self._chat.protocols.of(request.url.path.removeprefix("/v1/"))
+        # In ASCII, because messages may quote lone surrogates.
+        text = json.dumps(form.error(status, refused.message, refused.field, kind))
+        answer = Response(text, status_code=status, media_type="application/json")
         if status in (408, 411):  # without waiting for the rest of the body
             answer.headers["connection"] = "close"
         return answer
@@ -364,8 +366,3 @@ class SamplerApp:
         body = await asyncio.to_thread(read_json, data, most) if len(data) > LARGE else read_json(data, most)
         check_model(body, self._model)
         return body
-
-
-def _json(status: int, body: Mapping[str, Any]) -> Response:
-    """A JSON response in ASCII, because messages may quote lone surrogates."""
-    return Response(json.dumps(body), status_code=status, media_type="application/json")

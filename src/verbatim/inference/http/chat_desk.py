@@ -23,9 +23,8 @@ from typing import Any, TypeVar
 from verbatim.core.children import kill_group, start_async
 from verbatim.core.errors import UsageError, VerbatimError
 from verbatim.core.imports import child_environment
-from verbatim.inference.chat.protocol import ProtocolRefusal
 from verbatim.inference.http.limits import ServerLimits
-from verbatim.inference.http.request_body import Refused
+from verbatim.inference.http.refused import Refused
 from verbatim.models.renderers.base import Renderer
 from verbatim.models.renderers.renderer_spec import renderer_spec
 
@@ -69,8 +68,8 @@ class ChatDesk(ABC):
             about: Its keywords.
 
         Raises:
-            Refused: it takes too long, or too many are waiting already.
-            VerbatimError, ProtocolRefusal: as the function does.
+            Refused: it takes too long, too many are waiting already, or the function refuses the request.
+            VerbatimError: as the function does.
         """
 
 
@@ -271,7 +270,7 @@ def main() -> None:
         work, given, about = receive()
         try:
             send(work(*given, renderer=renderer, **about))
-        except (VerbatimError, Refused, ProtocolRefusal) as error:
+        except (VerbatimError, Refused) as error:
             error.__cause__ = error.__context__ = None
             send(error)
 

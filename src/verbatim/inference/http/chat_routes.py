@@ -22,21 +22,20 @@ from verbatim.core.texts import cut
 from verbatim.core.types import Int32, StopReason
 from verbatim.inference.base import Completion, Sampler, SampleRequest, Watch, generate_watched
 from verbatim.inference.chat.live import LiveAnswer
-from verbatim.inference.chat.protocol import ChatProtocol, ChatReply, ChatStream, Options, ProtocolRefusal, Stamp
+from verbatim.inference.chat.protocol import ChatProtocol, ChatReply, ChatStream, Options, Stamp
 from verbatim.inference.chat.protocols import COUNT, ChatProtocols
 from verbatim.inference.chat.stops import Decode, StopWatch
 from verbatim.inference.chat.streaming import StreamDiverged
 from verbatim.inference.http.chat_desk import ChatDesk
 from verbatim.inference.http.chat_work import Asked, read_chat, read_completion, read_partial
-from verbatim.inference.http.exchange import STOPPING, ClientGone, StopEvent, json_answer, read_body, while_there
+from verbatim.inference.http.exchange import STOPPING, ClientGone, Reply, StopEvent, json_answer, read_body, while_there
 from verbatim.inference.http.limits import ServerLimits
 from verbatim.inference.http.protocol import GENERATE
-from verbatim.inference.http.request_body import Refused
+from verbatim.inference.http.refused import Refused
 
 logger = logging.getLogger(__name__)
 
 _LONGEST_MESSAGE = 2000
-_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 class ChatRoutes:
@@ -77,8 +76,9 @@ class ChatRoutes:
         protocol = self.protocols.of(request.url.path.removeprefix("/v1/"))
         try:
             return await self._answer(request, protocol)
-        except ProtocolRefusal as refusal:
-            self.refused[f"{protocol.name}/{refusal.field or 'request'}"] += 1
+        except Refused as refusal:
+            if refusal.counted_as:
+                self.refused[f"{protocol.name}/{refusal.counted_as}"] += 1
             raise
 
     async def _answer(self, request: Request, protocol: ChatProtocol) -> Response:
@@ -110,7 +110,7 @@ class ChatRoutes:
         stamp = Stamp(created=int(time.time()), model=self._model)
         if asked.request.stream:
             stream = protocol.stream(asked.request, stamp)
-            return _EventStream(stream, self._stream(asked, stream, stamp), self._stopped)
+            return _EventStream(protocol, stream, self._stream(asked, stream, stamp), self._stopped)
         replies = await while_there(request.receive, self._stopped, self._replies(asked, stamp))
         return json_answer(protocol.answer(asked.request, replies, stamp))
 
@@ -200,33 +200,28 @@ class _EventStream(Response):
     """Sends events while the client is there. What fails after the first of them is an event too.
 
     Args:
+        protocol: Of the request.
         stream: Writes an error as an event.
         events: The events.
         stopped: Set when the server stops.
     """
 
-    def __init__(self, stream: ChatStream, events: AsyncGenerator[bytes], stopped: StopEvent) -> None:
-        super().__init__(headers=_HEADERS)
-        del self.headers["content-length"]
-        self._stream, self._events, self._stopped = stream, events, stopped
+    def __init__(
+        self, protocol: ChatProtocol, stream: ChatStream, events: AsyncGenerator[bytes], stopped: StopEvent
+    ) -> None:
+        super().__init__()
+        self._protocol, self._stream, self._events, self._stopped = protocol, stream, events, stopped
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        last = b""
+        reply = Reply(scope, send, self._protocol)
         try:
-            await while_there(receive, self._stopped, self._send(send))
-        except ClientGone:
+            await while_there(receive, self._stopped, reply.stream(self._stream, self._events))
+            await reply.end()
+        except (ClientGone, ConnectionError):
             return
-        except Refused as error:
-            last = self._stream.error(error.status, error.message)
+        except Refused as refused:
+            await reply.refuse(refused)
         except (VerbatimError, StreamDiverged) as error:
             logger.warning("a stream failed: %s", cut(str(error)))
-            last = self._stream.error(500, str(error)[:_LONGEST_MESSAGE])
-        await send({"type": "http.response.body", "body": last, "more_body": False})
-
-    async def _send(self, send: Send) -> None:
-        async with contextlib.aclosing(self._events) as events:
-            async for event in events:
-                if event:
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
+            await reply.refuse(Refused(500, str(error)[:_LONGEST_MESSAGE]))

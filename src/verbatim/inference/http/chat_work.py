@@ -10,13 +10,13 @@ from verbatim.core.sampling import SamplingParams
 from verbatim.core.texts import error_text
 from verbatim.core.types import Int32
 from verbatim.inference.base import Completion
-from verbatim.inference.chat.anthropic_messages import AnthropicMessages
 from verbatim.inference.chat.messages import text_of_all
 from verbatim.inference.chat.partial import partial_texts
-from verbatim.inference.chat.protocol import ChatProtocol, ChatReply, ChatRequest, ProtocolRefusal
+from verbatim.inference.chat.protocol import ChatProtocol, ChatReply, ChatRequest
 from verbatim.inference.chat.reply import read_reply
 from verbatim.inference.http.limits import BYTES_OF_A_TOKEN, most_text
 from verbatim.inference.http.protocol import brief, check_completion
+from verbatim.inference.http.refused import Refused
 from verbatim.inference.http.request_body import read_json
 from verbatim.models.renderers.base import Renderer
 from verbatim.models.renderers.stop_ids import ends_within
@@ -57,20 +57,15 @@ def read_chat(
         is_count: Only the tokens of the prompt are wanted.
 
     Raises:
-        ProtocolRefusal: a field that is invalid or cannot be honoured, or another model.
+        Refused: a field that is invalid or cannot be honoured, or another model.
         UsageError: no JSON object, or messages that are too long or cannot be rendered.
         RecordError: messages that are longer than the context.
         EnvironmentFault: messages that the model's template refuses.
     """
     body = read_json(data)
-    if is_count:
-        assert isinstance(protocol, AnthropicMessages)
-        request = protocol.read_count(body, headers)
-    else:
-        request = protocol.read(body, headers)
+    request = protocol.read(body, headers)
     if request.model and request.model != model:
-        message = f"there is no model {brief(request.model)} here; this server has {model!r}"
-        raise ProtocolRefusal(404, protocol.error(404, message, "model"), message, "model")
+        raise Refused(404, f"there is no model {brief(request.model)} here; this server has {model!r}", field="model")
     for name, part in (("messages", request.messages), ("tools", request.tools)):
         size = text_of_all(part)
         if size > most_text(room):

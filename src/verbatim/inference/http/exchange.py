@@ -1,24 +1,30 @@
-"""Reads the body of a request, and works for it only while its client is there."""
+"""Reads the body of a request, works for it only while its client is there, and writes the answer."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive
+from starlette.types import Receive, Scope, Send
 
-from verbatim.inference.http.limits import TINY_CHUNKS, ConnectionLimits, ServerLimits
+from verbatim.inference.chat.protocol import ChatProtocol, ChatStream
+from verbatim.inference.http.limits import CONNECTION, TINY_CHUNKS, ConnectionLimits, ServerLimits
 from verbatim.inference.http.protocol import brief
-from verbatim.inference.http.request_body import Refused
+from verbatim.inference.http.refused import Refused
 
 T = TypeVar("T")
 
 STOPPING = "the server is stopping"
+_OF_A_STREAM = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
 
 
 class ClientGone(Exception):
@@ -172,3 +178,66 @@ async def while_there(receive: Receive, stopped: StopEvent, work: Coroutine[Any,
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+class Reply:
+    """Writes the answer to one request. Its methods raise a ConnectionError if the client has gone.
+
+    Args:
+        scope, send: Of ASGI.
+        protocol: Errors are written in its form.
+    """
+
+    def __init__(self, scope: Scope, send: Send, protocol: ChatProtocol) -> None:
+        self._connection = scope.get("state", {}).get(CONNECTION)
+        self._send = send
+        self.protocol = protocol
+        self._has_begun = False
+        self._stream: ChatStream | None = None
+
+    async def whole(self, status: int, body: Mapping[str, Any]) -> None:
+        """Write all of it, in ASCII: texts may hold lone surrogates."""
+        data = json.dumps(body).encode("ascii")
+        await self._begin(status, {"content-type": "application/json", "content-length": str(len(data))})
+        await self._write(data, last=True)
+
+    async def stream(self, stream: ChatStream, events: AsyncGenerator[bytes]) -> None:
+        """Write the events of a stream, which `end` ends.
+
+        Args:
+            stream: Writes an error as an event.
+            events: The events; some are empty.
+        """
+        self._stream = stream
+        async with contextlib.aclosing(events):
+            async for event in events:
+                if event and not self._has_begun:
+                    await self._begin(200, _OF_A_STREAM)
+                if event:
+                    await self._write(event)
+
+    async def end(self) -> None:
+        """The stream is over."""
+        await self._write(b"", last=True)
+
+    async def refuse(self, refused: Refused) -> None:
+        """Write an error: in the protocol's form, or as the last event where a stream has begun."""
+        if not self._has_begun:
+            error = self.protocol.error(refused.status, refused.message, refused.field, refused.kind)
+            await self.whole(refused.status, error)
+        elif self._stream is not None:
+            await self._write(self._stream.error(refused.status, refused.message), last=True)
+
+    async def _begin(self, status: int, headers: Mapping[str, str]) -> None:
+        self._check()
+        self._has_begun = True
+        pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": pairs})
+
+    async def _write(self, data: bytes, *, last: bool = False) -> None:
+        self._check()
+        await self._send({"type": "http.response.body", "body": data, "more_body": not last})
+
+    def _check(self) -> None:
+        if self._connection is not None and self._connection.is_gone:
+            raise ConnectionResetError("the client has closed its connection")

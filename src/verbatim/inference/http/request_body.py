@@ -16,6 +16,7 @@ from verbatim.inference.http.json_size import MOST_VALUES
 from verbatim.inference.http.json_text import read_value
 from verbatim.inference.http.packed import PACKED
 from verbatim.inference.http.protocol import OURS, LogprobStyle, brief, read_ids
+from verbatim.inference.http.refused import Refused
 
 _ABOUT_TEXT = {"skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "detokenize"}
 """Settings of features that this server lacks; no value of theirs changes a token."""
@@ -40,14 +41,6 @@ _LONGEST_NAME = 1024
 """Most characters of a session's or a request's name."""
 _EXPERTS_START = "routed_experts_prompt_start"
 _IN_PARAMS = {*_KINDS, *_ABOUT_TEXT, "stop_token_ids", "seed", "logprobs", "ignore_eos", _EXPERTS_START}
-
-
-class Refused(Exception):
-    """A request refused with an HTTP status."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(status, message)  # pickle calls it with these
-        self.status, self.message = status, message
 
 
 def read_json(data: bytes | bytearray, most_values: int = MOST_VALUES) -> dict[str, Any]:

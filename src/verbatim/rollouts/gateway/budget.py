@@ -7,7 +7,7 @@ import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 
-from verbatim.rollouts.gateway.session_settings import SessionRefusal
+from verbatim.inference.http.refused import Refused
 
 
 class ByteBudget:
@@ -35,10 +35,10 @@ class ByteBudget:
             seconds: To wait for room.
 
         Raises:
-            SessionRefusal: the owner has too many, or there is no room in time.
+            Refused: the owner has too many, or there is no room in time.
         """
         held = 0
-        too_many = SessionRefusal(429, f"more than {self._each} bytes of this session's requests at a time")
+        too_many = Refused(429, f"more than {self._each} bytes of this session's requests at a time")
 
         def grow(more: int) -> None:
             nonlocal held
@@ -55,7 +55,7 @@ class ByteBudget:
                 await self._freed.wait_for(lambda: not self._of or self.held + size <= self._most)
                 grow(size)
         except TimeoutError:
-            raise SessionRefusal(503, "too many large requests at a time; try again") from None
+            raise Refused(503, "too many large requests at a time; try again") from None
         try:
             yield grow
         finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
@@ -13,23 +12,16 @@ from typing import TypeAlias
 from starlette.requests import Request
 
 from verbatim.core.types import Int32
-from verbatim.inference.chat.anthropic_messages import AnthropicMessages
 from verbatim.inference.chat.messages import text_of_all
-from verbatim.inference.chat.protocol import (
-    ChatProtocol,
-    ChatReply,
-    ChatRequest,
-    ChatStream,
-    ProtocolRefusal,
-    Stamp,
-)
-from verbatim.inference.http.json_size import LARGE, MOST_VALUES
+from verbatim.inference.chat.protocol import ChatProtocol, ChatReply, ChatRequest, Stamp
+from verbatim.inference.http.exchange import Reply
+from verbatim.inference.http.json_size import LARGE
 from verbatim.inference.http.limits import most_text
-from verbatim.rollouts.gateway.exchanges import Exchange
+from verbatim.inference.http.refused import Refused
+from verbatim.inference.http.request_body import read_json
 from verbatim.rollouts.gateway.progress import Progress
 from verbatim.rollouts.gateway.session import Session
-from verbatim.rollouts.gateway.session_settings import SessionRefusal
-from verbatim.rollouts.gateway.wire import Reply, headers_of, read_object, told
+from verbatim.rollouts.gateway.wire import headers_of
 from verbatim.rollouts.turn_arguments import LONGEST_NAME
 
 MODEL = "policy"
@@ -66,14 +58,14 @@ def sender_of(headers: Mapping[str, str]) -> Sender:
     Sender(agent='critic', thread='thread-id 01a2', trained=True)
 
     Raises:
-        SessionRefusal: it does not say in a known word whether its tokens may be trained, or its name is too long.
+        Refused: it does not say in a known word whether its tokens may be trained, or its name is too long.
     """
     trained = headers.get(TRAINED_HEADER, "true").strip().lower()
     if trained not in _TRAINED:
-        raise SessionRefusal(400, f'the header X-Verbatim-Trained is {trained!r:.80}; expected "true" or "false"')
+        raise Refused(400, f'the header X-Verbatim-Trained is {trained!r:.80}; expected "true" or "false"')
     agent = headers.get(AGENT_HEADER, "")
     if len(agent) > LONGEST_NAME:
-        raise SessionRefusal(
+        raise Refused(
             400, f"the header X-Verbatim-Agent has {len(agent):,} characters; expected at most {LONGEST_NAME}"
         )
     threads = (f"{name} {headers[name]}" for name in THREAD_HEADERS if headers.get(name))
@@ -113,23 +105,19 @@ class ReadChat:
     """Of all that the answer depends on."""
 
 
-async def read_chat(
-    session: Session, request: Request, body: bytearray, protocol: ChatProtocol, *, is_count: bool = False
-) -> ReadChat | ProtocolRefusal:
-    """Read the body of a chat request, a large one on a thread; or why its protocol refuses it.
+async def read_chat(session: Session, request: Request, body: bytearray, protocol: ChatProtocol) -> ReadChat:
+    """Read the body of a chat request, a large one on a thread.
 
     Raises:
-        SessionRefusal: no JSON object, too many values, or more text than the session's context can hold.
+        UsageError: no JSON object, or too many values.
+        Refused: a field that is invalid or cannot be honoured, or more text than the session's context can hold.
     """
     headers = headers_of(request)
     room = min(session.loop.limits.max_context, session.loop.sampler.context_length)
 
     def read() -> ReadChat:
-        given = read_object(body, MOST_VALUES)
-        if is_count and isinstance(protocol, AnthropicMessages):
-            asked = protocol.read_count(given, headers)
-        else:
-            asked = protocol.read(given, headers)
+        given = read_json(body)
+        asked = protocol.read(given, headers)
         sender = sender_of(headers)
         if max(text_of_all(asked.messages), text_of_all(asked.tools)) > most_text(room):
             raise session.too_long()
@@ -137,90 +125,49 @@ async def read_chat(
 
     try:
         return await asyncio.to_thread(read) if len(body) > LARGE else read()
-    except ProtocolRefusal as refusal:
-        session.counts[f"refused/{refusal.field or 'request'}"] += 1
-        return refusal
+    except Refused as refusal:
+        if refusal.counted_as:
+            session.counts[f"refused/{refusal.counted_as}"] += 1
+        raise
 
 
-async def answer_chat(session: Session, request: Request, chat: ReadChat, protocol: ChatProtocol, reply: Reply) -> None:
+async def answer_chat(session: Session, request: Request, chat: ReadChat, reply: Reply) -> None:
     """Answer a chat request.
 
     Args:
         session: Samples and records.
         request: Its head.
         chat: Its body, read.
-        protocol: Of the request's route.
         reply: Writes the answer.
 
     Raises:
         ConnectionError: the client went while its answer was written.
+        Exception: what answering raised.
     """
-    asked, given, sender = chat.asked, chat.given, chat.sender
+    asked, given, sender, protocol = chat.asked, chat.given, chat.sender, reply.protocol
     key, is_retry = sent_before(headers_of(request))
-    answering = _Answering(session, reply, protocol, asked)
 
     async def work(progress: Progress) -> Replies:
         return await session.answer(
             asked, agent=sender.agent, thread=sender.thread, trained=sender.trained, body=given, progress=progress
         )
 
-    try:
-        exchange = await session.exchanges.open(
-            work,
-            chat.digest,
-            key=key,
-            is_retry=is_retry,
-            progress=Progress(Stamp(created=int(time.time()), model=asked.model or MODEL), asked.n),
-        )
-        with session.exchanges.attend(exchange):
-            await (answering.stream(exchange) if asked.stream else answering.whole(exchange))
+    async def read(ids: Sequence[int], prompt_ids: Int32) -> tuple[str, str]:
+        return session.read_partial(ids, asked, prompt_ids)
+
+    stamp = Stamp(created=int(time.time()), model=asked.model or MODEL)
+    exchange = await session.exchanges.open(
+        work, chat.digest, key=key, is_retry=is_retry, progress=Progress(stamp, asked.n)
+    )
+    progress = exchange.progress
+    with session.exchanges.attend(exchange):
+        if asked.stream:
+            stream = protocol.stream(asked, progress.stamp)
+            events = progress.events(stream, exchange.task, read, lambda: session.exchanges.wait(exchange))
+            await reply.stream(stream, events)
+            session.delivered(exchange)  # a client may go as soon as it has the last event
+            await reply.end()
+        else:
+            replies = await session.exchanges.wait(exchange)
+            await reply.whole(200, protocol.answer(asked, replies, progress.stamp))
             session.delivered(exchange)
-    except ConnectionError:
-        raise
-    except Exception as error:  # noqa: BLE001  answered as what it is
-        await answering.failed(error)
-
-
-@dataclass(eq=False)
-class _Answering:
-    """One connection that waits for an answer."""
-
-    session: Session
-    reply: Reply
-    protocol: ChatProtocol
-    asked: ChatRequest
-    _writer: ChatStream | None = None
-    """Writes the parts of a stream; None where the answer is sent as a whole."""
-
-    async def whole(self, exchange: Exchange[Replies]) -> None:
-        """Send the answer once it is there."""
-        replies = await self.session.exchanges.wait(exchange)
-        await self.reply.whole(200, self.protocol.answer(self.asked, replies, exchange.progress.stamp))
-
-    async def stream(self, exchange: Exchange[Replies]) -> None:
-        """Send the answer as it is sampled, as far as the sampler shows it, and the rest at its end."""
-        session, asked, progress = self.session, self.asked, exchange.progress
-        writer = self._writer = self.protocol.stream(asked, progress.stamp)
-
-        async def read(ids: Sequence[int], prompt_ids: Int32) -> tuple[str, str]:
-            return session.read_partial(ids, asked, prompt_ids)
-
-        events = progress.events(writer, exchange.task, read, lambda: session.exchanges.wait(exchange))
-        async with contextlib.aclosing(events):
-            async for event in events:
-                await self._send(event)
-        session.delivered(exchange)  # a client may go as soon as it has the last event
-        await self.reply.end()
-
-    async def failed(self, error: Exception) -> None:
-        """Send an error: as an event where a stream has begun."""
-        status, message, kind = told(error)
-        if not self.reply.has_begun or self._writer is None:
-            await self.reply.error(self.protocol, status, message, kind)
-            return
-        await self._send(self._writer.error(status, message))
-        await self.reply.end()
-
-    async def _send(self, event: bytes) -> None:
-        if event:
-            await self.reply.event(event)

@@ -7,20 +7,23 @@ import contextlib
 import hmac
 import secrets
 import socket
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
 from verbatim.core.descriptors import raise_descriptor_limit
-from verbatim.core.errors import RolloutError, UsageError, VerbatimError
+from verbatim.core.errors import RolloutError, UsageError
 from verbatim.core.texts import cut
-from verbatim.inference.chat.protocol import ChatProtocol, Options, ProtocolRefusal
+from verbatim.inference.chat.protocol import ChatProtocol, Options
 from verbatim.inference.chat.protocols import COUNT, ChatProtocols, model_card, model_list
 from verbatim.inference.elsewhere import key_of
+from verbatim.inference.http.json_text import read_value
 from verbatim.inference.http.limits import DOOR, ConnectionLimits
+from verbatim.inference.http.lone_surrogates import find_lone_surrogate
+from verbatim.inference.http.refused import Refused
 from verbatim.inference.http.server import listen
 from verbatim.rollouts.gateway.budget import ByteBudget
 from verbatim.rollouts.gateway.session import Session
-from verbatim.rollouts.gateway.session_settings import SessionRefusal
 from verbatim.rollouts.rewards import read_agent_scores
 
 try:
@@ -30,11 +33,10 @@ try:
     from verbatim.inference.http.acceptor import Acceptor
     from verbatim.inference.http.connections import Server
     from verbatim.inference.http.doors import ConnectionTable, Door
-    from verbatim.inference.http.exchange import ClientGone, StopEvent, read_whole, while_there
-    from verbatim.inference.http.request_body import Refused
-    from verbatim.rollouts.gateway.chat import MODEL, answer_chat, read_chat
+    from verbatim.inference.http.exchange import ClientGone, Reply, StopEvent, read_whole, while_there
+    from verbatim.rollouts.gateway.chat import MODEL, ReadChat, answer_chat, read_chat
     from verbatim.rollouts.gateway.token_ids import ROUTE, answer_ids, read_ids
-    from verbatim.rollouts.gateway.wire import Reply, read_body, told
+    from verbatim.rollouts.gateway.wire import told
 except ImportError as error:
     raise UsageError(f"the gateway needs {error.name}: pip install 'verbatim-rl[gateway]'") from None
 
@@ -71,21 +73,6 @@ class ServiceLimits(ConnectionLimits):
                 f"max_body = {self.max_body}, session_bytes = {self.session_bytes}, all_bytes = "
                 f"{self.all_bytes}; expected each at least as large as the one before"
             )
-
-
-@dataclass(eq=False)
-class Body:
-    """A request's body, which counts among those of its session until the end of the block that reads it."""
-
-    data: bytearray
-    held: contextlib.AsyncExitStack
-
-    async def __aenter__(self) -> bytearray:
-        data, self.data = self.data, bytearray()
-        return data
-
-    async def __aexit__(self, *about: object) -> None:
-        await self.held.aclose()
 
 
 @dataclass(eq=False)
@@ -204,23 +191,16 @@ class Service:
         door = scope.get("state", {}).get(DOOR)
         if door is not None and (delay := door.requests.delay()):
             await asyncio.sleep(delay)
-        request, reply = Request(scope, receive), Reply(scope, send)
+        request = Request(scope, receive)
         key, route = _split(request)
-        protocol = self._protocol(request, route)
+        reply = Reply(scope, send, self._protocol(request, route))
         try:
             await self._answer(request, key, route, reply)
         except (ConnectionError, ClientDisconnect, ClientGone):  # it may ask again
             pass
-        except (SessionRefusal, Refused) as refusal:
+        except Exception as error:  # noqa: BLE001  answered as what it is
             with contextlib.suppress(ConnectionError):
-                if not reply.has_begun:
-                    await reply.error(protocol, refusal.status, refusal.message, getattr(refusal, "kind", ""))
-        except Exception as error:  # noqa: BLE001  a mistake of ours, which is logged and answered as one
-            with contextlib.suppress(ConnectionError):
-                await reply.error(protocol, *told(error))
-        if reply.has_begun and not reply.has_ended:  # a stream that the end of the service cut off
-            with contextlib.suppress(ConnectionError):
-                await reply.end()
+                await reply.refuse(told(error))
 
     async def _answer(self, request: Request, key: str | None, route: str, reply: Reply) -> None:
         if route in ("", "health") and key is None:
@@ -228,7 +208,7 @@ class Service:
             return
         entry = self._found(key)
         if entry is None:
-            raise SessionRefusal(
+            raise Refused(
                 401, "expected the key of a session that is not over, as a bearer token, as x-api-key, or in the path"
             )
         if request.method == "GET" and (route == "models" or route.startswith("models/")):
@@ -237,39 +217,42 @@ class Service:
         name = request.headers.get(SESSION_HEADER, "")
         session = entry.session or entry.members.get(name)
         if session is None:
-            raise SessionRefusal(404, f"there is no session {name!r:.80} under this key, or it is over")
+            raise Refused(404, f"there is no session {name!r:.80} under this key, or it is over")
         posts = (*self._chats.by_route, ROUTE, "reward")
         if request.method != "POST" or route not in posts:
             known = ", ".join(("GET /v1/models", *(f"POST /v1/{name}" for name in posts)))
-            raise SessionRefusal(404, f"there is no {request.method} {cut(request.url.path, 200)}; there are {known}")
-        if route == "reward":
-            await self._reward(session, request, reply)
-            return
-        arrived = await self._body(session, request, "token_counts" if route == COUNT else "requests")
-        if route == COUNT:
-            work = self._count_tokens(session, request, arrived, reply)
-        elif route == ROUTE:
-            work = self._token_ids(session, request, arrived, reply)
-        else:
-            work = self._chat(session, request, arrived, reply, self._chats.of(route))
-        try:
-            await while_there(request.receive, self._stopped, work)
-        finally:
-            await arrived.held.aclose()  # also where the work never began
+            raise Refused(404, f"there is no {request.method} {cut(request.url.path, 200)}; there are {known}")
+        await while_there(request.receive, self._stopped, await self._read(session, request, route, reply))
 
-    async def _body(self, session: Session, request: Request, kind: str | None) -> Body:
-        """A request's body; a SessionRefusal of one that its session does not take, before it is read."""
+    async def _read(self, session: Session, request: Request, route: str, reply: Reply) -> Coroutine[Any, Any, None]:
+        """Read a request; returns what answers it, when its body is let go of."""
+        kind = {COUNT: "token_counts", "reward": None}.get(route, "requests")
+        async with self._body(session, request, kind) as body:
+            if kind is None:
+                return self._reward(session, read_value(body, _SMALL), reply)
+            session.admit(kind)
+            if route == ROUTE:
+                return answer_ids(session, request, await read_ids(session, request, body), reply)
+            chat = await read_chat(session, request, body, reply.protocol)
+            if route == COUNT:
+                return self._count_tokens(session, chat, reply)
+            return answer_chat(session, request, chat, reply)
+
+    @contextlib.asynccontextmanager
+    async def _body(self, session: Session, request: Request, kind: str | None) -> AsyncIterator[bytearray]:
+        """A request's body, which counts among those of its session inside of the block; a Refused of one that its
+        session does not take, before it is read."""
         if session.over:
-            raise SessionRefusal(410, "this session is over", "session_over")
+            raise Refused(410, "this session is over", "session_over")
         limits = self.limits
         size = int(request.headers.get("content-length", 0))  # h11 has checked that it is a number
         async with contextlib.AsyncExitStack() as stack:
             with session.arriving(kind) if kind is not None else contextlib.nullcontext():
                 if size > limits.max_body:
-                    raise SessionRefusal(413, f"the request is larger than {limits.max_body} bytes")
+                    raise Refused(413, f"the request is larger than {limits.max_body} bytes")
                 grow = await stack.enter_async_context(self._budget.hold(session, size, limits.body_seconds))
                 data = await read_whole(request, limits.max_body, limits, grow)
-            return Body(data, stack.pop_all())
+            yield data
 
     def _protocol(self, request: Request, route: str) -> ChatProtocol:
         """The protocol that a client of this route reads errors in."""
@@ -284,10 +267,11 @@ class Service:
         is_right = hmac.compare_digest(parts[-1].encode(), secret.encode())
         return entry if entry is not None and is_right else None
 
-    async def _reward(self, session: Session, request: Request, reply: Reply) -> None:
+    async def _reward(self, session: Session, given: Any, reply: Reply) -> None:
         """Take the episode's reward: `{"reward": 1.0}`, or `{"reward": {part: number}}`."""
-        async with await self._body(session, request, None) as body:
-            given = read_body(body, _SMALL)
+        broken = find_lone_surrogate(given)
+        if broken is not None:
+            raise Refused(400, broken.sentence)
         reward = given.get("reward") if isinstance(given, dict) else None
         try:
             if reward is None or reward == {} or isinstance(reward, bool):
@@ -296,40 +280,13 @@ class Service:
                 )
             read_agent_scores(reward, "POST /reward")
         except RolloutError as error:
-            raise SessionRefusal(400, str(error)) from None
+            raise Refused(400, str(error)) from None
         session.reward = reward
         await reply.whole(200, {"reward": reward})
 
-    async def _count_tokens(self, session: Session, request: Request, arrived: Body, reply: Reply) -> None:
+    async def _count_tokens(self, session: Session, chat: ReadChat, reply: Reply) -> None:
         """Count the tokens of a prompt that is not sent, as Anthropic's clients ask."""
-        session.admit("token_counts")
-        async with arrived as body:
-            chat = await read_chat(session, request, body, self._chats.anthropic, is_count=True)
-        if isinstance(chat, ProtocolRefusal):
-            await reply.whole(chat.status, chat.body)
-            return
-        try:
-            await reply.whole(200, self._chats.anthropic.count(await session.count_tokens(chat.asked)))
-        except VerbatimError as error:
-            status, message, kind = told(error)
-            await reply.error(self._chats.anthropic, status, message, kind)
-
-    async def _token_ids(self, session: Session, request: Request, arrived: Body, reply: Reply) -> None:
-        session.admit()
-        async with arrived as body:
-            asked = await read_ids(session, request, body)
-        await answer_ids(session, request, asked, self._chats.of("chat/completions"), reply)
-
-    async def _chat(
-        self, session: Session, request: Request, arrived: Body, reply: Reply, protocol: ChatProtocol
-    ) -> None:
-        session.admit()
-        async with arrived as body:
-            chat = await read_chat(session, request, body, protocol)
-        if isinstance(chat, ProtocolRefusal):
-            await reply.whole(chat.status, chat.body)
-        else:
-            await answer_chat(session, request, chat, protocol, reply)
+        await reply.whole(200, self._chats.anthropic.count(await session.count_tokens(chat.asked)))
 
 
 def _split(request: Request) -> tuple[str | None, str]:

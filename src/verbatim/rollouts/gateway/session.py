@@ -21,6 +21,7 @@ from verbatim.inference.chat.partial import partial_texts
 from verbatim.inference.chat.protocol import ChatReply, ChatRequest
 from verbatim.inference.chat.reply import read_reply
 from verbatim.inference.chat.stops import StopWatch
+from verbatim.inference.http.refused import Refused
 from verbatim.inference.validation import check_prompt
 from verbatim.rollouts.agent_loop import AgentLoop
 from verbatim.rollouts.gateway.delivery import Delivery
@@ -28,7 +29,7 @@ from verbatim.rollouts.gateway.exchanges import Exchange, Exchanges
 from verbatim.rollouts.gateway.kept import Kept, with_prompt, without_messages
 from verbatim.rollouts.gateway.progress import Progress
 from verbatim.rollouts.gateway.readable import readable
-from verbatim.rollouts.gateway.session_settings import SessionRefusal, SessionSettings
+from verbatim.rollouts.gateway.session_settings import SessionSettings
 from verbatim.rollouts.gateway.threads import BranchReason, Match, Threads
 from verbatim.rollouts.gateway.watch import Watch
 from verbatim.rollouts.loop import EpisodeOver, Prompt
@@ -104,7 +105,7 @@ class Session:
         """While its body is read, a request is one of those at a time. `admit` counts it afterwards.
 
         Raises:
-            SessionRefusal: as of `admit`, before the body is read.
+            Refused: as of `admit`, before the body is read.
         """
         self._refuse_if_full(kind)
         self._num_arriving += 1
@@ -120,7 +121,7 @@ class Session:
             kind: What it is counted as; each kind may have `max_requests`.
 
         Raises:
-            SessionRefusal: the session is over, or has had or has too many.
+            Refused: the session is over, or has had or has too many.
         """
         self._refuse_if_full(kind)
         self.counts[kind] += 1
@@ -129,14 +130,12 @@ class Session:
 
     def _refuse_if_full(self, kind: str) -> None:
         if self.over:
-            raise SessionRefusal(410, "this session is over", "session_over")
+            raise Refused(410, "this session is over", "session_over")
         num_open = max(self._num_open, self.exchanges.num_waiting) + self._num_arriving
         if num_open >= self.settings.max_open:
-            raise SessionRefusal(429, f"more than {self.settings.max_open} requests of this session at a time")
+            raise Refused(429, f"more than {self.settings.max_open} requests of this session at a time")
         if self.counts[kind] >= self.settings.max_requests:
-            raise SessionRefusal(
-                403, f"more than {self.settings.max_requests} requests of this session", "max_requests"
-            )
+            raise Refused(403, f"more than {self.settings.max_requests} requests of this session", "max_requests")
 
     async def answer(
         self,
@@ -159,7 +158,7 @@ class Session:
             progress: Is told the ids of a stream as they are sampled, where the sampler shows them.
 
         Raises:
-            SessionRefusal: no turn is left, or no room for this prompt.
+            Refused: no turn is left, or no room for this prompt.
             VerbatimError: messages that cannot be rendered, or a sampler that failed.
         """
         for name in request.unenforced:
@@ -208,7 +207,7 @@ class Session:
             progress: Of the answer, where a client waits for it.
 
         Raises:
-            SessionRefusal: no turn is left, or no room for this prompt.
+            Refused: no turn is left, or no room for this prompt.
             RecordError: the sampler returned what cannot be recorded, or ids that are outside the vocabulary.
             SamplerFault: the sampler failed.
         """
@@ -416,7 +415,7 @@ class Session:
             try:
                 return asked.params(own, room=most, end_ids=ends)
             except ValueError as error:
-                raise SessionRefusal(400, str(error)) from None
+                raise Refused(400, str(error)) from None
         for name in ("temperature", "top_p", "top_k", "min_p", "seed"):
             value = getattr(asked, name)
             if value is not None and value != getattr(own, name, None):
@@ -426,27 +425,27 @@ class Session:
         ends = tuple(dict.fromkeys((*own.stop_token_ids, *asked.stop_token_ids)))
         return dataclasses.replace(own, max_tokens=most, stop_token_ids=ends)
 
-    def too_long(self) -> SessionRefusal:
+    def too_long(self) -> Refused:
         """Why a request is refused whose messages no context of this session holds, before they are rendered."""
         self.last_stop = StopReason.LENGTH
         return self._refusal(EpisodeOver(StopReason.LENGTH))
 
-    def _refusal(self, over: EpisodeOver) -> SessionRefusal:
+    def _refusal(self, over: EpisodeOver) -> Refused:
         if over.stop_reason is StopReason.LENGTH and self.loop.tokens_left is not None and self.loop.tokens_left <= 0:
             most_sampled = self.loop.limits.max_total_completion_tokens
-            return SessionRefusal(
+            return Refused(
                 403, f"the episode's {most_sampled} sampled tokens are used up", "max_total_completion_tokens"
             )
         if over.stop_reason is StopReason.LENGTH:
             most = min(self.loop.limits.max_context, self.loop.sampler.context_length)
-            return SessionRefusal(
+            return Refused(
                 400,
                 f"the messages leave no room: this model's maximum context length is {most} tokens",
                 "context_length_exceeded",
             )
         if over.stop_reason is StopReason.MAX_TURNS:
-            return SessionRefusal(403, f"the episode's {self.loop.limits.max_turns} turns are used up", "max_turns")
-        return SessionRefusal(503, f"the episode is over: {over.stop_reason}", "episode_over")
+            return Refused(403, f"the episode's {self.loop.limits.max_turns} turns are used up", "max_turns")
+        return Refused(503, f"the episode is over: {over.stop_reason}", "episode_over")
 
     def _note_branch(self, turn: int, match: Match[Kept], reason: BranchReason, found: str) -> None:
         self.counts[f"branches/{reason}"] += 1

@@ -1,4 +1,4 @@
-"""What a session makes of its requests, and the refusal of one."""
+"""What a session makes of its requests."""
 
 from __future__ import annotations
 
@@ -23,17 +23,3 @@ class SessionSettings:
     """Most requests of one session."""
     max_open: int = 256
     """Most requests of one session at a time."""
-
-
-class SessionRefusal(Exception):
-    """A request that its session does not answer.
-
-    Args:
-        status: HTTP status.
-        message: What was found and what was expected.
-        kind: The error's code in OpenAI's protocols.
-    """
-
-    def __init__(self, status: int, message: str, kind: str = "") -> None:
-        super().__init__(message)
-        self.status, self.message, self.kind = status, message, kind

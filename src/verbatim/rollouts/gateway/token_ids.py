@@ -11,15 +11,15 @@ from starlette.requests import Request
 
 from verbatim.core.sampling import MOST_STOP_IDS
 from verbatim.inference.base import Completion, SampleRequest
-from verbatim.inference.chat.protocol import ChatProtocol, Stamp
+from verbatim.inference.chat.protocol import Stamp
+from verbatim.inference.http.exchange import Reply
 from verbatim.inference.http.json_size import LARGE, MOST_VALUES
 from verbatim.inference.http.protocol import GENERATE, OURS, LogprobStyle, completion_body
-from verbatim.inference.http.request_body import read_name, read_request
+from verbatim.inference.http.request_body import read_json, read_name, read_request
 from verbatim.rollouts.gateway.chat import MODEL, Sender, digest_of, sender_of, sent_before
 from verbatim.rollouts.gateway.progress import Progress
 from verbatim.rollouts.gateway.session import Session
-from verbatim.rollouts.gateway.session_settings import SessionRefusal
-from verbatim.rollouts.gateway.wire import Reply, headers_of, read_object, told
+from verbatim.rollouts.gateway.wire import headers_of
 
 ROUTE = GENERATE.strip("/")
 """The route, behind the key."""
@@ -37,17 +37,19 @@ class ReadIds:
     """Of all that the answer depends on."""
 
 
-async def read_ids(session: Session, request: Request, body: bytearray) -> ReadIds | Exception:
-    """Read the body of a request, a large one on a thread; or what is wrong with its fields.
+async def read_ids(session: Session, request: Request, body: bytearray) -> ReadIds:
+    """Read the body of a request, a large one on a thread.
 
     Raises:
-        SessionRefusal: no JSON object, or too many values.
+        UsageError: no JSON object, too many values, or a field that cannot be honoured.
+        RecordError: invalid token ids; names the position.
+        Refused: the headers say what cannot be.
     """
     loop, sender = session.loop, sender_of(headers_of(request))
     room = loop.sampler.context_length
 
     def read() -> ReadIds:
-        given = read_object(body, MOST_VALUES + room + MOST_STOP_IDS)
+        given = read_json(body, MOST_VALUES + room + MOST_STOP_IDS)
         request_id = read_name(given, "request_id") or secrets.token_hex(16)
         asked, logprobs = read_request(given, seed=0, room=room, end_ids=loop.params.stop_token_ids)
         return ReadIds(
@@ -58,58 +60,41 @@ async def read_ids(session: Session, request: Request, body: bytearray) -> ReadI
             digest=digest_of(body, GENERATE, sender),
         )
 
-    try:
-        return await asyncio.to_thread(read) if len(body) > LARGE else read()
-    except SessionRefusal:
-        raise
-    except Exception as error:  # noqa: BLE001  answered as what it is
-        return error
+    return await asyncio.to_thread(read) if len(body) > LARGE else read()
 
 
-async def answer_ids(
-    session: Session, request: Request, ids: ReadIds | Exception, protocol: ChatProtocol, reply: Reply
-) -> None:
+async def answer_ids(session: Session, request: Request, ids: ReadIds, reply: Reply) -> None:
     """Sample and record a turn whose prompt is given as ids.
 
     Args:
         session: Samples and records.
         request: Its head.
         ids: Its body, read.
-        protocol: Errors are written in its form.
         reply: Writes the answer.
 
     Raises:
         ConnectionError: the client went while its answer was written.
-        SessionRefusal: no turn is left, or no room for this prompt.
+        Refused: no turn is left, or no room for this prompt.
+        Exception: what answering raised.
     """
     key, is_retry = sent_before(headers_of(request))
-    loop = session.loop
-    try:
-        if isinstance(ids, Exception):
-            raise ids
-        asked, sender = ids.asked, ids.sender
+    asked, sender = ids.asked, ids.sender
 
-        async def work(progress: Progress) -> Completion:
-            return await session.complete(asked, agent=sender.agent, trained=sender.trained, progress=progress)
+    async def work(progress: Progress) -> Completion:
+        return await session.complete(asked, agent=sender.agent, trained=sender.trained, progress=progress)
 
-        exchange = await session.exchanges.open(
-            work, ids.digest, key=key, is_retry=is_retry, progress=Progress(Stamp())
+    exchange = await session.exchanges.open(work, ids.digest, key=key, is_retry=is_retry, progress=Progress(Stamp()))
+    with session.exchanges.attend(exchange):
+        completion: Completion = await session.exchanges.wait(exchange)
+        found: dict[str, Any] = completion_body(
+            completion,
+            request_id=ids.request_id,
+            model=MODEL,
+            seed=0,
+            num_prompt_tokens=len(asked.prompt_ids),
+            policy_version=session.loop.sampler.policy_version,
+            logprobs=ids.logprobs,
         )
-        with session.exchanges.attend(exchange):
-            completion: Completion = await session.exchanges.wait(exchange)
-            found: dict[str, Any] = completion_body(
-                completion,
-                request_id=ids.request_id,
-                model=MODEL,
-                seed=0,
-                num_prompt_tokens=len(asked.prompt_ids),
-                policy_version=loop.sampler.policy_version,
-                logprobs=ids.logprobs,
-            )
-            del found[OURS]["seed"]  # the episode's own, whatever was asked for
-            await reply.whole(200, found)
-            session.delivered(exchange)
-    except (ConnectionError, SessionRefusal):
-        raise
-    except Exception as error:  # noqa: BLE001  answered as what it is
-        await reply.error(protocol, *told(error))
+        del found[OURS]["seed"]  # the episode's own, whatever was asked for
+        await reply.whole(200, found)
+        session.delivered(exchange)

@@ -17,11 +17,12 @@ from typing import Any
 from verbatim.core.errors import RolloutError
 from verbatim.inference.base import Completion, SampleRequest
 from verbatim.inference.cut_off import settle
+from verbatim.inference.http.refused import Refused
 from verbatim.rollouts.agent_loop import AgentLoop
 from verbatim.rollouts.gateway.progress import Progress
 from verbatim.rollouts.gateway.service import Service
 from verbatim.rollouts.gateway.session import Session
-from verbatim.rollouts.gateway.session_settings import SessionRefusal, SessionSettings
+from verbatim.rollouts.gateway.session_settings import SessionSettings
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class TraceSession(Session):
                 trained=own.trainable,
                 progress=progress,
             )
-        except SessionRefusal as refusal:
+        except Refused as refusal:
             self._trace.stop(_STOPS.get(refusal.kind, "context_length"))
             raise
         return dataclasses.replace(completion, routed_experts=None)
