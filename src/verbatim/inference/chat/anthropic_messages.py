@@ -57,7 +57,6 @@ _TOOL = Fields(
 _MESSAGE = Fields(honoured={"role", "content"}, without_effect={"id", "cache_control"})
 _OURS = Fields(honoured={"session", "seed"})
 _CHOICES: Mapping[str, ToolChoice] = {"auto": "auto", "none": "none", "any": "required", "tool": "named"}
-_NO_OPTIONS = Options()
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ class AnthropicMessages:
         unenforced += _OUTPUT.check(read_object(body, "output_config"), self.options, "output_config")
         unenforced += self._check_thinking(read_object(body, "thinking"))
         ours = read_object(body, OURS)
-        _OURS.check(ours, _NO_OPTIONS, OURS)
+        _OURS.check(ours, where=OURS)
         if self.needs_limit and body.get("max_tokens") is None:
             raise BadField("max_tokens", "max_tokens: expected the most tokens of the answer, found nothing")
         tools = tuple(
@@ -99,9 +98,7 @@ class AnthropicMessages:
             tool_choice=choice,
             tool_name=name,
             parallel_tool_calls=not read_flag(given, "disable_parallel_tool_use"),
-            sampling=read_sampling(
-                body, max_tokens=("max_tokens",), seed=read_integer(ours, "seed", least=-(2**63), most=2**63 - 1)
-            ),
+            sampling=read_sampling(body, ours, max_tokens=("max_tokens",)),
             stop=read_stops(body, "stop_sequences"),
             stream=read_flag(body, "stream"),
             include_usage=True,
@@ -167,7 +164,7 @@ def _read_messages(body: Mapping[str, Any]) -> tuple[Message, ...]:
             raise BadField(
                 "messages.role", f"{where}: expected an object with the role user or assistant, found {brief(message)}"
             )
-        _MESSAGE.check(message, _NO_OPTIONS, where)
+        _MESSAGE.check(message, where=where)
         content = message.get("content")
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
@@ -236,7 +233,7 @@ def _read_tool(value: object, where: str) -> dict[str, Any]:
             f"{where}: a tool of type {brief(tool['type'])} cannot be run here; only tools with an "
             "input_schema, which the client runs, are accepted",
         )
-    _TOOL.check(tool, _NO_OPTIONS, where)
+    _TOOL.check(tool, where=where)
     named = {"name": "name", "description": "description", "parameters": "input_schema"}
     return function_tool({key: tool[theirs] for key, theirs in named.items() if theirs in tool}, where)
 

@@ -19,6 +19,7 @@ MOST_MESSAGES = 20_000
 MOST_TOOLS = 1024
 _LONGEST_NAME = 1024
 _LARGEST_FLOAT = 1.7e308
+_NONE_PASS = Options()
 _SHOWN_PARTS = 5
 """Keys and places of a value that is nested too deeply that are shown."""
 
@@ -49,12 +50,12 @@ class Fields:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Names in this protocol of fields in `UNENFORCEABLE`."""
 
-    def check(self, body: Mapping[str, Any], options: Options, where: str = "") -> tuple[str, ...]:
+    def check(self, body: Mapping[str, Any], options: Options = _NONE_PASS, where: str = "") -> tuple[str, ...]:
         """Refuse what cannot be honoured.
 
         Args:
             body: The object; null values count as absent.
-            options: Names fields that are let pass.
+            options: Names fields that are let pass; by default none are.
             where: Path of the object, for messages: "stream_options"; "" = the request itself.
 
         Returns:
@@ -172,37 +173,44 @@ def read_object(given: Mapping[str, Any], name: str) -> dict[str, Any]:
     return value
 
 
-def read_sampling(given: Mapping[str, Any], *, max_tokens: Sequence[str], seed: int | None = None) -> RequestedSampling:
+def read_sampling(
+    given: Mapping[str, Any],
+    ours: Mapping[str, Any],
+    *,
+    max_tokens: Sequence[str],
+    most_stop_ids: int = MOST_STOP_IDS // 2,
+) -> RequestedSampling:
     """The sampling parameters of a body.
 
     Args:
         given: The body; only fields of its protocol are left in it.
+        ours: Our own part of it, whose seed replaces that of the body.
         max_tokens: Names of the limit, the strongest first.
-        seed: Replaces that of the body.
+        most_stop_ids: Most stop ids.
     """
     limits = [read_integer(given, name, least=1) for name in max_tokens]
-    values: dict[str, Any] = {name: _read_number(given, name) for name in ("temperature", "top_p", "min_p")}
+    values: dict[str, Any] = {name: read_number(given, name) for name in ("temperature", "top_p", "min_p")}
     top_k = read_integer(given, "top_k", least=-1)
     values["top_k"] = 0 if top_k == -1 else top_k  # "off" in vLLM
-    for name, value in values.items():
-        if value is not None:
-            try:
-                SamplingParams(**{name: value})
-            except ValueError as error:
-                raise BadField(name, str(error).removeprefix("sampling: ")) from None
-    stops = read_list(given, "stop_token_ids", most=MOST_STOP_IDS // 2)
+    try:
+        SamplingParams(**{name: value for name, value in values.items() if value is not None})
+    except ValueError as error:
+        said = str(error).removeprefix("sampling: ")
+        raise BadField(said.partition(" ")[0], said) from None
+    stops = read_list(given, "stop_token_ids", most=most_stop_ids)
     if not all(type(i) is int and 0 <= i < 2**31 for i in stops):
         raise BadField("stop_token_ids", f"stop_token_ids: expected token ids, found {brief(stops)}")
     return RequestedSampling(
         **values,
         max_tokens=next((limit for limit in limits if limit is not None), None),
-        seed=read_integer(given, "seed", least=-(2**63), most=2**63 - 1) if seed is None else seed,
+        seed=read_integer(given if ours.get("seed") is None else ours, "seed", least=-(2**63), most=2**63 - 1),
         stop_token_ids=tuple(stops),
         ignore_eos=read_flag(given, "ignore_eos"),
     )
 
 
-def _read_number(given: Mapping[str, Any], name: str) -> float | None:
+def read_number(given: Mapping[str, Any], name: str) -> float | None:
+    """A finite number; None where it is missing or null."""
     value = given.get(name)
     if value is None:
         return None

@@ -77,7 +77,6 @@ _OURS = Fields(honoured={"session", "seed"})
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Roles of the protocol and what templates call them."""
 _CHOICES: Mapping[str, ToolChoice] = {"auto": "auto", "none": "none", "required": "required"}
-_NO_OPTIONS = Options()
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ class OpenAIChat:
         check_values(body)
         unenforced = FIELDS.check(body, self.options)
         ours = read_object(body, OURS)
-        _OURS.check(ours, _NO_OPTIONS, OURS)
+        _OURS.check(ours, where=OURS)
         given = read_list(body, "tools", most=MOST_TOOLS)
         tools = tuple(_read_tool(tool, f"tools[{k}]") for k, tool in enumerate(given))
         choice, name = _read_tool_choice(body.get("tool_choice"), tools)
@@ -104,7 +103,7 @@ class OpenAIChat:
         if choice in ("required", "named"):
             unenforced += ("tool_choice",)
         stream_options = read_object(body, "stream_options")
-        _STREAM_OPTIONS.check(stream_options, _NO_OPTIONS, "stream_options")
+        _STREAM_OPTIONS.check(stream_options, where="stream_options")
         messages = _read_messages(body)
         if "name" in self.options.unenforced and any(map(_says_who, messages)):
             messages = tuple(map(_without_name, messages))
@@ -117,11 +116,7 @@ class OpenAIChat:
             tool_choice=choice,
             tool_name=name,
             parallel_tool_calls=read_flag(body, "parallel_tool_calls", default=True),
-            sampling=read_sampling(
-                body,
-                max_tokens=("max_completion_tokens", "max_tokens"),
-                seed=read_integer(ours, "seed", least=-(2**63), most=2**63 - 1),
-            ),
+            sampling=read_sampling(body, ours, max_tokens=("max_completion_tokens", "max_tokens")),
             stop=read_stops(body, "stop"),
             n=read_integer(body, "n", least=1, most=self.options.max_n) or 1,
             stream=read_flag(body, "stream"),
@@ -180,7 +175,7 @@ def _read_messages(body: Mapping[str, Any]) -> tuple[Message, ...]:
 def _read_message(value: object, where: str) -> Message:
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise BadField("messages", f"{where}: expected an object with a role, found {brief(value)}")
-    _MESSAGE.check(value, _NO_OPTIONS, where)
+    _MESSAGE.check(value, where=where)
     role = _ROLES.get(value["role"])
     if role is None:
         raise BadField("messages.role", f"{where}.role = {brief(value['role'])}; expected one of {', '.join(_ROLES)}")
@@ -218,7 +213,7 @@ def _read_call(value: object, where: str) -> Any:
     function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(value, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadField("messages.tool_calls", f"{where}: expected calls of functions, found {brief(value)}")
-    _CALL.check(value, _NO_OPTIONS, where)
+    _CALL.check(value, where=where)
     return call_of(function["name"], function.get("arguments"), value.get("id"), where)
 
 

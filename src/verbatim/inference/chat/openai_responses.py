@@ -12,7 +12,6 @@ from verbatim.inference.chat.fields import (
     check_tool_choice,
     check_values,
     read_flag,
-    read_integer,
     read_list,
     read_object,
     read_sampling,
@@ -65,7 +64,6 @@ _INCLUDED = {
     "code_interpreter_call.outputs",
 }
 """What a request may ask to be included: thinking is there as it is, and the rest never occurs here."""
-_NO_OPTIONS = Options()
 _ECHOED = ("instructions", "tools", "tool_choice", "metadata", "temperature", "top_p", "max_output_tokens", "text",
            "reasoning", "user", "safety_identifier", "prompt_cache_key")  # fmt: skip
 
@@ -93,9 +91,9 @@ class OpenAIResponses:
         unenforced = FIELDS.check(body, self.options)
         unenforced += _TEXT.check(read_object(body, "text"), self.options, "text")
         unenforced += _REASONING.check(read_object(body, "reasoning"), self.options, "reasoning")
-        _STREAM_OPTIONS.check(read_object(body, "stream_options"), _NO_OPTIONS, "stream_options")
+        _STREAM_OPTIONS.check(read_object(body, "stream_options"), where="stream_options")
         ours = read_object(body, OURS)
-        _OURS.check(ours, _NO_OPTIONS, OURS)
+        _OURS.check(ours, where=OURS)
         for wanted in read_list(body, "include", most=100):
             if not isinstance(wanted, str) or wanted not in _INCLUDED:
                 raise BadField("include", f"include: {brief(wanted)} cannot be included here")
@@ -113,9 +111,7 @@ class OpenAIResponses:
             tool_choice=choice,
             tool_name=name,
             parallel_tool_calls=read_flag(body, "parallel_tool_calls", default=True),
-            sampling=read_sampling(
-                body, max_tokens=("max_output_tokens",), seed=read_integer(ours, "seed", least=-(2**63), most=2**63 - 1)
-            ),
+            sampling=read_sampling(body, ours, max_tokens=("max_output_tokens",)),
             stream=read_flag(body, "stream"),
             include_usage=True,
             session=read_session(ours, headers),

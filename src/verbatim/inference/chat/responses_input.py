@@ -8,7 +8,6 @@ from typing import Any, cast
 from verbatim.core.types import Message
 from verbatim.inference.chat.fields import MOST_MESSAGES, BadField, Fields, object_of, read_list, read_text, text_of
 from verbatim.inference.chat.messages import Order, call_of, joined_text, refuse_begun
-from verbatim.inference.chat.protocol import Options
 from verbatim.inference.chat.responses_tools import INPUT, joined_name
 from verbatim.inference.http.protocol import brief
 
@@ -29,7 +28,6 @@ _ITEMS = {
     "custom_tool_call_output": Fields(honoured={"type", "call_id", "output"}, without_effect=_QUIET, neutral=_CALLER),
 }
 """The fields of each type of item."""
-_NO_OPTIONS = Options()
 
 
 def read_input(body: Mapping[str, Any]) -> tuple[Message, ...]:
@@ -72,7 +70,7 @@ def _add(found: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
         raise BadField(
             "input", f"{where}: items of type {brief(kind)} are not accepted; expected one of {', '.join(_ITEMS)}"
         )
-    _ITEMS[kind].check(item, _NO_OPTIONS, where)
+    _ITEMS[kind].check(item, where=where)
     if kind in ("function_call_output", "custom_tool_call_output"):
         content = joined_text(item.get("output"), f"{where}.output", _TEXTS)
         found.append(

@@ -42,7 +42,6 @@ _FUNCTION = Fields(
 _CUSTOM = Fields(honoured={"type", "name", "description", "format"}, neutral=_NEUTRAL)
 _NAMESPACE = Fields(honoured={"type", "name", "description", "tools"})
 _FORMAT = Fields(honoured={"type", "syntax", "definition"})
-_NO_OPTIONS = Options()
 _CHOICES: Mapping[str, ToolChoice] = {"auto": "auto", "none": "none", "required": "required"}
 
 
@@ -75,10 +74,10 @@ class ReadTools:
     def _add(self, tool: Mapping[str, Any], where: str, namespace: Mapping[str, Any] | None) -> None:
         kind = tool.get("type")
         if kind == "function":
-            _FUNCTION.check(tool, _NO_OPTIONS, where)
+            _FUNCTION.check(tool, where=where)
             shown = {key: tool[key] for key in ("name", "description", "parameters") if key in tool}
         elif kind == "custom":
-            _CUSTOM.check(tool, _NO_OPTIONS, where)
+            _CUSTOM.check(tool, where=where)
             shown = self._custom(tool, where)
         elif "other_tools" in self._options.unenforced:
             self.unenforced["other_tools"] = None
@@ -103,7 +102,7 @@ class ReadTools:
         """The function that stands for a custom tool; a grammar is told in its description."""
         description = read_text(tool, "description")
         form = read_object(tool, "format")
-        _FORMAT.check(form, _NO_OPTIONS, f"{where}.format")
+        _FORMAT.check(form, where=f"{where}.format")
         if form.get("type", "text") != "text":
             if "tool_grammar" not in self._options.unenforced:
                 raise BadField(
@@ -127,7 +126,7 @@ def _each(
         where = f"{path}[{k}]"
         tool = object_of(value, where)
         if tool.get("type") == "namespace" and namespace is None:
-            _NAMESPACE.check(tool, _NO_OPTIONS, where)
+            _NAMESPACE.check(tool, where=where)
             text_of(tool.get("name"), f"{where}.name")
             yield from _each(read_list(tool, "tools", most=MOST_TOOLS), f"{where}.tools", tool)
         else:

@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import random
-import sys
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Coroutine
@@ -24,11 +23,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from verbatim.core.errors import RecordError, UsageError, VerbatimError
+from verbatim.core.errors import UsageError, VerbatimError
 from verbatim.core.sampling import MOST_STOP_IDS
 from verbatim.core.texts import cut
 from verbatim.inference import elsewhere
 from verbatim.inference.base import Sampler, SaysHow, failure_of
+from verbatim.inference.chat.fields import Fields, read_integer, read_number, read_text
 from verbatim.inference.chat.protocol import Options
 from verbatim.inference.chat.protocols import model_card, model_list
 from verbatim.inference.elsewhere import is_key, key_of
@@ -40,9 +40,9 @@ from verbatim.inference.http.json_size import LARGE, MOST_VALUES
 from verbatim.inference.http.limits import ServerLimits
 from verbatim.inference.http.protocol import brief
 from verbatim.inference.http.refused import Refused
-from verbatim.inference.http.request_body import check_model, read_json, read_name, read_request, refuse_others
+from verbatim.inference.http.request_body import check_model, read_json, read_request
 from verbatim.inference.pool.base import SaysLoad
-from verbatim.inference.validation import check_ids, check_temperature, check_version
+from verbatim.inference.validation import check_ids, check_temperature
 from verbatim.models.renderers.stop_ids import ends_within
 
 if TYPE_CHECKING:
@@ -50,13 +50,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SESSION_HEADER = "x-session-id"
-"""The header that vLLM's clients use for sessions."""
 _AT_ONCE = 16
 """Requests whose head is read in one turn of the event loop, so that a burst of thousands does not block others."""
 _LONGEST_MESSAGE = 2000
-_LARGEST = sys.float_info.max
-"""An integer of JSON may be larger than any float."""
+_SCORED = Fields(honoured={"token_ids", "temperature", "model"})
+_UPDATE = Fields(honoured={"path", "version"})
 
 
 class SamplerApp:
@@ -183,18 +181,17 @@ class SamplerApp:
     async def _generate(self, request: Request) -> dict[str, Any]:
         room, vocab_size = self._sampler.context_length, self._sampler.vocab_size
         body = await self._ids_body(request, room)
-        request_id = read_name(body, "request_id")
         sample, logprobs = read_request(
             body,
             seed=self._random.getrandbits(63),
             room=room,
-            session=request.headers.get(SESSION_HEADER, ""),
+            headers=request.headers,
             end_ids=ends_within(self._end_ids, vocab_size),
         )
         completion = await while_there(request.receive, self._stopped, self._sampler.generate(sample))
         return protocol.completion_body(
             completion,
-            request_id=request_id or str(uuid.uuid4()),
+            request_id=read_text(body, "request_id") or str(uuid.uuid4()),
             model=self._model,
             seed=sample.seed,
             num_prompt_tokens=len(sample.prompt_ids),
@@ -206,14 +203,13 @@ class SamplerApp:
     async def _prompt_logprobs(self, request: Request) -> dict[str, Any]:
         room = self._sampler.context_length
         body = await self._ids_body(request, room)
-        refuse_others(body, {"token_ids", "temperature", "model"}, {}, where="request")
+        _SCORED.check(body)
         ids = protocol.read_ids(body.get("token_ids"), "token_ids", room)
         ids = check_ids(ids, self._sampler.vocab_size, "token_ids")
-        temperature = body.get("temperature", 1.0)
-        if isinstance(temperature, bool) or not isinstance(temperature, int | float) or abs(temperature) > _LARGEST:
-            raise RecordError(f"temperature = {brief(temperature)}; expected a number above 0")
+        asked = read_number(body, "temperature")
+        temperature = 1.0 if asked is None else asked
         check_temperature(temperature)
-        scoring = self._sampler.prompt_logprobs(ids, float(temperature))
+        scoring = self._sampler.prompt_logprobs(ids, temperature)
         scored = await while_there(request.receive, self._stopped, scoring)
         return {
             "logprobs": [None, *scored.tolist()[1:]],
@@ -230,14 +226,10 @@ class SamplerApp:
                 "started (--weights-folder); this server has neither",
             )
         body = read_json(await read_body(request, self._limits.small_body(), self._limits))
-        refuse_others(body, {"path", "version"}, {}, where="request")
-        path, version = body.get("path"), body.get("version")
-        if not isinstance(path, str) or type(version) is not int:
-            raise UsageError(
-                f'expected {{"path": folder, "version": integer}}, found path = {brief(path)}, '
-                f"version = {brief(version)}"
-            )
-        check_version(version)
+        _UPDATE.check(body)
+        path, version = read_text(body, "path"), read_integer(body, "version", least=0)
+        if not path or version is None:
+            raise UsageError(f'expected {{"path": folder, "version": integer}}, found {brief(body)}')
         await self._sampler.update_weights(await asyncio.to_thread(self._weights_at, path), version)
         return {"policy_version": self._sampler.policy_version, "server": self._id}
 
@@ -364,5 +356,5 @@ class SamplerApp:
         data = await read_body(request, self._limits.ids_body(room), self._limits)
         most = MOST_VALUES + room + MOST_STOP_IDS
         body = await asyncio.to_thread(read_json, data, most) if len(data) > LARGE else read_json(data, most)
-        check_model(body, self._model)
+        check_model(body.get("model"), self._model)
         return body

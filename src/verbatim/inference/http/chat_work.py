@@ -15,9 +15,8 @@ from verbatim.inference.chat.partial import partial_texts
 from verbatim.inference.chat.protocol import ChatProtocol, ChatReply, ChatRequest
 from verbatim.inference.chat.reply import read_reply
 from verbatim.inference.http.limits import BYTES_OF_A_TOKEN, most_text
-from verbatim.inference.http.protocol import brief, check_completion
-from verbatim.inference.http.refused import Refused
-from verbatim.inference.http.request_body import read_json
+from verbatim.inference.http.protocol import check_completion
+from verbatim.inference.http.request_body import check_model, read_json
 from verbatim.models.renderers.base import Renderer
 from verbatim.models.renderers.stop_ids import ends_within
 
@@ -64,8 +63,7 @@ def read_chat(
     """
     body = read_json(data)
     request = protocol.read(body, headers)
-    if request.model and request.model != model:
-        raise Refused(404, f"there is no model {brief(request.model)} here; this server has {model!r}", field="model")
+    check_model(request.model, model)
     for name, part in (("messages", request.messages), ("tools", request.tools)):
         size = text_of_all(part)
         if size > most_text(room):

@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from verbatim.models.renderers.nesting import levels
-
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -28,15 +26,13 @@ def find_lone_surrogate(value: object) -> LoneSurrogate | None:
     >>> print(found.field, "|", found.sentence.partition(";")[0])
     messages.content | messages[0].content holds the lone surrogate U+D83D at position 3, half of a character
     """
-    if not any(_is_broken(item) for level in levels(value) for item in level):
-        return None
-    return next(_found(value, "", ""), None)
+    import orjson
 
-
-def _is_broken(item: object) -> bool:
-    if isinstance(item, str):
-        return not item.isascii() and _SURROGATE.search(item) is not None
-    return isinstance(item, (dict, Mapping)) and any(map(_is_broken, item))
+    try:
+        orjson.dumps(value)
+    except TypeError:  # it writes no such character, nor integers of more than 64 bits, nor hundreds of levels
+        return next(_found(value, "", ""), None)
+    return None
 
 
 def _found(value: object, place: str, field: str) -> Iterator[LoneSurrogate]:

@@ -11,11 +11,12 @@ from starlette.requests import Request
 
 from verbatim.core.sampling import MOST_STOP_IDS
 from verbatim.inference.base import Completion, SampleRequest
+from verbatim.inference.chat.fields import read_text
 from verbatim.inference.chat.protocol import Stamp
 from verbatim.inference.http.exchange import Reply
 from verbatim.inference.http.json_size import LARGE, MOST_VALUES
 from verbatim.inference.http.protocol import GENERATE, OURS, LogprobStyle, completion_body
-from verbatim.inference.http.request_body import read_json, read_name, read_request
+from verbatim.inference.http.request_body import read_json, read_request
 from verbatim.rollouts.gateway.chat import MODEL, Sender, digest_of, sender_of, sent_before
 from verbatim.rollouts.gateway.progress import Progress
 from verbatim.rollouts.gateway.session import Session
@@ -41,21 +42,20 @@ async def read_ids(session: Session, request: Request, body: bytearray) -> ReadI
     """Read the body of a request, a large one on a thread.
 
     Raises:
-        UsageError: no JSON object, too many values, or a field that cannot be honoured.
+        UsageError: no JSON object, or too many values.
         RecordError: invalid token ids; names the position.
-        Refused: the headers say what cannot be.
+        Refused: a field that is invalid or cannot be honoured, or headers that say what cannot be.
     """
     loop, sender = session.loop, sender_of(headers_of(request))
     room = loop.sampler.context_length
 
     def read() -> ReadIds:
         given = read_json(body, MOST_VALUES + room + MOST_STOP_IDS)
-        request_id = read_name(given, "request_id") or secrets.token_hex(16)
         asked, logprobs = read_request(given, seed=0, room=room, end_ids=loop.params.stop_token_ids)
         return ReadIds(
             asked=asked,
             logprobs=logprobs,
-            request_id=request_id,
+            request_id=read_text(given, "request_id") or secrets.token_hex(16),
             sender=sender,
             digest=digest_of(body, GENERATE, sender),
         )
