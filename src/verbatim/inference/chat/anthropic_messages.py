@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 from verbatim.core.types import Message, MessageToolCall
 from verbatim.inference.chat.anthropic_form import UNREADABLE, content_blocks, error_body, stop_of, usage_of
 from verbatim.inference.chat.anthropic_stream import AnthropicStream
+from verbatim.inference.chat.base import ChatProtocol
 from verbatim.inference.chat.fields import (
     MOST_MESSAGES,
     MOST_TOOLS,
     BadField,
     Fields,
     as_tool_choice,
-    check_tool_choice,
-    check_values,
     object_of,
     read_flag,
     read_integer,
     read_list,
     read_object,
-    read_sampling,
-    read_session,
     read_stops,
-    read_text,
     text_of,
 )
 from verbatim.inference.chat.messages import Order, call_of, function_tool, joined_text, refuse_begun
-from verbatim.inference.chat.protocol import ChatReply, ChatRequest, Options, Stamp, ToolChoice
+from verbatim.inference.chat.protocol import ChatReply, ChatRequest, Stamp, ToolChoice
 from verbatim.inference.http.protocol import OURS, brief
 
 FIELDS = Fields(
@@ -55,31 +51,22 @@ _TOOL = Fields(
     neutral={"defer_loading": (False,), "allowed_callers": (["direct"],), "input_examples": ([],)},
 )
 _MESSAGE = Fields(honoured={"role", "content"}, without_effect={"id", "cache_control"})
-_OURS = Fields(honoured={"session", "seed"})
 _CHOICES: Mapping[str, ToolChoice] = {"auto": "auto", "none": "none", "any": "required", "tool": "named"}
 
 
 @dataclass(frozen=True)
-class AnthropicMessages:
+class AnthropicMessages(ChatProtocol):
     """The Messages API of Anthropic: `POST /v1/messages` and `POST /v1/messages/count_tokens`."""
 
-    options: Options = field(default_factory=Options)
-    name: str = "anthropic_messages"
+    name, fields, max_tokens = "anthropic_messages", FIELDS, ("max_tokens",)
+
     needs_limit: bool = True
     """Whether a request has to say `max_tokens`; one whose tokens are counted does not."""
 
-    def read(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> ChatRequest:
-        """The request in a body.
-
-        Raises:
-            BadField: a field that is invalid, or that cannot be honoured.
-        """
-        check_values(body)
-        unenforced = FIELDS.check(body, self.options)
-        unenforced += _OUTPUT.check(read_object(body, "output_config"), self.options, "output_config")
+    def read_own(self, body: Mapping[str, Any]) -> ChatRequest:
+        """As `ChatProtocol.read_own`."""
+        unenforced = _OUTPUT.check(read_object(body, "output_config"), self.options, "output_config")
         unenforced += self._check_thinking(read_object(body, "thinking"))
-        ours = read_object(body, OURS)
-        _OURS.check(ours, where=OURS)
         if self.needs_limit and body.get("max_tokens") is None:
             raise BadField("max_tokens", "max_tokens: expected the most tokens of the answer, found nothing")
         tools = tuple(
@@ -87,22 +74,15 @@ class AnthropicMessages:
         )
         given = read_object(body, "tool_choice")
         choice, name = _read_tool_choice(given)
-        check_tool_choice(choice, name, tools, self.options)
-        if choice in ("required", "named"):
-            unenforced += ("tool_choice",)
         return ChatRequest(
             protocol=self.name,
-            model=read_text(body, "model"),
             messages=_read_messages(body),
             tools=tools,
             tool_choice=choice,
             tool_name=name,
             parallel_tool_calls=not read_flag(given, "disable_parallel_tool_use"),
-            sampling=read_sampling(body, ours, max_tokens=("max_tokens",)),
             stop=read_stops(body, "stop_sequences"),
-            stream=read_flag(body, "stream"),
             include_usage=True,
-            session=read_session(ours, headers),
             unenforced=unenforced,
         )
 

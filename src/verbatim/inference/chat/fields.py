@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ MOST_TOOLS = 1024
 _LONGEST_NAME = 1024
 _LARGEST_FLOAT = 1.7e308
 _NONE_PASS = Options()
+_CHOICES: Mapping[str, ToolChoice] = {"auto": "auto", "none": "none", "required": "required"}
 _SHOWN_PARTS = 5
 """Keys and places of a value that is nested too deeply that are shown."""
 
@@ -232,14 +233,16 @@ def read_stops(given: Mapping[str, Any], name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(stop for stop in stops if stop))
 
 
-def check_tool_choice(choice: ToolChoice, name: str, tools: Sequence[Mapping[str, Any]], options: Options) -> None:
-    """Refuse a call that the request wants to force.
+def check_tool_choice(
+    choice: ToolChoice, name: str, tools: Sequence[Mapping[str, Any]], options: Options
+) -> tuple[str, ...]:
+    """Refuse a call that the request wants to force, unless that is let pass; returns the field where it is.
 
     Only a mask over the vocabulary can force a call. It would change the distribution that tokens are sampled from,
     and the trainer could not compute their logprobs again.
     """
     if choice not in ("required", "named"):
-        return
+        return ()
     names = [tool["function"]["name"] for tool in tools]
     if not names:
         raise BadField("tool_choice", "tool_choice asks for a call of a tool, but the request has no tools")
@@ -252,6 +255,25 @@ def check_tool_choice(choice: ToolChoice, name: str, tools: Sequence[Mapping[str
             f"tool_choice asks for {wanted}, which cannot be forced here: tokens are sampled "
             'from the model\'s own distribution, without a grammar. Send "auto" or "none"',
         )
+    return ("tool_choice",)
+
+
+def read_tool_choice(value: object, name_of: Callable[[Mapping[str, Any]], str | None]) -> tuple[ToolChoice, str]:
+    """What a request says about calling tools, as OpenAI's protocols write it, and the tool that it names.
+
+    Args:
+        value: A word, or an object that names a tool.
+        name_of: The name in such an object; None where it is another one.
+    """
+    if not isinstance(value, dict):
+        return as_tool_choice(value, _CHOICES), ""
+    name = name_of(value)
+    if name is None:
+        raise BadField(
+            "tool_choice",
+            f"tool_choice = {brief(value)} cannot be honoured here; expected auto, none, or a function by its name",
+        )
+    return "named", name
 
 
 def as_tool_choice(value: object, accepted: Mapping[str, ToolChoice]) -> ToolChoice:

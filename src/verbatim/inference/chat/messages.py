@@ -90,6 +90,24 @@ class Order:
     """Who has spoken since the last turn, and where; "" = neither has, or no turn has made calls."""
     _has_called: bool = False
 
+    def note(self, message: Mapping[str, Any], field: str, where: str) -> None:
+        """A message of the conversation.
+
+        Args:
+            message: The message.
+            field: The field that holds it.
+            where: Its place.
+
+        Raises:
+            BadField: as `result`.
+        """
+        if message["role"] == "assistant":
+            self.turn(calls="tool_calls" in message)
+        elif message["role"] == "tool":
+            self.result(field, where)
+        else:
+            self.said(message["role"], where)
+
     def turn(self, *, calls: bool) -> None:
         """A turn of the assistant."""
         self.spoke_at, self._has_called = "", calls

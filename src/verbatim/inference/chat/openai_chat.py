@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 from verbatim.core.types import Message
+from verbatim.inference.chat.base import ChatProtocol
 from verbatim.inference.chat.fields import (
     MOST_MESSAGES,
     MOST_TOOLS,
     BadField,
     Fields,
-    as_tool_choice,
-    check_tool_choice,
-    check_values,
     object_of,
     read_flag,
     read_integer,
     read_list,
     read_object,
-    read_sampling,
-    read_session,
     read_stops,
-    read_text,
+    read_tool_choice,
     text_of,
 )
 from verbatim.inference.chat.messages import Order, call_of, function_tool, joined_text, refuse_begun
 from verbatim.inference.chat.openai_chat_stream import OpenAIChatStream
-from verbatim.inference.chat.openai_form import choice_body, error_body, usage_of
-from verbatim.inference.chat.protocol import ChatReply, ChatRequest, Options, Stamp, ToolChoice
+from verbatim.inference.chat.openai_form import choice_body, usage_of
+from verbatim.inference.chat.protocol import ChatReply, ChatRequest, Stamp
 from verbatim.inference.http.protocol import OURS, brief
 
 FIELDS = Fields(
@@ -73,57 +68,36 @@ _CALL = Fields(
     without_effect={"index", "provider_specific_fields", "extra_content", "cache_control"},
 )
 _STREAM_OPTIONS = Fields(honoured={"include_usage"}, without_effect={"include_obfuscation", "continuous_usage_stats"})
-_OURS = Fields(honoured={"session", "seed"})
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Roles of the protocol and what templates call them."""
-_CHOICES: Mapping[str, ToolChoice] = {"auto": "auto", "none": "none", "required": "required"}
 
 
-@dataclass(frozen=True)
-class OpenAIChat:
+class OpenAIChat(ChatProtocol):
     """The chat completions of OpenAI: `POST /v1/chat/completions`."""
 
-    options: Options = field(default_factory=Options)
-    name: str = "openai_chat"
+    name, fields, max_tokens = "openai_chat", FIELDS, ("max_completion_tokens", "max_tokens")
 
-    def read(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> ChatRequest:
-        """The request in a body.
-
-        Raises:
-            BadField: a field that is invalid, or that cannot be honoured.
-        """
-        check_values(body)
-        unenforced = FIELDS.check(body, self.options)
-        ours = read_object(body, OURS)
-        _OURS.check(ours, where=OURS)
+    def read_own(self, body: Mapping[str, Any]) -> ChatRequest:
+        """As `ChatProtocol.read_own`."""
         given = read_list(body, "tools", most=MOST_TOOLS)
-        tools = tuple(_read_tool(tool, f"tools[{k}]") for k, tool in enumerate(given))
-        choice, name = _read_tool_choice(body.get("tool_choice"), tools)
-        check_tool_choice(choice, name, tools, self.options)
-        if choice in ("required", "named"):
-            unenforced += ("tool_choice",)
+        choice, name = read_tool_choice(body.get("tool_choice"), _named)
         stream_options = read_object(body, "stream_options")
         _STREAM_OPTIONS.check(stream_options, where="stream_options")
-        messages = _read_messages(body)
+        messages, unenforced = _read_messages(body), tuple[str, ...]()
         if "name" in self.options.unenforced and any(map(_says_who, messages)):
-            messages = tuple(map(_without_name, messages))
-            unenforced += ("name",)
+            messages, unenforced = tuple(map(_without_name, messages)), ("name",)
         return ChatRequest(
             protocol=self.name,
-            model=read_text(body, "model"),
             messages=messages,
-            tools=tools,
+            tools=tuple(_read_tool(tool, f"tools[{k}]") for k, tool in enumerate(given)),
             tool_choice=choice,
             tool_name=name,
             parallel_tool_calls=read_flag(body, "parallel_tool_calls", default=True),
-            sampling=read_sampling(body, ours, max_tokens=("max_completion_tokens", "max_tokens")),
             stop=read_stops(body, "stop"),
             n=read_integer(body, "n", least=1, most=self.options.max_n) or 1,
-            stream=read_flag(body, "stream"),
             include_usage=read_flag(stream_options, "include_usage"),
             include_logprobs=read_flag(body, "logprobs"),
             include_token_ids=read_flag(body, "return_token_ids"),
-            session=read_session(ours, headers),
             unenforced=unenforced,
         )
 
@@ -147,10 +121,6 @@ class OpenAIChat:
         """The writer of a streamed answer."""
         return OpenAIChatStream(request, stamp)
 
-    def error(self, status: int, message: str, field: str = "", kind: str = "") -> dict[str, Any]:
-        """The body of an error."""
-        return error_body(status, message, field, kind)
-
 
 def _read_messages(body: Mapping[str, Any]) -> tuple[Message, ...]:
     given = read_list(body, "messages", most=MOST_MESSAGES)
@@ -161,12 +131,7 @@ def _read_messages(body: Mapping[str, Any]) -> tuple[Message, ...]:
     order, found = Order(), list[Message]()
     for k, value in enumerate(given):
         message = _read_message(value, f"messages[{k}]")
-        if message["role"] == "assistant":
-            order.turn(calls="tool_calls" in message)
-        elif message["role"] == "tool":
-            order.result("messages", f"messages[{k}]")
-        else:
-            order.said(message["role"], f"messages[{k}]")
+        order.note(message, "messages", f"messages[{k}]")
         found.append(message)
     refuse_begun(found[-1]["role"], "messages", f"messages[{len(found) - 1}]")
     return tuple(found)
@@ -224,13 +189,9 @@ def _read_tool(value: Any, where: str) -> dict[str, Any]:
     return function_tool(value["function"], where)
 
 
-def _read_tool_choice(value: object, tools: Sequence[Mapping[str, Any]]) -> tuple[ToolChoice, str]:
-    if not isinstance(value, dict):
-        return as_tool_choice(value, _CHOICES), ""
-    if value.get("type") == "function":
-        function = object_of(value.get("function"), "tool_choice.function")
-        return "named", text_of(function.get("name"), "tool_choice.function.name")
-    raise BadField(
-        "tool_choice",
-        f"tool_choice = {brief(value)} cannot be honoured here; expected auto, none, or a function by its name",
-    )
+def _named(choice: Mapping[str, Any]) -> str | None:
+    """The function that a choice names."""
+    if choice.get("type") != "function":
+        return None
+    function = object_of(choice.get("function"), "tool_choice.function")
+    return text_of(function.get("name"), "tool_choice.function.name")

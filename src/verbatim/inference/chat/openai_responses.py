@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+from verbatim.inference.chat.base import ChatProtocol
 from verbatim.inference.chat.fields import (
     BadField,
     Fields,
-    check_tool_choice,
-    check_values,
     read_flag,
     read_list,
     read_object,
-    read_sampling,
-    read_session,
-    read_text,
+    read_tool_choice,
 )
-from verbatim.inference.chat.openai_form import error_body
-from verbatim.inference.chat.protocol import ChatReply, ChatRequest, Options, Stamp
+from verbatim.inference.chat.protocol import ChatReply, ChatRequest, Stamp
 from verbatim.inference.chat.responses_form import response_body
 from verbatim.inference.chat.responses_input import read_input
 from verbatim.inference.chat.responses_stream import ResponsesStream
-from verbatim.inference.chat.responses_tools import ReadTools, read_tool_choice
+from verbatim.inference.chat.responses_tools import ReadTools, named
 from verbatim.inference.http.protocol import OURS, brief
 
 FIELDS = Fields(
@@ -53,7 +48,6 @@ _REASONING = Fields(
     aliases={"effort": "reasoning_effort"},
 )
 _STREAM_OPTIONS = Fields(honoured=(), without_effect={"include_obfuscation"})
-_OURS = Fields(honoured={"session", "seed"})
 _INCLUDED = {
     "reasoning.encrypted_content",
     "file_search_call.results",
@@ -68,53 +62,40 @@ _ECHOED = ("instructions", "tools", "tool_choice", "metadata", "temperature", "t
            "reasoning", "user", "safety_identifier", "prompt_cache_key")  # fmt: skip
 
 
-@dataclass(frozen=True)
-class OpenAIResponses:
+class OpenAIResponses(ChatProtocol):
     """The Responses of OpenAI: `POST /v1/responses`."""
 
-    options: Options = field(default_factory=Options)
-    name: str = "openai_responses"
+    name, fields, max_tokens = "openai_responses", FIELDS, ("max_output_tokens",)
 
     def read(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> ChatRequest:
-        """The request in a body.
-
-        Raises:
-            BadField: a field that is invalid, or that cannot be honoured.
-        """
-        check_values(body)
+        """As `ChatProtocol.read`."""
         if body.get("previous_response_id") is not None:
             raise BadField(
                 "previous_response_id",
                 "previous_response_id cannot be honoured: responses are not stored "
                 "here; send the whole conversation as input",
             )
-        unenforced = FIELDS.check(body, self.options)
-        unenforced += _TEXT.check(read_object(body, "text"), self.options, "text")
+        return super().read(body, headers)
+
+    def read_own(self, body: Mapping[str, Any]) -> ChatRequest:
+        """As `ChatProtocol.read_own`."""
+        unenforced = _TEXT.check(read_object(body, "text"), self.options, "text")
         unenforced += _REASONING.check(read_object(body, "reasoning"), self.options, "reasoning")
         _STREAM_OPTIONS.check(read_object(body, "stream_options"), where="stream_options")
-        ours = read_object(body, OURS)
-        _OURS.check(ours, where=OURS)
         for wanted in read_list(body, "include", most=100):
             if not isinstance(wanted, str) or wanted not in _INCLUDED:
                 raise BadField("include", f"include: {brief(wanted)} cannot be included here")
         read = ReadTools(body, self.options)
-        choice, name = read_tool_choice(body.get("tool_choice"))
-        check_tool_choice(choice, name, read.tools, self.options)
-        if choice in ("required", "named"):
-            unenforced += ("tool_choice",)
+        choice, name = read_tool_choice(body.get("tool_choice"), named)
         return ChatRequest(
             protocol=self.name,
-            model=read_text(body, "model"),
             messages=read_input(body),
             tools=tuple(read.tools),
             tool_forms=read.forms,
             tool_choice=choice,
             tool_name=name,
             parallel_tool_calls=read_flag(body, "parallel_tool_calls", default=True),
-            sampling=read_sampling(body, ours, max_tokens=("max_output_tokens",)),
-            stream=read_flag(body, "stream"),
             include_usage=True,
-            session=read_session(ours, headers),
             unenforced=(*unenforced, *read.unenforced),
             echo={name: body[name] for name in _ECHOED if body.get(name) is not None},
         )
@@ -127,7 +108,3 @@ class OpenAIResponses:
     def stream(self, request: ChatRequest, stamp: Stamp) -> ResponsesStream:
         """The writer of a streamed answer."""
         return ResponsesStream(request, stamp)
-
-    def error(self, status: int, message: str, field: str = "", kind: str = "") -> dict[str, Any]:
-        """The body of an error."""
-        return error_body(status, message, field, kind)

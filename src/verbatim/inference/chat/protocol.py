@@ -78,7 +78,7 @@ class ChatRequest:
 
     protocol: str
     """"openai_chat", "openai_responses" or "anthropic_messages"."""
-    model: str
+    model: str = ""
     """The model's name in the request; "" = none."""
     messages: tuple[Message, ...]
     """The conversation. Content is one text; arguments of calls are objects where they can be read."""
@@ -264,41 +264,6 @@ class ChatStream(Protocol):
 
     def ping(self) -> bytes:
         """Something that clients pass over, so that the connection does not look dead."""
-
-
-class ChatProtocol(Protocol):
-    """A chat protocol: pure functions."""
-
-    @property
-    def name(self) -> str:
-        """What requests call it in `ChatRequest.protocol`."""
-
-    def read(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> ChatRequest:
-        """The request in a body.
-
-        Args:
-            body: The JSON object.
-            headers: By lower-case name.
-
-        Raises:
-            BadField: a field that is invalid, or that cannot be honoured.
-        """
-
-    def answer(self, request: ChatRequest, replies: Sequence[ChatReply], stamp: Stamp) -> dict[str, Any]:
-        """The whole answer."""
-
-    def stream(self, request: ChatRequest, stamp: Stamp) -> ChatStream:
-        """The writer of a streamed answer."""
-
-    def error(self, status: int, message: str, field: str = "", kind: str = "") -> dict[str, Any]:
-        """The body of an error, in the protocol's own form.
-
-        Args:
-            status: HTTP status.
-            message: One sentence.
-            field: The field that is refused.
-            kind: The error's type; "" = the protocol's own for this status.
-        """
 
 
 def pieces(text: str, size: int = 8192) -> Iterator[str]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Any, cast
+from typing import Any
 
 from verbatim.inference.chat.anthropic_messages import AnthropicMessages
+from verbatim.inference.chat.base import ChatProtocol
 from verbatim.inference.chat.openai_chat import OpenAIChat
 from verbatim.inference.chat.openai_responses import OpenAIResponses
-from verbatim.inference.chat.protocol import ChatProtocol, Options
+from verbatim.inference.chat.protocol import Options
 
 COUNT = "messages/count_tokens"
 """The route, below "/v1/", at which Anthropic's clients ask for the tokens of a prompt."""
@@ -24,10 +25,10 @@ class ChatProtocols:
     def __init__(self, options: Options) -> None:
         self.anthropic = AnthropicMessages(options)
         self.by_route: dict[str, ChatProtocol] = {
-            "chat/completions": cast(ChatProtocol, OpenAIChat(options)),
-            "responses": cast(ChatProtocol, OpenAIResponses(options)),
-            "messages": cast(ChatProtocol, self.anthropic),
-            COUNT: cast(ChatProtocol, AnthropicMessages(options, needs_limit=False)),
+            "chat/completions": OpenAIChat(options),
+            "responses": OpenAIResponses(options),
+            "messages": self.anthropic,
+            COUNT: AnthropicMessages(options, needs_limit=False),
         }
 
     def of(self, route: str) -> ChatProtocol:

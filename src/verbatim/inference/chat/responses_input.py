@@ -53,12 +53,7 @@ def read_input(body: Mapping[str, Any]) -> tuple[Message, ...]:
     for k, item in enumerate(items):
         where = f"input[{k}]"
         _add(found, object_of(item, where), where)
-        if found[-1]["role"] == "assistant":
-            order.turn(calls="tool_calls" in found[-1])
-        elif found[-1]["role"] == "tool":
-            order.result("input", where)
-        else:
-            order.said(found[-1]["role"], where)
+        order.note(found[-1], "input", where)
     refuse_begun(found[-1]["role"], "input", f"input[{len(items) - 1}]")
     return tuple(cast(Message, message) for message in found)
 

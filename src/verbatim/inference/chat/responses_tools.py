@@ -16,7 +16,6 @@ from verbatim.inference.chat.fields import (
     MOST_TOOLS,
     BadField,
     Fields,
-    as_tool_choice,
     object_of,
     read_list,
     read_object,
@@ -24,7 +23,7 @@ from verbatim.inference.chat.fields import (
     text_of,
 )
 from verbatim.inference.chat.messages import function_tool
-from verbatim.inference.chat.protocol import Options, ToolChoice, ToolForm
+from verbatim.inference.chat.protocol import Options, ToolForm
 from verbatim.inference.http.protocol import brief
 
 INPUT = "input"
@@ -42,7 +41,6 @@ _FUNCTION = Fields(
 _CUSTOM = Fields(honoured={"type", "name", "description", "format"}, neutral=_NEUTRAL)
 _NAMESPACE = Fields(honoured={"type", "name", "description", "tools"})
 _FORMAT = Fields(honoured={"type", "syntax", "definition"})
-_CHOICES: Mapping[str, ToolChoice] = {"auto": "auto", "none": "none", "required": "required"}
 
 
 class ReadTools:
@@ -142,13 +140,8 @@ def joined_name(namespace: str, name: str) -> str:
     return f"{namespace}{'' if not namespace or namespace.endswith('__') else '__'}{name}"
 
 
-def read_tool_choice(value: object) -> tuple[ToolChoice, str]:
-    """What a request says about calling tools, and the tool that it names."""
-    if not isinstance(value, dict):
-        return as_tool_choice(value, _CHOICES), ""
-    if value.get("type") in ("function", "custom"):
-        return "named", joined_name(read_text(value, "namespace"), text_of(value.get("name"), "tool_choice.name"))
-    raise BadField(
-        "tool_choice",
-        f"tool_choice = {brief(value)} cannot be honoured here; expected auto, none, or a function by its name",
-    )
+def named(choice: Mapping[str, Any]) -> str | None:
+    """The tool that a choice names."""
+    if choice.get("type") not in ("function", "custom"):
+        return None
+    return joined_name(read_text(choice, "namespace"), text_of(choice.get("name"), "tool_choice.name"))

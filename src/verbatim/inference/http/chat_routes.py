@@ -21,8 +21,9 @@ from verbatim.core.errors import VerbatimError
 from verbatim.core.texts import cut
 from verbatim.core.types import Int32, StopReason
 from verbatim.inference.base import Completion, Sampler, SampleRequest, Watch, generate_watched
+from verbatim.inference.chat.base import ChatProtocol
 from verbatim.inference.chat.live import LiveAnswer
-from verbatim.inference.chat.protocol import ChatProtocol, ChatReply, ChatStream, Options, Stamp
+from verbatim.inference.chat.protocol import ChatReply, ChatStream, Options, Stamp
 from verbatim.inference.chat.protocols import COUNT, ChatProtocols
 from verbatim.inference.chat.stops import Decode, StopWatch
 from verbatim.inference.chat.streaming import StreamDiverged

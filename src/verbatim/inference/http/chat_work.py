@@ -10,9 +10,10 @@ from verbatim.core.sampling import SamplingParams
 from verbatim.core.texts import error_text
 from verbatim.core.types import Int32
 from verbatim.inference.base import Completion
+from verbatim.inference.chat.base import ChatProtocol
 from verbatim.inference.chat.messages import text_of_all
 from verbatim.inference.chat.partial import partial_texts
-from verbatim.inference.chat.protocol import ChatProtocol, ChatReply, ChatRequest
+from verbatim.inference.chat.protocol import ChatReply, ChatRequest
 from verbatim.inference.chat.reply import read_reply
 from verbatim.inference.http.limits import BYTES_OF_A_TOKEN, most_text
 from verbatim.inference.http.protocol import check_completion

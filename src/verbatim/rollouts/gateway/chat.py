@@ -12,8 +12,9 @@ from typing import TypeAlias
 from starlette.requests import Request
 
 from verbatim.core.types import Int32
+from verbatim.inference.chat.base import ChatProtocol
 from verbatim.inference.chat.messages import text_of_all
-from verbatim.inference.chat.protocol import ChatProtocol, ChatReply, ChatRequest, Stamp
+from verbatim.inference.chat.protocol import ChatReply, ChatRequest, Stamp
 from verbatim.inference.http.exchange import Reply
 from verbatim.inference.http.json_size import LARGE
 from verbatim.inference.http.limits import most_text

@@ -14,7 +14,8 @@ from typing import Any
 from verbatim.core.descriptors import raise_descriptor_limit
 from verbatim.core.errors import RolloutError, UsageError
 from verbatim.core.texts import cut
-from verbatim.inference.chat.protocol import ChatProtocol, Options
+from verbatim.inference.chat.base import ChatProtocol
+from verbatim.inference.chat.protocol import Options
 from verbatim.inference.chat.protocols import COUNT, ChatProtocols, model_card, model_list
 from verbatim.inference.elsewhere import key_of
 from verbatim.inference.http.json_text import read_value
