@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
@@ -17,7 +15,7 @@ from verbatim.inference.http import protocol
 from verbatim.inference.http.client import CONNECT, Answer, HttpClient, encode
 from verbatim.inference.http.protocol import brief
 from verbatim.inference.http.sampler import STARTED_AGAIN, HttpSampler, read_answer
-from verbatim.inference.http.uploads import digests_of, upload
+from verbatim.inference.http.uploads import path_there
 from verbatim.inference.pool.base import ReplicaLoad
 from verbatim.inference.pool.phases import phase
 from verbatim.inference.validation import check_ids, check_prompt, check_version
@@ -131,10 +129,8 @@ class HttpReplica:
             SamplerFault: a phase failed or took too long: names the replica and the phase.
         """
         check_version(version)
-        there = await asyncio.to_thread(os.path.abspath, path)
-        if self._weight_transfer == "http":
-            async with phase(self.name, "upload weights", self._update_timeout):
-                there = await upload(self._control, path, await digests_of(path), version)
+        async with phase(self.name, "upload weights", self._update_timeout):
+            there = await path_there(self._control, path, version, shares_folders=self._weight_transfer == "files")
         answer = await self._ask("load weights", "POST", protocol.WEIGHTS, {"path": there, "version": version})
         self._refuse_another_server(answer)
         if answer.get("policy_version") != version:

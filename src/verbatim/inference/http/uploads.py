@@ -20,6 +20,23 @@ _ATTEMPTS = 3
 """Uploads of a file whose checksum was wrong."""
 
 
+async def path_there(client: HttpClient, folder: Path, version: int, *, shares_folders: bool) -> str:
+    """The path of a published folder on the server's host: the same one, or that of its copy, which is sent first.
+
+    Args:
+        client: Of the server.
+        folder: The published folder.
+        version: The version of its weights.
+        shares_folders: Whether the host has the folder.
+
+    Raises:
+        SamplerFault: as `upload`.
+    """
+    if shares_folders:
+        return str(await asyncio.to_thread(folder.absolute))
+    return await upload(client, folder, await digests_of(folder), version)
+
+
 async def digests_of(folder: Path) -> dict[str, str]:
     """The sha256 of each file of a folder, by name."""
     return await asyncio.to_thread(_digests_of, folder)

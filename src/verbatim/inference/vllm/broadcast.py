@@ -23,10 +23,8 @@ from typing import Any
 from verbatim.config.sections import BroadcastKind
 from verbatim.core.errors import SamplerFault, UsageError
 from verbatim.core.texts import printable
-from verbatim.inference.http.client import HttpClient
 from verbatim.inference.sending import SendOrder, SendReport, WeightSender
 from verbatim.inference.vllm.control import VllmControl
-from verbatim.inference.vllm.digests import PublishedFolder
 
 logger = logging.getLogger(__name__)
 
@@ -187,31 +185,3 @@ def _end_group(host: str, port: int, name: str, why: str) -> None:
     from verbatim.inference.vllm.plugin.verbatim_weight_group import end_group
 
     end_group(host, port, name, why)
-
-
-class BroadcastTransport:
-    """A replica's part in the broadcasts; what it cannot get so, it reads from the published folder.
-
-    Args:
-        name: The replica's.
-        broadcast: That of the run; None = there is no trainer that sends.
-    """
-
-    engine = "verbatim_broadcast"
-
-    def __init__(self, name: str, broadcast: Broadcast | None) -> None:
-        self._name, self._broadcast = name, broadcast
-
-    async def prepare(self, client: HttpClient, control: VllmControl, path: object, version: int) -> None:
-        """Nothing to do."""
-
-    async def load(self, control: VllmControl, folder: PublishedFolder) -> None:
-        """Receive the tensors together with the other replicas, or name the folder."""
-        if self._broadcast is None or not await self._broadcast.load(self._name, control):
-            await control.load({"path": str(folder.path)})
-
-    def there(self, path: object) -> str:
-        """Adapters are not sent so."""
-        raise UsageError(
-            'inference.vllm.weight_transfer broadcasts whole weights, and no adapters; use "files" or "http"'
-        )

@@ -18,14 +18,15 @@ from verbatim.core.types import Float32, Int32
 from verbatim.inference.base import Completion, SampleRequest
 from verbatim.inference.http.client import CONNECT, HttpClient
 from verbatim.inference.http.sampler import HttpSampler
+from verbatim.inference.http.uploads import path_there
 from verbatim.inference.pool.base import ReplicaLoad
 from verbatim.inference.validation import check_ids, check_prompt, check_version
 from verbatim.inference.vllm.broadcast import Broadcast
+from verbatim.inference.vllm.command import TRANSFER_ENGINES
 from verbatim.inference.vllm.control import Memory, VllmControl, joined, named
 from verbatim.inference.vllm.digests import Piece, Proof, PublishedFolder, WorkerReport, open_folder
 from verbatim.inference.vllm.facts import refuse_inexact
 from verbatim.inference.vllm.settings import WeightTransfer
-from verbatim.inference.vllm.transports import make_transport
 from verbatim.models.source import is_adapter
 
 logger = logging.getLogger(__name__)
@@ -136,7 +137,7 @@ class VllmReplica:
             headers={"Connection": "close"},  # vLLM closes a connection after an error, maybe under the next request
         )
         self._control = VllmControl(self._control_client, name=name, phase_timeout=phase_timeout)
-        self._transport = make_transport(name, weight_transfer, broadcast)
+        self._weight_transfer, self._broadcast = weight_transfer, broadcast
         self._nccl = broadcast.sender.store.nccl if broadcast is not None and broadcast.kind == "nccl" else None
         self._pieces: Sequence[Piece] = ()
         self._shapes: Mapping[str, tuple[int, ...]] | None = None
@@ -210,8 +211,7 @@ class VllmReplica:
         and requests go where they went."""
         folder = await asyncio.to_thread(self._open, path)
         control, name = self._control, f"v{version}-{uuid.uuid4().hex[:8]}"
-        await self._transport.prepare(self._control_client, control, path, version)
-        await control.load_adapter(name, self._transport.there(path))
+        await control.load_adapter(name, await self._there(path, version))
         reports = await control.adapter_reports()
         proof = await asyncio.to_thread(folder.compare, reports)
         if proof.fault is not None:
@@ -239,11 +239,12 @@ class VllmReplica:
         """Load, and resume if the weights are proven; otherwise returns what is wrong, and the server stays paused."""
         folder = await asyncio.to_thread(self._open, path)
         control = self._control
-        await self._transport.prepare(self._control_client, control, path, version)
+        there = await self._there(path, version)
         await control.pause()
         await self._wake_up("weights")
         await control.start_update()
-        await self._transport.load(control, folder)
+        if self._broadcast is None or not await self._broadcast.load(self.name, control):
+            await control.load({"path": there})
         await control.finish_update()
         reports = await control.reports()
         proof = await asyncio.to_thread(folder.compare, reports)
@@ -260,6 +261,11 @@ class VllmReplica:
         await control.resume()
         self.policy_version = version
         return None
+
+    async def _there(self, path: Path, version: int) -> str:
+        """The path of a published folder on the server's host."""
+        shares_folders = self._weight_transfer != "http"
+        return await path_there(self._control_client, path, version, shares_folders=shares_folders)
 
     async def sleep(self) -> None:
         """Release the device's memory: weights and cache. The next `update_weights` takes it again, and loads.
@@ -329,7 +335,7 @@ class VllmReplica:
         refuse_inexact(
             facts,
             name=f"{named(self.name, self.url)}",
-            transfer=self._transport.engine,
+            transfer=TRANSFER_ENGINES[self._weight_transfer],
             vocab_size=self.vocab_size,
             context_length=self.context_length,
             adapter_rank=self._adapter_rank,
