@@ -152,9 +152,9 @@ class ShowsTokens(Protocol):
         """
 
 
-async def generate_watched(sampler: Sampler, request: SampleRequest, watch: Watch) -> Completion:
+async def generate_watched(sampler: Sampler, request: SampleRequest, watch: Watch | None) -> Completion:
     """Sample a completion while it is watched, where the sampler shows its tokens; else whole and unwatched."""
-    if isinstance(sampler, ShowsTokens):
+    if watch is not None and isinstance(sampler, ShowsTokens):
         return await sampler.generate_watched(request, watch)
     return await sampler.generate(request)
 

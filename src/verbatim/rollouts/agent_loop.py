@@ -16,6 +16,7 @@ from verbatim.core.sampling import SamplingParams
 from verbatim.core.types import Int32, Message, StopReason, Turn, TurnTiming
 from verbatim.inference.base import Completion, Sampler, SampleRequest, Watch
 from verbatim.inference.chat.protocol import ChatReply
+from verbatim.inference.chat.stops import watch_for
 from verbatim.models.renderers.base import ParsedResponse, Renderer
 from verbatim.models.renderers.conversation import BreakReason, Conversation
 from verbatim.models.renderers.stop_ids import ends_within
@@ -23,7 +24,7 @@ from verbatim.rollouts.draws import Draws
 from verbatim.rollouts.loop import RENDERED_ANEW, Answer, EpisodeLoop, EpisodeOver, Prompt, Thread
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.seeds import derive_seed
-from verbatim.rollouts.stopped_turns import end_with_stop, said_before_stop, watch_for
+from verbatim.rollouts.stopped_turns import end_with_stop, said_before_stop
 from verbatim.rollouts.turn_arguments import checked_name, checked_trained
 from verbatim.rollouts.turnstile import Turnstile, turnstile
 
@@ -108,7 +109,7 @@ class AgentLoop(EpisodeLoop):
         params: SamplingParams,
         read: Callable[[Completion, Int32], ChatReply],
         seed: int | None = None,
-        watching: Callable[[Int32], Watch] | None = None,
+        watching: Callable[[Int32], Watch | None] | None = None,
     ) -> tuple[ChatReply, Thread]:
         """Record one turn of a conversation that the caller keeps: `prompt.thread` is what it continues. Many may be
         under way at once, also of one agent, and none of them ends the episode for the others.
@@ -121,7 +122,7 @@ class AgentLoop(EpisodeLoop):
             seed: Of the turn; by default it depends on the prompt and on the number of turns before that had the same
                 one, not on the order of others.
             watching: Given the prompt's ids, the one who watches the completion's tokens as they are drawn, where the
-                sampler shows them.
+                sampler shows them; None = no one.
 
         Raises:
             EpisodeOver: no turn is left; or this prompt leaves no room in the context, and a shorter one may; or the

@@ -23,12 +23,13 @@ from verbatim.core.episode_limits import EpisodeLimits
 from verbatim.core.errors import UsageError
 from verbatim.core.plain_console import PlainConsole
 from verbatim.core.sampling import SamplingParams
+from verbatim.core.tasks import run_together
 from verbatim.core.types import Example, Message, RolloutIdentity, Trajectory
 from verbatim.environments.base import Environment, Episode, Reply, Score
 from verbatim.environments.tools import Tool, ToolArgumentsError, ToolManager, ToolResult
 from verbatim.rollouts.base import Conversation, Opening, read_openings
 from verbatim.rollouts.episode import EpisodeRun
-from verbatim.rollouts.group import judged, rewarded_by_its_turns, run_together
+from verbatim.rollouts.group import judged, rewarded_by_its_turns
 from verbatim.rollouts.loop import EpisodeLoop
 from verbatim.rollouts.main_loop import run_in_program
 from verbatim.rollouts.seeds import derive_seed

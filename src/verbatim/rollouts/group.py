@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from verbatim.core.errors import EnvironmentFault, RecordError
+from verbatim.core.tasks import run_together
 from verbatim.core.texts import LONGEST_ERROR, cut_without_secrets, shown
 from verbatim.core.types import Example, Group, RolloutIdentity, Trajectory
 from verbatim.environments.base import IS_SUCCESS, Environment
@@ -116,16 +117,6 @@ class GroupRun:
             trajectory = await setup.runner.run(setup, task, recorder)
         setup.tally.ended(trajectory)
         return trajectory
-
-
-async def run_together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """What all of them return, in order. The first that raises cancels the others; what it raised is raised."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(coroutine) for coroutine in work]
-    except BaseExceptionGroup as group:
-        raise group.exceptions[0] from None
-    return [task.result() for task in running]
 
 
 def _set_aside(trajectory: Trajectory, late: RecordError | None) -> Trajectory:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from verbatim.core.episode_limits import EpisodeLimits
+from verbatim.core.tasks import run_together
 from verbatim.core.types import Example, RolloutIdentity, StopReason
 from verbatim.environments.base import Environment
 from verbatim.models.renderers.base import Renderer
 from verbatim.models.renderers.conversation import Conversation
 from verbatim.rollouts.episode import EpisodeRun
-from verbatim.rollouts.group import run_together
 from verbatim.rollouts.loop import Answer, EpisodeLoop, Prompt
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.seeds import derive_seed

@@ -11,32 +11,10 @@ import dataclasses
 from collections.abc import Sequence
 
 from verbatim.core.types import Int32, StopReason
-from verbatim.inference.base import Completion, SampleRequest, Watch
+from verbatim.inference.base import Completion, SampleRequest
 from verbatim.inference.chat.reply import before_stop
-from verbatim.inference.chat.stops import Decode, StopWatch, find_stop
+from verbatim.inference.chat.stops import Decode, find_stop
 from verbatim.models.renderers.base import ParsedResponse
-
-
-def watch_for(stops: Sequence[str], decode: Decode, other: Watch | None = None) -> Watch | None:
-    """Ends a completion with the token that completes a stop string, where the sampler shows its tokens; None = no one
-    watches.
-
-    Args:
-        stops: The stop strings; may be none.
-        decode: The text of ids.
-        other: Who watches too, and is told of every token.
-    """
-    if not stops:
-        return other
-    watch = StopWatch(stops, decode)
-    if other is None:
-        return watch
-
-    def both(ids: Sequence[int]) -> bool:
-        is_over = other(ids)
-        return watch(ids) or is_over
-
-    return both
 
 
 def end_with_stop(completion: Completion, request: SampleRequest, stops: Sequence[str], decode: Decode) -> Completion:

@@ -36,9 +36,10 @@ class LiveAnswer:
         self._num_news = 0
         self._news = asyncio.Event()
 
-    def show(self, number: int, ids: Sequence[int]) -> None:
-        """Add ids of a reply. May be called on any thread."""
+    def show(self, number: int, ids: Sequence[int]) -> bool:
+        """Add ids of a reply, which does not end with them. May be called on any thread."""
         self._loop.call_soon_threadsafe(self._add, number, list(ids))
+        return False
 
     def wake(self) -> None:
         """Let all streams go on that wait for news; called at the end too."""

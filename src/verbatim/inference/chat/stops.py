@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from verbatim.core.types import Int32
+from verbatim.inference.base import Watch
 
 Decode = Callable[[Int32], str]
 """The text of ids. The text of a prefix is a prefix of the text, but for U+FFFD at its end."""
@@ -87,3 +88,25 @@ class StopWatch:
                 break
             size *= 2
         return size
+
+
+def watch_for(stops: Sequence[str], decode: Decode, other: Watch | None = None) -> Watch | None:
+    """Ends a completion with the token that completes a stop string, where the sampler shows its tokens; None = no one
+    watches.
+
+    Args:
+        stops: The stop strings; may be none.
+        decode: The text of ids.
+        other: Who watches too, and is told of every token.
+    """
+    if not stops:
+        return other
+    watch = StopWatch(stops, decode)
+    if other is None:
+        return watch
+
+    def both(ids: Sequence[int]) -> bool:
+        is_over = other(ids)
+        return watch(ids) or is_over
+
+    return both

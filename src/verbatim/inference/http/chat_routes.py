@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 from starlette.requests import Request
@@ -18,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from verbatim.core.errors import VerbatimError
+from verbatim.core.tasks import run_together
 from verbatim.core.texts import cut
 from verbatim.core.types import Int32, StopReason
 from verbatim.inference.base import Completion, Sampler, SampleRequest, Watch, generate_watched
@@ -25,7 +25,7 @@ from verbatim.inference.chat.base import ChatProtocol
 from verbatim.inference.chat.live import LiveAnswer
 from verbatim.inference.chat.protocol import ChatReply, ChatStream, Options, Stamp
 from verbatim.inference.chat.protocols import COUNT, ChatProtocols
-from verbatim.inference.chat.stops import Decode, StopWatch
+from verbatim.inference.chat.stops import Decode, watch_for
 from verbatim.inference.chat.streaming import StreamDiverged
 from verbatim.inference.http.chat_desk import ChatDesk
 from verbatim.inference.http.chat_work import Asked, read_chat, read_completion, read_partial
@@ -120,37 +120,20 @@ class ChatRoutes:
     async def _replies(self, asked: Asked, stamp: Stamp, live: LiveAnswer | None = None) -> list[ChatReply]:
         seeds = self._seeds(asked)
         shows = [None if live is None else partial(live.show, number) for number in range(len(seeds))]
-        tasks = [
-            asyncio.ensure_future(self._sample(asked, seed, show)) for seed, show in zip(seeds, shows, strict=True)
-        ]
-        try:
-            return await self._read(asked, await asyncio.gather(*tasks), seeds, stamp)
-        finally:
-            await _end(tasks)
+        drawing = (self._sample(asked, seed, show) for seed, show in zip(seeds, shows, strict=True))
+        return await self._read(asked, await run_together(drawing), seeds, stamp)
 
-    async def _sample(self, asked: Asked, seed: int, show: Callable[[Sequence[int]], None] | None) -> Completion:
+    async def _sample(self, asked: Asked, seed: int, show: Watch | None) -> Completion:
         """Sample one completion, which ends with the token that completes a stop string where the sampler can."""
         request = SampleRequest(
             prompt_ids=asked.prompt_ids, params=asked.params, seed=seed, session=asked.request.session
         )
-        if show is None and not asked.request.stop:
-            completion = await self._sampler.generate(request)
-        else:
-            completion = await generate_watched(self._sampler, request, self._watch(asked, show))
+        assert self._decode is not None
+        watch = watch_for(asked.request.stop, self._decode, show)
+        completion = await generate_watched(self._sampler, request, watch)
         if completion.stop_reason is StopReason.CANCELLED:
             raise Refused(503, STOPPING)
         return completion
-
-    def _watch(self, asked: Asked, show: Callable[[Sequence[int]], None] | None) -> Watch:
-        assert self._decode is not None
-        stops = StopWatch(asked.request.stop, self._decode) if asked.request.stop else None
-
-        def watch(ids: Sequence[int]) -> bool:
-            if show is not None:
-                show(ids)
-            return stops is not None and stops(ids)
-
-        return watch
 
     def _seeds(self, asked: Asked) -> list[int]:
         """A seed for each reply: the request's own for the first, and others that follow from it."""
@@ -188,13 +171,8 @@ class ChatRoutes:
                 async for event in events:
                     yield event
         finally:
-            await _end([working])
-
-
-async def _end(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
 
 
 class _EventStream(Response):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from verbatim.core.errors import SamplerFault, UsageError
+from verbatim.core.tasks import run_together
 from verbatim.inference.base import WeightCheck
 from verbatim.inference.pool.base import Rendezvous, Replica
 from verbatim.inference.pool.loading import Limits
@@ -158,20 +159,14 @@ async def open_pool(servers: Servers, settings: ServerSettings) -> ServerPool:
     path, version = servers.weights
     is_folder = await asyncio.to_thread(path.is_dir)
     try:
-        async with asyncio.TaskGroup() as group:
-            for index in range(len(servers)):
-                group.create_task(_open(servers, index, opened))
+        await run_together(_open(servers, index, opened) for index in range(len(servers)))
         if servers.rendezvous is not None:
             servers.rendezvous.expect([replica.name for replica in opened.values()], version, is_first=True)
-        async with asyncio.TaskGroup() as group:
-            for replica in opened.values():
-                group.create_task(_prove(replica, path, version, is_folder=is_folder))
-    except BaseException as error:
+        await run_together(_prove(replica, path, version, is_folder=is_folder) for replica in opened.values())
+    except BaseException:
         for replica in opened.values():
             await replica.close()
         await servers.close()
-        if isinstance(error, BaseExceptionGroup):
-            raise error.exceptions[0] from None
         raise
     return ServerPool(servers, [opened[index] for index in sorted(opened)], limits_of(settings))
 

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from verbatim.core.errors import RecordError, RolloutError, SamplerFault
 from verbatim.core.sampling import SamplingParams
+from verbatim.core.tasks import run_together
 from verbatim.core.types import Int32, Message, StopReason
 from verbatim.inference import base
 from verbatim.inference.base import Completion, SampleRequest
 from verbatim.inference.chat.partial import partial_texts
 from verbatim.inference.chat.protocol import ChatReply, ChatRequest
 from verbatim.inference.chat.reply import read_reply
-from verbatim.inference.chat.stops import StopWatch
+from verbatim.inference.chat.stops import watch_for
 from verbatim.inference.http.refused import Refused
 from verbatim.inference.validation import check_prompt
 from verbatim.rollouts.agent_loop import AgentLoop
@@ -283,14 +284,7 @@ class Session:
     ) -> list[ChatReply]:
         if request.n == 1:
             return [await self._one(match, prompt, params, request, progress)]
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(self._one(match, prompt, params, request, progress, k)) for k in range(request.n)
-                ]
-        except BaseExceptionGroup as failed:
-            raise failed.exceptions[0] from None
-        return [task.result() for task in tasks]
+        return await run_together(self._one(match, prompt, params, request, progress, k) for k in range(request.n))
 
     async def _one(
         self,
@@ -304,10 +298,16 @@ class Session:
         def read(completion: Completion, prompt_ids: Int32) -> ChatReply:
             return read_reply(completion, request, self.loop.renderer, prompt_ids, call_id=self._call_id)
 
+        def watching(prompt_ids: Int32) -> base.Watch | None:
+            show = None
+            if progress is not None and request.stream:
+                progress.prompt_ids = prompt_ids
+                show = partial(progress.show, number)
+            return watch_for(request.stop, self.loop.renderer.decode, show)
+
         seed = request.sampling.seed if self.settings.sampling == "client" else None
         if seed is not None and number:  # the first of several replies has the seed, the others draw differently
             seed = derive_seed(seed, number)
-        watching = self._watching(request, progress if request.stream else None, number)
         reply, thread = await self.loop.respond(prompt, params, read, seed, watching)
         self.last_stop = reply.stop_reason
         self.counts["cut_tokens"] += reply.num_cut_tokens
@@ -335,28 +335,6 @@ class Session:
             return None
         turns, before = self.loop.recorder.turns, match.known.turn.thread.turn
         return None if turns[turn].extends(turns[before]) else before
-
-    def _watching(
-        self, request: ChatRequest, progress: Progress | None, number: int
-    ) -> Callable[[Int32], base.Watch] | None:
-        """Who watches the tokens of a reply as they are drawn: a stream, which shows them, and stop strings, with which
-        the reply ends. None = no one."""
-        if progress is None and not request.stop:
-            return None
-
-        def watching(prompt_ids: Int32) -> base.Watch:
-            stops = StopWatch(request.stop, self.loop.renderer.decode) if request.stop else None
-            if progress is not None:
-                progress.prompt_ids = prompt_ids
-
-            def watch(ids: Sequence[int]) -> bool:
-                if progress is not None:
-                    progress.show(number, ids)
-                return stops is not None and stops(ids)
-
-            return watch
-
-        return watching
 
     def _restores_reasoning(self) -> bool:
         """A history as the template writes it is one without a memory; so is that of a renderer that has no say."""

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from verbatim.config import BackendSettings
 from verbatim.config.sections import PositiveInt
+from verbatim.core.tasks import run_together
 from verbatim.core.types import Trajectory
 from verbatim.rollouts.backends import RunnerInputs
 from verbatim.rollouts.draws import CountingSampler
-from verbatim.rollouts.group import run_together
 from verbatim.rollouts.processes.worker import ProcessWorker
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.runner import EpisodeRunner, EpisodeTask, LocalRunner, RolloutSetup

@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from verbatim.core.errors import RecordError, RunStopped, UsageError
+from verbatim.core.tasks import run_together
 from verbatim.core.texts import cut, error_text, printable
 from verbatim.core.types import StopReason, Trajectory
 from verbatim.rollouts import supervised
 from verbatim.rollouts.draws import CountingSampler, Draws
 from verbatim.rollouts.episode import CLOSING
-from verbatim.rollouts.group import run_together
 from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.runner import EpisodeTask, RolloutSetup
 from verbatim.rollouts.workers.episodes import unpack

@@ -1,0 +1,19 @@
+"""Runs coroutines side by side."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+async def run_together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """What all of them return, in order. The first that raises cancels the others; what it raised is raised."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(coroutine) for coroutine in work]
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from None
+    return [task.result() for task in running]
