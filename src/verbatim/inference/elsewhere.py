@@ -2,7 +2,7 @@
 compared, and how weights come in over HTTP. The files lie with vLLM's plugin, whose folder such a process has in its
 PYTHONPATH; they use only the standard library."""
 
-from verbatim.inference.vllm.plugin.verbatim_keys import bearer_of, is_key, key_of
+from verbatim.inference.vllm.plugin.verbatim_keys import is_key, key_of
 from verbatim.inference.vllm.plugin.verbatim_uploads import PREFIX, take
 
-__all__ = ["PREFIX", "bearer_of", "is_key", "key_of", "take"]
+__all__ = ["PREFIX", "is_key", "key_of", "take"]

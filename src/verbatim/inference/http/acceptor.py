@@ -11,7 +11,6 @@ import errno
 import itertools
 import logging
 import socket
-import ssl
 import time
 from collections.abc import Callable
 
@@ -43,7 +42,6 @@ class Acceptor:
         listening: A socket that is bound and listens.
         make: Creates the protocol of a connection.
         table: The open connections.
-        tls: The certificate of https; None is http.
         door: Limits what comes over this socket; None = the whole table may.
     """
 
@@ -52,7 +50,6 @@ class Acceptor:
         listening: socket.socket,
         make: Callable[[], asyncio.Protocol],
         table: ConnectionTable,
-        tls: ssl.SSLContext | None = None,
         door: Door | None = None,
     ) -> None:
         self.listening = listening
@@ -60,7 +57,6 @@ class Acceptor:
         self._door = door
         self._make = make
         self._table = table
-        self._tls = tls
         self._loop = asyncio.get_running_loop()
         self._pause = _FIRST_PAUSE
         self._again: asyncio.TimerHandle | None = None
@@ -154,18 +150,10 @@ class Acceptor:
         return start == _HEALTH
 
     async def _connect(self, connection: socket.socket) -> None:
-        self._table.num_queued += self._tls is not None  # a handshake may last
         try:
-            await self._loop.connect_accepted_socket(
-                self._make,
-                connection,
-                ssl=self._tls,
-                ssl_handshake_timeout=None if self._tls is None else self._table.limits.head_seconds,
-            )
+            await self._loop.connect_accepted_socket(self._make, connection)
         except OSError:  # the client closed it meanwhile
             connection.close()
-        finally:
-            self._table.num_queued -= self._tls is not None
 
     def _turn_away(self, connection: socket.socket) -> None:
         """Answer a newcomer with 503: every open connection has a request under way."""

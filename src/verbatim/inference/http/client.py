@@ -258,8 +258,22 @@ class HttpClient:
         loop = asyncio.get_running_loop()
         if loop not in self._loops:
             self._drop_ended_loops()
-            self._loops[loop] = _LoopState(open_session(self.url, self._headers, proxy=self._proxy))
+            self._loops[loop] = _LoopState(self._open_session())
         return self._loops[loop]
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        """Connections to the server, opened when they are needed, without cookies."""
+        import aiohttp
+
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=_IDLE, ssl=certificates() if self.url.startswith("https") else True
+            ),
+            headers=self._headers,
+            proxy=self._proxy,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT),
+        )
 
     def _drop_ended_loops(self) -> None:
         """A session holds on to its loop, so both would stay for ever."""
@@ -273,30 +287,6 @@ class HttpClient:
             for end in range(len(secret), _SHORTEST_SECRET - 1, -1):
                 text = text.replace(secret[:end], REDACTED)
         return text
-
-
-def open_session(
-    url: str, headers: Mapping[str, str], *, proxy: str | None = None, silence: float | None = None
-) -> aiohttp.ClientSession:
-    """Connections to one server, opened when they are needed, without cookies.
-
-    Args:
-        url: Its address.
-        headers: Sent with every request.
-        proxy: The address of an HTTP proxy.
-        silence: Seconds without a byte of an answer after which a connection is taken for broken; None = no limit.
-    """
-    import aiohttp
-
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(
-            limit=0, keepalive_timeout=_IDLE, ssl=certificates() if url.startswith("https") else True
-        ),
-        headers=headers,
-        proxy=proxy,
-        cookie_jar=aiohttp.DummyCookieJar(),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT, sock_read=silence),
-    )
 
 
 def encode(body: Mapping[str, Any]) -> bytes:

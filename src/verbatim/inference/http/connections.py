@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import ssl
 import sys
 from collections.abc import Callable
 from http import HTTPStatus
@@ -293,10 +292,9 @@ class Server:
     Args:
         app: The application.
         table: The open connections.
-        tls: The certificate of https; None is http.
     """
 
-    def __init__(self, app: ASGIApp, table: ConnectionTable, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, app: ASGIApp, table: ConnectionTable) -> None:
         self._config = uvicorn.Config(
             app,
             log_config=None,
@@ -309,7 +307,7 @@ class Server:
             timeout_keep_alive=_KEEP_ALIVE,
         )
         self._config.load()
-        self._state, self._table, self._tls = ServerState(), table, tls
+        self._state, self._table = ServerState(), table
         self._acceptors: set[Acceptor] = set()
 
     def listen_on(self, listening: socket.socket, door: Door | None = None) -> Acceptor:
@@ -318,7 +316,7 @@ class Server:
         def make() -> Connection:
             return Connection(self._config, self._state, table=self._table, door=door)
 
-        acceptor = Acceptor(listening, make, self._table, self._tls, door)
+        acceptor = Acceptor(listening, make, self._table, door)
         self._acceptors.add(acceptor)
         return acceptor
 

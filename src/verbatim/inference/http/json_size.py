@@ -24,24 +24,23 @@ _DEPTH[list(b"[{")] = 1
 _DEPTH[list(b"]}")] = -1
 
 
-def check_json_size(data: bytes | bytearray, *, most_values: int = MOST_VALUES, most_depth: int = MOST_DEPTH) -> None:
+def check_json_size(data: bytes | bytearray, *, most_values: int = MOST_VALUES) -> None:
     """Refuse JSON of too many values or levels. Whether it is JSON at all is for a parser to say.
 
     Args:
         data: The body.
         most_values: Most items of lists and objects, and lists and objects themselves.
-        most_depth: Most levels of lists and objects in each other.
 
     Raises:
         UsageError: says how many there are, and how many may be.
     """
-    if len(data) <= most_values and data.count(b"[") + data.count(b"{") <= most_depth:
+    if len(data) <= most_values and data.count(b"[") + data.count(b"{") <= MOST_DEPTH:
         return
     values, depth = json_size(data, most_values)
     if values > most_values:
         raise UsageError(f"the body holds more than {most_values} values; at most that many are taken")
-    if depth > most_depth:
-        raise UsageError(f"the body is nested too deeply: {depth} levels, at most {most_depth} are taken")
+    if depth > MOST_DEPTH:
+        raise UsageError(f"the body is nested too deeply: {depth} levels, at most {MOST_DEPTH} are taken")
 
 
 def json_size(data: bytes | bytearray, most_values: int | None = None) -> tuple[int, int]:

@@ -7,7 +7,7 @@ failed leaves the server in a state that only the caller can judge.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Literal
 
@@ -316,12 +316,3 @@ def named(name: str, url: str) -> str:
     ('replica 0 (http://a:1)', 'replica 0 (http://a:1)')
     """
     return name if url in name else f"{name} ({url})"
-
-
-def joined(names: Sequence[str], most: int = 5) -> str:
-    """The first names, and how many more there are.
-
-    >>> joined(["a", "b", "c"], 2)
-    'a, b and 1 more'
-    """
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -114,7 +114,7 @@ class PublishedFolder:
             if self.shapes.get(name) != expected.get(name)
         ]
         if other:
-            raise ModelError(f"{self.path} has other tensors than the weights before: {_named(other)}")
+            raise ModelError(f"{self.path} has other tensors than the weights before: {joined(other)}")
 
     def tensor(self, name: str) -> Tensor:
         """A tensor, mapped from its file."""
@@ -172,7 +172,7 @@ class PublishedFolder:
         unmapped = tuple(sorted({name for report in reports for name in report.unmapped}))
         foreign = {piece.name for report in reports for piece, _, _ in report.digests if not self._fits(piece)}
         if foreign:
-            return Proof(fault=f"it holds parts that these tensors do not have: {_named(sorted(foreign))}")
+            return Proof(fault=f"it holds parts that these tensors do not have: {joined(sorted(foreign))}")
         self.prepare([piece for report in reports for piece, _, _ in report.digests])
         differing = {
             piece.name for report in reports for piece, found, _ in report.digests if self._digests[piece] != found
@@ -188,7 +188,7 @@ class PublishedFolder:
             if name not in unmapped and not self._is_covered(name, sorted(parts.get(name, ())))
         }
         said = [
-            f"{what}: {_named(sorted(names))}"
+            f"{what}: {joined(sorted(names))}"
             for what, names in (
                 ("other values", differing),
                 ("kernels that were not built anew", not_built),
@@ -314,6 +314,11 @@ def _weight_files(path: Path) -> list[Path]:
     return [path / name for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))]
 
 
-def _named(names: Sequence[str]) -> str:
+def joined(names: Sequence[str]) -> str:
+    """The first names, and how many more there are.
+
+    >>> joined(["a", "b", "c", "d", "e", "f"])
+    'a, b, c, d, e and 1 more'
+    """
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     return ", ".join(names[:_MOST_NAMED]) + more

@@ -23,8 +23,8 @@ from verbatim.inference.pool.base import ReplicaLoad
 from verbatim.inference.validation import check_ids, check_prompt, check_version
 from verbatim.inference.vllm.broadcast import Broadcast
 from verbatim.inference.vllm.command import TRANSFER_ENGINES
-from verbatim.inference.vllm.control import Memory, VllmControl, joined, named
-from verbatim.inference.vllm.digests import Piece, Proof, PublishedFolder, WorkerReport, open_folder
+from verbatim.inference.vllm.control import Memory, VllmControl, named
+from verbatim.inference.vllm.digests import Piece, Proof, PublishedFolder, WorkerReport, joined, open_folder
 from verbatim.inference.vllm.facts import refuse_inexact
 from verbatim.inference.vllm.settings import WeightTransfer
 from verbatim.models.source import is_adapter

@@ -56,7 +56,7 @@ class Watch:
 
     # ---- what has to arrive
 
-    def expect(self, shapes: dict[str, tuple[int, ...]], *, complete: bool = True) -> None:
+    def expect(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Note the checkpoint's tensors, before any is loaded.
 
         Raises:
@@ -65,7 +65,7 @@ class Watch:
         self._shapes.update(shapes)
         places = self._places()
         self.unmapped = sorted(name for name, place in places.items() if place is None)
-        if not complete or self.unmapped:
+        if self.unmapped:
             return
         filled = set(places.values())
         missing = [
