@@ -168,7 +168,7 @@ GATEWAY = (
     Fault(
         name="an answer without its reasoning is taken for the whole answer",
         file="rollouts/gateway/canonical.py",
-        old='        return MessageDigest(_hash([*parts, "reasoning", reasoning]) if reasoning else bare, bare)\n',
+        old='        return MessageDigest(digest_of([*parts, "reasoning", reasoning]) if reasoning else bare, bare)\n',
         new="        return MessageDigest(bare, bare)\n",
         harm="A client that strips thinking is answered as if it had sent it.",
         tests=_MATCHING,

@@ -44,7 +44,7 @@ def piece(name: str, tensor: torch.Tensor, **fields: Any) -> Piece:
 def report(tensors: dict[str, torch.Tensor], **fields: Any) -> WorkerReport:
     """A worker that holds these tensors whole."""
     digests = tuple((piece(name, tensor), theirs(tensor), "kernel") for name, tensor in tensors.items())
-    return WorkerReport(**{"path": None, "error": None, "digests": digests, "stale": (), "unmapped": (), **fields})
+    return WorkerReport(**{"error": None, "digests": digests, "stale": (), "unmapped": (), **fields})
 
 
 @pytest.fixture

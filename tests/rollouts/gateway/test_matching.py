@@ -8,7 +8,7 @@ import uuid
 import pytest
 
 from verbatim.rollouts.gateway import canonical, clocks
-from verbatim.rollouts.gateway.canonical import canonical_arguments, digests, frame_of, text_of
+from verbatim.rollouts.gateway.canonical import Digester, canonical_arguments, frame_of, text_of
 from verbatim.rollouts.gateway.threads import BranchReason, Threads
 
 SYSTEM, HELLO = {"role": "system", "content": "You help."}, {"role": "user", "content": "hello"}
@@ -32,6 +32,11 @@ def asked(threads, messages, answer=None, turn=None, **options):
         threads.answer(match, answer, turn)
         threads.close(match, answered=True)
     return match
+
+
+def digests(messages):
+    digester = Digester()
+    return [digester.digest(message) for message in messages]
 
 
 class TestDigests:
@@ -282,8 +287,8 @@ class TestThreads:
 def test_matching_costs_work_linear_in_the_request(monkeypatch):
     """Ten times the messages take ten times the lines of code and hashed characters, and not more in a session with
     many conversations."""
-    hashed, original = [], canonical._hash
-    monkeypatch.setattr(canonical, "_hash", lambda parts: (hashed.extend(map(len, parts)), original(parts))[1])
+    hashed, original = [], canonical.digest_of
+    monkeypatch.setattr(canonical, "digest_of", lambda parts: (hashed.extend(map(len, parts)), original(parts))[1])
 
     def work(num_messages, num_conversations):
         """Lines of code that are run and characters hashed where a request is new, and where it comes again."""

@@ -20,23 +20,23 @@ _LONG_NUMBER = re.compile(rb"\d{19}")
 
 
 def read_value(data: bytes | bytearray, most_values: int = MOST_VALUES) -> Any:
-    """As `parse_json`; an object that has a key twice is refused too, by a UsageError."""
-    value = parse_json(data, most_values)
-    check_keys(without_mark(data), value)
-    return value
-
-
-def parse_json(data: bytes | bytearray, most_values: int = MOST_VALUES) -> Any:
     r"""The value of a body of at most so many values. Its texts may hold half a character.
 
     Raises:
-        UsageError: it is no JSON, no UTF-8, or has too many values or levels.
+        UsageError: it is no JSON, no UTF-8, has too many values or levels, or an object with a key twice.
 
-    >>> parse_json(b'\xef\xbb\xbf{"a": 1}')
+    >>> read_value(b'\xef\xbb\xbf{"a": 1}')
     {'a': 1}
     """
     text = without_mark(data)
     check_json_size(text, most_values=most_values)
+    value = _parsed(text, len(data) - len(text))
+    check_keys(text, value)
+    return value
+
+
+def _parsed(text: bytes | bytearray, offset: int) -> Any:
+    """The JSON value of a text, which begins at this byte of its body."""
     if not _LONG_NUMBER.search(text):  # orjson makes a float of a long integer
         import orjson
 
@@ -45,9 +45,9 @@ def parse_json(data: bytes | bytearray, most_values: int = MOST_VALUES) -> Any:
     try:
         return json.loads(text.decode("utf-8", "surrogatepass"), parse_constant=refuse_constant)
     except UnicodeDecodeError as error:
-        place = len(data) - len(text) + error.start
         raise UsageError(
-            f"the body is no UTF-8: byte 0x{data[place]:02x} at position {place}; send JSON in UTF-8"
+            f"the body is no UTF-8: byte 0x{text[error.start]:02x} at position {offset + error.start}; send JSON in "
+            "UTF-8"
         ) from None
     except RecursionError:
         raise UsageError("the body is nested too deeply") from None

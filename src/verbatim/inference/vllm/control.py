@@ -7,7 +7,7 @@ failed leaves the server in a state that only the caller can judge.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Literal
 
@@ -84,14 +84,16 @@ class VllmControl:
         """End the update. The version stays the old one."""
         await self._post("finish weight update", "/finish_weight_update", {})
 
-    async def reports(self) -> list[WorkerReport]:
-        """What each worker built its kernels from in the last update.
+    async def reports(self, of: Literal["weights", "adapter"] = "weights") -> list[WorkerReport]:
+        """What each worker built its kernels from in the last update, or what its newest adapter is made of.
 
         Raises:
             SamplerFault: it does not say.
         """
-        async with self._phase("report weights"):
-            return read_reports(await self._call_workers("verbatim_report"))
+        method = "verbatim_report" if of == "weights" else "verbatim_adapter"
+        async with self._phase(f"report {of}"):
+            answer = await self._client.ask("POST", "/collective_rpc", encode({"method": method}), read_json)
+            return read_reports(answer.get("results") if isinstance(answer, dict) else None)
 
     async def set_version(self, version: int) -> None:
         """Give the weights their version; tokens that are drawn from here on have it.
@@ -155,25 +157,11 @@ class VllmControl:
         Raises:
             SamplerFault: it cannot be read, does not fit, or the name is taken.
         """
-        await self._send("load adapter", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+        await self._post("load adapter", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path}, _read_success)
 
     async def forget_adapter(self, name: str) -> None:
         """No new request may name it."""
-        await self._send("unload adapter", "/v1/unload_lora_adapter", {"lora_name": name})
-
-    async def adapter_reports(self) -> list[WorkerReport]:
-        """What the newest adapter of each worker is made of.
-
-        Raises:
-            SamplerFault: it does not say.
-        """
-        async with self._phase("report adapter"):
-            return read_reports(await self._call_workers("verbatim_adapter"))
-
-    async def _send(self, phase: str, path: str, body: Mapping[str, Any]) -> None:
-        """`_post` for routes whose answer is a sentence."""
-        async with self._phase(phase):
-            await self._client.ask("POST", path, encode(body), _read_success)
+        await self._post("unload adapter", "/v1/unload_lora_adapter", {"lora_name": name}, _read_success)
 
     # ---- what the server is
 
@@ -254,13 +242,11 @@ class VllmControl:
             text = await self._client.ask("GET", "/metrics", None, _read_any)
         return read_metrics(text)
 
-    async def _call_workers(self, method: str) -> Any:
-        answer = await self._client.ask("POST", "/collective_rpc", encode({"method": method}), read_json)
-        return answer.get("results") if isinstance(answer, dict) else None
-
-    async def _post(self, phase: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    async def _post(
+        self, phase: str, path: str, body: Mapping[str, Any] | None = None, read: Callable[[Answer], Any] = read_json
+    ) -> Any:
         async with self._phase(phase):
-            return await self._client.ask("POST", path, None if body is None else encode(body), read_json)
+            return await self._client.ask("POST", path, None if body is None else encode(body), read)
 
     def _phase(self, doing: str, seconds: float | None = None) -> AbstractAsyncContextManager[None]:
         return phase(self._name, doing, self._phase_timeout if seconds is None else seconds)

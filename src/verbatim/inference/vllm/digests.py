@@ -52,8 +52,6 @@ class Piece:
 class WorkerReport:
     """What one worker of a server built its kernels from in the last update."""
 
-    path: str | None
-    """The folder as the worker saw it; None where tensors came over NCCL."""
     error: str | None
     """Why it loaded nothing, or not everything."""
     digests: tuple[tuple[Piece, str, str], ...]
@@ -288,7 +286,6 @@ def read_reports(answers: object) -> list[WorkerReport]:
 
 def _read_report(report: Mapping[str, Any]) -> WorkerReport:
     return WorkerReport(
-        path=report["path"],
         error=report["error"],
         digests=tuple(
             (Piece(name=name, dim=dim, start=start, shape=tuple(shape), dtype=dtype), found, source)

@@ -20,8 +20,6 @@ class ServerFacts:
     """Ids are below this."""
     max_model_len: int
     """Most tokens of prompt and completion together."""
-    dtype: str
-    """Number format of its weights."""
     logprobs_mode: str
     """"processed_logprobs": logprobs of the distribution that is sampled from."""
     generation_config: str

@@ -212,7 +212,7 @@ class VllmReplica:
         folder = await asyncio.to_thread(self._open, path)
         control, name = self._control, f"v{version}-{uuid.uuid4().hex[:8]}"
         await control.load_adapter(name, await self._there(path, version))
-        reports = await control.adapter_reports()
+        reports = await control.reports("adapter")
         proof = await asyncio.to_thread(folder.compare, reports)
         if proof.fault is not None:
             await control.forget_adapter(name)

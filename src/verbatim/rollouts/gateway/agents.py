@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verbatim.rollouts.gateway.canonical import digest_of_opening, frame_of, opening_of
+from verbatim.rollouts.gateway.canonical import digest_of, frame_of, opening_of
 
 LONGEST = 2**18
 """Characters of a system prompt up to which it is looked at for what a clock or a counter has changed."""
@@ -17,7 +17,7 @@ class Opening:
 
     def __init__(self, messages: Sequence[Mapping[str, Any]]) -> None:
         self._texts = opening_of(messages)
-        self.digest = digest_of_opening(self._texts)
+        self.digest = digest_of(self._texts)
 
     @functools.cached_property
     def frame(self) -> bytes:

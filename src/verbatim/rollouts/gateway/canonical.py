@@ -51,7 +51,7 @@ class Digester:
             parts.append(str(self._index_of_call.get(call_id, f"?{call_id}")))
         else:
             parts.append(str(message.get("name") or ""))
-        digest = _hash(parts)
+        digest = digest_of(parts)
         return MessageDigest(digest, digest)
 
     def _of_assistant(self, message: Mapping[str, Any], content: str) -> MessageDigest:
@@ -61,15 +61,9 @@ class Digester:
         for index, call in enumerate(calls):
             self._index_of_call[str(call.get("id") or "")] = index
             parts += [str(call["function"].get("name") or ""), canonical_arguments(call["function"].get("arguments"))]
-        bare = _hash(parts)
+        bare = digest_of(parts)
         reasoning = text_of(message.get("reasoning_content")).strip()
-        return MessageDigest(_hash([*parts, "reasoning", reasoning]) if reasoning else bare, bare)
-
-
-def digests(messages: Sequence[Mapping[str, Any]]) -> list[MessageDigest]:
-    """The digests of a conversation's messages."""
-    digester = Digester()
-    return [digester.digest(message) for message in messages]
+        return MessageDigest(digest_of([*parts, "reasoning", reasoning]) if reasoning else bare, bare)
 
 
 def text_of(content: Any) -> str:
@@ -119,7 +113,7 @@ def canonical_arguments(arguments: Any) -> str:
 
 def tools_digest(tools: Sequence[Mapping[str, Any]] | None) -> bytes:
     """The digest of tool schemas; the order of their keys does not count, that of the tools does."""
-    return _hash([_json(tool) for tool in tools or ()])
+    return digest_of([_json(tool) for tool in tools or ()])
 
 
 def identity_of(messages: Sequence[Mapping[str, Any]]) -> bytes:
@@ -130,7 +124,7 @@ def identity_of(messages: Sequence[Mapping[str, Any]]) -> bytes:
     >>> len({identity_of([{"role": "system", "content": f"You help. It is {time}."}]) for time in times})
     1
     """
-    return _hash([without_moments(text) for text in opening_of(messages)])
+    return digest_of([without_moments(text) for text in opening_of(messages)])
 
 
 def frame_of(opening: Sequence[str]) -> bytes:
@@ -143,12 +137,7 @@ def frame_of(opening: Sequence[str]) -> bytes:
     >>> len({frame_of([f"Session {name}."]) for name in ids})
     1
     """
-    return _hash(frame_words(opening))
-
-
-def digest_of_opening(opening: Sequence[str]) -> bytes:
-    """The digest of a system prompt's texts."""
-    return _hash(opening)
+    return digest_of(frame_words(opening))
 
 
 def opening_of(messages: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -179,7 +168,7 @@ def _whole_numbers(value: Any) -> Any:
     return value
 
 
-def _hash(parts: Sequence[str]) -> bytes:
+def digest_of(parts: Sequence[str]) -> bytes:
     """A digest of the parts with their lengths, so that ("ab", "c") and ("a", "bc") differ."""
     state = hashlib.blake2b(digest_size=16)
     for part in parts:

@@ -189,7 +189,7 @@ class GatewayEpisode:
             stop_reason=stop_reason_of(session),
             truncated=stop_reason_of(session).truncated,
             error=error,
-            num_unrecorded_tokens=num_unrecorded(session),
+            num_unrecorded_tokens=loop.recorder.num_unrecorded_tokens,
             info={INFO: session.info, **loop.info, **({TOOLS_OFFERED: True} if loop.offers_tools else {})},
         )
 
@@ -205,11 +205,6 @@ class GatewayEpisode:
 def stop_reason_of(session: Session) -> StopReason:
     """Why an episode behind the gateway ended: by itself, unless its last reply was cut off or refused."""
     return session.loop.stop_reason or session.last_stop
-
-
-def num_unrecorded(session: Session) -> int:
-    """Tokens that were sampled and are in no turn: cut off, or behind a stop string."""
-    return session.loop.recorder.num_unrecorded_tokens
 
 
 def variables(url: str, key: str) -> dict[str, str]:

@@ -62,11 +62,6 @@ class Outcome:
         """Whether it ended by itself, with status 0, and none of its processes was ended for its memory."""
         return self.status == 0 and self.ended_at_mb is None
 
-    @property
-    def last_line(self) -> str:
-        """The last line of the output that is not empty."""
-        return next((line for line in reversed(self.stdout.splitlines()) if line.strip()), "")
-
     def told(self) -> str:
         """For an error: the exit status, and the last words."""
         how = "its process is gone" if self.status is None else f"exit status {self.status}"
