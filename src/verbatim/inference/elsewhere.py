@@ -3,6 +3,6 @@ compared, and how weights come in over HTTP. The files lie with vLLM's plugin, w
 PYTHONPATH; they use only the standard library."""
 
 from verbatim.inference.vllm.plugin.verbatim_keys import is_key, key_of
-from verbatim.inference.vllm.plugin.verbatim_uploads import PREFIX, take
+from verbatim.inference.vllm.plugin.verbatim_uploads import PREFIX, sha256, take
 
-__all__ = ["PREFIX", "is_key", "key_of", "take"]
+__all__ = ["PREFIX", "is_key", "key_of", "sha256", "take"]

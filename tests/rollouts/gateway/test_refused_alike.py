@@ -19,7 +19,8 @@ from lost_messages import renderer_of, sampler_for
 from verbatim.core.errors import UsageError
 from verbatim.inference.chat.protocol import Options
 from verbatim.inference.http import lone_surrogates
-from verbatim.inference.http.lone_surrogates import find_lone_surrogate
+from verbatim.inference.http.lone_surrogates import refuse_lone_surrogates
+from verbatim.inference.http.refused import Refused
 from verbatim.inference.http.request_body import read_json
 from verbatim.inference.http.server import serve_sampler
 from verbatim.rollouts.gateway import Gateway
@@ -258,11 +259,14 @@ async def test_a_body_is_utf8_with_or_without_a_mark_and_nothing_else(server):
 
 def test_the_first_lone_surrogate_of_a_value_is_found():
     assert doctest.testmod(lone_surrogates).failed == 0
-    assert find_lone_surrogate({"a": ["🙂", {"b": "ö"}], "c": 1, "d": None}) is None
-    found = find_lone_surrogate({"tools": [{}, {"function": {"description": "\udfff"}}]})
-    assert found.field == "tools.function.description"
-    assert found.sentence.startswith("tools[1].function.description holds the lone surrogate U+DFFF at position 0")
-    assert find_lone_surrogate("x\ud800").sentence.startswith("the body holds the lone surrogate U+D800 at position 1")
+    refuse_lone_surrogates({"a": ["🙂", {"b": "ö"}], "c": 1, "d": None, "e": 2**70})
+    with pytest.raises(Refused) as found:
+        refuse_lone_surrogates({"tools": [{}, {"function": {"description": "\udfff"}}], "e": "\ud800"})
+    assert found.value.field == "tools.function.description"
+    said = "tools[1].function.description holds the lone surrogate U+DFFF at position 0"
+    assert found.value.message.startswith(said)
+    with pytest.raises(Refused, match=r"^the body holds the lone surrogate U\+D800 at position 1"):
+        refuse_lone_surrogates("x\ud800")
 
 
 def deep(levels):

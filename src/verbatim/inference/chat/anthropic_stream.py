@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from verbatim.inference.chat.anthropic_form import SIGNATURE, call_block, error_body, stop_of, usage_of
-from verbatim.inference.chat.protocol import ChatDelta, ChatReply, Stamp, pieces
-from verbatim.inference.chat.streaming import Said, event
+from verbatim.inference.chat.protocol import ChatReply, Stamp, pieces
+from verbatim.inference.chat.streaming import BlockStream, event
 
 _EMPTY: dict[str, dict[str, Any]] = {
     "thinking": {"type": "thinking", "thinking": "", "signature": ""},
@@ -16,7 +16,7 @@ _EMPTY: dict[str, dict[str, Any]] = {
 }
 
 
-class AnthropicStream:
+class AnthropicStream(BlockStream):
     """Writes the events of one message.
 
     Args:
@@ -24,11 +24,9 @@ class AnthropicStream:
     """
 
     def __init__(self, stamp: Stamp) -> None:
+        super().__init__()
         self._stamp = stamp
-        self._said = Said()
         self._block = -1
-        self._open: str | None = None
-        """The kind of the open block."""
 
     def begin(self, num_prompt_tokens: int) -> bytes:
         """The message without content."""
@@ -44,21 +42,16 @@ class AnthropicStream:
         }
         return _event("message_start", message=message)
 
-    def delta(self, delta: ChatDelta) -> bytes:
-        """Thinking, then text."""
-        self._said.add(delta)
-        return b"".join(self._texts(delta))
-
     def end(self, replies: Sequence[ChatReply]) -> bytes:
         """The rest of the texts, the calls, and how the message ended."""
         (reply,) = replies
-        events = [*self._texts(self._said.rest(reply)), *self._close()]
+        events = [*self._texts(self._said.rest(reply)), *self._close("completed")]
         for call in reply.tool_calls:
             block = call_block(call)
             events += self._start("tool_use", {**block, "input": {}})
             for piece in pieces(json.dumps(block["input"], ensure_ascii=False)):
                 events.append(self._delta({"type": "input_json_delta", "partial_json": piece}))
-            events += self._close()
+            events += self._close("completed")
         events.append(_event("message_delta", delta=stop_of(reply), usage=usage_of(reply)))
         return b"".join([*events, _event("message_stop")])
 
@@ -70,27 +63,19 @@ class AnthropicStream:
         """The protocol's own ping."""
         return _event("ping")
 
-    def _texts(self, delta: ChatDelta) -> list[bytes]:
-        events: list[bytes] = []
-        if delta.reasoning:
-            assert self._open in (None, "thinking"), "thinking comes before text"
-            events += [] if self._open == "thinking" else self._start("thinking", _EMPTY["thinking"])
-            events.append(self._delta({"type": "thinking_delta", "thinking": delta.reasoning}))
-        if delta.content:
-            events += [] if self._open == "text" else [*self._close(), *self._start("text", _EMPTY["text"])]
-            events.append(self._delta({"type": "text_delta", "text": delta.content}))
-        return events
-
-    def _start(self, kind: str, block: dict[str, Any]) -> list[bytes]:
+    def _start(self, kind: str, block: dict[str, Any] | None = None) -> list[bytes]:
         self._block += 1
         self._open = kind
-        return [_event("content_block_start", index=self._block, content_block=block)]
+        return [_event("content_block_start", index=self._block, content_block=block or _EMPTY[kind])]
 
-    def _close(self) -> list[bytes]:
-        if self._open is None:
+    def _grown(self, kind: str, text: str) -> bytes:
+        return self._delta({"type": f"{kind}_delta", kind: text})
+
+    def _close(self, status: str) -> list[bytes]:
+        if not self._open:
             return []
         signed = [self._delta({"type": "signature_delta", "signature": SIGNATURE})] if self._open == "thinking" else []
-        self._open = None
+        self._open = ""
         return [*signed, _event("content_block_stop", index=self._block)]
 
     def _delta(self, delta: dict[str, Any]) -> bytes:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from verbatim.core.sampling import LONGEST_STOP, MOST_STOP_IDS, MOST_STOPS, SamplingParams, stop_problem
 from verbatim.inference.chat.protocol import UNENFORCEABLE, Options, RequestedSampling, ToolChoice
-from verbatim.inference.http.lone_surrogates import find_lone_surrogate
+from verbatim.inference.http.lone_surrogates import refuse_lone_surrogates
 from verbatim.inference.http.protocol import brief
 from verbatim.inference.http.refused import Refused
 from verbatim.models.renderers.nesting import MAX_DEPTH, levels
@@ -99,9 +99,7 @@ def check_values(body: Mapping[str, Any]) -> None:
                 )
             if any(isinstance(item, float) and not math.isfinite(item) for item in level):
                 raise BadField(name[:80], f"{name[:80]} holds a number that is too large", unknown=True)
-    broken = find_lone_surrogate(body)
-    if broken is not None:
-        raise BadField(broken.field, broken.sentence, unknown=True)
+    refuse_lone_surrogates(body)
 
 
 def _way_down(value: object, levels: int) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left
 from collections.abc import Callable
 
 import numpy as np
@@ -126,11 +127,8 @@ def _first_call(
         calls = parse(ids[:size], None, request, renderer, prompt_ids).tool_calls
         return bool(calls) and calls[0] == first
 
-    least, most = 1, len(ids)
-    while least < most:
-        middle = (least + most) // 2
-        least, most = (least, middle) if is_complete(middle) else (middle + 1, most)
-    cut = parse(ids[:least], None, request, renderer, prompt_ids)
+    size = 1 + bisect_left(range(1, len(ids)), True, key=is_complete)
+    cut = parse(ids[:size], None, request, renderer, prompt_ids)
     if cut.tool_calls == (first,):
-        return ids[:least], cut
+        return ids[:size], cut
     return ids, dataclasses.replace(parsed, tool_calls=(first,))

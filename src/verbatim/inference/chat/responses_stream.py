@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from verbatim.core.types import ToolCall
-from verbatim.inference.chat.protocol import ChatDelta, ChatReply, ChatRequest, Stamp, pieces
+from verbatim.inference.chat.protocol import ChatReply, ChatRequest, Stamp, pieces
 from verbatim.inference.chat.responses_form import (
     call_item,
     has_text,
@@ -15,10 +15,10 @@ from verbatim.inference.chat.responses_form import (
     response_body,
     text_part,
 )
-from verbatim.inference.chat.streaming import PING, Said, event
+from verbatim.inference.chat.streaming import PING, BlockStream, event
 
 
-class ResponsesStream:
+class ResponsesStream(BlockStream):
     """Writes the events of one response.
 
     Args:
@@ -27,34 +27,26 @@ class ResponsesStream:
     """
 
     def __init__(self, request: ChatRequest, stamp: Stamp) -> None:
+        super().__init__()
         self._request, self._stamp = request, stamp
-        self._said = Said()
         self._sequence = -1
         self._index = -1
         """Of the item that was added last."""
-        self._open = ""
-        """The kind of the open item: "reasoning", "message" or none."""
 
     def begin(self, num_prompt_tokens: int) -> bytes:
         """The response without items."""
         body = response_body(self._request, self._stamp, None)
         return self._event("response.created", response=body) + self._event("response.in_progress", response=body)
 
-    def delta(self, delta: ChatDelta) -> bytes:
-        """Thinking, then text."""
-        self._said.add(delta)
-        return b"".join(self._texts(delta))
-
     def end(self, replies: Sequence[ChatReply]) -> bytes:
         """The rest of the texts, the calls, and the whole response."""
         (reply,) = replies
         rest = self._said.rest(reply)
         status = "incomplete" if reply.finish == "length" else "completed"
-        self._said.add(rest)
         events = self._texts(rest)
-        if has_text(reply) and self._open != "message":
-            events += [*self._done(status), *self._start("message")]
-        events += self._done(status)
+        if has_text(reply) and self._open != "text":
+            events += [*self._close(status), *self._start("text")]
+        events += self._close(status)
         for number, call in enumerate(reply.tool_calls):
             events += self._call(number, call)
         whole = response_body(self._request, self._stamp, reply)
@@ -71,32 +63,25 @@ class ResponsesStream:
         """A comment."""
         return PING
 
-    def _texts(self, delta: ChatDelta) -> list[bytes]:
-        events: list[bytes] = []
-        if delta.reasoning:
-            assert self._open in ("", "reasoning"), "thinking comes before text"
-            events += [] if self._open else self._start("reasoning")
-            events.append(self._part("response.reasoning_text.delta", delta=delta.reasoning))
-        if delta.content:
-            events += [] if self._open == "message" else [*self._done("completed"), *self._start("message")]
-            events.append(self._part("response.output_text.delta", delta=delta.content, logprobs=[]))
-        return events
-
     def _start(self, kind: str) -> list[bytes]:
         self._open = kind
         self._index += 1
-        part = text_part("") if kind == "message" else {"type": "reasoning_text", "text": ""}
+        part = text_part("") if kind == "text" else {"type": "reasoning_text", "text": ""}
         added = self._event(
             "response.output_item.added", output_index=self._index, item=self._item(None, "in_progress")
         )
         return [added, self._part("response.content_part.added", part=part)]
 
-    def _done(self, status: str) -> list[bytes]:
-        """End the open item, if there is one."""
-        kind, text = self._open, self._said.content if self._open == "message" else self._said.reasoning
+    def _grown(self, kind: str, text: str) -> bytes:
+        if kind == "text":
+            return self._part("response.output_text.delta", delta=text, logprobs=[])
+        return self._part("response.reasoning_text.delta", delta=text)
+
+    def _close(self, status: str) -> list[bytes]:
+        kind, text = self._open, self._said.content if self._open == "text" else self._said.reasoning
         if not kind:
             return []
-        if kind == "message":
+        if kind == "text":
             part, said = text_part(text), self._part("response.output_text.done", text=text, logprobs=[])
         else:
             part = {"type": "reasoning_text", "text": text}
@@ -122,7 +107,7 @@ class ResponsesStream:
         ]
 
     def _item(self, text: str | None, status: str) -> dict[str, Any]:
-        if self._open == "message":
+        if self._open == "text":
             return message_item(self._stamp, text, status)
         return reasoning_item(self._stamp, text)
 

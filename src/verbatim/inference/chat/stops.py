@@ -6,6 +6,7 @@ its text goes on. Only the text of the answer is cut, before the stop string.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -33,16 +34,14 @@ def find_stop(ids: Int32, stops: Sequence[str], decode: Decode) -> tuple[int, st
     """
     if not stops or not len(ids) or _first(decode(ids), stops) is None:
         return None
-    least, most = 1, len(ids)
-    while least < most:
-        middle = (least + most) // 2
-        if _first(decode(ids[:middle]), stops) is None:
-            least = middle + 1
-        else:
-            most = middle
-    found = _first(decode(ids[:least]), stops)
+
+    def has_stop(size: int) -> bool:
+        return _first(decode(ids[:size]), stops) is not None
+
+    size = 1 + bisect_left(range(1, len(ids)), True, key=has_stop)
+    found = _first(decode(ids[:size]), stops)
     assert found is not None
-    return least, found
+    return size, found
 
 
 def _first(text: str, stops: Sequence[str]) -> str | None:

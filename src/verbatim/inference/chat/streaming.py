@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +58,42 @@ class Said:
             content=reply.content[len(self.content) :],
             tokens=token_logprobs(reply)[self.num_tokens :],
         )
+
+
+class BlockStream(ABC):
+    """Streams one reply in blocks: thinking and text, each of which is started, grows, and is closed."""
+
+    def __init__(self) -> None:
+        self._said = Said()
+        self._open = ""
+        """The kind of the open block: "thinking", "text", another one, or none."""
+
+    def delta(self, delta: ChatDelta) -> bytes:
+        """Thinking, then text."""
+        return b"".join(self._texts(delta))
+
+    def _texts(self, delta: ChatDelta) -> list[bytes]:
+        self._said.add(delta)
+        events: list[bytes] = []
+        for kind, text in (("thinking", delta.reasoning), ("text", delta.content)):
+            if text and self._open != kind:
+                assert not (self._open and kind == "thinking"), "thinking comes before text"
+                events += [*self._close("completed"), *self._start(kind)]
+            if text:
+                events.append(self._grown(kind, text))
+        return events
+
+    @abstractmethod
+    def _start(self, kind: str) -> list[bytes]:
+        """Start a block."""
+
+    @abstractmethod
+    def _grown(self, kind: str, text: str) -> bytes:
+        """More of the open block."""
+
+    @abstractmethod
+    def _close(self, status: str) -> list[bytes]:
+        """End the open block, if there is one; the status is that of what it says."""
 
 
 def token_logprobs(reply: ChatReply) -> tuple[TokenLogprob, ...]:

@@ -35,7 +35,7 @@ from verbatim.inference.elsewhere import is_key, key_of
 from verbatim.inference.http import protocol
 from verbatim.inference.http.chat_desk import ChatDesk
 from verbatim.inference.http.chat_routes import ChatRoutes
-from verbatim.inference.http.exchange import STOPPING, ClientGone, StopEvent, check_length, read_body, while_there
+from verbatim.inference.http.exchange import STOPPING, ClientGone, StopEvent, check_head, read_body, while_there
 from verbatim.inference.http.json_size import LARGE, MOST_VALUES
 from verbatim.inference.http.limits import ServerLimits
 from verbatim.inference.http.protocol import brief
@@ -252,7 +252,7 @@ class SamplerApp:
     async def _take_upload(self, request: Request) -> Response:
         """A part of a published folder, from a client that shares none with this host."""
         if request.method != "GET":
-            check_length(request, self._limits.upload_body())
+            check_head(request, self._limits.upload_body(), self._limits)
         try:
             async with asyncio.timeout(self._limits.body_seconds):
                 status, body = await elsewhere.take(self._uploads, request.scope, request.receive)

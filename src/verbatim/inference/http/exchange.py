@@ -40,8 +40,9 @@ def json_answer(body: Mapping[str, Any]) -> Response:
         return Response(json.dumps(body), media_type="application/json")
 
 
-def check_encoding(request: Request) -> None:
-    """Refuse a compressed body: it may be small, and large once it is read."""
+def check_head(request: Request, most: int, limits: ConnectionLimits) -> None:
+    """Refuse a body of more than `most` bytes, one in chunks where these are not taken, and one that is compressed: it
+    may be small, and large once it is read."""
     encodings = ", ".join(request.headers.getlist("content-encoding")).strip()
     if encodings.lower() not in ("", "identity"):
         raise Refused(
@@ -49,16 +50,11 @@ def check_encoding(request: Request) -> None:
             f"content-encoding = {brief(encodings)}: compressed bodies are not read; send the body as "
             "it is, without content-encoding",
         )
-
-
-def check_length(request: Request, most: int) -> None:
-    """Refuse a body that is longer than `most` bytes, does not say how long it is, or is compressed."""
-    check_encoding(request)
-    length = request.headers.get("content-length")
-    if length is None:
+    is_sized = "content-length" in request.headers and "transfer-encoding" not in request.headers
+    if not is_sized and not limits.takes_chunks:
         raise Refused(411, "expected a content-length; chunked bodies are not accepted")
-    if int(length) > most:  # h11 has checked that it is a number
-        raise Refused(413, f"the request is larger than {most} bytes, more than a full context of this model can need")
+    if is_sized and int(request.headers["content-length"]) > most:  # h11 has checked that it is a number
+        raise Refused(413, f"the request is larger than {most} bytes")
 
 
 async def read_body(request: Request, most: int, limits: ServerLimits) -> bytearray:
@@ -66,7 +62,6 @@ async def read_body(request: Request, most: int, limits: ServerLimits) -> bytear
     if not request.headers.get("content-type", "").startswith("application/json"):
         # Also refuses web pages: a browser sends this content-type only where the server has allowed it.
         raise Refused(415, "expected a body of content-type application/json")
-    check_length(request, most)
     return await read_whole(request, most, limits)
 
 
@@ -85,9 +80,7 @@ async def read_whole(
         Refused: it is compressed, too large, comes too late, or in chunks of a few bytes.
         ClientDisconnect: the client has gone.
     """
-    check_encoding(request)
-    if "transfer-encoding" in request.headers and not limits.takes_chunks:
-        raise Refused(411, "expected a content-length; chunked bodies are not accepted")
+    check_head(request, most, limits)
     is_sized = "content-length" in request.headers
     data = bytearray()
     try:

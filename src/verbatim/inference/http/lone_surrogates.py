@@ -1,29 +1,27 @@
-"""Finds half a character in JSON: an emoji is written as two escapes, of which a client may have cut one off."""
+"""Refuses half a character in JSON: an emoji is written as two escapes, of which a client may have cut one off."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+
+from verbatim.inference.http.refused import Refused
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoneSurrogate:
-    """Half of a pair of surrogates in a JSON value. No encoding can write it, and no tokenizer reads it."""
+def refuse_lone_surrogates(value: object) -> None:
+    r"""Refuse a JSON value, which is less deep than Python's stack, with half of a pair of surrogates in a text or a
+    key. No encoding can write it, and no tokenizer reads it.
 
-    field: str
-    """Where it stands: dotted, in lists without the index, "messages.content"."""
-    sentence: str
-    """Names the place, the character and its position, and says what to send."""
+    Raises:
+        Refused: names the place, the character and its position, and says what to send; its field is dotted, in lists
+            without the index: "messages.content".
 
-
-def find_lone_surrogate(value: object) -> LoneSurrogate | None:
-    r"""The first lone surrogate in the texts and keys of a JSON value, which is less deep than Python's stack.
-
-    >>> found = find_lone_surrogate({"messages": [{"content": "so \ud83d"}]})
-    >>> print(found.field, "|", found.sentence.partition(";")[0])
+    >>> try:
+    ...     refuse_lone_surrogates({"messages": [{"content": "so \ud83d"}]})
+    ... except Refused as refused:
+    ...     print(refused.field, "|", refused.message.partition(";")[0])
     messages.content | messages[0].content holds the lone surrogate U+D83D at position 3, half of a character
     """
     import orjson
@@ -31,11 +29,12 @@ def find_lone_surrogate(value: object) -> LoneSurrogate | None:
     try:
         orjson.dumps(value)
     except TypeError:  # it writes no such character, nor integers of more than 64 bits, nor hundreds of levels
-        return next(_found(value, "", ""), None)
-    return None
+        found = next(_found(value, "", ""), None)
+        if found is not None:
+            raise found from None
 
 
-def _found(value: object, place: str, field: str) -> Iterator[LoneSurrogate]:
+def _found(value: object, place: str, field: str) -> Iterator[Refused]:
     if isinstance(value, str):
         if broken := _SURROGATE.search(value):
             yield _told(broken, field, place or "the body")
@@ -49,9 +48,9 @@ def _found(value: object, place: str, field: str) -> Iterator[LoneSurrogate]:
             yield from _found(item, f"{place}[{k}]", field)
 
 
-def _told(broken: re.Match[str], field: str, place: str) -> LoneSurrogate:
+def _told(broken: re.Match[str], field: str, place: str) -> Refused:
     sentence = (
         f"{place[:200]} holds the lone surrogate U+{ord(broken[0]):04X} at position {broken.start()}, half of "
         r'a character; send both halves (as in "\ud83d\ude42"), or leave it out'
     )
-    return LoneSurrogate(field=field[:120], sentence=sentence)
+    return Refused(400, sentence, field=field[:120], unknown=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from verbatim.core.errors import SamplerFault
+from verbatim.inference.elsewhere import sha256
 from verbatim.inference.http.client import Answer, AttemptFailed, HttpClient, encode, read_json
 from verbatim.inference.http.protocol import brief
 
@@ -43,12 +43,7 @@ async def digests_of(folder: Path) -> dict[str, str]:
 
 
 def _digests_of(folder: Path) -> dict[str, str]:
-    found = {}
-    for path in sorted(folder.iterdir()):
-        if path.is_file():
-            with path.open("rb") as file:
-                found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
+    return {path.name: digest for path in sorted(folder.iterdir()) if (digest := sha256(path)) is not None}
 
 
 async def upload(client: HttpClient, folder: Path, digests: Mapping[str, str], version: int) -> str:
@@ -79,7 +74,7 @@ async def upload(client: HttpClient, folder: Path, digests: Mapping[str, str], v
 
 
 async def _send(client: HttpClient, path: Path, route: str) -> None:
-    offset = await _size(client, route)
+    offset = _size_in(client, await client.ask("GET", route, None, _read))
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         while offset < size or size == 0:
@@ -89,10 +84,6 @@ async def _send(client: HttpClient, path: Path, route: str) -> None:
             offset = _size_in(client, await client.ask("PUT", f"{route}?offset={offset}", part, _read))
             if size == 0:
                 return  # once, so that the file is there
-
-
-async def _size(client: HttpClient, route: str) -> int:
-    return _size_in(client, await client.ask("GET", route, None, _read))
 
 
 def _size_in(client: HttpClient, answer: Mapping[str, Any]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -137,18 +137,24 @@ class Roster:
 
     async def _bring(self, member: Member) -> str | None:
         """Load and check, and say what is wrong with the weights; the member is out, or started again, if it fails."""
-        try:
+        why = None
+        with self._losing(member):
             why = await self._prove(member)
+            if why is not None:
+                self._retire(member, why)
+            elif member.state != "serving":
+                self._serve(member)
+        return why
+
+    @contextlib.contextmanager
+    def _losing(self, member: Member) -> Iterator[None]:
+        """A member whose replica fails in the block is lost."""
+        try:
+            yield
         except GivenUp:
-            return None  # the watch found it dead, and has seen to it
+            pass  # the watch found it dead, and has seen to it
         except SamplerFault as fault:
             self.lose(member, member.life, str(fault))
-            return None
-        if why is not None:
-            self._retire(member, why)
-        elif member.state != "serving":
-            self._serve(member)
-        return why
 
     async def _join(self, member: Member) -> None:
         """Load and check what is published by now, then serve.
@@ -234,16 +240,10 @@ class Roster:
         self._is_awake.clear()
 
     async def _put_to_sleep(self, member: Member) -> None:
-        life = member.life
-        try:
-            await life.ask(fall_asleep(life.replica, self.target, self._limits, self._line))
-        except GivenUp:
-            return  # the watch found it dead, and has seen to it
-        except SamplerFault as fault:
-            self.lose(member, life, str(fault))
-            return
-        member.state = "asleep"
-        self._places.remove(member.index)
+        with self._losing(member):
+            await member.life.ask(fall_asleep(member.replica, self.target, self._limits, self._line))
+            member.state = "asleep"
+            self._places.remove(member.index)
 
     # ---- members come and go
 
@@ -256,12 +256,8 @@ class Roster:
         self._in_background(self._reload(member), f"reload-{member.index}")
 
     async def _reload(self, member: Member) -> None:
-        try:
+        with self._losing(member):
             await self._join(member)
-        except GivenUp:
-            return
-        except SamplerFault as fault:
-            self.lose(member, member.life, str(fault))
 
     async def is_well(self, member: Member, life: Life) -> bool:
         """Whether the replica of a failed request lives; one that does not is lost."""

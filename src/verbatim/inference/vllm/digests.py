@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -269,7 +269,9 @@ def read_reports(answers: object) -> list[WorkerReport]:
         SamplerFault: these are no such reports; says why.
     """
     found = []
-    for answer in _list(answers):
+    if not isinstance(answers, list):
+        raise SamplerFault(f"expected a report from each worker, found {brief(answers)}")
+    for answer in answers:
         if not isinstance(answer, dict) or answer.get("format") != REPORT_FORMAT:
             raise SamplerFault(f"expected reports of format {REPORT_FORMAT}, found {brief(answer)}")
         report = answer.get("report")
@@ -294,12 +296,6 @@ def _read_report(report: Mapping[str, Any]) -> WorkerReport:
         stale=tuple(report["stale"]),
         unmapped=tuple(report["unmapped"]),
     )
-
-
-def _list(value: object) -> Iterator[Any]:
-    if not isinstance(value, list):
-        raise SamplerFault(f"expected a report from each worker, found {brief(value)}")
-    return iter(value)
 
 
 def _weight_files(path: Path) -> list[Path]:

@@ -20,7 +20,7 @@ from verbatim.inference.chat.protocols import COUNT, ChatProtocols, model_card, 
 from verbatim.inference.elsewhere import key_of
 from verbatim.inference.http.json_text import read_value
 from verbatim.inference.http.limits import DOOR, ConnectionLimits
-from verbatim.inference.http.lone_surrogates import find_lone_surrogate
+from verbatim.inference.http.lone_surrogates import refuse_lone_surrogates
 from verbatim.inference.http.refused import Refused
 from verbatim.inference.http.server import listen
 from verbatim.rollouts.gateway.budget import ByteBudget
@@ -34,7 +34,7 @@ try:
     from verbatim.inference.http.acceptor import Acceptor
     from verbatim.inference.http.connections import Server
     from verbatim.inference.http.doors import ConnectionTable, Door
-    from verbatim.inference.http.exchange import ClientGone, Reply, StopEvent, read_whole, while_there
+    from verbatim.inference.http.exchange import ClientGone, Reply, StopEvent, check_head, read_whole, while_there
     from verbatim.rollouts.gateway.chat import MODEL, ReadChat, answer_chat, read_chat
     from verbatim.rollouts.gateway.token_ids import ROUTE, answer_ids, read_ids
     from verbatim.rollouts.gateway.wire import told
@@ -249,8 +249,7 @@ class Service:
         size = int(request.headers.get("content-length", 0))  # h11 has checked that it is a number
         async with contextlib.AsyncExitStack() as stack:
             with session.arriving(kind) if kind is not None else contextlib.nullcontext():
-                if size > limits.max_body:
-                    raise Refused(413, f"the request is larger than {limits.max_body} bytes")
+                check_head(request, limits.max_body, limits)
                 grow = await stack.enter_async_context(self._budget.hold(session, size, limits.body_seconds))
                 data = await read_whole(request, limits.max_body, limits, grow)
             yield data
@@ -270,9 +269,7 @@ class Service:
 
     async def _reward(self, session: Session, given: Any, reply: Reply) -> None:
         """Take the episode's reward: `{"reward": 1.0}`, or `{"reward": {part: number}}`."""
-        broken = find_lone_surrogate(given)
-        if broken is not None:
-            raise Refused(400, broken.sentence)
+        refuse_lone_surrogates(given)
         reward = given.get("reward") if isinstance(given, dict) else None
         try:
             if reward is None or reward == {} or isinstance(reward, bool):

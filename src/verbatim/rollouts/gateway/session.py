@@ -167,31 +167,21 @@ class Session:
         match = self._threads.match(request.messages, request.tools, agent, thread)
         if self.watch is not None and body is not None:
             self.watch.placed(request, body, {place: kept.thread.turn for place, kept in match.turns.items()})
-        self._num_open += 1
         answered, may_come_again = False, False
         try:
-            params = self._params(request)
-            if params.stop:  # the run's own; `read_reply` cuts at all of them
-                request = dataclasses.replace(request, stop=tuple(dict.fromkeys((*request.stop, *params.stop))))
-                params = dataclasses.replace(params, stop=())
-            prompt = self._prompt(match, request, trained=trained and params.temperature > 0)
-            replies = await self._replies(match, prompt, params, request, progress)
-            answered = True
-            self._sampler_faults.pop(match.end, None)  # the client has tried again
-            return replies
-        except EpisodeOver as over:
-            self.last_stop = over.stop_reason
-            raise self._refusal(over) from None
-        except RecordError as fault:
-            self._record_fault = self._record_fault or fault
-            raise
-        except SamplerFault as fault:
+            with self._answering(match.end, progress):
+                params = self._params(request)
+                if params.stop:  # the run's own; `read_reply` cuts at all of them
+                    request = dataclasses.replace(request, stop=tuple(dict.fromkeys((*request.stop, *params.stop))))
+                    params = dataclasses.replace(params, stop=())
+                prompt = self._prompt(match, request, trained=trained and params.temperature > 0)
+                replies = await self._replies(match, prompt, params, request, progress)
+                answered = True
+                return replies
+        except SamplerFault:
             may_come_again = True
-            if progress is None or progress.num_waiting:  # else it fails for no one
-                self._sampler_faults.setdefault(match.end, fault)
             raise
         finally:
-            self._num_open -= 1
             # What was refused is not kept: a client could fill the memory with it.
             self._threads.close(match, answered=answered, forget=not answered and not may_come_again)
 
@@ -220,16 +210,26 @@ class Session:
             ends = tuple(dict.fromkeys((*own.stop_token_ids, *params.stop_token_ids)))
             most = min(params.max_tokens, own.max_tokens)
             params = dataclasses.replace(own, max_tokens=most, stop_token_ids=ends)
-        self._num_open += 1
-        try:
+        with self._answering(prompt, progress):
             if self.loop.room_for(len(request.prompt_ids)) <= 0:
                 raise EpisodeOver(StopReason.LENGTH)
             completion = await self.loop.complete(request.prompt_ids, params, agent or "main", trained=trained)
             self._delivery.went_on(self.loop.recorder.turns)
             self._delivery.sends(len(self.loop.recorder.turns) - 1, progress)
-            self._sampler_faults.pop(prompt, None)
             self.last_stop = completion.stop_reason
             return completion
+
+    @contextlib.contextmanager
+    def _answering(self, prompt: object, progress: Progress | None) -> Iterator[None]:
+        """A prompt is answered in the block: one of the requests at a time, whose failure is noted.
+
+        Raises:
+            Refused: the episode ends in the block.
+        """
+        self._num_open += 1
+        try:
+            yield
+            self._sampler_faults.pop(prompt, None)  # the client has tried again
         except EpisodeOver as over:
             self.last_stop = over.stop_reason
             raise self._refusal(over) from None
@@ -237,7 +237,8 @@ class Session:
             self._record_fault = self._record_fault or fault
             raise
         except SamplerFault as fault:
-            self._sampler_faults.setdefault(prompt, fault)
+            if progress is None or progress.num_waiting:  # else it fails for no one
+                self._sampler_faults.setdefault(prompt, fault)
             raise
         finally:
             self._num_open -= 1

@@ -83,7 +83,7 @@ async def _finish(folder: Path, receive: Receive) -> tuple[int, dict[str, Any]]:
     for name, digest in expected.items():
         if not _NAME.fullmatch(str(name)):
             wrong.append(name)
-        elif await asyncio.to_thread(_sha256, folder / name) != digest:
+        elif await asyncio.to_thread(sha256, folder / name) != digest:
             wrong.append(name)
             (folder / name).unlink(missing_ok=True)  # sent again from the start
     if wrong:
@@ -108,7 +108,7 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _sha256(path: Path) -> str | None:
+def sha256(path: Path) -> str | None:
     if not path.is_file():
         return None
     with path.open("rb") as file:
