@@ -48,10 +48,12 @@ from verbatim.models.renderers.conversation import (
     same_tools,
 )
 from verbatim.models.renderers.guard import GuardedTokenizer
-from verbatim.models.renderers.message_support import Folded, LaterSystem, MessageSupport
+from verbatim.models.renderers.message_support import LaterSystem, MessageSupport
 from verbatim.models.renderers.messages import check_messages
 from verbatim.models.renderers.probe_messages import ANSWER, ASK, NAME, RESULT, SYSTEM, calling
 from verbatim.models.renderers.remembered import MOST_BYTES, Remembered
+from verbatim.models.renderers.sampled_text import SampledText
+from verbatim.models.renderers.tool_support import COMPLETE, ToolSupport
 
 _CONTINUED_ROLES = frozenset({"tool", "user"})
 _KNOWN_PROMPTS = 1024
@@ -65,13 +67,20 @@ _THOUGHT_TAGS = ("<think>", "</think>")
 class ContinuingRenderer(abc.ABC):
     """What all our renderers have in common: the rule. A subclass knows a format."""
 
-    name: str
     stop_token_ids: tuple[int, ...]
-    _tokenizer: GuardedTokenizer
 
     def __init__(
-        self, thinking_retention: ThinkingRetention, history: History, later_system: LaterSystem = "fold"
+        self,
+        tokenizer: Any,
+        name: str,
+        *,
+        thinking_retention: ThinkingRetention = "tool_cycle",
+        history: History = "verbatim",
+        later_system: LaterSystem = "fold",
     ) -> None:
+        self.name = name
+        self._tokenizer = tokenizer if isinstance(tokenizer, GuardedTokenizer) else GuardedTokenizer(tokenizer)
+        self._sampled = SampledText(self._tokenizer)
         self.thinking_retention: ThinkingRetention = thinking_retention
         """At a user's message: whether thoughts go where the format drops them, or stay."""
         self.history: History = history
@@ -79,6 +88,31 @@ class ContinuingRenderer(abc.ABC):
         self.later_system: LaterSystem = later_system
         """What becomes of system and developer messages that the format does not write."""
         self._prompts: Remembered[bytes, Conversation] = Remembered(_KNOWN_PROMPTS, MOST_BYTES)
+
+    def render_ids(
+        self, messages: Sequence[Message], tools: Schemas = None, add_generation_prompt: bool = True
+    ) -> Int32:
+        """The ids of a whole conversation: int32 [L]; read-only where several conversations share them.
+
+        Raises:
+            EnvironmentFault: invalid messages; or the format refuses them (two user turns in a row, two calls at once),
+                or leaves out a part of them, and the field is named; or a tool that could not be called.
+            TemplateFault: the rendering exceeds its budget.
+            ModelError: the format would leave out the tools, a call, or what a tool answered.
+        """
+        check_messages(messages)
+        given = self.message_support.folded(messages, tools)
+        if tools or any(message.get("tool_calls") or message["role"] == "tool" for message in given.messages):
+            self.tool_support.refuse(given.messages, tools, self._who)
+        self.callable_tools.refuse(tools)
+        self.message_support.check(given, tools, add_generation_prompt)
+        try:
+            ids = self.write_ids(given.messages, tools, add_generation_prompt)
+        except EnvironmentFault as fault:
+            raise self.message_support.naming(fault, given, tools, add_generation_prompt) from fault
+        if add_generation_prompt:
+            self._note(ids, messages, tools)
+        return ids
 
     @abc.abstractmethod
     def write_ids(self, messages: Sequence[Message], tools: Schemas, add_generation_prompt: bool) -> Int32:
@@ -98,14 +132,23 @@ class ContinuingRenderer(abc.ABC):
         `body` is the completion without the token that ended it.
         """
 
+    def decode(self, ids: Int32 | Sequence[int]) -> str:
+        """Text for people, special tokens included."""
+        return self._tokenizer.decode(ids)
+
+    def written(self, messages: Sequence[Any], tools: Any, add_generation_prompt: bool) -> str:
+        """The text of `write_ids`."""
+        return self.decode(self.write_ids(messages, tools, add_generation_prompt))
+
+    @cached_property
+    def tool_support(self) -> ToolSupport:
+        """Which parts of tools the format writes."""
+        return COMPLETE
+
     @cached_property
     def message_support(self) -> MessageSupport:
         """Which messages the format writes, and how the others are folded."""
-        return MessageSupport(
-            lambda messages, tools, prompt: self._tokenizer.decode(self.write_ids(messages, tools, prompt)),  # type: ignore[arg-type]
-            self._who,
-            self.later_system,
-        )
+        return MessageSupport(self.written, self._who, self.later_system)
 
     @cached_property
     def callable_tools(self) -> CallableTools:
@@ -119,20 +162,6 @@ class ContinuingRenderer(abc.ABC):
     @property
     def _who(self) -> str:
         return "the model's chat template" if self.name == "template" else f'renderer "{self.name}"'
-
-    def _write_whole(self, given: Folded, tools: Schemas, add_generation_prompt: bool) -> Int32:
-        """The ids of a folded conversation.
-
-        Raises:
-            EnvironmentFault: names the field that the format leaves out, the message that it refuses, or the tool that
-                could not be called.
-        """
-        self.callable_tools.refuse(tools)
-        self.message_support.check(given, tools, add_generation_prompt)
-        try:
-            return self.write_ids(given.messages, tools, add_generation_prompt)
-        except EnvironmentFault as fault:
-            raise self.message_support.naming(fault, given, tools, add_generation_prompt) from fault
 
     def bridge_to_next_turn(
         self, prev_prompt_ids: Int32, prev_completion_ids: Int32, new_messages: Sequence[Message], tools: Schemas = None
@@ -211,7 +240,7 @@ class ContinuingRenderer(abc.ABC):
     def end_texts(self) -> list[str]:
         """The texts of the control tokens that end turns. A generation_config.json may list tokens of plain text too: a
         turn that was sampled ends with one, and in what the format writes they say nothing."""
-        return [self._tokenizer.decode([i]) for i in self.stop_token_ids if i in self._control_ids]
+        return [self.decode([i]) for i in self.stop_token_ids if i in self._control_ids]
 
     def _holds_turn_token(self, body: list[int]) -> bool:
         """Whether a turn holds a control token that opens or closes one."""
@@ -235,8 +264,11 @@ class ContinuingRenderer(abc.ABC):
         """The control tokens that the format writes in a plain answer, before its end."""
         prompt, whole = self._written([ASK], True), self._written([ASK, ANSWER], False)
         answer = whole[len(prompt) :] if whole[: len(prompt)] == prompt else []
-        end = next((place for place, token in enumerate(answer) if token in self.stop_token_ids), len(answer))
-        return self._controls_of(answer[:end])
+        return self._controls_of(answer[: self._end_of_turn(answer)])
+
+    def _end_of_turn(self, ids: Sequence[int]) -> int:
+        """The place of the token that ends a turn; the number of ids where none does."""
+        return next((place for place, token in enumerate(ids) if token in self.stop_token_ids), len(ids))
 
     @cached_property
     def drops_thoughts(self) -> bool:
@@ -255,7 +287,7 @@ class ContinuingRenderer(abc.ABC):
         return frozenset(self._tokenizer.control_tokens.values())
 
     def _holds_thought(self, messages: Sequence[Any]) -> bool:
-        return _THOUGHT in self._tokenizer.decode(self._written(messages, messages[-1]["role"] != "assistant"))
+        return _THOUGHT in self.decode(self._written(messages, messages[-1]["role"] != "assistant"))
 
     def _written(self, messages: Sequence[Any], prompt: bool) -> list[int]:
         """The ids of probe messages; none where the format refuses them."""
@@ -297,7 +329,7 @@ class ContinuingRenderer(abc.ABC):
         copied = tuple(dict(message) for message in messages)
         self._remember(
             Conversation(
-                renderer=self,  # type: ignore[arg-type]
+                renderer=self,
                 messages=copied,  # type: ignore[arg-type]
                 tools=tools,
                 prompt_ids=ids,

@@ -16,12 +16,10 @@ from verbatim.core.errors import EnvironmentFault, ModelError, TemplateFault
 from verbatim.core.types import Int32, Message, ToolCall
 from verbatim.models.renderers.base import ParsedResponse, Schemas
 from verbatim.models.renderers.bridge import ContinuingRenderer
-from verbatim.models.renderers.conversation import Conversation, History, ThinkingRetention
+from verbatim.models.renderers.conversation import Conversation
 from verbatim.models.renderers.guard import GuardedTokenizer, Marked
-from verbatim.models.renderers.message_support import LaterSystem
-from verbatim.models.renderers.messages import check_messages
 from verbatim.models.renderers.responses import NOT_JSON, check_call, read_completion, read_json, unreadable
-from verbatim.models.renderers.sampled_text import SampledText, shown
+from verbatim.models.renderers.sampled_text import shown
 from verbatim.models.renderers.stand_ins import StandIns
 from verbatim.models.renderers.stop_ids import turn_ends
 
@@ -56,18 +54,8 @@ class HarmonyRenderer(ContinuingRenderer):
     renders_by_template = True
     """It renders with the chat template, so the two need no comparison."""
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        name: str = "gpt-oss",
-        *,
-        thinking_retention: ThinkingRetention = "tool_cycle",
-        history: History = "verbatim",
-        later_system: LaterSystem = "fold",
-    ) -> None:
-        super().__init__(thinking_retention, history, later_system)
-        self.name = name
-        self._tokenizer = tokenizer if isinstance(tokenizer, GuardedTokenizer) else GuardedTokenizer(tokenizer)
+    def __init__(self, tokenizer: Any, name: str = "gpt-oss", **kept: Any) -> None:
+        super().__init__(tokenizer, name, **kept)
         control = self._tokenizer.control_tokens
         missing = [token for token in _TOKENS if token not in control]
         if missing:
@@ -76,7 +64,6 @@ class HarmonyRenderer(ContinuingRenderer):
                 'renderer = "auto" or "template"'
             )
         self._ids = {f"{token.strip('<|>')}_id": control[token] for token in _TOKENS}
-        self._sampled = SampledText(self._tokenizer)
         self._parser = _Parser(self._tokenizer, self._tokenizer.encode("<|start|>assistant"), self._ids)
         stops = ("<|return|>", "<|call|>", "<|endoftext|>")
         own = [control[token] for token in stops if token in control]
@@ -89,23 +76,6 @@ class HarmonyRenderer(ContinuingRenderer):
             raise ModelError(str(error)) from error
         self.stop_token_ids = turn_ends(own, self._tokenizer, name)
 
-    def render_ids(
-        self, messages: Sequence[Message], tools: Schemas = None, add_generation_prompt: bool = True
-    ) -> Int32:
-        """The ids of a whole conversation: int32 [L].
-
-        Raises:
-            EnvironmentFault: invalid messages, the template refuses them, or one of them holds two calls: harmony gives
-                each call a message of its own, and the template would drop the second.
-            TemplateFault: the rendering exceeds its budget.
-        """
-        check_messages(messages)
-        given = self.message_support.folded(messages, tools)
-        ids = self._write_whole(given, tools, add_generation_prompt)
-        if add_generation_prompt:
-            self._note(ids, messages, tools)
-        return ids
-
     def write_ids(self, messages: Sequence[Message], tools: Schemas, add_generation_prompt: bool) -> Int32:
         """As `render_ids`."""
         text = self._text_of(messages, tools, add_generation_prompt=add_generation_prompt)
@@ -116,7 +86,7 @@ class HarmonyRenderer(ContinuingRenderer):
     ) -> ParsedResponse:
         """Read a completion; never raises on what a model may sample. Text without any header is content."""
         ids = completion_ids.tolist()
-        stop = next((i for i, token in enumerate(ids) if token in self.stop_token_ids), len(ids))
+        stop = self._end_of_turn(ids)
         # A call is only whole with its own close.
         ids = ids[: stop + 1] if ids[stop : stop + 1] == [self._ids["call_id"]] else ids[:stop]
         if self._ids["message_id"] not in ids:
@@ -133,10 +103,6 @@ class HarmonyRenderer(ContinuingRenderer):
             if found and "to=functions." in header:
                 calls.append(_call(header, body, shown(self._sampled.control.sub("", body))))
         return calls
-
-    def decode(self, ids: Int32) -> str:
-        """Text for people, special tokens included."""
-        return self._tokenizer.decode(ids)
 
     def _behind(self, conversation: Conversation, body: Int32, new_messages: Sequence[Message]) -> list[int] | None:
         said = conversation.said

@@ -13,23 +13,20 @@ from renderers.base import create_renderer as create_family
 from renderers.configs import config_from_name
 
 from verbatim.core.errors import EnvironmentFault, ModelError
-from verbatim.core.types import Int32, Message
+from verbatim.core.types import Int32, Message, ToolCall
 from verbatim.models.renderers.base import ParsedResponse, Schemas
 from verbatim.models.renderers.bridge import ContinuingRenderer
 from verbatim.models.renderers.call_ids import CallIds, find_call_ids
-from verbatim.models.renderers.conversation import Conversation, History, ThinkingRetention
-from verbatim.models.renderers.guard import GuardedTokenizer
-from verbatim.models.renderers.message_support import LaterSystem
-from verbatim.models.renderers.messages import check_messages
+from verbatim.models.renderers.conversation import Conversation
+from verbatim.models.renderers.derived_syntax import derive
 from verbatim.models.renderers.probe_messages import ASK
 from verbatim.models.renderers.remembered import Remembered
 from verbatim.models.renderers.responses import read_completion
-from verbatim.models.renderers.sampled_text import SampledText
 from verbatim.models.renderers.stable_text import settled
 from verbatim.models.renderers.stop_ids import turn_ends
 from verbatim.models.renderers.thoughts import find_thoughts
 from verbatim.models.renderers.tool_support import ToolSupport, name_of_tool, probe
-from verbatim.models.renderers.written_calls import WrittenCalls
+from verbatim.models.renderers.tool_syntax import ToolSyntax
 
 _REMEMBERED = 64
 """Conversations whose ids are cached; all episodes of a group begin with the same one."""
@@ -58,18 +55,8 @@ class PackageRenderer(ContinuingRenderer):
     thread_safe = True
     """Several threads may use it at once."""
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        name: str = "qwen3",
-        *,
-        thinking_retention: ThinkingRetention = "tool_cycle",
-        history: History = "verbatim",
-        later_system: LaterSystem = "fold",
-    ) -> None:
-        super().__init__(thinking_retention, history, later_system)
-        self.name = name
-        self._tokenizer = tokenizer if isinstance(tokenizer, GuardedTokenizer) else GuardedTokenizer(tokenizer)
+    def __init__(self, tokenizer: Any, name: str = "qwen3", **kept: Any) -> None:
+        super().__init__(tokenizer, name, **kept)
         config = config_from_name(name)
         try:
             self._family = create_family(self._tokenizer, config)
@@ -82,48 +69,29 @@ class PackageRenderer(ContinuingRenderer):
         self._own_stop_ids = frozenset(own)
         self._keeping = self._keeping_thoughts(config)
         self._thoughts = find_thoughts(self._family, self._tokenizer)
-        self._control = frozenset(self._tokenizer.control_tokens.values())
-        think = [self._tokenizer.control_tokens.get(tag) for tag in ("<think>", "</think>")]
-        self._think_ids = frozenset(i for i in think if i is not None)
         self._rendered: Remembered[str, Int32] = Remembered(_REMEMBERED)
         self._bridged: Remembered[bytes, list[int]] = Remembered(_REMEMBERED_BRIDGES)
-
-    def render_ids(
-        self, messages: Sequence[Message], tools: Schemas = None, add_generation_prompt: bool = True
-    ) -> Int32:
-        """The ids of a whole conversation: int32 [L], read-only, since the episodes of a group share them.
-
-        Raises:
-            EnvironmentFault: invalid messages, or the family refuses them (two calls at once, for example), or
-                leaves out a part of them, or they hold more than text.
-            ModelError: the family would leave out the tools.
-        """
-        check_messages(messages)
-        if not messages:
-            raise EnvironmentFault(
-                f'renderer "{self.name}" writes no conversation without messages; expected at least one'
-            )
-        given = self.message_support.folded(messages, tools)
-        if tools or any(message.get("tool_calls") or message.get("role") == "tool" for message in messages):
-            self.tool_support.refuse(given.messages, tools, f'renderer "{self.name}"')
-        ids = self._write_whole(given, tools, add_generation_prompt)
-        if add_generation_prompt:
-            self._note(ids, messages, tools)
-        return ids
 
     @cached_property
     def tool_support(self) -> ToolSupport:
         """Which parts of tools the family writes."""
-        return probe(lambda messages, tools: self.decode(self.write_ids(messages, tools, True)), reads=True)  # type: ignore[arg-type]
+        return probe(lambda messages, tools: self.written(messages, tools, True), reads=True)
 
     @cached_property
-    def _calls(self) -> WrittenCalls:
-        """Reads sampled calls."""
-        return WrittenCalls(
-            render=lambda messages, prompt: self.decode(self.write_ids(messages, None, prompt)),  # type: ignore[arg-type]
-            sampled=SampledText(self._tokenizer),
-            stops=[self.decode([token]) for token in self.stop_token_ids],
+    def _syntax(self) -> ToolSyntax | None:
+        """The syntax in which the family writes calls; None if it is none we know."""
+        return derive(
+            lambda messages, prompt: self.written(messages, None, prompt),
+            self.end_texts,
+            marks=self._sampled.control_tokens,
         )
+
+    def _read_calls(self, ids: Sequence[int], tools: Sequence[Any]) -> tuple[str, Sequence[ToolCall]] | None:
+        """The calls of sampled ids that begin with the first one, as `ReadCalls`."""
+        if self._syntax is None:
+            return None
+        behind, found = self._syntax.read(self._sampled.of(ids), tools)
+        return (self._sampled.without_control(behind).strip(), found) if found else None
 
     @cached_property
     def _call_ids(self) -> CallIds:
@@ -137,7 +105,12 @@ class PackageRenderer(ContinuingRenderer):
         return find_call_ids(render)
 
     def write_ids(self, messages: Sequence[Message], tools: Schemas, add_generation_prompt: bool) -> Int32:
-        """As `render_ids`, even if the family leaves out a part of the messages."""
+        """As `render_ids`, even if the family leaves out a part of the messages; read-only, since the episodes of a
+        group share them."""
+        if not messages:
+            raise EnvironmentFault(
+                f'renderer "{self.name}" writes no conversation without messages; expected at least one'
+            )
         key = repr((messages, tools, add_generation_prompt))
         ids = self._rendered.get(key)
         if ids is None:
@@ -198,13 +171,13 @@ class PackageRenderer(ContinuingRenderer):
         number 5 from the text "5".
         """
         ids = completion_ids.tolist()
-        stop = next((i for i, token in enumerate(ids) if token in self.stop_token_ids), len(ids))
+        turn = ids[: self._end_of_turn(ids)]
         prompt = None if prompt_ids is None else prompt_ids.tolist()
 
         def read(part: Sequence[int]) -> ParsedResponse:
-            return read_completion(self._family, self._tokenizer, part, prompt, tools, self._calls.read)
+            return read_completion(self._family, self._tokenizer, part, prompt, tools, self._read_calls)
 
-        return read(ids[:stop]) if self._thoughts is None else self._thoughts.read(read, ids[:stop], prompt)
+        return read(turn) if self._thoughts is None else self._thoughts.read(read, turn, prompt)
 
     def stable_text(self, completion_ids: Int32, prompt_ids: Int32 | None = None) -> tuple[str, str]:
         """Thinking and content with which every completion that begins with these ids is read.
@@ -226,7 +199,7 @@ class PackageRenderer(ContinuingRenderer):
         """The place of the first control token that does not open or close the thinking."""
         seen = set[int]()
         for place, token in enumerate(ids):
-            if token in self._control and (token not in self._think_ids or token in seen):
+            if token in self._control_ids and (token not in self._thought_ids or token in seen):
                 return place
             seen.add(token)
         return len(ids)
@@ -236,7 +209,7 @@ class PackageRenderer(ContinuingRenderer):
         """Whether something that may follow makes a text no content: a mark that closes thinking which none has opened,
         or the end of a header."""
         alpha, beta, close = (self._tokenizer.encode(text) for text in ("zqalpha", "zqbeta", "</think>"))
-        later = [close, *([token] for token in self._control.difference(self.stop_token_ids))]
+        later = [close, *([token] for token in self._control_ids.difference(self.stop_token_ids))]
         read = (self.parse_response(np.array([*alpha, *ids, *beta], dtype=np.int32)) for ids in later)
         return not all(parsed.content.startswith("zqalpha") for parsed in read)
 
@@ -280,10 +253,6 @@ class PackageRenderer(ContinuingRenderer):
         # A format without a close of its own: the family closes by the end of sequence, which is not in its histories.
         is_doubled = len(added) > close + 1 and self._own_stop_ids.issuperset(added[close : close + 2])
         return [*added[:close], *added[close + 1 :]] if is_doubled else added
-
-    def decode(self, ids: Int32 | Sequence[int]) -> str:
-        """Text for people, special tokens included."""
-        return self._tokenizer.decode(ids)
 
     def _keeping_thoughts(self, config: Any) -> Any:
         """The family configured to bridge over user messages whatever was thought; or as it is, where it cannot."""

@@ -15,14 +15,12 @@ from verbatim.core.types import Int32, Message
 from verbatim.models.renderers.base import ParsedResponse, Schemas
 from verbatim.models.renderers.bridge import ContinuingRenderer
 from verbatim.models.renderers.call_ids import CallIds, find_call_ids
-from verbatim.models.renderers.conversation import Conversation, History, ThinkingRetention
+from verbatim.models.renderers.conversation import Conversation
 from verbatim.models.renderers.derived_syntax import derive
-from verbatim.models.renderers.guard import GuardedTokenizer, Marked
+from verbatim.models.renderers.guard import Marked
 from verbatim.models.renderers.hermes import SYNTAX, HermesFormat, fit
-from verbatim.models.renderers.message_support import LaterSystem
-from verbatim.models.renderers.messages import check_messages
 from verbatim.models.renderers.probe_messages import ANSWER, ASK, RESULT, TOOL, calling
-from verbatim.models.renderers.sampled_text import SampledText, shown
+from verbatim.models.renderers.sampled_text import shown
 from verbatim.models.renderers.stable_text import settled
 from verbatim.models.renderers.stand_ins import StandIns
 from verbatim.models.renderers.stop_ids import turn_ends
@@ -52,19 +50,10 @@ class TemplateRenderer(ContinuingRenderer):
     """Several threads may use it at once."""
 
     def __init__(
-        self,
-        tokenizer: Any,
-        name: str = "template",
-        tools: Literal["hermes"] | None = None,
-        *,
-        thinking_retention: ThinkingRetention = "tool_cycle",
-        history: History = "verbatim",
-        later_system: LaterSystem = "fold",
+        self, tokenizer: Any, name: str = "template", tools: Literal["hermes"] | None = None, **kept: Any
     ) -> None:
-        super().__init__(thinking_retention, history, later_system)
-        self.name = name
+        super().__init__(tokenizer, name, **kept)
         self.tool_format = tools
-        self._tokenizer = tokenizer if isinstance(tokenizer, GuardedTokenizer) else GuardedTokenizer(tokenizer)
         if not self._tokenizer.chat_template:
             raise ModelError("the tokenizer has no chat template; put a chat_template.jinja into the model's folder")
         self._arguments_as_text = False
@@ -95,27 +84,7 @@ class TemplateRenderer(ContinuingRenderer):
             if self._hermes is not None
             else derive(lambda messages, prompt: self._render(messages, None, prompt), stops)
         )
-        self._sampled_text = SampledText(self._tokenizer)
         self._stand_ins = StandIns(self._text_of, stops)
-
-    def render_ids(
-        self, messages: Sequence[Message], tools: Schemas = None, add_generation_prompt: bool = True
-    ) -> Int32:
-        """The ids of a whole conversation: int32 [L].
-
-        Raises:
-            EnvironmentFault: invalid messages, or messages that the template refuses (two user turns in a row), or of
-                which it leaves out a part.
-            TemplateFault: the rendering exceeds its budget.
-            ModelError: the template would leave out the tools, a call, or what a tool answered.
-        """
-        check_messages(messages)
-        given = self.message_support.folded(messages, tools)
-        self.tool_support.refuse(given.messages, tools, "the model's chat template")
-        ids = self._write_whole(given, tools, add_generation_prompt)
-        if add_generation_prompt:
-            self._note(ids, messages, tools)
-        return ids
 
     def write_ids(self, messages: Sequence[Message], tools: Schemas, add_generation_prompt: bool) -> Int32:
         """As `render_ids`, for valid messages, even if the template leaves out a part of them."""
@@ -138,12 +107,12 @@ class TemplateRenderer(ContinuingRenderer):
         content, calls = self._syntax.read(text, tools or ()) if self._syntax is not None else (text, ())
         calls = tuple(map(self._call_ids.sampled, calls))
         content = content if calls else content.removeprefix(self._preamble)
-        content = self._sampled_text.without_control(content)
+        content = self._sampled.without_control(content)
         return ParsedResponse(content=content, reasoning_content=reasoning, tool_calls=calls, thought_open=is_open)
 
     def stable_text(self, completion_ids: Int32, prompt_ids: Int32 | None = None) -> tuple[str, str]:
         """Thinking and content with which every completion that begins with these ids is read."""
-        text, thinking = self._sampled(completion_ids, prompt_ids)
+        text, thinking = self._text_and_thought(completion_ids, prompt_ids)
         if not thinking and _OPEN.startswith(text.lstrip()[: len(_OPEN)]):
             return "", ""  # thinking may begin here
         reasoning = ""
@@ -163,11 +132,7 @@ class TemplateRenderer(ContinuingRenderer):
             if not self._syntax.opens and (not text.strip() or text.lstrip().startswith("{")):
                 return ""  # all of it may be a call
             marks = self._syntax.marks
-        return self._sampled_text.without_control(settled(text, marks))
-
-    def decode(self, ids: Int32) -> str:
-        """Text for people, special tokens included."""
-        return self._tokenizer.decode(ids)
+        return self._sampled.without_control(settled(text, marks))
 
     @cached_property
     def tool_support(self) -> ToolSupport:
@@ -234,18 +199,17 @@ class TemplateRenderer(ContinuingRenderer):
     def _thought_apart(self, completion_ids: Int32, prompt_ids: Int32 | None) -> tuple[str | None, str, bool]:
         """The thinking of a completion (None without any), the rest as `hide` leaves it, and whether the thinking is
         open at its end."""
-        text, thinking = self._sampled(completion_ids, prompt_ids)
+        text, thinking = self._text_and_thought(completion_ids, prompt_ids)
         if not thinking:
             return None, text, False
         reasoning, closed, text = text.partition(_CLOSE)
         return shown(reasoning.strip("\n")), text.lstrip("\n"), not closed
 
-    def _sampled(self, completion_ids: Int32, prompt_ids: Int32 | None) -> tuple[str, bool]:
+    def _text_and_thought(self, completion_ids: Int32, prompt_ids: Int32 | None) -> tuple[str, bool]:
         """The text of a completion as `hide` leaves it, and whether it begins with thinking, whose mark is cut off."""
         ids = completion_ids.tolist()
-        end = next((i for i, token in enumerate(ids) if token in self.stop_token_ids), len(ids))
-        text = self._sampled_text.of(ids[:end])
-        thinking = prompt_ids is not None and self._sampled_text.of(prompt_ids[-8:].tolist()).rstrip().endswith(_OPEN)
+        text = self._sampled.of(ids[: self._end_of_turn(ids)])
+        thinking = prompt_ids is not None and self._sampled.of(prompt_ids[-8:].tolist()).rstrip().endswith(_OPEN)
         if not thinking and text.lstrip().startswith(_OPEN):
             return text.lstrip().removeprefix(_OPEN), True
         return text, thinking
