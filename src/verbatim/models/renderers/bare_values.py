@@ -20,10 +20,17 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
-from verbatim.models.renderers.responses import NOT_JSON, is_json, read_json, type_names, word
+from verbatim.models.renderers.responses import NOT_JSON, is_json, read_json, type_names
 
 _PYTHON: Mapping[str, Any] = {"True": True, "False": False, "None": None}
 """Words of templates that write `value | string`."""
+_WORDS: Mapping[str, tuple[str, Any]] = {
+    "true": ("boolean", True),
+    "false": ("boolean", False),
+    "null": ("null", None),
+    "none": ("null", None),
+}
+"""Templates that write arguments as text write Python's words; the JSON type that makes one more than a word."""
 
 
 def typed(text: str, types: frozenset[str], *, python_words: bool = False) -> Any:
@@ -52,11 +59,21 @@ def typed(text: str, types: frozenset[str], *, python_words: bool = False) -> An
 def _of_no_text(text: str, types: frozenset[str]) -> Any:
     """The value of a text where none may stand. One of another type than is declared is for the tool to refuse; JSON
     text in quotes is a text with quotes, as formats write it."""
-    is_word, meant = word(text, types)
+    is_word, meant = _word(text, types)
     if is_word:
         return meant
     value = _PYTHON[text] if text in _PYTHON else read_json(text)
     return text if isinstance(value, str) else value
+
+
+def _word(text: str, types: frozenset[str]) -> tuple[bool, Any]:
+    """Whether a text is a word for a value of one of these types, and the value.
+
+    >>> _word("True", frozenset({"boolean"})), _word("None", frozenset({"integer"}))
+    ((True, True), (False, None))
+    """
+    kind, value = _WORDS.get(text.strip().lower(), ("", None))
+    return (True, value) if kind in types else (False, None)
 
 
 def _is_exact(text: str, value: Any) -> bool:

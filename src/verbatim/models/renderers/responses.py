@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import math
@@ -43,13 +42,6 @@ _NAMES: Mapping[type, frozenset[str]] = {
     list: frozenset({"array"}),
     dict: frozenset({"object"}),
 }
-_WORDS: Mapping[str, tuple[str, Any]] = {
-    "true": ("boolean", True),
-    "false": ("boolean", False),
-    "null": ("null", None),
-    "none": ("null", None),
-}
-"""Templates that write arguments as text write Python's words; the JSON type that makes one more than a word."""
 
 
 def read_completion(
@@ -58,14 +50,11 @@ def read_completion(
     ids: Sequence[int],
     prompt_ids: Sequence[int] | None,
     tools: Schemas,
-    read_calls: ReadCalls | None = None,
+    read_calls: ReadCalls,
     *,
     has_thought_marks: bool = True,
 ) -> ParsedResponse:
     """Content, reasoning and every attempted call of `ids`, which end before the token that closed the turn.
-
-    Some families write `<parameter=n>5</parameter>`: only the schema says whether that is the number 5 or the text
-    "5". Without `tools`, what reads as JSON is JSON and the rest is text.
 
     A call inside of a thought that nothing closes is thinking, as in one that is closed. Most families' parsers would
     end the thought there.
@@ -77,7 +66,7 @@ def read_completion(
         prompt_ids: The prompt, which may have opened the thinking.
         tools: The schemas of the tools.
         read_calls: Reads them from where the family's parser found the first one; where it finds none, those of that
-            parser are unreadable. By default they are as that parser read them.
+            parser are unreadable.
         has_thought_marks: Whether thinking stands between marks; else a call stands outside of it by its form.
     """
     try:
@@ -87,17 +76,12 @@ def read_completion(
             thought = _open_thought(family, tokenizer, ids, parsed.tool_calls[0].token_span[0], prompt_ids)
             if thought is not None:
                 return ParsedResponse(content="", reasoning_content=thought, thought_open=True)
-        found = None
-        if parsed.tool_calls and read_calls is not None:
-            found = read_calls(ids[parsed.tool_calls[0].token_span[0] :], tools or ())
+        attempts: Sequence[ToolCall] = [_refused(call) for call in parsed.tool_calls]
+        found = read_calls(ids[parsed.tool_calls[0].token_span[0] :], tools or ()) if attempts else None
         if found is not None:
             behind, attempts = found
             if not content.endswith(behind):  # as the parsers of GLM leave it
                 content = f"{content}\n{behind}" if content else behind
-        else:
-            attempts = [checked(call, tools) for call in parsed.tool_calls]
-            if read_calls is not None:
-                attempts = [_refused(call) for call in attempts]
     except Exception as error:  # noqa: BLE001  models sample what no parser foresaw (100,000 brackets): that call is unreadable
         _log.debug("unreadable completion: %s: %s", type(error).__name__, error)
         return ParsedResponse(content="", tool_calls=(unreadable(tokenizer.decode(ids), "invalid_json"),))
@@ -139,40 +123,6 @@ def _open_thought(
     return None
 
 
-def checked(call: Any, tools: Schemas) -> ToolCall:
-    """A call as a family's parser read it, in our record."""
-    status = str(call.status.value)
-    assert status in get_args(ParseStatus)
-    arguments = call.arguments
-    if status == "invalid_json" and isinstance(arguments, Mapping):
-        # The call is whole; a value of it is not JSON.
-        arguments, status = _typed(arguments, call.name, tools)
-    found = check_call(call.name, arguments, status, call.raw)  # type: ignore[arg-type]
-    # Families whose calls carry an id (Kimi) expect the answer to name it.
-    return dataclasses.replace(found, id=call.id) if call.id else found
-
-
-def _typed(arguments: Mapping[str, Any], tool: object, tools: Schemas) -> tuple[dict[str, Any], ParseStatus]:
-    """Arguments that are bare text, by their declared types; "ok" if each is of a type that was declared.
-
-    >>> look = {"name": "look", "parameters": {"properties": {"deep": {"type": "boolean"}, "at": {"type": "string"}}}}
-    >>> _typed({"deep": "True", "at": "Bonn"}, "look", [{"type": "function", "function": look}])
-    ({'deep': True, 'at': 'Bonn'}, 'ok')
-    """
-    typed = dict(arguments)
-    status: ParseStatus = "ok"
-    for name, value in arguments.items():
-        types = types_of(tools, tool, name)
-        if not isinstance(value, str) or "string" in types:
-            continue
-        is_word, meant = word(value, types)
-        if is_word:
-            typed[name] = meant
-        elif types and read_json(value) is NOT_JSON:
-            status = "invalid_json"
-    return typed, status
-
-
 def check_call(name: object, arguments: object, status: ParseStatus, raw: str) -> ToolCall:
     """Record a call; it is "ok" only with a text as name and a plain JSON object as arguments.
 
@@ -191,8 +141,11 @@ def check_call(name: object, arguments: object, status: ParseStatus, raw: str) -
     )
 
 
-def _refused(call: ToolCall) -> ToolCall:
-    return unreadable(call.raw, "malformed_structure" if call.status == "ok" else call.status)
+def _refused(call: Any) -> ToolCall:
+    """What a family's parser took for a call, and is none in the family's own format."""
+    status: ParseStatus = call.status.value
+    assert status in get_args(ParseStatus)
+    return unreadable(call.raw, "malformed_structure" if status == "ok" else status)
 
 
 def unreadable(raw: str, status: ParseStatus) -> ToolCall:
@@ -302,16 +255,6 @@ def _parameters(tools: object, name: object) -> Mapping[str, Any]:
         if function and function.get("name") == name:
             return _mapping(function.get("parameters"))
     return {}
-
-
-def word(text: str, types: frozenset[str]) -> tuple[bool, Any]:
-    """Whether a text is a word for a value of one of these types, and the value.
-
-    >>> word("True", frozenset({"boolean"})), word("None", frozenset({"integer"}))
-    ((True, True), (False, None))
-    """
-    kind, value = _WORDS.get(text.strip().lower(), ("", None))
-    return (True, value) if kind in types else (False, None)
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

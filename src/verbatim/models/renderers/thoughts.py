@@ -72,7 +72,8 @@ def find_thoughts(family: Any, tokenizer: Any) -> Thoughts | None:
     if opens is None or closes is None:
         return None
     alpha, beta = (tokenizer.encode(text) for text in ("zqalpha", "zqbeta"))
-    if read_completion(family, tokenizer, [*alpha, opens, *beta, closes], alpha, None).reasoning_content is None:
+    probe = [*alpha, opens, *beta, closes]
+    if read_completion(family, tokenizer, probe, alpha, None, lambda *_: None).reasoning_content is None:
         return None
     words = {opens: "think>", closes: "/think>"}
     texts = {i: [*tokenizer.encode("<"), *tokenizer.encode(word)] for i, word in words.items()}
