@@ -140,18 +140,6 @@ def test_text_without_control_tokens_has_the_ids_it_always_had(guarded, tokenize
     assert guarded.encode(guarded.guard.text(text)) == tokenizer.encode(text, add_special_tokens=False)
 
 
-def test_offsets_count_in_the_marked_text(guarded):
-    marked = guarded.guard.text("a\ufdd0é") + "<|im_end|>" + guarded.guard.text("<|im_end|>b")
-    encoding = guarded(marked, return_offsets_mapping=True)
-    spans = encoding["offset_mapping"]
-    assert spans[0] == (0, 1)  # a
-    end = encoding["input_ids"].index(guarded.control_tokens["<|im_end|>"])
-    assert spans[end] == (4, 14)  # after "a", two characters for U+FDD0, and "é"
-    assert spans[-1][1] == len(marked)
-    assert all(a <= b for a, b in spans)
-    assert [a for a, _ in spans] == sorted(a for a, _ in spans)
-
-
 def test_only_the_ends_of_control_tokens_are_marked():
     guard = Guard(["<|im_end|>", "<think>"])
     for text in ("object", "function", "a b", "|im_end|", "{}", ""):
@@ -180,12 +168,10 @@ def test_what_is_taken_out_of_text_completes_no_control_token(guarded, tokenizer
 
 @given(text=st.lists(st.sampled_from(["<", ">", "|", "</p>", "<p>", " ", "\n", "a", "x -> y", "é"])).map("".join))
 @settings(max_examples=100, deadline=None)
-def test_markup_that_holds_no_control_token_has_the_ids_and_places_it_always_had(guarded, tokenizer, text):
+def test_markup_that_holds_no_control_token_has_the_ids_it_always_had(guarded, tokenizer, text):
     marked = f"<|im_start|>{guarded.guard.text(text)}<|im_end|>"
-    plain = tokenizer(f"<|im_start|>{text}<|im_end|>", add_special_tokens=False, return_offsets_mapping=True)
-    assert guarded.encode(marked) == plain["input_ids"]
-    for (a, b), (x, y) in zip(guarded(marked)["offset_mapping"], plain["offset_mapping"], strict=True):
-        assert marked[a:b].replace(BREAK, "") == f"<|im_start|>{text}<|im_end|>"[x:y]
+    plain = tokenizer(f"<|im_start|>{text}<|im_end|>", add_special_tokens=False)
+    assert guarded.encode(marked) == guarded(marked)["input_ids"] == plain["input_ids"]
 
 
 @pytest.mark.parametrize(

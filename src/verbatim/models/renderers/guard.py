@@ -214,7 +214,7 @@ class GuardedTokenizer:
             "|".join([BREAK, LITERAL, re.escape(_ASCII_BREAK), re.escape(_ASCII_LITERAL), _OPEN, *patterns])
         )
         self._marked, self._ids = _with_bracketed_tokens(self._ordinary, self.control_tokens)
-        self._encode_short: Callable[[str], _Encoded] = lru_cache(maxsize=4096)(self._encode)
+        self._encode_short: Callable[[str], tuple[int, ...]] = lru_cache(maxsize=4096)(self._encode)
         self.guard = Guard(list(self.control_tokens))
         # What parsers ask for several times a turn, looked up once.
         self.unk_token_id: int | None = tokenizer.unk_token_id
@@ -230,13 +230,13 @@ class GuardedTokenizer:
     def encode(self, text: str, add_special_tokens: bool = False, **_: Any) -> list[int]:
         """The ids of marked text."""
         assert not add_special_tokens, "a renderer writes its own control tokens"
-        return list(self._lookup(text, False)[0])
+        return list(self._encode_short(text) if len(text) <= _CACHED_CHARACTERS else self._encode(text))
 
-    def __call__(self, text: str, add_special_tokens: bool = False, **_: Any) -> dict[str, Any]:
-        """The ids of marked text with their offsets, which the attribution to messages needs."""
-        assert not add_special_tokens, "a renderer writes its own control tokens"
-        ids, offsets = self._lookup(text, True)
-        return {"input_ids": list(ids), "offset_mapping": list(offsets)}
+    def __call__(self, text: str, **_: Any) -> dict[str, Any]:
+        """The ids of marked text, for families that ask for offsets too. Those tell a family which message an id comes
+        from, which nothing here reads: they are not looked up, and each is (0, 0)."""
+        ids = self.encode(text)
+        return {"input_ids": ids, "offset_mapping": [(0, 0)] * len(ids)}
 
     def chat_text(
         self, messages: Sequence[Mapping[str, Any]], tools: Any = None, add_generation_prompt: bool = False
@@ -288,48 +288,32 @@ class GuardedTokenizer:
         """The id of a token, or of each token of a list."""
         return self._id_of(tokens) if isinstance(tokens, str) else self._tokenizer.convert_tokens_to_ids(tokens)
 
-    def _lookup(self, text: str, offsets: bool) -> _Encoded:
-        return self._encode_short(text) if len(text) <= _CACHED_CHARACTERS else self._encode(text, offsets)
-
-    def _encode(self, text: str, offsets: bool = True) -> _Encoded:
-        """The ids of marked text; and, if asked for, where each came from."""
+    def _encode(self, text: str) -> tuple[int, ...]:
+        """The ids of marked text."""
         ids: list[int] = []
-        places: list[tuple[int, int]] = []
-        for pieces in self._sections(text):
-            encoding = self._marked.encode("".join(piece for piece, _, _ in pieces), add_special_tokens=False)
+        for section in self._sections(text):
+            encoding = self._marked.encode(section, add_special_tokens=False)
             ids += [self._ids.get(i, i) for i in encoding.ids]
-            if not offsets:
-                continue
-            # Where each character came from; one that stands for several begins and ends where they do.
-            spans = [
-                (start + i, start + i + 1) if len(piece) == width else (start, start + width)
-                for piece, start, width in pieces
-                for i in range(len(piece))
-            ]
-            places += [(spans[a][0], spans[b - 1][1]) if b > a else (0, 0) for a, b in encoding.offsets]
-        return tuple(ids), tuple(places)
+        return tuple(ids)
 
-    def _sections(self, text: str) -> Iterator[list[tuple[str, int, int]]]:
-        """Lists of (what to encode, where it stood in the marked text, how wide it was there)."""
-        section: list[tuple[str, int, int]] = []
+    def _sections(self, text: str) -> Iterator[str]:
+        """What to encode of marked text, one part after the other."""
+        section = ""
         end = 0
         for found in self._scan.finditer(text):
-            start, (mark, width) = found.start(), (found[0], len(found[0]))
-            if start > end:
-                section.append((text[end:start], end, start - end))
+            mark = found[0]
+            section += text[end : found.start()]
             end = found.end()
             if mark in (LITERAL, _ASCII_LITERAL):
-                section.append((ESCAPE if mark == LITERAL else _ASCII_ESCAPE, start, width))
+                section += ESCAPE if mark == LITERAL else _ASCII_ESCAPE
             elif mark == _OPEN:
                 # From the outside. What follows is encoded apart, lest it look like a token in our own brackets; a
                 # tokenizer that puts a space before each text puts one there.
-                section.append((mark, start, width))
-                yield section
-                section = []
+                yield section + mark
+                section = ""
             elif mark not in (BREAK, _ASCII_BREAK):
-                section.append((_OPEN + mark + _CLOSE, start, width))
-        if end < len(text):
-            section.append((text[end:], end, len(text) - end))
+                section += _OPEN + mark + _CLOSE
+        section += text[end:]
         if section:
             yield section
 
@@ -348,9 +332,6 @@ class GuardedTokenizer:
                     f"the tokenizer cannot write {token!r} as plain text, so text of users and tools "
                     "could not be kept from becoming a control token"
                 )
-
-
-_Encoded = tuple[tuple[int, ...], tuple[tuple[int, int], ...]]
 
 
 def _is_control(token: AddedToken) -> bool:
