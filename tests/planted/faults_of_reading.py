@@ -115,8 +115,8 @@ READING = (
     Fault(
         name="a text between marks ends at what looks like a mark",
         file="models/renderers/marked_calls.py",
-        old="        self._text, self._mark = text, mark\n",
-        new="        self._text, self._mark = shown(text), mark\n",
+        old="    parts = text.split(mark)\n",
+        new="    parts = shown(text).split(mark)\n",
         harm="A Gemma 4 model that writes about its own format has called a tool with other arguments.",
         tests=_EXACT,
     ),

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
 
 from verbatim.core.types import ToolCall
-from verbatim.models.renderers.nesting import MAX_DEPTH
-from verbatim.models.renderers.responses import check_call, unreadable
+from verbatim.models.renderers.responses import NOT_JSON, check_call, read_json, unreadable
 from verbatim.models.renderers.sampled_text import shown
 
 _NAME = re.compile(r"""[^\s<>"'={}]+""")
-_KEY = re.compile(r"[^\s:,{}\[\]](?:[^:,{}\[\]]*[^\s:,{}\[\]])?(?=:)")
-_LITERAL = re.compile(r"(?:true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?)(?=[,}\]])")
+_KEY = r"[^\s:,{}\[\]](?:[^:,{}\[\]]*[^\s:,{}\[\]])?"
+_LITERAL = r"(?:true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?)(?=[,}\]])"
+_PIECE = re.compile(rf"({_KEY}):|{_LITERAL}|[{{}}\[\],]")
+"""What may stand beside texts."""
 
 
 def marked_call(text: str, mark: str) -> ToolCall:
@@ -30,69 +30,28 @@ def marked_call(text: str, mark: str) -> ToolCall:
         mark: Before and behind a text.
     """
     raw = shown(text.strip())
-    name, brace, _ = text.partition("{")
+    name, brace, arguments = text.partition("{")
     if not name:
         return unreadable(raw, "missing_name")
-    try:
-        arguments, end = _Reader(text, mark).value(len(name))
-    except (ValueError, RecursionError):
+    value = read_json(_as_json(brace + arguments, mark))
+    if value is NOT_JSON or _NAME.fullmatch(name) is None:
         return unreadable(raw, "malformed_structure")
-    if not brace or end != len(text) or _NAME.fullmatch(name) is None:
-        return unreadable(raw, "malformed_structure")
-    return check_call(shown(name), arguments, "ok", raw)
+    return check_call(shown(name), value, "ok", raw)
 
 
-class _Reader:
-    """Reads the values of one text; a ValueError where there is none."""
+def _as_json(text: str, mark: str) -> str:
+    """The same value in JSON; empty where something stands beside the texts that the format does not write.
 
-    def __init__(self, text: str, mark: str) -> None:
-        self._text, self._mark = text, mark
-
-    def value(self, start: int, depth: int = 0) -> tuple[Any, int]:
-        """The value that begins at a place, and where it ends."""
-        if depth > MAX_DEPTH:
-            raise ValueError("too deep")
-        if self._text.startswith(self._mark, start):
-            start += len(self._mark)
-            end = self._text.index(self._mark, start)
-            return shown(self._text[start:end]), end + len(self._mark)
-        opened = self._text[start : start + 1]
-        if opened == "{":
-            return self._object(start + 1, depth)
-        if opened == "[":
-            return self._list(start + 1, depth)
-        literal = _LITERAL.match(self._text, start)
-        if literal is None:
-            raise ValueError("no value")
-        return json.loads(literal[0]), literal.end()
-
-    def _object(self, place: int, depth: int) -> tuple[dict[str, Any], int]:
-        found: dict[str, Any] = {}
-        if self._text.startswith("}", place):
-            return found, place + 1
-        while True:
-            key = _KEY.match(self._text, place)
-            if key is None or self._mark in key[0] or shown(key[0]) in found:
-                raise ValueError("no key, or one that is there twice")
-            found[shown(key[0])], place = self.value(key.end() + 1, depth + 1)
-            is_last, place = self._is_last(place, "}")
-            if is_last:
-                return found, place
-
-    def _list(self, place: int, depth: int) -> tuple[list[Any], int]:
-        found: list[Any] = []
-        if self._text.startswith("]", place):
-            return found, place + 1
-        while True:
-            value, place = self.value(place, depth + 1)
-            found.append(value)
-            is_last, place = self._is_last(place, "]")
-            if is_last:
-                return found, place
-
-    def _is_last(self, place: int, closes: str) -> tuple[bool, int]:
-        """Whether an object or a list ends at a place, and the place behind what stands there."""
-        behind = self._text[place : place + 1]
-        if behind not in (",", closes) or not behind:
-            raise ValueError("no end")
-        return behind == closes, place + 1
+    >>> _as_json('{at:|Bonn|,days:[1,2]}', "|")
+    '{"at":"Bonn","days":[1,2]}'
+    """
+    written = ""
+    parts = text.split(mark)
+    for place, part in enumerate(parts):
+        if place % 2:
+            written += json.dumps(shown(part))
+        elif _PIECE.sub("", part):
+            return ""
+        else:
+            written += _PIECE.sub(lambda found: f"{json.dumps(shown(found[1]))}:" if found[1] else found[0], part)
+    return written
