@@ -12,6 +12,7 @@ import json
 import re
 
 from verbatim.core.types import ToolCall
+from verbatim.models.renderers.nesting import is_shallow
 from verbatim.models.renderers.responses import NOT_JSON, check_call, read_json, unreadable
 from verbatim.models.renderers.sampled_text import shown
 
@@ -34,7 +35,7 @@ def marked_call(text: str, mark: str) -> ToolCall:
     if not name:
         return unreadable(raw, "missing_name")
     value = read_json(_as_json(brace + arguments, mark))
-    if value is NOT_JSON or _NAME.fullmatch(name) is None:
+    if value is NOT_JSON or not is_shallow(value) or _NAME.fullmatch(name) is None:
         return unreadable(raw, "malformed_structure")
     return check_call(shown(name), value, "ok", raw)
 
