@@ -21,8 +21,7 @@ from typing import Any, Literal, cast
 from verbatim.core.errors import EnvironmentFault
 from verbatim.core.types import Message, ToolCall
 from verbatim.models.renderers.conversation import Said
-from verbatim.models.renderers.probe_messages import ASK, NAME, RESULT, calling
-from verbatim.models.renderers.tool_support import Render
+from verbatim.models.renderers.probe_messages import ASK, NAME, RESULT, Render, calling, tried
 
 _NINE = re.compile(r"[A-Za-z0-9]{9}")
 
@@ -176,12 +175,7 @@ def _written(render: Render, call_id: str) -> str:
     turn = calling()
     turn["tool_calls"][0]["id"] = call_id
     answer = {key: value for key, value in RESULT.items() if key != "name"} | {"tool_call_id": call_id}
-    for messages in ([ASK, turn, answer], [ASK, turn]):
-        try:
-            return render(messages, None)
-        except EnvironmentFault:
-            continue
-    return ""
+    return tried(render, [ASK, turn, answer], None, False) or tried(render, [ASK, turn], None, False)
 
 
 def _turns(messages: Sequence[Message]) -> Iterator[tuple[int, Message | None, list[Message]]]:

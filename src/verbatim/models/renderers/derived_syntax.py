@@ -11,12 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from verbatim.core.errors import EnvironmentFault
+from verbatim.models.renderers.probe_messages import Render, tried
 from verbatim.models.renderers.tagged_calls import ArgumentTags
 from verbatim.models.renderers.tool_syntax import ANY_NAME, ToolSyntax
-
-Render = Callable[[list[dict[str, Any]], bool], str]
-"""(messages, add_generation_prompt) -> text"""
 
 _NAMES = ("zqfirst", "zqother")
 _KEYS = ("zqone", "zqtwo")
@@ -107,11 +104,8 @@ def _written(render: Render, calls: list[dict[str, Any]], stops: Sequence[str]) 
     for content in (_CONTENT, "", None):
         ask = {"role": "user", "content": "zqquestion"}
         reply = {"role": "assistant", "content": content, "tool_calls": calls}
-        try:
-            whole, start = render([ask, reply], False), render([ask], True)
-        except EnvironmentFault:
-            continue
-        if len(whole) <= _LONGEST and all(call["function"]["name"] in whole for call in calls):
+        whole, start = tried(render, [ask, reply], None, False), tried(render, [ask], None, True)
+        if start and len(whole) <= _LONGEST and all(call["function"]["name"] in whole for call in calls):
             text = whole[_whole_tags(whole, len(_shared_start(whole, start))) :]
             text = text.partition(_CONTENT)[2] if _CONTENT in text.partition(_NAMES[0])[0] else text
             values = (str(value) for call in calls for value in call["function"]["arguments"].values())

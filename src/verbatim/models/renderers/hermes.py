@@ -16,18 +16,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from verbatim.core.errors import EnvironmentFault, ModelError
 from verbatim.models.renderers.base import Schemas
 from verbatim.models.renderers.guard import BREAK, ESCAPE, LITERAL
-from verbatim.models.renderers.probe_messages import ANSWER, ASK, RESULT, TOOL, calling
+from verbatim.models.renderers.probe_messages import ANSWER, ASK, RESULT, TOOL, Render, calling, tried
 from verbatim.models.renderers.tool_syntax import ToolSyntax
-
-Render = Callable[[list[dict[str, Any]], bool], str]
-"""(messages, add_generation_prompt) -> what the chat template writes; raises EnvironmentFault where it refuses."""
 
 SYNTAX = ToolSyntax(form="whole", before="", opens="<tool_call>", closes="</tool_call>")
 """The syntax of calls."""
@@ -154,30 +151,23 @@ def fit(render: Render, control_tokens: Collection[str] = ()) -> HermesFormat:
 
 
 def _shows(render: Render, made: HermesFormat) -> bool:
-    return _section([TOOL]) in _rendered(render, made.wrap([ASK], [TOOL]))
+    return _section([TOOL]) in tried(render, made.wrap([ASK], [TOOL]), None, True)
 
 
 def _keeps(render: Render, made: HermesFormat) -> bool:
-    before = _rendered(render, made.wrap([ASK], [TOOL]))
-    return _rendered(render, made.wrap([ASK, ANSWER, ASK], [TOOL])).startswith(before)
+    before = tried(render, made.wrap([ASK], [TOOL]), None, True)
+    return tried(render, made.wrap([ASK, ANSWER, ASK], [TOOL]), None, True).startswith(before)
 
 
 def _answers(render: Render, made: HermesFormat) -> bool:
     called = calling(num_calls=2)
     for later in ([], [ANSWER, ASK]):
-        text = _rendered(render, made.wrap([ASK, called, RESULT, RESULT, *later], None))
+        text = tried(render, made.wrap([ASK, called, RESULT, RESULT, *later], None), None, True)
         # A template that puts its own tags around the answers of tools would double ours.
         own = [_call(call) for call in called["tool_calls"]] + [f"{_answer(RESULT)}\n{_answer(RESULT)}"]
         if not all(part in text for part in own) or text.count("<tool_response>") != 2:
             return False
     return True
-
-
-def _rendered(render: Render, messages: list[dict[str, Any]]) -> str:
-    try:
-        return render(messages, True)
-    except EnvironmentFault:
-        return ""
 
 
 def _no_room(what: str) -> ModelError:

@@ -36,7 +36,6 @@ from verbatim.models.renderers.message_windows import (
     SYSTEM_ROLES,
     CallKind,
     Lost,
-    Render,
     TurnShape,
     Window,
     WindowProbes,
@@ -45,6 +44,7 @@ from verbatim.models.renderers.message_windows import (
     has_text,
     shape_of,
 )
+from verbatim.models.renderers.probe_messages import Render
 from verbatim.models.renderers.remembered import Remembered
 
 LaterSystem = Literal["fold", "refuse"]

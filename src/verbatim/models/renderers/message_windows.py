@@ -16,16 +16,14 @@ and lost are the words that the prompt lacks.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from verbatim.core.errors import EnvironmentFault, TemplateFault
-from verbatim.models.renderers.probe_messages import ANSWER, ASK, NAME, RESULT, SYSTEM, TOOL, calling
+from verbatim.models.renderers.probe_messages import ANSWER, ASK, NAME, RESULT, SYSTEM, TOOL, Render, calling
 from verbatim.models.renderers.remembered import Remembered
 
-Render = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None, bool], str]
-"""(messages, tools, with a generation prompt) -> text; raises EnvironmentFault where the format refuses them."""
 CallKind = Literal["object", "json", "text"]
 """Arguments that are a JSON object, JSON of another type, or no JSON."""
 T = TypeVar("T", bound=Hashable)

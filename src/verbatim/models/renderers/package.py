@@ -75,16 +75,12 @@ class PackageRenderer(ContinuingRenderer):
     @cached_property
     def tool_support(self) -> ToolSupport:
         """Which parts of tools the family writes."""
-        return probe(lambda messages, tools: self.written(messages, tools, True), reads=True)
+        return probe(self.written, reads=True)
 
     @cached_property
     def _syntax(self) -> ToolSyntax | None:
         """The syntax in which the family writes calls; None if it is none we know."""
-        return derive(
-            lambda messages, prompt: self.written(messages, None, prompt),
-            self.end_texts,
-            marks=self._sampled.control_tokens,
-        )
+        return derive(self.written, self.end_texts, marks=self._sampled.control_tokens)
 
     def _read_calls(self, ids: Sequence[int], tools: Sequence[Any]) -> tuple[str, Sequence[ToolCall]] | None:
         """The calls of sampled ids that begin with the first one, as `ReadCalls`."""
@@ -95,9 +91,9 @@ class PackageRenderer(ContinuingRenderer):
 
     @cached_property
     def _call_ids(self) -> CallIds:
-        def render(messages: Sequence[Any], tools: Any) -> str:
+        def render(messages: Sequence[Any], tools: Any, add_generation_prompt: bool) -> str:
             try:
-                ids = self._family.render_ids(messages, tools=tools, add_generation_prompt=False)
+                ids = self._family_ids(messages, tools, add_generation_prompt)
             except _REFUSALS as error:
                 raise EnvironmentFault(str(error)) from error
             return self.decode(ids)

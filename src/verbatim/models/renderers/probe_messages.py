@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from verbatim.core.errors import EnvironmentFault
+
+Render = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None, bool], str]
+"""(messages, tools, with a generation prompt) -> text; raises EnvironmentFault where the format refuses them."""
 NAME, VALUE = "zqlook", "zqbonn"
 """The tool, and what the argument of each call begins with."""
 SYSTEM: dict[str, Any] = {"role": "system", "content": "zq system zq"}
@@ -22,6 +27,14 @@ TOOL: dict[str, Any] = {
         },
     },
 }
+
+
+def tried(render: Callable[..., str], *given: Any) -> str:
+    """What a format writes; empty where it refuses it."""
+    try:
+        return render(*given)
+    except EnvironmentFault:
+        return ""
 
 
 def calling(content: str = "", *, num_calls: int = 1) -> dict[str, Any]:

@@ -22,10 +22,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from verbatim.core.errors import EnvironmentFault
 from verbatim.core.types import ToolCall
 from verbatim.models.renderers.guard import Marked
-from verbatim.models.renderers.probe_messages import ANSWER, ASK, NAME, SYSTEM, TOOL
+from verbatim.models.renderers.probe_messages import ANSWER, ASK, RESULT, SYSTEM, TOOL, calling, tried
 from verbatim.models.renderers.remembered import Remembered
 
 Render = Callable[[Sequence[Mapping[str, Any]], Any, Marked], str]
@@ -97,32 +96,26 @@ class StandIns:
                 *([SYSTEM] if with_system else []),
                 ASK,
                 *[ANSWER, ASK] * (num_turns - 1),
-                *(_EARLIER_CALL if has_called else []),
+                *([calling(), RESULT] if has_called else []),
             ]
-            if self._rendered(messages, tools, {}) is not None:
+            if tried(self._render, messages, tools, {}):
                 yield messages, tools
 
     def _behind(self, messages: _Messages, tools: Any, calls: Sequence[ToolCall], new: _Messages) -> str | None:
         marked: Marked = {}
-        before = self._rendered(messages, tools, marked)
-        if before is None:
+        before = tried(self._render, messages, tools, marked)
+        if not before:
             return None
         found: list[str] = []
         for turn, mark in _stand_ins(before, calls):
-            whole = self._rendered([*messages, turn, *new], tools, marked)
-            if whole is None:
+            whole = tried(self._render, [*messages, turn, *new], tools, marked)
+            if not whole:
                 continue  # a turn that the format does not have, such as a text beside a call
             end = self._end.search(whole, max(whole.find(mark, len(before)), len(before)))
             if end is None or not whole.startswith(before) or (found and whole[end.start() :] != found[0]):
                 return None
             found.append(whole[end.start() :])
         return found[0] if len(found) >= _LEAST else None
-
-    def _rendered(self, messages: _Messages, tools: Any, marked: Marked) -> str | None:
-        try:
-            return self._render(messages, tools, marked)
-        except EnvironmentFault:
-            return None
 
 
 def _stand_ins(before: str, calls: Sequence[ToolCall]) -> Iterator[tuple[dict[str, Any], str]]:
@@ -167,15 +160,3 @@ def _shape(message: Mapping[str, Any], ids: Mapping[str, int]) -> tuple[Any, ...
             if key != "content"
         )
     )
-
-
-_EARLIER_CALL: Sequence[Mapping[str, Any]] = [
-    {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [
-            {"id": "zqcall000", "type": "function", "function": {"name": NAME, "arguments": {"zqat": "zq"}}}
-        ],
-    },
-    {"role": "tool", "content": "zq result", "tool_call_id": "zqcall000", "name": NAME},
-]

@@ -19,7 +19,7 @@ from verbatim.models.renderers.conversation import Conversation
 from verbatim.models.renderers.derived_syntax import derive
 from verbatim.models.renderers.guard import Marked
 from verbatim.models.renderers.hermes import SYNTAX, HermesFormat, fit
-from verbatim.models.renderers.probe_messages import ANSWER, ASK, RESULT, TOOL, calling
+from verbatim.models.renderers.probe_messages import ANSWER, ASK, RESULT, TOOL, calling, tried
 from verbatim.models.renderers.sampled_text import shown
 from verbatim.models.renderers.stable_text import settled
 from verbatim.models.renderers.stand_ins import StandIns
@@ -59,7 +59,7 @@ class TemplateRenderer(ContinuingRenderer):
         self._arguments_as_text = False
         try:
             for given, dialogue in product((None, [TOOL]), ([ASK], [ASK, ANSWER], [ASK, calling(), RESULT])):
-                self._renders(dialogue, given)
+                tried(self._tokenizer.chat_text, dialogue, given)
             self._find_out(tools)
         except TemplateFault as error:
             raise ModelError(str(error)) from error
@@ -67,23 +67,19 @@ class TemplateRenderer(ContinuingRenderer):
     def _find_out(self, tools: Literal["hermes"] | None) -> None:
         """Find the template's properties by rendering."""
         tokens = self._tokenizer.control_tokens
-        self._arguments_as_text = not self._renders([ASK, calling()]) and self._renders(
-            [ASK, with_arguments(calling(), as_text=True)]
-        )
+        as_values, as_texts = [ASK, calling()], [ASK, with_arguments(calling(), as_text=True)]
+        chat_text = self._tokenizer.chat_text
+        self._arguments_as_text = not tried(chat_text, as_values) and bool(tried(chat_text, as_texts))
         self._hermes: HermesFormat | None = None
         if tools is not None:
-            self._hermes = fit(lambda messages, prompt: self._render(messages, None, prompt), tokens)
+            self._hermes = fit(self._render, tokens)
         try:
-            self.stop_token_ids: tuple[int, ...] = self._find_stop_tokens()
             self._preamble = self._find_preamble()
         except EnvironmentFault as error:
             raise ModelError(f"the chat template cannot render one question and its answer: {error}") from error
+        self.stop_token_ids = self._find_stop_tokens()
         stops = self.end_texts
-        self._syntax = (
-            SYNTAX
-            if self._hermes is not None
-            else derive(lambda messages, prompt: self._render(messages, None, prompt), stops)
-        )
+        self._syntax = SYNTAX if self._hermes is not None else derive(self._render, stops)
         self._stand_ins = StandIns(self._text_of, stops)
 
     def write_ids(self, messages: Sequence[Message], tools: Schemas, add_generation_prompt: bool) -> Int32:
@@ -139,13 +135,13 @@ class TemplateRenderer(ContinuingRenderer):
         """Which parts of tools the template writes."""
         if self._hermes is not None:
             return COMPLETE
-        return probe(lambda messages, tools: self._render(messages, tools, True), reads=self._syntax is not None)
+        return probe(self._render, reads=self._syntax is not None)
 
     @cached_property
     def _call_ids(self) -> CallIds:
         if self._hermes is not None:
             return CallIds("unwritten")
-        return find_call_ids(lambda messages, tools: self._render(messages, tools, False))
+        return find_call_ids(self._render)
 
     @property
     def room_for_tools(self) -> str:
@@ -214,13 +210,6 @@ class TemplateRenderer(ContinuingRenderer):
             return text.lstrip().removeprefix(_OPEN), True
         return text, thinking
 
-    def _renders(self, messages: list[dict[str, Any]], tools: Any = None) -> bool:
-        try:
-            self._tokenizer.chat_text(messages, tools)
-        except EnvironmentFault:
-            return False
-        return True
-
     def _render(self, messages: list[dict[str, Any]], tools: Any, add_generation_prompt: bool) -> str:
         return self._tokenizer.chat_text(self._with_arguments(messages), tools, add_generation_prompt)
 
@@ -248,32 +237,23 @@ class TemplateRenderer(ContinuingRenderer):
     def _answer_ends(self) -> list[int]:
         """The token that ends an answer: the first control token after it, if need be the one that begins the next
         message; and the token that ends a turn with calls."""
-        answered = self._controls([ASK, ANSWER], after=ANSWER["content"])
-        if not answered:
-            try:
-                answered = self._controls([ASK, ANSWER, ASK], after=ANSWER["content"])
-            except EnvironmentFault:
-                answered = []
+        answered = self._controls([ASK, ANSWER], ANSWER["content"]) or self._controls(
+            [ASK, ANSWER, ASK], ANSWER["content"]
+        )
         return [*answered[:1], *(self._call_ends() if self._hermes is None else ())]
 
     def _call_ends(self) -> list[int]:
-        try:
-            called, twice = ([ASK, calling(num_calls=number)] for number in (1, 2))
-            one, next_turn = self._controls(called), self._controls([*called, RESULT])
-        except EnvironmentFault:
-            return []
-        try:
-            both = self._controls(twice)
-        except EnvironmentFault:
-            both = one
+        called, twice = ([ASK, calling(num_calls=number)] for number in (1, 2))
+        one, next_turn = self._controls(called), self._controls([*called, RESULT])
+        both = self._controls(twice) or one
         # What is written twice for two calls ends a call, not the turn.
         if not one or one == self._controls([ASK]) or next_turn[: len(one)] != one:
             return []
         return one[-1:] if both.count(one[-1]) == one.count(one[-1]) else next_turn[len(one) :][:1]
 
     def _controls(self, messages: list[dict[str, Any]], after: str = "") -> list[int]:
-        """The control tokens of a rendering."""
-        text = self._render(messages, None, False)
+        """The control tokens of a rendering; none where the template refuses the messages."""
+        text = tried(self._render, messages, None, False)
         control = set(self._tokenizer.control_tokens.values())
         return [i for i in self._tokenizer.encode(text.rpartition(after)[2] if after else text) if i in control]
 

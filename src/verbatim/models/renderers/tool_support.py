@@ -8,16 +8,13 @@ turn. A model would be trained on episodes in which it was never told which tool
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verbatim.core.errors import EnvironmentFault, ModelError
+from verbatim.core.errors import ModelError
 from verbatim.models.renderers.base import Schemas
-from verbatim.models.renderers.probe_messages import ASK, NAME, RESULT, SYSTEM, TOOL, VALUE, calling
-
-Render = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], str]
-"""(messages, tools) -> text with a generation prompt; raises EnvironmentFault where the format refuses them."""
+from verbatim.models.renderers.probe_messages import ASK, NAME, RESULT, SYSTEM, TOOL, VALUE, Render, calling, tried
 
 USE_HERMES = (
     'set tools = "hermes" under [orchestrator.renderer], which writes tools as text of the messages, or give '
@@ -95,14 +92,14 @@ _NO_ANSWERS = "does not write the answers of tools"
 
 def probe(render: Render, *, reads: bool) -> ToolSupport:
     """Render conversations with unique words and look for these; `reads` is kept as `read`."""
-    plain = _rendered(render, [ASK])
     return ToolSupport(
-        shown=NAME in plain,
-        shown_below_system=NAME in _rendered(render, [SYSTEM, ASK]),
+        shown=NAME in tried(render, [ASK], [TOOL], True),
+        shown_below_system=NAME in tried(render, [SYSTEM, ASK], [TOOL], True),
         called=all(_is_called(render, content) for content in ("", "zq content")),
         read=reads,
         answered=all(
-            RESULT["content"] in _rendered(render, [ASK, calling(content), RESULT]) for content in ("", "zq content")
+            RESULT["content"] in tried(render, [ASK, calling(content), RESULT], [TOOL], True)
+            for content in ("", "zq content")
         ),
     )
 
@@ -110,14 +107,7 @@ def probe(render: Render, *, reads: bool) -> ToolSupport:
 def _is_called(render: Render, content: str) -> bool:
     # The name of the tool may stand in the call's id (Kimi).
     called = [ASK, calling(content)]
-    return VALUE in (_rendered(render, [*called, RESULT]) or _rendered(render, called))
-
-
-def _rendered(render: Render, messages: list[dict[str, Any]]) -> str:
-    try:
-        return render(messages, [TOOL])
-    except EnvironmentFault:
-        return ""
+    return VALUE in (tried(render, [*called, RESULT], [TOOL], True) or tried(render, called, [TOOL], True))
 
 
 def _described(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> bool:
