@@ -97,7 +97,7 @@ def end_of(syntax, text):
 
 
 def syntax_of(renderer):
-    return getattr(renderer, "_syntax", None) or getattr(getattr(renderer, "_calls", None), "syntax", None)
+    return getattr(renderer, "_syntax", None)
 
 
 def not_in_the_text(name, text, wanted, calls):

@@ -6,7 +6,7 @@ import importlib
 import logging
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from verbatim.core.errors import ModelError, TemplateFault, UsageError
 from verbatim.models.renderers.base import ParsedResponse, Renderer
@@ -79,12 +79,11 @@ def create_renderer(
     """
     if tools not in (None, "hermes"):
         raise UsageError(f'tools = {tools!r}: expected "hermes", or nothing for the format that the model has')
-    if thinking_retention not in ("tool_cycle", "all"):
-        raise UsageError(f'thinking_retention = {thinking_retention!r}: expected "tool_cycle" or "all"')
-    if history not in ("verbatim", "template"):
-        raise UsageError(f'history = {history!r}: expected "verbatim" or "template"')
-    if later_system not in ("fold", "refuse"):
-        raise UsageError(f'later_system = {later_system!r}: expected "fold" or "refuse"')
+    kept: dict[str, Any] = {"thinking_retention": thinking_retention, "history": history, "later_system": later_system}
+    for (setting, value), allowed in zip(kept.items(), (ThinkingRetention, History, LaterSystem), strict=True):
+        first, second = get_args(allowed)
+        if value not in (first, second):
+            raise UsageError(f'{setting} = {value!r}: expected "{first}" or "{second}"')
     known = ALIASES.get(name, name)
     if known != "auto" and known not in RENDERERS:
         near = get_close_matches(name, ["auto", *RENDERERS, *ALIASES], n=1)
@@ -98,7 +97,6 @@ def create_renderer(
     from verbatim.models.renderers.recognise import check_guarded, first_difference
 
     guarded = GuardedTokenizer(tokenizer)
-    kept: dict[str, Any] = {"thinking_retention": thinking_retention, "history": history, "later_system": later_system}
     try:
         if tools is not None:
             renderer = _make_with_hermes(name, known, guarded, kept)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import keyword
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,6 @@ from verbatim.core.errors import EnvironmentFault
 from verbatim.core.types import Int32, ToolCall
 from verbatim.models.renderers.base import Schemas
 from verbatim.models.renderers.probe_messages import ASK, NAME, VALUE, calling
-from verbatim.models.renderers.remembered import Remembered
 
 Write = Callable[[Sequence[Any], bool], Int32]
 """(messages, add_generation_prompt) -> ids; raises EnvironmentFault where the format refuses them."""
@@ -41,7 +41,7 @@ class CallableTools:
 
     def __init__(self, write: Write, read: Read, who: str) -> None:
         self._write, self._read, self._who = write, read, who
-        self._found: Remembered[tuple[str, str], bool] = Remembered(_KNOWN)
+        self._is_read_back: Callable[[str, str], bool] = lru_cache(maxsize=_KNOWN)(self._comes_back)
 
     def refuse(self, tools: Schemas) -> None:
         """Refuse a tool that could not be called: its name, or that of a parameter that it requires, would not be read
@@ -71,12 +71,8 @@ class CallableTools:
     def _takes(self, name: str, key: str) -> bool:
         if all(_PLAIN.fullmatch(given) and not keyword.iskeyword(given) for given in (name, key)):
             return True
-        found = self._found.get((name, key))
-        if found is None:
-            # Where not even a plain call is read, it is not for the names.
-            found = self._comes_back(name, key) or not self._comes_back(NAME, _KEY)
-            self._found.add((name, key), found)
-        return found
+        # Where not even a plain call is read, it is not for the names.
+        return self._is_read_back(name, key) or not self._is_read_back(NAME, _KEY)
 
     def _comes_back(self, name: str, key: str) -> bool:
         """Whether a call is read as it is written."""

@@ -280,11 +280,7 @@ class MessageSupport:
 
     def _plan(self, window: Window) -> _Plan | int:
         """How the system messages of a window are written; the place of one that is not."""
-        found = self._plans.get(window)
-        if found is None:
-            found = self._found_plan(window)
-            self._plans.add(window, found, _BYTES_OF_A_ROLE * len(window.roles))
-        return found
+        return self._plans.of(window, self._found_plan, _BYTES_OF_A_ROLE * len(window.roles))
 
     def _found_plan(self, window: Window) -> _Plan | int:
         foldable = (*SYSTEM_ROLES, *(("tool",) if self._folds_answers(window) else ()))

@@ -16,7 +16,8 @@ and lost are the words that the prompt lacks.
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import groupby
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -31,7 +32,6 @@ T = TypeVar("T", bound=Hashable)
 SYSTEM_ROLES = ("system", "developer")
 _WINDOWS, _BYTES, _BYTES_OF_A_ROLE = 4096, 2**23, 64
 """Shapes that are remembered, their bytes, and those of a role. Environments have a dozen; clients may send any."""
-_UNKNOWN: Any = object()
 MOST_ALIKE = 2
 """Equal neighbours that are told apart: two tools' answers are written as three are."""
 _ROLES = 64
@@ -93,23 +93,12 @@ class WindowProbes:
     def __init__(self, render: Render) -> None:
         self._render = render
         self._found: Remembered[Window, Lost | None] = Remembered(_WINDOWS, _BYTES)
-        self._names: Remembered[str, bool] = Remembered(_ROLES)
+        self.writes_name: Callable[[str], bool] = lru_cache(maxsize=_ROLES)(self._writes_name)
+        """Whether the format writes who speaks in a message of this role: its field `name`."""
 
     def lost(self, window: Window) -> Lost | None:
         """What the format leaves out, or writes in another order; None where it refuses the window."""
-        found: Lost | None = self._found.get(window, _UNKNOWN)
-        if found is _UNKNOWN:
-            found = self._probed(window)
-            self._found.add(window, found, _BYTES_OF_A_ROLE * len(window.roles))
-        return found
-
-    def writes_name(self, role: str) -> bool:
-        """Whether the format writes who speaks in a message of this role: its field `name`."""
-        found = self._names.get(role)
-        if found is None:
-            found = self._writes_name(role)
-            self._names.add(role, found)
-        return found
+        return self._found.of(window, self._probed, _BYTES_OF_A_ROLE * len(window.roles))
 
     def _writes_name(self, role: str) -> bool:
         said = {"role": role, **_SAYS}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from typing import Generic, TypeVar
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, cast
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -11,6 +12,9 @@ V = TypeVar("V")
 MOST_BYTES = 64 * 2**20
 """Bytes of ids, texts and schemas that are kept. Without it, thousands of long completions would be kept after their
 episodes."""
+
+
+_UNKNOWN = object()
 
 
 class Remembered(dict[K, V], Generic[K, V]):
@@ -26,6 +30,14 @@ class Remembered(dict[K, V], Generic[K, V]):
         self._most, self._most_bytes, self._lock = most, most_bytes, threading.Lock()
         self._sizes: dict[K, int] = {}
         self._num_bytes = 0
+
+    def of(self, key: K, make: Callable[[K], V], num_bytes: int = 0) -> V:
+        """The value of a key; made, and remembered with so many bytes, where it is not known."""
+        found: Any = self.get(key, _UNKNOWN)
+        if found is _UNKNOWN:
+            found = make(key)
+            self.add(key, found, num_bytes)
+        return cast(V, found)
 
     def add(self, key: K, value: V, num_bytes: int = 0) -> None:
         """Remember one more, of so many bytes."""

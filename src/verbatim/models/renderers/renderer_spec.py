@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from verbatim.core.errors import UsageError
 from verbatim.models.renderers import create_renderer
 from verbatim.models.renderers.base import Renderer
-from verbatim.models.renderers.conversation import History, ThinkingRetention
-from verbatim.models.renderers.message_support import LaterSystem
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -20,12 +19,8 @@ class RendererSpec:
     """Its family."""
     tools: Literal["hermes"] | None
     """The format in which it writes tools; None: the model's own."""
-    thinking_retention: ThinkingRetention
-    """What becomes of thoughts at a user's message."""
-    history: History
-    """Whether prompts continue what was sampled."""
-    later_system: LaterSystem
-    """What becomes of system messages that the format does not write."""
+    settings: Mapping[str, Any]
+    """`create_renderer`'s other ones."""
     tokenizer: Any
     """The model's own, without the guard that renderers put around it."""
     stop_token_ids: tuple[int, ...]
@@ -37,14 +32,7 @@ class RendererSpec:
         Raises:
             UsageError: it ends turns differently here: a part of them is read from the model's folder.
         """
-        renderer = create_renderer(
-            self.name,
-            self.tokenizer,
-            self.tools,
-            thinking_retention=self.thinking_retention,
-            history=self.history,
-            later_system=self.later_system,
-        )
+        renderer = create_renderer(self.name, self.tokenizer, self.tools, **self.settings)
         if renderer.stop_token_ids != self.stop_token_ids:
             raise UsageError(
                 f'renderer "{self.name}" ends turns with the ids {renderer.stop_token_ids} on this host, and with '
@@ -62,9 +50,7 @@ def renderer_spec(renderer: Any) -> Any:
     return RendererSpec(
         name=renderer.name,
         tools=getattr(renderer, "tool_format", None),
-        thinking_retention=renderer.thinking_retention,
-        history=renderer.history,
-        later_system=renderer.later_system,
+        settings={name: getattr(renderer, name) for name in ("thinking_retention", "history", "later_system")},
         tokenizer=guarded._tokenizer,
         stop_token_ids=tuple(renderer.stop_token_ids),
     )
