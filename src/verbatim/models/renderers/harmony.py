@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,14 @@ from verbatim.models.renderers.base import ParsedResponse, Schemas
 from verbatim.models.renderers.bridge import ContinuingRenderer
 from verbatim.models.renderers.conversation import Conversation
 from verbatim.models.renderers.guard import GuardedTokenizer, Marked
-from verbatim.models.renderers.responses import NOT_JSON, check_call, read_completion, read_json, unreadable
+from verbatim.models.renderers.responses import (
+    NOT_JSON,
+    arguments_as_value,
+    check_call,
+    read_completion,
+    read_json,
+    unreadable,
+)
 from verbatim.models.renderers.sampled_text import shown
 from verbatim.models.renderers.stand_ins import StandIns
 from verbatim.models.renderers.stop_ids import turn_ends
@@ -214,19 +220,12 @@ def _as_template_reads(message: Mapping[str, Any]) -> dict[str, Any]:
         )
     if calls:
         function = calls[0]["function"]
-        fields["tool_calls"] = [{**calls[0], "function": {**function, "arguments": _value(function.get("arguments"))}}]
+        fields["tool_calls"] = [
+            {**calls[0], "function": {**function, "arguments": arguments_as_value(function.get("arguments"))}}
+        ]
         if thinking and fields["content"]:
             thinking = f"{thinking}\n{fields['content']}"
             fields["content"] = ""
     if thinking is not None:
         fields["thinking"] = thinking
     return fields
-
-
-def _value(arguments: Any) -> Any:
-    if not isinstance(arguments, str):
-        return arguments or {}
-    try:
-        return json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments

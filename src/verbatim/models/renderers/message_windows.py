@@ -24,6 +24,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from verbatim.core.errors import EnvironmentFault, TemplateFault
 from verbatim.models.renderers.probe_messages import ANSWER, ASK, NAME, RESULT, SYSTEM, TOOL, Render, calling
 from verbatim.models.renderers.remembered import Remembered
+from verbatim.models.renderers.responses import arguments_as_value
 
 CallKind = Literal["object", "json", "text"]
 """Arguments that are a JSON object, JSON of another type, or no JSON."""
@@ -146,14 +147,10 @@ def has_text(content: object) -> bool:
 
 def call_kind(arguments: object) -> CallKind:
     """The kind of a call's arguments; none at all are an object without members."""
-    if not isinstance(arguments, str):
-        return "object" if isinstance(arguments, Mapping) or not arguments else "json"
-    if not arguments.strip():
+    value = arguments_as_value(arguments)
+    if isinstance(value, Mapping):
         return "object"
-    try:
-        return "object" if isinstance(json.loads(arguments), dict) else "json"
-    except (ValueError, RecursionError):
-        return "text"
+    return "text" if isinstance(arguments, str) and value is arguments else "json"
 
 
 def collapsed(values: Iterable[T]) -> list[tuple[T, int]]:

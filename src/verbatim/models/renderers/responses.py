@@ -173,6 +173,18 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def arguments_as_value(arguments: object) -> Any:
+    """The arguments of a message's call as a value: what their JSON text says; text that is no JSON as it is.
+
+    >>> arguments_as_value('{"at": "Bonn"}'), arguments_as_value(None), arguments_as_value("at Bonn")
+    ({'at': 'Bonn'}, {}, 'at Bonn')
+    """
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        return {}
+    value = read_json(arguments) if isinstance(arguments, str) else arguments
+    return arguments if value is NOT_JSON else value
+
+
 def is_json(value: object) -> bool:
     """Whether a value can be written as JSON text in UTF-8 and be nested less than `MAX_DEPTH` deep."""
     if type(value) in _SCALARS:

@@ -20,6 +20,7 @@ from verbatim.models.renderers.derived_syntax import derive
 from verbatim.models.renderers.guard import Marked
 from verbatim.models.renderers.hermes import SYNTAX, HermesFormat, fit
 from verbatim.models.renderers.probe_messages import ANSWER, ASK, RESULT, TOOL, calling, tried
+from verbatim.models.renderers.responses import arguments_as_value
 from verbatim.models.renderers.sampled_text import shown
 from verbatim.models.renderers.stable_text import settled
 from verbatim.models.renderers.stand_ins import StandIns
@@ -269,15 +270,9 @@ def with_arguments(message: dict[str, Any], *, as_text: bool) -> dict[str, Any]:
     calls = []
     for call in message["tool_calls"]:
         arguments = call["function"].get("arguments")
-        if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
-            arguments = {}
-        if as_text and isinstance(arguments, Mapping):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        elif not as_text and isinstance(arguments, str):
-            try:
-                value = json.loads(arguments)
-            except (ValueError, RecursionError):
-                value = arguments
-            arguments = value if isinstance(value, dict) else arguments
+        value = arguments_as_value(arguments)
+        if isinstance(value, Mapping):
+            is_text = isinstance(arguments, str) and arguments.strip()
+            arguments = value if not as_text else arguments if is_text else json.dumps(value, ensure_ascii=False)
         calls.append({**call, "function": {**call["function"], "arguments": arguments}})
     return {**message, "tool_calls": calls}
