@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from verbatim.core.errors import FormatError, ModelError
 from verbatim.core.formats import content_of
-from verbatim.models.loading import load_model, load_tokenizer, refuse_not_finite, save_model
-from verbatim.models.shards import local_rows
+from verbatim.models.loading import load_model, load_tokenizer, refuse_not_finite, replace_weights, save_model
+from verbatim.models.shards import local_rows, reading
 from verbatim.models.source import ADAPTER_CONFIG, is_adapter
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -85,7 +84,8 @@ def read_adapter(folder: Path) -> Adapter:
     other = [f"{key} = {config[key]!r}" for key, plain in _PLAIN.items() if config.get(key, plain) not in (plain, None)]
     if other:
         raise ModelError(f"{folder}: {', '.join(other)} cannot be merged; expected an adapter of plain LoRA")
-    tensors = _tensors(folder / ADAPTER_WEIGHTS)
+    with reading(folder / ADAPTER_WEIGHTS):
+        tensors = load_file(folder / ADAPTER_WEIGHTS)
     refuse_not_finite(tensors.items(), str(folder))
     whole, rounded = _fingerprints_in(folder / BASE_FILE)
     return Adapter(
@@ -110,14 +110,6 @@ def _fingerprints_in(path: Path) -> tuple[str | None, str | None]:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{path} is damaged: {error!r}") from error
-
-
-def _tensors(path: Path) -> dict[str, Tensor]:
-    try:
-        found: dict[str, Tensor] = load_file(path)
-        return found
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"{path} cannot be read as safetensors: {error}") from error
 
 
 def _pairs(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
@@ -224,10 +216,7 @@ def save_merged(adapter_folder: Path, folder: Path) -> None:
     """
     adapter = read_adapter(adapter_folder)
     model = load_base_of(adapter, only_attention=False)
-    with torch.no_grad():
-        own = dict(model.named_parameters(remove_duplicate=False))
-        for key, value in BaseWeights(model).merged(adapter).items():
-            own[key].copy_(value)
+    replace_weights(model, BaseWeights(model).merged(adapter))
     save_model(model, load_tokenizer(adapter_folder), folder)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -23,7 +23,7 @@ from verbatim.models.float64 import keep_float64
 from verbatim.models.head import ModelCalls
 from verbatim.models.mixing import plan_attention
 from verbatim.models.refusal import refusing
-from verbatim.models.shards import empty_model, fill, local_rows
+from verbatim.models.shards import empty_model, fill, local_rows, own_tensors, reading
 from verbatim.models.source import find_source, is_adapter
 
 logger = logging.getLogger(__name__)
@@ -104,11 +104,8 @@ def check_weights(name: str | Path) -> None:
     if source.is_dir() and not any(source.glob("*.safetensors")):
         raise ModelError(f"model folder {str(name)!r} has no *.safetensors; expected the weights beside config.json")
     for file in sorted(source.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt"):
-                pass  # reads its header and compares it with its size
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{file} cannot be read as safetensors: {error}") from error
+        with reading(file), safe_open(file, framework="pt"):
+            pass  # reads its header and compares it with its size
 
 
 class Shards(ModelCalls, Protocol):
@@ -235,15 +232,13 @@ def read_weights(model: Any, folder: Path) -> dict[str, torch.Tensor]:
     for file in files:
         if not file.is_file():  # reading a pipe would block
             raise ModelError(f"{file} is not a file; expected weights as safetensors")
-        try:
+        with reading(file):
             incoming.update(load_file(file))
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{file} cannot be read as safetensors: {error}") from error
     try:
         incoming, unknown = to_model_tensors(model, incoming)
     except ModelError as error:
         raise ModelError(f"{folder} does not fit the model: {error}") from error
-    own = _own_tensors(model)
+    own = own_tensors(model)
     storages = {own[k].data_ptr() for k in incoming}
     missing = [k for k, v in own.items() if k not in incoming and v.data_ptr() not in storages]
     shapes = [k for k, v in incoming.items() if own[k].shape != v.shape]
@@ -257,16 +252,10 @@ def read_weights(model: Any, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def replace_weights(model: Any, weights: Mapping[str, torch.Tensor]) -> None:
-    own = _own_tensors(model)
+    own = own_tensors(model)
     with torch.no_grad():
         for key, value in weights.items():
             own[key].copy_(value)
-
-
-def _own_tensors(model: Any) -> dict[str, torch.Tensor]:
-    own = dict(model.named_parameters(remove_duplicate=False))
-    own.update({k: v for k, v in model.named_buffers() if k in model.state_dict()})
-    return own
 
 
 def refuse_not_finite(

@@ -30,6 +30,22 @@ _FILES: Mapping[str, Any] = {"allow_patterns": ["*.safetensors"], "ignore_patter
 beside the others, those of gpt-oss in folders."""
 
 
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn what goes wrong with a file of safetensors into a `ModelError`."""
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path} cannot be read as safetensors: {error}") from error
+
+
+def own_tensors(model: Any) -> dict[str, Tensor]:
+    """A model's parameters, tied ones by each of their names, and its saved buffers."""
+    own = dict(model.named_parameters(remove_duplicate=False))
+    own.update({name: tensor for name, tensor in model.named_buffers() if name in model.state_dict()})
+    return own
+
+
 def empty_model(source: str, dtype: torch.dtype) -> Any:
     """A model whose parameters are on the meta device. Its buffers, which a folder does not hold, are made."""
     config = AutoConfig.from_pretrained(source)
@@ -61,10 +77,8 @@ def fill(model: Any, source: str) -> None:
     with contextlib.ExitStack() as stack:
         file_of: dict[str, Any] = {}
         for path in sorted(folder.glob("*.safetensors")):
-            try:
+            with reading(path):
                 file = stack.enter_context(safe_open(path, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise ModelError(f"{path} cannot be read as safetensors: {error}") from error
             file_of.update(dict.fromkeys(file.keys(), file))
         if not file_of:
             raise ModelError(f"{folder} holds no *.safetensors")
@@ -72,8 +86,7 @@ def fill(model: Any, source: str) -> None:
 
 
 def _fill(model: Any, file_of: Mapping[str, Any], where: str) -> None:
-    own = dict(model.named_parameters(remove_duplicate=False))
-    own.update({name: tensor for name, tensor in model.named_buffers() if name in model.state_dict()})
+    own = own_tensors(model)
     tied = dict(model.all_tied_weights_keys)
     filled: set[str] = set()
     sources, unknown = sources_of(model, file_of)

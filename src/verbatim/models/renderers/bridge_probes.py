@@ -86,14 +86,15 @@ class _Player:
                 return self._refused(before, "", self._lines([*self._messages, self._reply, *self._new]))
             prompt = self._renderer.write_ids(self._messages, self._tools, True)
             completion = np.asarray(self._tokenizer.encode(sampled), dtype=np.int32)
-            bridged = self._bridged(prompt, completion)
-            read = self._renderer.parse_response(completion, prompt, self._tools).message()
-            calls = self._reply.get("tool_calls", [])
-            if len(read.get("tool_calls", [])) != len(calls):
+            parsed = self._renderer.parse_response(completion, prompt, self._tools)
+            readable = [call for call in parsed.tool_calls if call.status == "ok"]
+            ids = [str(call.get("id")) for call in self._reply.get("tool_calls", [])]
+            calls = [dataclasses.replace(call, id=i) for call, i in zip(readable, ids, strict=False)]
+            parsed = dataclasses.replace(parsed, tool_calls=tuple(calls))
+            bridged = self._prompt(prompt).answered(completion, parsed).bridged(self._new, self._tools)
+            if len(readable) != len(ids):
                 return self._made("refused", reason="the turn's calls are not written, or cannot be read back")
-            if calls:
-                read["tool_calls"] = [{**a, "id": b["id"]} for a, b in zip(read["tool_calls"], calls, strict=True)]
-            after = self._lines([*self._messages, read, *self._new])
+            after = self._lines([*self._messages, parsed.message(), *self._new])
         except RolloutError as error:
             return self._made("raises", reason=cut(error_text(error.__cause__ or error), 200))
         if bridged in _SHOWN_BY_TEXTS:
@@ -103,18 +104,14 @@ class _Player:
         written = _text(after)
         return self._made("bridged" if all(message["content"] in written for message in self._new) else "left out")
 
-    def _bridged(self, prompt: Int32, completion: Int32) -> Conversation | BreakReason:
-        conversation = Conversation(
+    def _prompt(self, ids: Int32) -> Conversation:
+        return Conversation(
             renderer=self._renderer,
             messages=tuple(self._messages),
             tools=self._tools,
-            prompt_ids=prompt,
+            prompt_ids=ids,
             thinks=self._renderer.holds_thoughts(self._messages),
         )
-        parsed = self._renderer.parse_response(completion, prompt, self._tools)
-        ids = [str(call.get("id")) for call in self._reply.get("tool_calls", [])]
-        calls = [dataclasses.replace(call, id=name) for call, name in zip(parsed.tool_calls, ids, strict=False)]
-        return conversation.answered(completion, parsed, None, calls).bridged(self._new, self._tools)
 
     def _sampled(self, kept: str) -> str | None:
         """The turn as the template writes it, through the token that ends it; None if it does not keep the prompt.
