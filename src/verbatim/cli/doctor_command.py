@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     limit = args.limit if args.limit is not None else sys.maxsize if args.json else _SHOWN
     trajectories = known.read(file)
     first = next(trajectories, None)  # only then a format knows how the lines hang together
-    report.begin(file=str(args.file), format_name=known.name, note=known.note(), tokenizer=model, tokenizer_note=note)
+    report.begin(file=str(args.file), format_name=known.name, note=known.about, tokenizer=model, tokenizer_note=note)
     chosen = Choice(limit)
     for logged in chain([] if first is None else [first], trajectories):
         for diagnosis in doctor.examine(logged):

@@ -20,7 +20,7 @@ def read(path: Path, *lines) -> tuple[list[LoggedTrajectory], LogFile, str]:
     file = LogFile(path)
     known = recognise(file, known_formats())
     found = list(known.read(file))
-    return found, file, f"{known.name}: {known.note()}"
+    return found, file, f"{known.name}: {known.about}"
 
 
 def pairs(logged: LoggedTrajectory) -> list[tuple[list[int], list[int]]]:

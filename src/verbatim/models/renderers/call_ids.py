@@ -14,13 +14,14 @@ they came in: a model takes the first answer for that to its first call.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 from verbatim.core.errors import EnvironmentFault
 from verbatim.core.types import Message, ToolCall
 from verbatim.models.renderers.conversation import Said
+from verbatim.models.renderers.message_windows import turns
 from verbatim.models.renderers.probe_messages import ASK, NAME, RESULT, Render, calling, tried
 
 _NINE = re.compile(r"[A-Za-z0-9]{9}")
@@ -48,17 +49,17 @@ class CallIds:
         ):
             return messages
         if self.form == "unwritten":
-            turns = (([] if turn is None else [turn], behind) for _, turn, behind in _turns(messages))
-            return [message for turn, behind in turns for message in (*turn, *_in_order(behind, _ids(turn)))]
+            cut = (([] if turn is None else [turn], behind) for _, turn, behind in turns(messages))
+            return [message for turn, behind in cut for message in (*turn, *_in_order(behind, _ids(turn)))]
         found, used, num_calls = list[Message](), _given(messages, self._is_own), 0
-        for place, turn, behind in _turns(messages):
+        for first, turn, behind in turns(messages):
             if turn is None:
                 _refuse_answers(behind)
                 found += behind
                 continue
             changed, given, own = self._turn(turn, num_calls, used)
             num_calls += len(own)
-            found += [changed, *self._answers(behind, place + 1, given, own, num_calls)]
+            found += [changed, *self._answers(behind, first, given, own, num_calls)]
         return found
 
     def continuing(
@@ -176,15 +177,6 @@ def _written(render: Render, call_id: str) -> str:
     turn["tool_calls"][0]["id"] = call_id
     answer = {key: value for key, value in RESULT.items() if key != "name"} | {"tool_call_id": call_id}
     return tried(render, [ASK, turn, answer], None, False) or tried(render, [ASK, turn], None, False)
-
-
-def _turns(messages: Sequence[Message]) -> Iterator[tuple[int, Message | None, list[Message]]]:
-    """(number of the turn, the turn, what follows it up to the next one); first what stands before all turns."""
-    starts = [number for number, message in enumerate(messages) if message.get("role") == "assistant"]
-    ends = [*starts, len(messages)]
-    yield -1, None, list(messages[: ends[0]])
-    for start, end in zip(starts, ends[1:], strict=True):
-        yield start, messages[start], list(messages[start + 1 : end])
 
 
 def _ids(messages: Sequence[Message]) -> list[str]:

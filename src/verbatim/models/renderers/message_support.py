@@ -43,6 +43,7 @@ from verbatim.models.renderers.message_windows import (
     collapsed,
     has_text,
     shape_of,
+    turns,
 )
 from verbatim.models.renderers.probe_messages import Render
 from verbatim.models.renderers.remembered import Remembered
@@ -101,14 +102,12 @@ class MessageSupport:
             return Folded(messages, range(len(messages)))
         done: list[Message] = []
         places: list[int] = []
-        for start, end in _cuts(messages):
-            turn = messages[start] if messages[start]["role"] == "assistant" else None
+        for first, turn, behind in turns(messages):
             if turn is not None:
                 done.append(turn)
-                places.append(start)
-            first = start if turn is None else start + 1
+                places.append(first - 1)
             before = _role_before(done, len(done) - 1)
-            new = self._folded_behind(messages[first:end], first, (_below_system(done), bool(tools), before, turn))
+            new = self._folded_behind(behind, first, (_below_system(done), bool(tools), before, turn))
             done += new.messages
             places += new.places
         return Folded(done, places)
@@ -386,22 +385,15 @@ def _may_fold(messages: Sequence[Message]) -> bool:
     return False
 
 
-def _cuts(messages: Sequence[Message]) -> Iterator[tuple[int, int]]:
-    """The windows of a conversation: (its first message, the one behind its last)."""
-    starts = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-    starts = starts if starts and starts[0] == 0 else [0, *starts]
-    yield from zip(starts, [*starts[1:], len(messages)], strict=True)
-
-
 def _windows(messages: Sequence[Message], tools: Schemas, prompt: bool) -> Iterator[tuple[Window, int, int]]:
     """The windows of a folded conversation, each with its first message and the one behind its last."""
     below = _below_system(messages)
-    for start, end in _cuts(messages) if messages else ():
-        turn = messages[start] if messages[start]["role"] == "assistant" else None
-        roles = [message["role"] for message in messages[start if turn is None else start + 1 : end]]
-        before = _role_before(messages, start)
+    for first, turn, behind in turns(messages):
+        start, end = first - (turn is not None), first + len(behind)
         last: Literal["prompt", "end"] = "prompt" if prompt else "end"
-        yield _window((below, bool(tools), before, turn), roles, last if end == len(messages) else "more"), start, end
+        about = (below, bool(tools), _role_before(messages, start), turn)
+        roles = [message["role"] for message in behind]
+        yield _window(about, roles, last if end == len(messages) else "more"), start, end
 
 
 def _window(

@@ -16,12 +16,13 @@ and lost are the words that the prompt lacks.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from verbatim.core.errors import EnvironmentFault, TemplateFault
+from verbatim.core.types import Message
 from verbatim.models.renderers.probe_messages import ANSWER, ASK, NAME, RESULT, SYSTEM, TOOL, Render, calling
 from verbatim.models.renderers.remembered import Remembered
 from verbatim.models.renderers.responses import arguments_as_value
@@ -128,6 +129,17 @@ class WindowProbes:
             calls=tuple(place for place, word in enumerate(calls) if word in missing),
             messages=tuple(place for place, word in enumerate(others) if word in missing),
         )
+
+
+def turns(messages: Sequence[Message]) -> Iterator[tuple[int, Message | None, Sequence[Message]]]:
+    """The turns of a conversation: (the place behind it, the turn, the messages behind it up to the next one); first,
+    where there is any, what stands before all turns, behind None."""
+    starts = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    ends = [*starts, len(messages)]
+    if ends[0]:
+        yield 0, None, messages[: ends[0]]
+    for start, end in zip(starts, ends[1:], strict=True):
+        yield start + 1, messages[start], messages[start + 1 : end]
 
 
 def shape_of(message: Mapping[str, Any]) -> TurnShape:

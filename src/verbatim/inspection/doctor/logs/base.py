@@ -67,14 +67,15 @@ class Format(Protocol):
     expected: str
     """An example of its lines, for error messages."""
 
+    @property
+    def about(self) -> str:
+        """A note for the report on how the file was read."""
+
     def recognises(self, record: Mapping[str, Any], /) -> bool:
         """Whether a line has this format, by its keys."""
 
     def read(self, file: LogFile) -> Iterator[LoggedTrajectory]:
         """The trajectories; damaged lines are added to `file.problems`."""
-
-    def note(self) -> str:
-        """A note for the report on how the file was read."""
 
 
 class LogFile:

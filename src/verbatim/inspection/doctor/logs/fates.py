@@ -15,6 +15,7 @@ class FateFormat:
 
     name = "verbatim"
     expected = "runs/NAME/latest, the folder of a run"
+    about = "trajectories of a run of Verbatim"
 
     def recognises(self, record: Mapping[str, Any], /) -> bool:
         """No line is of this format."""
@@ -24,9 +25,6 @@ class FateFormat:
         """The trajectories; each one's `line` is its place among them, from 1."""
         for number, (_, trajectory) in enumerate(read_trajectories(file.path), start=1):
             yield LoggedTrajectory(trajectory=trajectory, line=number)
-
-    def note(self) -> str:
-        return "trajectories of a run of Verbatim"
 
 
 def is_fate_path(path: Path) -> bool:

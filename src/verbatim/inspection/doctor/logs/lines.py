@@ -29,9 +29,6 @@ class LineFormat:
             except DAMAGED as error:
                 file.damaged(line.number, error)
 
-    def note(self) -> str:
-        return self.about
-
 
 def _is_ours(record: Mapping[str, Any]) -> bool:
     trajectory = record.get("trajectory")

@@ -75,7 +75,9 @@ class VllmFormat:
                 except DAMAGED as error:
                     file.damaged(of_choice[0].line, error)
 
-    def note(self) -> str:
+    @property
+    def about(self) -> str:
+        """How the answers were taken together."""
         if self._key is not None:
             return f'answers of vLLM, those with the same "{self._key}" taken together'
         if self._conversations:
