@@ -50,12 +50,20 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[argparse.Name
         ["do", "--max-steps", "5", "--a.b=-1", "--resume", "latest", "a.toml"],
     ],
 )
-def test_overrides_may_stand_anywhere(command, arguments: list[str]):
+def test_overrides_may_stand_anywhere(command, monkeypatch, arguments: list[str]):
+    monkeypatch.setattr("verbatim.cli.main.COMMANDS_OF_A_RUN", ("do",))
     seen = command()
     assert main(arguments) == 0
     assert seen[0].file == "a.toml"
     assert seen[0].resume == "latest"
     assert seen[0].overrides == ["--max-steps", "5", "--a.b=-1"]
+
+
+def test_a_command_without_keys_refuses_what_it_does_not_declare(command, capsys):
+    seen = command()
+    assert main(["do", "a.toml", "--resume", "--max-steps", "5"]) == 2
+    assert not seen
+    assert "verbatim do has no option --max-steps; see verbatim do --help" in capsys.readouterr().err
 
 
 def test_options_are_never_abbreviated():

@@ -36,8 +36,6 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UsageError: fewer than two runs, a folder without a run, a metric that no run has, or a file of the plot's name.
     """
-    if args.overrides:
-        raise UsageError(f"verbatim compare has no option {args.overrides[0]}; there are --metric, --plot and --json")
     if args.plot is not None and args.plot.exists():
         raise UsageError(f"--plot {args.plot} is there already; name a new file")
     comparison = compare_runs(args.folders, args.metric)

@@ -16,12 +16,9 @@ from typing import Any, Literal
 import argcomplete
 from argcomplete.completers import DirectoriesCompleter, FilesCompleter, SuppressCompleter
 
-from verbatim.cli.main import make_parser
+from verbatim.cli.main import COMMANDS_OF_A_RUN, make_parser
 
 SHELLS = ("bash", "zsh", "fish")
-
-COMMANDS_OF_A_RUN = ("rl", "orchestrator", "trainer", "sft", "eval", "inference", "plan", "config")
-"""Those whose FILE is a run's, so that its keys are options."""
 
 
 def answer(**kwargs: Any) -> None:

@@ -8,7 +8,6 @@ from argcomplete.shell_integration import shellcode
 
 from verbatim.cli import exit_status
 from verbatim.cli.completion import SHELLS
-from verbatim.core.errors import UsageError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,12 +17,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print them.
-
-    Raises:
-        UsageError: an option; this command has no options.
-    """
-    if args.overrides:
-        raise UsageError(f"verbatim completion has no option {args.overrides[0]}")
+    """Print them."""
     print(shellcode(["verbatim"], shell=args.shell))
     return exit_status.FINISHED

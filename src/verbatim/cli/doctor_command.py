@@ -64,11 +64,6 @@ def run(args: argparse.Namespace) -> int:
         UsageError: no such file, no log, a tokenizer that cannot be the log's, or options that exclude each other.
         ModelError: `--model` cannot be loaded, or has no chat template.
     """
-    if args.overrides:
-        raise UsageError(
-            f"verbatim doctor has no option {args.overrides[0]}; there are --template, --machine, --model, --json and "
-            "--limit"
-        )
     if args.machine:
         _refuse_options_of_logs(args, "--machine")
         from verbatim.cli.doctor_machine import report as report_machine

@@ -26,8 +26,6 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UsageError: no trajectories, a file that is there already, or steps that are no range.
     """
-    if args.overrides:
-        raise UsageError(f"verbatim export has no option {args.overrides[0]}; there are --out and --steps")
     first, last = _steps(args.steps)
     if args.out.exists():
         raise UsageError(f"--out {args.out} is there already; name a new file")

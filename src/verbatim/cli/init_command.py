@@ -37,8 +37,6 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UsageError: a kind that there is not, or a folder that is not empty.
     """
-    if args.overrides:
-        raise UsageError(f"verbatim init has no option {args.overrides[0]}; there is --kind")
     if args.kind not in KINDS:
         raise UsageError(f"--kind {args.kind}; there are {', '.join(KINDS)}")
     written = write_project(args.folder, args.kind)

@@ -52,6 +52,10 @@ COMMANDS = {
     "completion": ("verbatim.cli.completion_command", "print what makes bash, zsh or fish complete this command"),
 }
 """Name: the module, and what `--help` says of it."""
+COMMANDS_OF_A_RUN = ("rl", "orchestrator", "trainer", "sft", "eval", "inference", "plan", "config")
+"""Those whose FILE is a run's, so that its keys are options."""
+_REFUSE_THEMSELVES = ("rollout", "gateway")
+"""`rollout` has the keys with --inference alone, and `gateway` says where the program's own options stand."""
 
 OVERRIDES_HELP = (
     "every key of FILE is also an option: --orchestrator.batch-size 64, --trainer.optim.lr=1e-4, "
@@ -132,6 +136,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
     Raises:
         SystemExit: `--help`, `--version`, or no such command (argparse answers by itself).
+        UsageError: an option that the command does not have.
     """
     typed = next((a for a in arguments if not a.startswith("-")), None)
     parser = make_parser(typed)
@@ -139,6 +144,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if typed in COMMANDS:
         rest, overrides = split_overrides(arguments, known=parser.commands[typed]._option_string_actions)
     args = parser.parse_args(rest)
+    if overrides and typed not in (*COMMANDS_OF_A_RUN, *_REFUSE_THEMSELVES):
+        raise UsageError(f"verbatim {typed} has no option {overrides[0]}; see verbatim {typed} --help")
     args.overrides = overrides
     return args
 

@@ -46,10 +46,8 @@ def run(args: argparse.Namespace) -> int:
     """List, or make a folder.
 
     Raises:
-        UsageError: no such option or model, or a download that failed.
+        UsageError: no such model, or a download that failed.
     """
-    if args.overrides:
-        raise UsageError(f"verbatim models has no option {args.overrides[0]}")
     console = PlainConsole()
     if args.what == "list":
         typed = [args.name, *(f"--{name}" for name in ("to", "wheel") if getattr(args, name) is not None)]

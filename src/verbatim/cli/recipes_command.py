@@ -30,8 +30,6 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UsageError: no such recipe, or a file that is there already.
     """
-    if args.overrides:
-        raise UsageError(f"verbatim recipes has no option {args.overrides[0]}")
     console = PlainConsole()
     if args.what == "copy":
         if args.name is None:

@@ -95,13 +95,11 @@ def run(args: argparse.Namespace) -> int:
     """Load, serve until Ctrl-C or SIGTERM, and let go of everything.
 
     Raises:
-        UsageError: an unknown option, a variable without a key, a folder that is not there, or an address that is
+        UsageError: a variable without a key, a folder that is not there, or an address that is
             taken.
         ModelError: a model that cannot be loaded.
         EngineDead: the engine can answer nothing any more; whoever watches the process may start it anew.
     """
-    if args.overrides:
-        raise UsageError(f"verbatim serve has no option {args.overrides[0]}; see verbatim serve --help")
     api_key = key_of(args)
     for name in ("context_length", "max_batch_size", "threads"):
         value = getattr(args, name)

@@ -58,11 +58,9 @@ def run(args: argparse.Namespace) -> int:
     """Serve the page until Ctrl-C, or write the file.
 
     Raises:
-        UsageError: an unknown option, a folder that is no run, a missing package, a port that is taken, or a file that
+        UsageError: a folder that is no run, a missing package, a port that is taken, or a file that
             is there already.
     """
-    if args.overrides:
-        raise UsageError(f"verbatim view has no option {args.overrides[0]}; see verbatim view --help")
     from verbatim.inspection.viewer.serve import refuse_without_packages
 
     refuse_without_packages()
