@@ -73,7 +73,14 @@ def evaluate(log: RunLog, step: int, env: str = "game", **fields: object) -> Non
         Trajectory(**{"example_id": f"{step}-{n}", "env": env, "reward": 1.0, **fields}) for n in range(2)
     )
     log.on_eval(
-        step, Evaluation(env=env, num_episodes=2, num_failed=0, metrics={"success": 1.0}, trajectories=trajectories)
+        step,
+        Evaluation(
+            env=env,
+            num_episodes=2,
+            num_failed=0,
+            metrics={"success": 1.0, "episodes": 2, "failed": 0},
+            trajectories=trajectories,
+        ),
     )
 
 

@@ -166,9 +166,8 @@ class RunLog:
 
     def on_eval(self, step: int, evaluation: Evaluation) -> None:
         """The policy after this step was evaluated; 0 is before the first."""
-        metrics = {**evaluation.metrics, "episodes": evaluation.num_episodes, "failed": evaluation.num_failed}
-        self._monitors.on_eval(step, evaluation.env, metrics)
-        self._detect(lambda detector: detector.on_eval(step, evaluation.env, metrics))
+        self._monitors.on_eval(step, evaluation.env, evaluation.metrics)
+        self._detect(lambda detector: detector.on_eval(step, evaluation.env, evaluation.metrics))
         self._evaluations.add(step, evaluation.env, evaluation.trajectories)
 
     async def save(

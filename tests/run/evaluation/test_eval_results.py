@@ -1,5 +1,6 @@
 """What evaluated episodes come to: by example, as a whole, and compared in pairs."""
 
+import json
 import math
 from pathlib import Path
 
@@ -9,18 +10,18 @@ import pytest
 from verbatim import Trajectory, Turn
 from verbatim.core.errors import UsageError
 from verbatim.core.trajectories import Fate
+from verbatim.core.trajectory_json import plain, trajectory_to_json
 from verbatim.core.types import StopReason, ToolCall
 from verbatim.environments.base import succeeded
 from verbatim.environments.guess_number import GuessNumber
 from verbatim.logs.fates.files import FateFolder
 from verbatim.logs.monitors import MetricsLog
 from verbatim.run.evaluation.as_json import difference_to_json
-from verbatim.run.evaluation.outcomes import Outcome, outcome_of
+from verbatim.run.evaluation.outcomes import Outcome, outcome_from_json, outcome_of
 from verbatim.run.evaluation.pairs import difference
 from verbatim.run.evaluation.results import env_result
 from verbatim.run.evaluation.rows import Compared, difference_rows
 from verbatim.run.evaluation.stored import evaluated_steps, read_outcomes
-from verbatim.run.orchestrator.assemble import episode_metrics, judge_metrics, reward_part_metrics
 from verbatim.run.summary import summary_of
 
 
@@ -95,20 +96,37 @@ def played() -> list[Trajectory]:
     ]
 
 
-def test_figures_are_those_of_the_evaluation_during_a_run():
-    """The same names and values as `orchestrator.assemble` computes from the trajectories."""
+def test_figures_are_those_that_are_worked_out_by_hand():
+    """Of the three that did not fail: rewards 1, 1/4 and 1/2, so a variance of 7/72; 2, 1 and 1 turns, 2, 1 and 0
+    calls, 3, 1 and 2 tokens. Two of the three turns with tools have readable calls. All four episodes are counted in
+    the success, and in what judges spent."""
     trajectories, game = played(), GuessNumber()
-    verdicts = {t.trajectory_id: succeeded(game, t) for t in trajectories}
-    completed = [t for t in trajectories if t.error is None]
+    found = env_result("game", [outcome_of(t, succeeded(game, t)) for t in trajectories]).metrics()
     expected = {
-        **episode_metrics(completed, verdicts),
-        **judge_metrics(trajectories),
-        **{f"reward_part/{name}": value for name, value in reward_part_metrics(completed).items()},
+        "reward/mean": 7 / 12,
+        "reward/std": math.sqrt(7 / 72),
         "success": 1 / 4,
+        "turns": 4 / 3,
+        "tool_calls": 1.0,
+        "valid_format": 2 / 3,
+        "tool_errors": 1 / 3,
+        "truncated": 1 / 3,
+        "malformed": 1 / 3,
+        "completion_tokens": 2.0,
+        "reward_part/right/mean": 1.0,
+        "reward_part/right/std": 0.0,
+        "judge/requests": 3,
+        "judge/cost": 0.5,
+        "episodes": 4,
+        "failed": 1,
     }
-    found = env_result("game", [outcome_of(t, verdicts[t.trajectory_id]) for t in trajectories]).metrics()
     assert {name: found[name] for name in expected} == pytest.approx(expected)
-    assert (found["episodes"], found["failed"]) == (4, 1)
+
+
+def test_an_outcome_is_the_same_of_a_trajectory_and_of_its_json():
+    for trajectory in played():
+        written = json.loads(json.dumps(plain(trajectory_to_json(trajectory))))
+        assert outcome_of(trajectory, success=True) == outcome_from_json(written, success=True)
 
 
 def test_failed_episodes_count_as_no_success_and_have_no_reward():

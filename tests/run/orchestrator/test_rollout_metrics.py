@@ -6,7 +6,7 @@ import pytest
 
 from verbatim.core.trajectories import Fate
 from verbatim.core.types import Group, Trajectory, Turn
-from verbatim.run.orchestrator.assemble import AssembledGroup, episode_metrics, rollout_metrics
+from verbatim.run.orchestrator.assemble import AssembledGroup, rollout_metrics
 
 
 def episode(reward: float | None, env: str = "a", **fields) -> Trajectory:
@@ -30,11 +30,6 @@ def metrics_of(*trajectories: Trajectory) -> dict[str, float]:
 
 def test_the_share_of_episodes_that_ended_in_unreadable_calls_is_a_metric():
     ends = ["malformed", "stop", "max_turns", "stop"]
-    found = episode_metrics(
-        [episode(0.0, stop_reason=end, trajectory_id=str(i)) for i, end in enumerate(ends)],
-        {str(i): False for i in range(4)},
-    )
-    assert found["malformed"] == pytest.approx(0.25)
     assert metrics_of(*(episode(0.0, stop_reason=end) for end in ends))["malformed"] == pytest.approx(0.25)
 
 

@@ -9,13 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verbatim.core.records.equality import is_at_least
-from verbatim.core.trajectory_json import plain, trajectory_to_json
 from verbatim.core.types import StopReason, Trajectory
 from verbatim.environments.base import IS_SUCCESS
 from verbatim.rollouts.loop import JUDGE_USAGE, TOOLS_OFFERED
 
 USAGE = "usage"
 """The key of `Trajectory.info` for a chat server's own token counts."""
+
+FIGURES = ("turns", "tool_calls", "tool_errors", "truncated", "malformed", "completion_tokens")
+"""The figures that every episode has which did not fail."""
 
 _Json = Mapping[str, Any]
 
@@ -54,7 +56,16 @@ class Outcome:
 
 def outcome_of(trajectory: Trajectory, success: bool) -> Outcome:
     """The outcome of a finished trajectory, and the verdict of its environment."""
-    return outcome_from_json(plain(trajectory_to_json(trajectory)), success)
+    turns = [
+        {
+            "tool_calls": turn.tool_calls,
+            "completion_ids": turn.completion_ids,
+            "trained": turn.trained,
+            "parse_status": turn.parse_status,
+        }
+        for turn in trajectory.turns
+    ]
+    return outcome_from_json({**vars(trajectory), "turns": turns}, success)
 
 
 def outcome_from_json(record: Mapping[str, Any], success: bool | None = None) -> Outcome:

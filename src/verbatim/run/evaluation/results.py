@@ -106,14 +106,24 @@ def env_result(env: str, outcomes: Iterable[Outcome], *, ks: Sequence[int] | Non
         num_failed=len(failed),
         success=share_interval(successes(listed)),
         reward=mean_interval(rewards_of(listed)),
-        reward_std=deviation(rewards) if rewards else math.nan,
+        reward_std=std(rewards),
         pass_at={k: _over_examples(groups, pass_at_k, k) for k in asked},
         pass_hat={k: _over_examples(groups, pass_hat_k, k) for k in asked},
-        figures=_means(listed),
-        spent=_totals(listed),
+        figures=means(listed),
+        spent=totals(listed),
         failures=dict(Counter(error.partition(":")[0] for error in failed).most_common()),
         examples=tuple(_example(example_id, group, asked) for example_id, group in groups.items()),
     )
+
+
+def mean(values: Sequence[float]) -> float:
+    """NaN of no values."""
+    return math.fsum(values) / len(values) if values else math.nan
+
+
+def std(values: Sequence[float]) -> float:
+    """The standard deviation of a population; NaN of no values."""
+    return deviation(values) if values else math.nan
 
 
 def successes(outcomes: Iterable[Outcome]) -> ByExample:
@@ -155,30 +165,31 @@ def _example(example_id: str, group: Sequence[Outcome], ks: Sequence[int]) -> Ex
         num_episodes=len(group),
         num_failed=len(errors),
         num_successes=won,
-        mean_reward=math.fsum(rewards) / len(rewards) if rewards else math.nan,
+        mean_reward=mean(rewards),
         pass_at={k: pass_at_k(len(group), won, k) for k in ks},
         first_error=errors[0] if errors else None,
     )
 
 
-def _means(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """`reward_part/{part}` and `agent_reward/{agent}` have `/mean` and `/std`; everything else is a mean."""
+def means(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """The figures of episodes: `reward_part/{part}` and `agent_reward/{agent}` have `/mean` and `/std`; everything else
+    is a mean. `valid_format` is there where tools were offered."""
     values: dict[str, list[float]] = {}
     for outcome in outcomes:
         for name, value in outcome.figures.items():
             values.setdefault(name, []).append(value)
     found: dict[str, float] = {}
     for name, each in values.items():
-        mean = math.fsum(each) / len(each)
         if name.partition("/")[0] in ("reward_part", "agent_reward"):
-            found |= {f"{name}/mean": mean, f"{name}/std": deviation(each)}
+            found |= {f"{name}/mean": mean(each), f"{name}/std": std(each)}
         else:
-            found[name] = mean
+            found[name] = mean(each)
     valid, of = (sum(outcome.tool_turns[i] for outcome in outcomes) for i in (0, 1))
     return found | ({"valid_format": valid / of} if of else {})
 
 
-def _totals(outcomes: Sequence[Outcome]) -> dict[str, float]:
+def totals(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """What the episodes spent in all."""
     total: Counter[str] = Counter()
     for outcome in outcomes:
         total.update(outcome.spent)

@@ -4,6 +4,7 @@ counted as dropped."""
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,12 +12,13 @@ from dataclasses import dataclass
 from verbatim.algorithms.credit import AdvantageFunction, assign_advantages
 from verbatim.algorithms.filters import Filter, apply_filters
 from verbatim.config.schema import LengthPenaltyConfig
-from verbatim.core.records.equality import deviation
 from verbatim.core.trajectories import Fate, OnBreak, age, build
 from verbatim.core.trajectories.record import TrajectoryRecord
 from verbatim.core.types import Group, StopReason, TrainingSample, Trajectory
 from verbatim.models.renderers.conversation import BreakReason
-from verbatim.rollouts.loop import JUDGE_USAGE, TOOLS_OFFERED, rendered_anew
+from verbatim.rollouts.loop import rendered_anew
+from verbatim.run.evaluation.outcomes import FIGURES, Outcome, outcome_of
+from verbatim.run.evaluation.results import mean, means, std, totals
 from verbatim.run.orchestrator.staleness import age_metrics
 
 
@@ -137,22 +139,27 @@ def rollout_metrics(
     """
     everything = [t for g in groups for t in g.group.trajectories]
     completed = [t for t in everything if t.error is None]
+    outcomes = [outcome_of(t, succeeded[t.trajectory_id]) for t in everything]
+    ended = [outcome for outcome in outcomes if outcome.error is None]
+    num_failed = len(everything) - len(completed)
     metrics: dict[str, float] = {
         "rollouts": len(everything),
-        "rollouts/failed": len(everything) - len(completed),
-        "rollouts/failed_share": _mean(float(t.error is not None) for t in everything),
+        "rollouts/failed": num_failed,
+        "rollouts/failed_share": num_failed / len(everything) if everything else math.nan,
     }
     for kind, count in Counter(t.error.partition(":")[0] for t in everything if t.error).items():
         metrics[f"errors/{kind}"] = count
-    metrics.update(episode_metrics(completed, succeeded))
-    metrics.update(judge_metrics(everything))
-    for env in dict.fromkeys(t.env for t in completed):
-        own = [t for t in completed if t.env == env]
-        rewards = [t.reward for t in own if t.reward is not None]
-        metrics |= {f"reward/{env}/mean": _mean(rewards), f"reward/{env}/std": _std(rewards)}
-        metrics |= {f"reward_part/{env}/{name}": value for name, value in reward_part_metrics(own).items()}
-        metrics |= {f"agent_reward/{env}/{name}": value for name, value in agent_reward_metrics(own).items()}
-        metrics[f"success/{env}"] = _mean(float(succeeded[t.trajectory_id]) for t in own)
+    metrics |= _earned("", ended)
+    metrics |= dict.fromkeys(FIGURES, math.nan)
+    metrics |= {name: value for name, value in means(ended).items() if "/" not in name}
+    metrics |= {name: value for name, value in totals(outcomes).items() if name.startswith("judge/")}
+    for env in dict.fromkeys(outcome.env for outcome in ended):
+        own = [outcome for outcome in ended if outcome.env == env]
+        metrics |= _earned(f"/{env}", own)
+        for name, value in means(own).items():
+            kind, part, rest = name.partition("/")
+            if part:  # of a part of the reward, or of an agent's
+                metrics[f"{kind}/{env}/{rest}"] = value
     fates = [fate for g in groups for fate in g.fates]
     let_through = [age(fate.trajectory, step) for fate in fates if fate.reason not in ("error", "stale")]
     metrics |= age_metrics(let_through, max_off_policy_steps)
@@ -168,23 +175,12 @@ def rollout_metrics(
     return metrics
 
 
-def episode_metrics(completed: Sequence[Trajectory], succeeded: Mapping[str, bool]) -> dict[str, float]:
-    """Reward, success and behaviour of finished episodes. `valid_format` is there where tools were offered."""
-    rewards = [t.reward for t in completed if t.reward is not None]
-    with_tools = [t for t in completed if t.info.get(TOOLS_OFFERED) or any(turn.tool_calls for turn in t.turns)]
-    turns = [turn for t in with_tools for turn in t.turns if turn.trained]
-    valid_format = _mean(float(turn.parse_status == "ok" and bool(turn.tool_calls)) for turn in turns)
+def _earned(where: str, ended: Sequence[Outcome]) -> dict[str, float]:
+    rewards = [outcome.reward for outcome in ended if outcome.reward is not None]
     return {
-        "reward/mean": _mean(rewards),
-        "reward/std": _std(rewards),
-        "success": _mean(float(succeeded[t.trajectory_id]) for t in completed),
-        "turns": _mean(len(t.turns) for t in completed),
-        "tool_calls": _mean(sum(len(turn.tool_calls) for turn in t.turns) for t in completed),
-        **({"valid_format": valid_format} if with_tools else {}),
-        "tool_errors": _mean(sum(t.info.get("tool_errors", {}).values()) for t in completed),
-        "truncated": _mean(float(t.truncated) for t in completed),
-        "malformed": _mean(float(t.stop_reason is StopReason.MALFORMED) for t in completed),
-        "completion_tokens": _mean(t.num_sampled_tokens for t in completed),
+        f"reward{where}/mean": mean(rewards),
+        f"reward{where}/std": std(rewards),
+        f"success{where}": mean([float(outcome.success) for outcome in ended]),
     }
 
 
@@ -198,37 +194,6 @@ def break_metrics(completed: Sequence[Trajectory]) -> dict[str, float]:
     """`breaks/{reason}`: turns whose prompts were rendered anew, by reason; empty without."""
     reasons = Counter(reason for trajectory in completed for _, reason in rendered_anew(trajectory.info))
     return {f"breaks/{reason}": float(reasons[reason]) for reason in BreakReason if reasons[reason]}
-
-
-def judge_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """`judge/{what}`: what the judges of these episodes spent in all, those of failed episodes too; empty without."""
-    spent: Counter[str] = Counter()
-    for trajectory in trajectories:
-        usage = trajectory.info.get(JUDGE_USAGE)
-        if isinstance(usage, Mapping):  # `info` is the environment's: under this name there may be anything
-            spent.update({name: count for name, count in usage.items() if isinstance(count, int | float)})
-    return {f"judge/{name}": float(count) for name, count in spent.items()}
-
-
-def reward_part_metrics(completed: Sequence[Trajectory]) -> dict[str, float]:
-    """`{part}/mean` and `{part}/std` of each named part of the reward, over the episodes that have it."""
-    return _by_name(trajectory.reward_parts for trajectory in completed)
-
-
-def agent_reward_metrics(completed: Sequence[Trajectory]) -> dict[str, float]:
-    """`{agent}/mean` and `{agent}/std` of the agents that have rewards of their own, over the episodes that have it."""
-    return _by_name(trajectory.agent_rewards for trajectory in completed)
-
-
-def _by_name(given: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    found: dict[str, list[float]] = {}
-    for named in given:
-        for name, value in named.items():
-            found.setdefault(name, []).append(value)
-    metrics: dict[str, float] = {}
-    for name, values in found.items():
-        metrics |= {f"{name}/mean": _mean(values), f"{name}/std": _std(values)}
-    return metrics
 
 
 def truncation_metrics(groups: Sequence[AssembledGroup], rules: Mapping[str, GroupRules]) -> dict[str, float]:
@@ -260,13 +225,3 @@ def rollout_distributions(trajectories: Iterable[TrajectoryRecord], batch: int) 
         "distribution/turns": [len(t.turns) for t in completed],
         "distribution/staleness": [age(t, batch) for t in completed],
     }
-
-
-def _mean(values: Iterable[float]) -> float:
-    listed = list(values)
-    return float(sum(listed) / len(listed)) if listed else float("nan")
-
-
-def _std(values: Sequence[float]) -> float:
-    """The standard deviation of a population."""
-    return deviation(values) if values else float("nan")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from verbatim.core.errors import UsageError
@@ -13,13 +12,8 @@ from verbatim.environments.base import succeeded
 from verbatim.environments.resolve import examples_of
 from verbatim.rollouts import GroupRun, RolloutSetup
 from verbatim.rollouts.group import MOST_IN_LINE, run_together
-from verbatim.run.evaluation.intervals import mean_interval, share_interval
-from verbatim.run.orchestrator.assemble import (
-    agent_reward_metrics,
-    episode_metrics,
-    judge_metrics,
-    reward_part_metrics,
-)
+from verbatim.run.evaluation.outcomes import outcome_of
+from verbatim.run.evaluation.results import env_result
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,7 +45,7 @@ async def evaluate(setup: RolloutSetup, *, episodes: int, seed: int) -> Evaluati
         examples = examples_of(setup.environment, setup.env, "eval")
     except UsageError as error:
         setup.tally.not_evaluated(str(error))
-        metrics = {"success": math.nan, "errors/environment": 1.0}
+        metrics = {"success": math.nan, "episodes": 0.0, "failed": 0.0, "errors/environment": 1.0}
         return Evaluation(env=setup.env, num_episodes=0, num_failed=0, metrics=metrics, trajectories=())
     size = max(1, math.ceil(episodes / len(examples)))
 
@@ -68,35 +62,11 @@ async def evaluate(setup: RolloutSetup, *, episodes: int, seed: int) -> Evaluati
 
     ended = await run_together(play(index, example) for index, example in enumerate(examples))
     trajectories = tuple(t for group in ended for t in group.trajectories)
-    verdicts = {t.trajectory_id: succeeded(setup.environment, t) for t in trajectories}
-    completed = [t for t in trajectories if t.error is None]
-    metrics = episode_metrics(completed, verdicts)
-    metrics |= {f"reward_part/{name}": value for name, value in reward_part_metrics(completed).items()}
-    metrics |= {f"agent_reward/{name}": value for name, value in agent_reward_metrics(completed).items()}
-    metrics |= judge_metrics(trajectories)
-    metrics["success"] = sum(verdicts.values()) / len(trajectories)
-    metrics |= _intervals(trajectories, verdicts)
+    result = env_result(setup.env, [outcome_of(t, succeeded(setup.environment, t)) for t in trajectories])
     return Evaluation(
         env=setup.env,
-        num_episodes=len(trajectories),
-        num_failed=len(trajectories) - len(completed),
-        metrics=metrics,
+        num_episodes=result.num_episodes,
+        num_failed=result.num_failed,
+        metrics=result.metrics(),
         trajectories=trajectories,
     )
-
-
-def _intervals(trajectories: Sequence[Trajectory], verdicts: Mapping[str, bool]) -> dict[str, float]:
-    """Episodes of one example are a cluster."""
-    successes: dict[str, list[float]] = {}
-    rewards: dict[str, list[float]] = {}
-    for trajectory in trajectories:
-        successes.setdefault(trajectory.example_id, []).append(float(verdicts[trajectory.trajectory_id]))
-        if trajectory.error is None and trajectory.reward is not None and math.isfinite(trajectory.reward):
-            rewards.setdefault(trajectory.example_id, []).append(trajectory.reward)
-    success, reward = share_interval(successes), mean_interval(rewards)
-    return {
-        "success/low": success.low,
-        "success/high": success.high,
-        "reward/low": reward.low,
-        "reward/high": reward.high,
-    }
