@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.cli import exit_status
+from verbatim.cli.argument_types import json_object
 from verbatim.cli.eval_results import Results
 from verbatim.config import RunConfig, load_config
 from verbatim.config.schema import EvalConfig
@@ -94,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-retries", type=int, metavar="N", help="tries after the first at an API (5)")
     add(
         "--extra-body",
-        type=_json_object,
+        type=json_object,
         metavar="JSON",
         help='goes into every request to an API; null leaves a key out: {"seed": null}',
     )
@@ -260,13 +261,3 @@ def _price(text: str) -> tuple[str, tuple[float, float]]:
             "name of a model, gpt-5-mini=0.25,2.0"
         ) from None
     return name, (prompt, completion)
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
-    return value

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from verbatim.cli import exit_status
-from verbatim.cli.serve_command import key_of, run_until_asked, until_stopped
+from verbatim.cli.serve_command import key_of, until_stopped
 from verbatim.config import import_object, load_config
 from verbatim.config.schema import RunConfig
 from verbatim.config.sections import table_of
@@ -22,6 +22,7 @@ from verbatim.inference.backends import INSTALLERS, STANDING, Listening
 from verbatim.inference.http.server import LAST_PORT, as_others_reach
 from verbatim.inference.pool.settings import ServerSettings
 from verbatim.models.catalog import folder_of
+from verbatim.rollouts.main_loop import run_until_asked
 from verbatim.run.logs import log_to_console
 from verbatim.run.precision import resolve_sampler
 from verbatim.run.recipes import run_file
@@ -100,10 +101,6 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(
             f"--weights-folder {args.weights_folder}: expected a folder that exists, and another "
             "backend than vllm, whose servers read any folder"
-        )
-    if args.uploads is not None and key is None:
-        raise UsageError(
-            "--uploads needs a key, because whoever reaches the server could load other weights: --api-key-env VARIABLE"
         )
     if inference_settings(config).shares_device:
         raise UsageError(

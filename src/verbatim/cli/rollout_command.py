@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import argparse
 import collections
-import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from verbatim.cli import exit_status
+from verbatim.cli.argument_types import json_object
 from verbatim.cli.rollout_engines import engine_of
 from verbatim.cli.rollout_results import Job, ResultFile
 from verbatim.cli.rollout_work import plan_of
@@ -58,14 +57,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--user-api-key-env", metavar="NAME", help="the variable with its key (--api-key-env, on the same server)")
     add("--user-prompt", metavar="FILE", help="its system message; a task's field `user` is added")
     add("--env", metavar="NAME", help="play this environment instead of TASKS: a bundled id, or an import path")
-    add("--env-args", type=_json_object, metavar="JSON", help="the environment's arguments")
+    add("--env-args", type=json_object, metavar="JSON", help="the environment's arguments")
     add("--split", choices=("train", "eval"), help='the environment\'s examples ("eval")')
     add("--samples", type=int, default=1, metavar="N", help="trajectories for each task (1)")
     add("--max-turns", type=int, default=6, metavar="N", help="most requests of a trajectory (6)")
     add("--temperature", type=float, default=1.0, metavar="T", help="(1.0)")
     add("--max-tokens", type=int, default=4096, metavar="N", help="most tokens of one answer (4096)")
     add("--concurrency", type=int, default=8, metavar="N", help="most trajectories at a time (8)")
-    add("--extra-body", type=_json_object, metavar="JSON", help='{"return_token_ids": true}, for example')
+    add("--extra-body", type=json_object, metavar="JSON", help='{"return_token_ids": true}, for example')
     add("--seed", type=int, metavar="N", help="makes the seeds of the requests; without it a server is sent none")
     add(
         "--request-timeout",
@@ -108,16 +107,6 @@ def run(args: argparse.Namespace) -> int:
             markup=False,
         )
     return exit_status.STOPPED if ends.num_failed else exit_status.FINISHED
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
-    return value
 
 
 class _Ends:

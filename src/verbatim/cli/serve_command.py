@@ -7,14 +7,12 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from verbatim.cli import exit_status
-from verbatim.core.ctrl_c import two_presses
 from verbatim.core.errors import UsageError
 from verbatim.core.plain_console import PlainConsole
 from verbatim.inference.base import Sampler, watch_engine
@@ -22,7 +20,7 @@ from verbatim.inference.chat.protocol import UNENFORCEABLE, Options
 from verbatim.inference.http.limits import ServerLimits
 from verbatim.inference.http.server import LAST_PORT
 from verbatim.models.catalog import folder_of
-from verbatim.rollouts.main_loop import run_main
+from verbatim.rollouts.main_loop import run_until_asked
 from verbatim.run.logs import log_to_console
 
 _CONTEXT = 4096
@@ -109,10 +107,6 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--port {args.port}: expected 0 (any that is free) to {LAST_PORT}")
     if args.weights_folder is not None and not args.weights_folder.is_dir():
         raise UsageError(f"--weights-folder {args.weights_folder}: there is no such folder")
-    if args.uploads is not None and api_key is None:
-        raise UsageError(
-            "--uploads needs a key, because whoever reaches the server could load other weights: --api-key-env VARIABLE"
-        )
     console = PlainConsole()
     log_to_console(PlainConsole(stderr=True), logging.WARNING)
     run_until_asked(lambda stop: _serve(args, api_key, console, stop))
@@ -120,24 +114,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 def key_of(args: argparse.Namespace) -> str | None:
-    """The key in the variable that --api-key-env names."""
+    """The key in the variable that --api-key-env names.
+
+    Raises:
+        UsageError: the variable is empty, or there is none, and --uploads needs one.
+    """
     if args.api_key_env is None:
+        if args.uploads is not None:
+            raise UsageError(
+                "--uploads needs a key, because whoever reaches the server could load other weights: "
+                "--api-key-env VARIABLE"
+            )
         return None
     key = os.environ.get(args.api_key_env)
     if not key:
         raise UsageError(f"--api-key-env {args.api_key_env}: that variable is empty; put the key into it")
     return key
-
-
-def run_until_asked(serve: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
-    """Run a server, which ends when the event is set: the first Ctrl-C or SIGTERM does so."""
-    stop = asyncio.Event()
-
-    def ask(loop: asyncio.AbstractEventLoop) -> bool:
-        loop.call_soon_threadsafe(stop.set)
-        return True
-
-    run_main(serve(stop), two_presses(ask))
 
 
 async def _serve(args: argparse.Namespace, api_key: str | None, console: Console, stop: asyncio.Event) -> None:

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verbatim.cli import exit_status
-from verbatim.core.ctrl_c import two_presses
 from verbatim.core.errors import UsageError
 from verbatim.core.plain_console import PlainConsole
 from verbatim.core.texts import printable
-from verbatim.rollouts.main_loop import run_main
+from verbatim.rollouts.main_loop import run_until_asked
 from verbatim.run.logs import log_to_console
 
 if TYPE_CHECKING:
@@ -75,13 +74,7 @@ def run(args: argparse.Namespace) -> int:
         asked = [f"--{name}" for name in (*_FILTERS, "breaks", "errors", "trajectories", "sort") if _value(args, name)]
         if asked:
             raise UsageError(f"{asked[0]} is for --export FILE; the page has filters of its own")
-        stop = asyncio.Event()
-
-        def ask(loop: asyncio.AbstractEventLoop) -> bool:
-            loop.call_soon_threadsafe(stop.set)
-            return True
-
-        run_main(_serve(args, runs, assets, stop), two_presses(ask))
+        run_until_asked(lambda stop: _serve(args, runs, assets, stop))
         return exit_status.FINISHED
     from verbatim.inspection.viewer.export import export
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from verbatim.core.ctrl_c import Ask, CtrlC, Presses, is_ctrl_c
+from verbatim.core.ctrl_c import Ask, CtrlC, Presses, is_ctrl_c, two_presses
 from verbatim.core.descriptors import raise_descriptor_limit
 from verbatim.core.machine_faults import is_out_of_memory
 from verbatim.core.texts import error_text
@@ -121,6 +121,17 @@ def run_main(
         finally:
             asyncio.set_event_loop(None)
             loop.close()
+
+
+def run_until_asked(serve: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
+    """Run a server, which ends when the event is set: the first Ctrl-C or SIGTERM does so."""
+    stop = asyncio.Event()
+
+    def ask(loop: asyncio.AbstractEventLoop) -> bool:
+        loop.call_soon_threadsafe(stop.set)
+        return True
+
+    run_main(serve(stop), two_presses(ask))
 
 
 def _end_without_memory(
