@@ -23,9 +23,9 @@ from verbatim.core.types import (
     Turn,
     TurnTiming,
 )
+from verbatim.run import run  # in the place of the package, which stays importable by the names of its modules
 
 if TYPE_CHECKING:
-    from verbatim.run.entry import run as run
     from verbatim.run.entry import train as train
     from verbatim.run.result import RunResult as RunResult
 
@@ -52,8 +52,6 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name == "run":
-        return importlib.import_module("verbatim.run")  # the package is callable
     if name in ("RunResult", "train"):
         return getattr(importlib.import_module("verbatim.run.entry"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

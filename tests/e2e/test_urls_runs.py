@@ -11,6 +11,7 @@ import pytest
 from e2e.tiny_runs import LOTS, TOML, assert_ledger_adds_up, build_tiny_model, train_lines, trajectory_lines, workplace
 from inference.serving import TorchServer
 from verbatim.cli.main import main
+from verbatim.run import trainer_process
 
 SERVERS = """\
 [inference.torch]
@@ -66,7 +67,7 @@ def test_servers_are_asked_before_anything_is_prepared(tmp_path, monkeypatch, ca
     """Not after a warm start of hours."""
     monkeypatch.setattr("verbatim.inference.http.client.FIRST_PAUSE", 0.002)
     monkeypatch.setenv("SERVERS_KEY", "a-secret-key")
-    monkeypatch.setattr("verbatim.run.trainer_process.trainer_inside", lambda *_: pytest.fail("the trainer is made"))
+    monkeypatch.setattr(trainer_process, "trainer_inside", lambda *_: pytest.fail("the trainer is made"))
     model = build_tiny_model(tmp_path / "model")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

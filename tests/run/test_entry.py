@@ -432,10 +432,10 @@ def test_a_setting_over_a_file_is_named_where_it_is_wrong(place):
 SCRIPT = textwrap.dedent("""
     import verbatim
     assert callable(verbatim.run) and callable(verbatim.train)
-    import verbatim.run.result
-    assert verbatim.RunResult is verbatim.run.result.RunResult
+    from verbatim.run.result import RunResult
+    assert verbatim.RunResult is RunResult
     from verbatim import run, train
-    assert callable(run)
+    assert run is verbatim.run and callable(run)
 """)
 
 

@@ -13,6 +13,7 @@ from verbatim.config import dump_config, make_config
 from verbatim.core.errors import ConfigError, UsageError
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.logs.checkpoints import RunFolder
+from verbatim.run import precision
 from verbatim.run.machine import OnCuda, Seconds
 from verbatim.run.precision import (
     FASTER,
@@ -205,7 +206,7 @@ def test_the_trainer_alone_is_measured_where_nothing_is_sampled():
 @pytest.mark.parametrize(("faster", "dtype"), [(2.0, "bfloat16"), (1.0, "float32")])
 def test_a_server_by_itself_is_measured_for_its_model_and_settings(tmp_path, monkeypatch, faster, dtype):
     machine = Fake(sampler=faster)
-    monkeypatch.setattr("verbatim.run.precision._this_machine", lambda: machine)
+    monkeypatch.setattr(precision, "_this_machine", lambda: machine)
     Qwen3Config(
         hidden_size=512,
         intermediate_size=1536,

@@ -3,16 +3,14 @@
 In: a configuration. Out: a trained model, a `RunResult`, the run's folder. Read first: `execute.py`, which assembles,
 then `orchestrator/loop.py`, which loops. Imports all but `inspection`, `cli`.
 
-The package has the name of its function: `verbatim.run("run.toml")` and `verbatim.run({"model": ..., ...})` run what
-`verbatim rl` runs, and return a `RunResult`.
+Importing the package imports nothing of it: `verbatim.run` is the function below, whatever of the package is imported
+later, and the modules are imported by their whole names, `from verbatim.run.execute import execute`.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,21 +19,30 @@ if TYPE_CHECKING:
     from verbatim.run.result import RunResult
 
 
-class _RunPackage(ModuleType):
-    def __call__(
-        self,
-        config: Config,
-        *,
-        resume: bool | str | Path = False,
-        environments: Mapping[str, Any] | None = None,
-        monitors: Sequence[Monitor] = (),
-        quiet: bool = False,
-        **settings: Any,
-    ) -> RunResult:
-        """`verbatim.run.entry.run`."""
-        from verbatim.run.entry import run
+def run(
+    config: Config,
+    *,
+    resume: bool | str | Path = False,
+    fork: str | Path | None = None,
+    fresh: Sequence[str] = (),
+    environments: Mapping[str, Any] | None = None,
+    monitors: Sequence[Monitor] = (),
+    quiet: bool = False,
+    **settings: Any,
+) -> RunResult:
+    """Run what `verbatim rl` runs, to its end: `verbatim.run("run.toml")`, `verbatim.run({"model": ..., ...})`.
 
-        return run(config, resume=resume, environments=environments, monitors=monitors, quiet=quiet, **settings)
+    This is `verbatim.run.entry.run`, which says what the arguments are; it is imported when it is called.
+    """
+    from verbatim.run import entry
 
-
-sys.modules[__name__].__class__ = _RunPackage
+    return entry.run(
+        config,
+        resume=resume,
+        fork=fork,
+        fresh=fresh,
+        environments=environments,
+        monitors=monitors,
+        quiet=quiet,
+        **settings,
+    )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from verbatim.cli import sft_command, trainer_command
 from verbatim.cli.main import main
 from verbatim.config import RunConfig, load_config
 from verbatim.core.errors import UsageError
@@ -14,6 +15,7 @@ from verbatim.logs.checkpoints import ORCHESTRATOR, TRAINER, RunFolder, hold, ho
 from verbatim.logs.checkpoints.hold import Held, hold_new
 from verbatim.logs.checkpoints.lock import FolderLock, is_locked
 from verbatim.logs.checkpoints.ownership import MARKER, claim
+from verbatim.run import execute
 
 NOON = datetime(2026, 1, 31, 12)
 TOML = """
@@ -208,11 +210,11 @@ def test_a_lock_file_that_was_removed_locks_nobody_out_and_is_waited_for_by_nobo
 
 DTYPES = ("--trainer.dtype", "float32", "--inference.torch.dtype", "float32")
 COMMANDS = {
-    "rl": ("verbatim.run.execute.check_run", ORCHESTRATOR, ["rl"]),
-    "rl --resume": ("verbatim.run.execute.check_run", ORCHESTRATOR, ["rl", "--resume", "mine"]),
-    "orchestrator": ("verbatim.run.execute.check_run", ORCHESTRATOR, ["orchestrator", *DTYPES]),
-    "trainer": ("verbatim.cli.trainer_command.check_run", TRAINER, ["trainer", *DTYPES]),
-    "sft": ("verbatim.cli.sft_command.check_run", ORCHESTRATOR, ["sft"]),
+    "rl": (execute, ORCHESTRATOR, ["rl"]),
+    "rl --resume": (execute, ORCHESTRATOR, ["rl", "--resume", "mine"]),
+    "orchestrator": (execute, ORCHESTRATOR, ["orchestrator", *DTYPES]),
+    "trainer": (trainer_command, TRAINER, ["trainer", *DTYPES]),
+    "sft": (sft_command, ORCHESTRATOR, ["sft"]),
 }
 
 
@@ -230,7 +232,7 @@ def test_every_command_that_trains_holds_its_folder_while_it_checks(tmp_path: Pa
         found.append(is_locked(Path("mine", f"{role}.lock")))
         raise UsageError("the checks fail")
 
-    monkeypatch.setattr(where, checks)
+    monkeypatch.setattr(where, "check_run", checks)
     name, *options = typed
     assert main([name, "run.toml", "--run-dir", "mine", *options]) == 2
     assert found == [True]

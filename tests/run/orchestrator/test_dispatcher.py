@@ -9,6 +9,7 @@ from virtual_runs import Play, on_virtual_time
 
 from verbatim.rollouts import GroupRun
 from verbatim.rollouts.group import MOST_IN_LINE
+from verbatim.run.orchestrator import dispatcher
 from verbatim.run.orchestrator.dispatcher import MOST_AT_ONCE
 
 G = 16
@@ -213,7 +214,7 @@ def test_groups_that_find_no_place_are_drawn_and_made_as_places_become_free(monk
             super().__init__(*args, **kwargs)
             made.append(kwargs["index"])
 
-    monkeypatch.setattr("verbatim.run.orchestrator.dispatcher.GroupRun", CountedRun)
+    monkeypatch.setattr(dispatcher, "GroupRun", CountedRun)
 
     def play():
         return Play(seconds=lambda index: 1.0, groups_per_batch=200, level=4, factor=5.0, places=20)
@@ -265,7 +266,7 @@ def test_what_goes_wrong_as_a_group_is_collected_stops_the_run(monkeypatch):
     async def asked():
         play = Play(seconds=lambda index: 1.0)
         play.dispatcher.start(version=0, batch=0)
-        monkeypatch.setattr("verbatim.run.orchestrator.dispatcher.insort", no_memory)
+        monkeypatch.setattr(dispatcher, "insort", no_memory)
         try:
             await asyncio.wait_for(play.dispatcher.next_batch(), 100)
         finally:

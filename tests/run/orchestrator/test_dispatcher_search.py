@@ -19,6 +19,7 @@ from verbatim.core.errors import RunStopped
 from verbatim.core.trajectories import Ledger, age
 from verbatim.rollouts import EpisodeTally
 from verbatim.rollouts.group import MOST_IN_LINE
+from verbatim.run.orchestrator import dispatcher
 from verbatim.run.orchestrator.dispatcher import Dispatcher
 
 LENGTHS = {
@@ -184,7 +185,7 @@ class RandomRun:
 def play(seed, monkeypatch):
     """Whether the run came to its last batch. In two of three runs the line for places is so short that most groups in
     flight are only drawn."""
-    monkeypatch.setattr("verbatim.run.orchestrator.dispatcher.MOST_IN_LINE", (MOST_IN_LINE, 1, 4)[seed % 3])
+    monkeypatch.setattr(dispatcher, "MOST_IN_LINE", (MOST_IN_LINE, 1, 4)[seed % 3])
     run = RandomRun(seed)
     whole = on_virtual_time(run.interrupted() if seed % 2 else run.straight()) == run.batches
     if whole:

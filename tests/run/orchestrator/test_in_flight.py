@@ -3,12 +3,12 @@
 import doctest
 import random
 
-import verbatim.run.orchestrator.in_flight
+from verbatim.run.orchestrator import in_flight
 from verbatim.run.orchestrator.in_flight import InFlight
 
 
 def test_the_example_of_its_docstring():
-    assert doctest.testmod(verbatim.run.orchestrator.in_flight) == (0, 4)
+    assert doctest.testmod(in_flight) == (0, 4)
 
 
 def test_its_counts_are_those_of_a_list_that_is_searched():
