@@ -14,12 +14,12 @@ from typing import Any
 
 from verbatim.config.schema import EnvConfig, EvalConfig, RunConfig
 from verbatim.core.errors import RunStopped, UsageError
+from verbatim.core.tasks import run_together
 from verbatim.core.types import Example, Trajectory
 from verbatim.environments.base import Environment, succeeded
 from verbatim.environments.resolve import examples_of
 from verbatim.rollouts import EpisodeTally, GroupRun, RolloutSetup
 from verbatim.rollouts.chat_runner import ChatRunner, chat_setup
-from verbatim.rollouts.group import run_together
 from verbatim.rollouts.turnstile import turnstile
 from verbatim.run.environments import Environments, check_tools
 from verbatim.run.episode_log import Conditions, EpisodeLog

@@ -7,11 +7,12 @@ import math
 from dataclasses import dataclass
 
 from verbatim.core.errors import UsageError
+from verbatim.core.tasks import run_together
 from verbatim.core.types import Example, Group, Trajectory
 from verbatim.environments.base import succeeded
 from verbatim.environments.resolve import examples_of
 from verbatim.rollouts import GroupRun, RolloutSetup
-from verbatim.rollouts.group import MOST_IN_LINE, run_together
+from verbatim.rollouts.group import MOST_IN_LINE
 from verbatim.run.evaluation.outcomes import outcome_of
 from verbatim.run.evaluation.results import env_result
 
