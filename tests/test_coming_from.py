@@ -40,7 +40,7 @@ def test_the_imports_of_their_documents_have_one_of_ours():
 @pytest.mark.parametrize("name", LISTINGS)
 def test_our_example_runs(name: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """One step of eight rollouts, with a tiny model. It earns nothing where it has to be right: that is said."""
-    monkeypatch.setattr("verbatim.logs.monitors.learning_curve._has_matplotlib", lambda: False)
+    monkeypatch.setattr("verbatim.logs.monitors.learning_curve.is_installed", lambda package: False)
     train = verbatim.train
 
     def small(**given: Any) -> Any:

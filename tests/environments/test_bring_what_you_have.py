@@ -303,7 +303,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.realtime
 def test_each_trains_from_one_line_of_python(model: Path, tmp_path: Path, monkeypatch):
     """All in one mixture: a turn that is cut off is not stepped, so the tiny model learns from the others."""
-    monkeypatch.setattr("verbatim.logs.monitors.learning_curve._has_matplotlib", lambda: False)
+    monkeypatch.setattr("verbatim.logs.monitors.learning_curve.is_installed", lambda package: False)
     monkeypatch.chdir(tmp_path)
     given = [
         {"id": Vault, "args": {"data": CODES, "reward": "environments.brought.lucky"}, "name": "class"},
@@ -346,7 +346,7 @@ args = { data = "sums.jsonl", reward = "environments.brought.lucky" }
 @pytest.mark.slow
 @pytest.mark.realtime
 def test_each_trains_from_one_line_of_toml(model: Path, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("verbatim.logs.monitors.learning_curve._has_matplotlib", lambda: False)
+    monkeypatch.setattr("verbatim.logs.monitors.learning_curve.is_installed", lambda package: False)
     with workplace(tmp_path, {}) as folder:
         (folder / "codes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in CODES))
         (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SUMS))

@@ -157,7 +157,7 @@ def type_(*arguments: str) -> tuple[int, str]:
     try:
         # A fifth of such a run's time is spent on drawing its learning curve.
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            patch.setattr(learning_curve, "_has_matplotlib", lambda: False)
+            patch.setattr(learning_curve, "is_installed", lambda package: False)
             status = main(["rl", "run.toml", *arguments])
     finally:
         logging.getLogger().removeHandler(warnings)

@@ -235,7 +235,7 @@ def test_a_reward_model_is_sent_no_key_but_the_one_that_is_named(monkeypatch):
 @pytest.mark.slow
 def test_a_judge_is_one_line_of_toml_and_its_counts_are_metrics(tmp_path: Path, monkeypatch, caplog):
     """The judge fails on conversations of an even length."""
-    monkeypatch.setattr("verbatim.logs.monitors.learning_curve._has_matplotlib", lambda: False)
+    monkeypatch.setattr("verbatim.logs.monitors.learning_curve.is_installed", lambda package: False)
     model = build_tiny_model(tmp_path / "model")
 
     def script(body: Any) -> dict[str, str]:

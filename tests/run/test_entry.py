@@ -47,7 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def place(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr("verbatim.logs.monitors.learning_curve._has_matplotlib", lambda: False)  # it takes seconds
+    monkeypatch.setattr("verbatim.logs.monitors.learning_curve.is_installed", lambda package: False)  # it takes seconds
     with workplace(tmp_path / "work", {"lots": LOTS}) as folder:
         toml = TOML.format(model=model).replace("max_batch_size = 8\n", "max_batch_size = 8\ndeterministic = true\n")
         (folder / "run.toml").write_text(toml + 'import_path = "lots.Lots"\n')

@@ -138,7 +138,6 @@ def test_a_server_that_does_not_return_experts_is_refused_where_they_are_asked_f
         model="m",
         vocab_size=10,
         max_model_len=64,
-        dtype="float32",
         logprobs_mode="processed_logprobs",
         generation_config="vllm",
         prefix_caching=True,
