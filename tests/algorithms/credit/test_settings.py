@@ -137,7 +137,7 @@ def test_a_reward_that_is_no_number_is_dropped_and_counted():
     group = assembled(*good, rollout(math.nan, turn(5), trajectory_id="bad", index=2))
     assert group.dropped == {"error": 5} and group.num_trained_tokens == 6
     assert [fate.reason for fate in group.fates] == [None, None, "error"]
-    assert rollout_metrics([group], 0, {"0": False, "1": True})["errors/reward"] == 1
+    assert rollout_metrics([group], 0, {"0": False, "1": True, "bad": False})["errors/reward"] == 1
 
 
 def test_where_a_teacher_is_followed_rollouts_without_a_reward_are_trained_and_in_no_baseline():
