@@ -161,7 +161,7 @@ class TrainEnvsConfig(Section):
 EVAL_METRICS = ("success", "success/low", "success/high", "reward/mean", "reward/std", "reward/low", "reward/high",
                 "turns", "tool_calls", "valid_format", "tool_errors", "truncated", "malformed",
                 "completion_tokens")  # fmt: skip
-"""What every evaluation measures, `valid_format` only where tools are offered."""
+"""What every evaluation measures, `valid_format` only where a tool call was tried."""
 _EVAL_FAMILIES = ("reward_part/", "agent_reward/", "judge/")
 """What the names of its other metrics begin with."""
 

@@ -18,7 +18,7 @@ from verbatim.run.evaluation.stored import read_outcomes
 logger = logging.getLogger(__name__)
 
 _ONLY_WHERE_KNOWN = ("valid_format_before_rl", "success_best_constant_policy")
-"""Left out where they mean nothing: no environment offers tools, or says what a policy reaches that ignores replies."""
+"""Left out where they mean nothing: no call was tried, or no environment says what a policy without replies reaches."""
 
 _MEANS = ("success_before_rl", "valid_format_before_rl", "success_after_rl", "success_best_constant_policy")
 _GAIN = ("gain", "gain_interval_95", "not_compared")

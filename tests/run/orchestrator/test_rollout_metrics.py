@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 
 from verbatim.core.trajectories import Fate
-from verbatim.core.types import Group, Trajectory, Turn
+from verbatim.core.types import Group, ToolCall, Trajectory, Turn
+from verbatim.rollouts.loop import TOOLS_OFFERED
+from verbatim.run.evaluation.outcomes import outcome_of
+from verbatim.run.evaluation.results import env_result
 from verbatim.run.orchestrator.assemble import AssembledGroup, rollout_metrics
 
 
@@ -31,6 +34,31 @@ def metrics_of(*trajectories: Trajectory) -> dict[str, float]:
 def test_the_share_of_episodes_that_ended_in_unreadable_calls_is_a_metric():
     ends = ["malformed", "stop", "max_turns", "stop"]
     assert metrics_of(*(episode(0.0, stop_reason=end) for end in ends))["malformed"] == pytest.approx(0.25)
+
+
+def turn(*statuses: str, trained: bool = True) -> Turn:
+    """With a tool call for each status."""
+    calls = tuple(ToolCall(name="look", arguments={}, status=status, id=str(i)) for i, status in enumerate(statuses))
+    wrong = next((status for status in statuses if status != "ok"), "ok")
+    return Turn(
+        prompt_ids=[1], completion_ids=[2], logprobs=[-1.0], tool_calls=calls, parse_status=wrong, trained=trained
+    )
+
+
+CALLING = [
+    ((turn("ok"), turn(), turn("ok", "ok"), turn("unknown_tool"), turn()), 2 / 3),  # plain answers are not counted
+    ((turn(), turn("ok")), 1.0),
+    ((turn("invalid_json"),), 0.0),
+    ((turn("ok"), turn("invalid_json", trained=False)), 1.0),  # a frozen opponent's
+    ((turn(), turn()), None),  # a chat in which no tool was called says nothing of its format
+]
+
+
+@pytest.mark.parametrize(("turns", "expected"), CALLING)
+def test_the_valid_format_is_a_share_of_the_turns_that_try_a_call(turns, expected):
+    chat = episode(1.0, turns=turns, trajectory_id="0", info={TOOLS_OFFERED: True})
+    found = [metrics_of(chat), env_result("a", [outcome_of(chat, True)]).metrics()]
+    assert [metrics.get("valid_format") for metrics in found] == [pytest.approx(expected), pytest.approx(expected)]
 
 
 def test_breaks_are_counted_by_the_reasons_that_were_noted():

@@ -39,9 +39,8 @@ _GROUPS: Mapping[str, tuple[Metric, ...]] = {
         Metric("tool_calls", "calls per rollout", "mean number of tool calls"),
         Metric("tool_errors", "calls per rollout", "calls that failed: unreadable, no such tool, wrong arguments, "
                "exception, timeout, answer cut"),
-        Metric("valid_format", "share", "turns that hold tool calls, all of them readable and fitting a tool; only of "
-               "rollouts that were offered tools, and absent without any. A turn that answers without a call counts as "
-               "not valid"),
+        Metric("valid_format", "share", "of the turns that try a tool call, those whose calls are all readable and fit "
+               "a tool; absent where no turn tries one"),
         Metric("completion_tokens", "tokens per rollout", "mean number of sampled tokens"),
         Metric("truncated", "share", "rollouts that were cut off for any reason"),
         Metric("truncated/{reason}", "share", "those, by stop reason", see="rollouts.md#how-an-episode-ends"),

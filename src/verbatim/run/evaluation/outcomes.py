@@ -11,7 +11,7 @@ from typing import Any
 from verbatim.core.records.equality import is_at_least
 from verbatim.core.types import StopReason, Trajectory
 from verbatim.environments.base import IS_SUCCESS
-from verbatim.rollouts.loop import JUDGE_USAGE, TOOLS_OFFERED
+from verbatim.rollouts.loop import JUDGE_USAGE
 
 USAGE = "usage"
 """The key of `Trajectory.info` for a chat server's own token counts."""
@@ -44,7 +44,7 @@ class Outcome:
     figures: Mapping[str, float] = field(default_factory=dict)
     """What is averaged over episodes that did not fail: `turns`, `completion_tokens`, `reward_part/{part}`, ..."""
     tool_turns: tuple[int, int] = (0, 0)
-    """Turns in which all tool calls were readable, and all turns, of episodes that were offered tools."""
+    """Turns in which all tool calls were readable and fitted a tool, and all turns with a tool call."""
     spent: Mapping[str, float] = field(default_factory=dict)
     """What is summed, failed episodes included: tokens, requests that were made again, judges."""
 
@@ -95,7 +95,7 @@ def outcome_from_json(record: Mapping[str, Any], success: bool | None = None) ->
         error=error,
         stop_reason=stop_reason,
         figures={} if failed else _figures(record, turns, info),
-        tool_turns=(0, 0) if failed else _tool_turns(turns, info),
+        tool_turns=(0, 0) if failed else _tool_turns(turns),
         spent=_spent(record, turns, info),
     )
 
@@ -119,11 +119,9 @@ def _num_sampled(record: _Json, turns: Sequence[_Json], info: _Json) -> int:
     return recorded or int(_counts(info.get(USAGE)).get("completion_tokens", 0))
 
 
-def _tool_turns(turns: Sequence[_Json], info: _Json) -> tuple[int, int]:
-    if not info.get(TOOLS_OFFERED) and not any(turn["tool_calls"] for turn in turns):
-        return 0, 0
-    trained = [turn for turn in turns if turn["trained"]]
-    return sum(turn["parse_status"] == "ok" and bool(turn["tool_calls"]) for turn in trained), len(trained)
+def _tool_turns(turns: Sequence[_Json]) -> tuple[int, int]:
+    calling = [turn for turn in turns if turn["trained"] and turn["tool_calls"]]
+    return sum(turn["parse_status"] == "ok" for turn in calling), len(calling)
 
 
 def _spent(record: _Json, turns: Sequence[_Json], info: _Json) -> dict[str, float]:

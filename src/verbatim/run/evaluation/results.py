@@ -173,7 +173,7 @@ def _example(example_id: str, group: Sequence[Outcome], ks: Sequence[int]) -> Ex
 
 def means(outcomes: Sequence[Outcome]) -> dict[str, float]:
     """The figures of episodes: `reward_part/{part}` and `agent_reward/{agent}` have `/mean` and `/std`; everything else
-    is a mean. `valid_format` is there where tools were offered."""
+    is a mean. `valid_format` is there where a call was tried."""
     values: dict[str, list[float]] = {}
     for outcome in outcomes:
         for name, value in outcome.figures.items():
