@@ -89,22 +89,43 @@ def test_of_one_example_the_episodes_are_the_clusters():
 
 
 def test_a_share_counts_the_independent_episodes():
-    """By hand: 40 examples of 4, the sums of deviations are 30 times 1 and 10 times -3, 40 / 39 * (30 + 90) / 160^2 is
-    the variance; t of 39 degrees is 2.0227."""
-    values = {str(i): [float(i < 30)] * 4 for i in range(40)}
-    variance = 40 / 39 * 120 / 160**2 * (2.02269 / 1.95996) ** 2
-    assert effective_size(values) == pytest.approx(0.1875 / variance, rel=1e-4)
-    assert 36 < effective_size(values) < 40  # as many as examples: the episodes of one are all alike
-    found = share_interval(values)
-    assert (found.low, found.high) == pytest.approx(wilson(0.75 * 36.62, 36.62), abs=1e-4)
+    alike = {str(i): [float(i < 30)] * 4 for i in range(40)}
+    assert effective_size(alike) == pytest.approx(40)  # as many as examples: the episodes of one are all alike
+    found = share_interval(alike)
+    assert (found.low, found.high) == pytest.approx(wilson(30, 40))
     spread = {str(i): [1.0, 0.0, 1.0, 1.0] for i in range(40)}  # no example is easier than another
     assert effective_size(spread) == 160
+    # By hand, in between: the sums of deviations from 0.75 are 20 times 1 and 20 times -1, t of 39 degrees is 2.0227.
+    mixed = {str(i): [1.0, 1.0, 1.0, float(i < 20)] if i < 20 else [1.0, 1.0, 0.0, 0.0] for i in range(40)}
+    effect = (40 / 39 * 40 * (2.02269 / 1.95996) ** 2 + 2.5) / (160 * 0.1875 + 1)
+    assert effective_size(mixed) == pytest.approx(160 / effect, rel=1e-4)
 
 
-def test_where_everything_succeeds_each_example_counts_once():
+def test_of_one_episode_for_each_example_the_interval_is_wilsons():
+    for wins in (0, 1, 15, 29, 30):
+        found = share_interval({str(i): [float(i < wins)] for i in range(30)})
+        assert (found.low, found.high) == pytest.approx(wilson(wins, 30))
+
+
+def test_where_everything_succeeds_the_episodes_of_an_example_are_taken_as_half_alike():
+    """By hand: the design effect is (1 + 8) / 2, and 160 episodes count as 35.6."""
     found = share_interval({str(i): [1.0] * 8 for i in range(20)})
-    assert (found.low, found.high) == pytest.approx((1 - 0.1611, 1.0), abs=5e-5)
-    assert share_interval({str(i): [0.0] * 8 for i in range(20)}).high == pytest.approx(0.1611, abs=5e-5)
+    assert (found.low, found.high) == pytest.approx((wilson(160 / 4.5, 160 / 4.5)[0], 1.0))
+    assert share_interval({str(i): [0.0] * 8 for i in range(20)}).high == pytest.approx(1 - found.low)
+
+
+@pytest.mark.parametrize(("examples", "each"), [(4, 30), (5, 24), (10, 3), (30, 4), (50, 4)])
+def test_an_interval_changes_little_with_one_episode(examples: int, each: int):
+    """That of 4 x 30 episodes began at 0.51 where all succeed, and at 0.907 where one fails."""
+    lows = []
+    for failed in range(4):
+        values = {str(i): [1.0] * each for i in range(examples)}
+        for i in range(failed):
+            values[str(i)][0] = 0.0
+        found = share_interval(values)
+        assert found.low < found.value <= found.high
+        lows.append(found.low)
+    assert all(abs(one - other) < 0.1 for one, other in itertools.pairwise(lows))
 
 
 def test_pairs_have_the_adjusted_interval():
@@ -114,14 +135,12 @@ def test_pairs_have_the_adjusted_interval():
     differences = {str(i): [1.0 if i < 12 else -1.0 if i < 16 else 0.0] for i in range(50)}
     found = paired_share(differences)
     assert found.value == pytest.approx(0.16) and (found.num_examples, found.num_values) == (50, 50)
-    # 50 pairs of 50 examples count for a little less than 50: (50 - 1) / 50 * (z / t)^2, with t of 49 degrees 2.0096.
-    size = 50 * 49 / 50 * (1.95996 / 2.00958) ** 2
-    assert (found.low, found.high) == pytest.approx(pairs_interval(0.24 * size, 0.08 * size, size), abs=1e-4)
+    assert (found.low, found.high) == pytest.approx(pairs_interval(12, 4, 50))  # 50 pairs of 50 examples
 
 
 def test_policies_that_agree_in_every_pair_may_still_differ():
     found = paired_share({str(i): [0.0] * 4 for i in range(50)})
-    half = 1.95996 * math.sqrt(2 / 52 / 52)
+    half = 1.95996 * math.sqrt(2) / (200 / 2.5 + 2)  # 50 x 4 pairs count as 80
     assert (found.value, found.low, found.high) == pytest.approx((0.0, -half, half), abs=1e-5)
     assert not found.is_clear
     assert paired_share({str(i): [1.0] for i in range(50)}).high == 1.0
@@ -130,11 +149,9 @@ def test_policies_that_agree_in_every_pair_may_still_differ():
 
 def test_differences_without_pairs_are_those_of_independent_samples():
     values = {str(i): [float(i < 48)] for i in range(80)}, {str(i): [float(i < 56)] for i in range(70)}
-    sizes = [effective_size(side) for side in values]
     found = unpaired_share(*values)
     assert found.value == pytest.approx(0.2)
-    assert (found.low, found.high) == pytest.approx(gain_interval((0.6, sizes[0]), (0.8, sizes[1])))
-    assert (found.low, found.high) == pytest.approx((0.0524, 0.3339), abs=0.005)  # the published one, of 80 and 70
+    assert (found.low, found.high) == pytest.approx((0.0524, 0.3339), abs=5e-5)  # the published one, of 80 and 70
     # Welch, by hand: means 2 and 5, variances of the means 1 / 3 and 4 / 3, 3.2 / 1.2 ... -> 2 degrees, t = 4.3027.
     assert unpaired_mean(*values) == found
     rewards = {"a": [1.0], "b": [2.0], "c": [3.0]}, {"a": [3.0], "b": [5.0], "c": [7.0]}
@@ -161,7 +178,9 @@ def _simulated(rng: np.random.Generator, examples: int, each: int, easy: float, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("examples", "each", "easy", "hard"), [(50, 8, 1.0, 1.0), (20, 4, 2.0, 0.3), (100, 2, 3, 1)])
+@pytest.mark.parametrize(
+    ("examples", "each", "easy", "hard"), [(50, 8, 1.0, 1.0), (20, 4, 2.0, 0.3), (100, 2, 3, 1), (4, 30, 0.6, 0.07)]
+)
 def test_intervals_of_clustered_episodes_hold_the_truth_as_often_as_they_say(examples, each, easy, hard):
     rng, truth = np.random.default_rng(1), easy / (easy + hard)
     runs = [_simulated(rng, examples, each, easy, hard) for _ in range(600)]
