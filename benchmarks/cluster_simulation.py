@@ -166,6 +166,7 @@ class Simulation:
                 eval_setups=[],
                 eval_interval=10_000,
                 eval_episodes=0,
+                eval_examples=None,
                 eval_seed=0,
                 checkpoint_interval=10_000,
             ),

@@ -104,6 +104,33 @@ def as_json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "played"),
+    [
+        ((), (4, "2")),
+        (("--orchestrator.eval.episodes", "3"), (3, "1")),
+        (("--orchestrator.eval.examples", "2"), (2, "4")),
+        (("--examples", "3"), (3, "2")),
+        (("--episodes-per-example", "5"), (4, "5")),
+        (("--orchestrator.eval.examples", "2", "--episodes-per-example", "1"), (2, "1")),
+    ],
+)
+def test_what_is_played_is_what_the_keys_and_options_say(place: Path, capsys, options, played):
+    with chat_server(solve) as server:
+        evaluate(server, "--json", *options)
+    (model,) = as_json(capsys)["models"]
+    found = model["environments"]["sums"]
+    assert (found["examples"], found["episodes_per_example"]) == played
+    assert found["metrics"]["examples"] == played[0]
+
+
+def test_more_examples_than_episodes_are_refused(place: Path, capsys):
+    typed = ["--model", "good@http://localhost:1/v1", "--orchestrator.eval.examples", "9"]
+    assert main(["eval", "run.toml", *typed]) == 2
+    assert "examples = 9 cannot be played with episodes = 8; set episodes to 9 or a multiple" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_two_models_are_compared_in_pairs(place: Path, capsys):
     """By hand: of 4 examples with 2 episodes each, "bad" solves sum-0 twice, and sum-3 as its seeds fall."""
     with chat_server(solve) as server:

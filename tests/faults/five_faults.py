@@ -248,7 +248,13 @@ def play(
     notes = observer(AlarmWatch(ALARMS, config={"orchestrator": orchestrator_config}))
     orchestrator = Orchestrator(
         schedule=RunSchedule(
-            max_steps=steps, eval_setups=[], eval_interval=1000, eval_episodes=0, eval_seed=0, checkpoint_interval=1000
+            max_steps=steps,
+            eval_setups=[],
+            eval_interval=1000,
+            eval_episodes=0,
+            eval_examples=None,
+            eval_seed=0,
+            checkpoint_interval=1000,
         ),
         sampler=samplers,
         trainer=FakeTrainer(folder),

@@ -145,6 +145,7 @@ class Run:
             eval_setups=[setups["bad"]] if bad.where == "examples" else [],
             eval_interval=1,
             eval_episodes=5,
+            eval_examples=None,
             eval_seed=1,
             checkpoint_interval=100,
         )

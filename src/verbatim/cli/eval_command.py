@@ -56,12 +56,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model); RUN@latest, RUN@best or RUN@120 (a checkpoint); NAME@URL (behind an OpenAI-compatible server, "
         "gpt-5-mini@https://api.openai.com/v1); again for each further one",
     )
-    add("--examples", type=_count, metavar="N", help="only the first N examples of each environment")
+    add(
+        "--examples",
+        type=_count,
+        metavar="N",
+        help="only the first N examples of each environment (orchestrator.eval.examples)",
+    )
     add(
         "--episodes-per-example",
         type=_count,
         metavar="N",
-        help="episodes of each example (as many as make up orchestrator.eval.episodes)",
+        help="episodes of each example (as many as orchestrator.eval.episodes allows)",
     )
     add("--seed", type=int, metavar="N", help="seed of all episodes (orchestrator.eval.seed)")
     add(

@@ -203,7 +203,10 @@ class EvalConfig(Section):
     interval: PositiveInt = 10
     """Steps between evaluations."""
     episodes: PositiveInt = 300
-    """Per environment, the same number for every example (rounded up)."""
+    """Most episodes of an environment: every example is played equally often, as often as fits; where there are more
+    examples than episodes, the first ones are played once."""
+    examples: PositiveInt | None = None
+    """Only the first so many examples of each environment, at most `episodes` (default: all)."""
     seed: NonNegativeInt = 1_000_003
     """Its own seeds, whatever the run's seed is."""
     max_failed: Fraction = MAX_FAILED
@@ -211,6 +214,15 @@ class EvalConfig(Section):
     checkpoint, early stopping, what was gained, and by `verbatim eval`. With more, it measures the survivors."""
     early_stopping: EarlyStoppingConfig | None = None
     """End the run when evaluations get no better; without this table it takes all its steps."""
+
+    @model_validator(mode="after")
+    def _examples_are_played(self) -> Self:
+        if self.examples is not None and self.examples > self.episodes:
+            raise ValueError(
+                f"examples = {self.examples} cannot be played with episodes = {self.episodes}; set episodes to "
+                f"{self.examples} or a multiple of it"
+            )
+        return self
 
 
 class RendererConfig(Section):

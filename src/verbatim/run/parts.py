@@ -177,6 +177,7 @@ def make_schedule(config: RunConfig, eval_setups: Mapping[str, RolloutSetup]) ->
         eval_setups=list(eval_setups.values()),
         eval_interval=evaluation.interval if evaluation else config.max_steps,
         eval_episodes=evaluation.episodes if evaluation else 0,
+        eval_examples=evaluation.examples if evaluation else None,
         eval_seed=evaluation.seed if evaluation else 0,
         checkpoint_interval=config.checkpoint.interval,
         keeps_best=config.checkpoint.keep_best is not None,
@@ -227,6 +228,7 @@ def _played(config: RunConfig) -> dict[str, Any]:
     return {
         "orchestrator.eval.seed": evaluation.seed,
         "orchestrator.eval.episodes": evaluation.episodes,
+        "orchestrator.eval.examples": evaluation.examples,
         "the evaluated environments": digest,
     }
 

@@ -283,6 +283,7 @@ def make(
         eval_setups=[setup] if evaluate else [],
         eval_interval=eval_interval,
         eval_episodes=10,
+        eval_examples=None,
         eval_seed=1,
         checkpoint_interval=interval,
         shares_device=shares_device,

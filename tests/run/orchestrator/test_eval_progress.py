@@ -6,15 +6,18 @@ import asyncio
 import doctest
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 
 from run.orchestrator.loop_runs import GROUP, GROUPS, FakeTrainer, GatedTrainer, Notes, make, nothing_left_behind, until
 from run.orchestrator.test_difficulty_pools import RULES, Uneven
+from verbatim import Example
 from verbatim.config.orchestrator import EVAL_METRICS
+from verbatim.rollouts import EpisodeTally
 from verbatim.run.orchestrator import eval_progress, loop
 from verbatim.run.orchestrator.eval_progress import BestEvaluation, Criterion, EarlyStopping, EvalProgress
-from verbatim.run.orchestrator.evaluate import Evaluation
+from verbatim.run.orchestrator.evaluate import Evaluation, plan
 
 
 def evaluation(value: float | None, *, env: str = "coins", episodes: int = 10, failed: int = 0) -> Evaluation:
@@ -127,7 +130,7 @@ def scripted(monkeypatch):
     def play(values):
         left = iter(values)
 
-        async def evaluate(setup, *, episodes, seed):
+        async def evaluate(setup, planned, *, seed):
             await asyncio.sleep(0)
             value = next(left)
             return evaluation(math.nan if value is None else value)
@@ -294,7 +297,7 @@ async def test_no_batch_is_handed_over_while_a_synchronous_run_may_end(tmp_path,
     values, sampled = iter([0.5, 0.25]), []
     asyncio.get_running_loop().thread_seconds = 1.0
 
-    async def evaluate(setup, *, episodes, seed):
+    async def evaluate(setup, planned, *, seed):
         sampled.append(len(sampler.requests))
         await asyncio.sleep(60.0)
         assert len(sampler.requests) == sampled[-1] and sampler.num_in_flight == 0
@@ -306,6 +309,27 @@ async def test_no_batch_is_handed_over_while_a_synchronous_run_may_end(tmp_path,
     assert await run.run()
     assert (run.step, len(trainer.batches)) == (2, 2)
     assert sampled == [0, 3 * GROUP * GROUPS]  # those of the third batch had ended
+
+
+@pytest.mark.parametrize(
+    ("episodes", "most", "played"),
+    [(24, None, (24, 1)), (120, None, (120, 1)), (300, None, (120, 2)), (24, 8, (8, 3)), (25, 8, (8, 3))],
+)
+def test_an_evaluation_plays_at_most_its_episodes(episodes, most, played):
+    """Of 120 examples. 24 episodes played all of them, and 300 played 360."""
+    environment = SimpleNamespace(examples=lambda split: [Example(id=f"e{i}") for i in range(120)])
+    setup = SimpleNamespace(env="e", environment=environment, tally=EpisodeTally())
+    planned = plan(setup, episodes=episodes, most=most)
+    assert (len(planned.examples), planned.episodes_each) == played
+    assert planned.num_episodes == played[0] * played[1] <= episodes
+    assert [example.id for example in planned.examples] == [f"e{i}" for i in range(played[0])]
+
+
+async def test_an_evaluation_says_how_many_examples_and_episodes_it_has(tmp_path):
+    run, notes, _ = make(tmp_path, steps=1, evaluate=True)
+    assert await run.run()
+    found = notes.evals[0][1]
+    assert (found.num_examples, found.num_episodes) == (7, 7)  # of at most 10
 
 
 async def test_the_metrics_that_a_criterion_may_name_are_those_of_evaluations(tmp_path):

@@ -9,7 +9,7 @@ from virtual_runs import on_virtual_time
 from verbatim import Example, Trajectory
 from verbatim.rollouts import EpisodeTally, GroupRun
 from verbatim.rollouts.group import MOST_IN_LINE
-from verbatim.run.orchestrator.evaluate import evaluate
+from verbatim.run.orchestrator.evaluate import evaluate, plan
 
 
 class OneSecond:
@@ -47,7 +47,7 @@ def test_training_does_not_wait_for_the_end_of_an_evaluation_and_no_place_is_emp
 
     async def run():
         played = OneSecond(places=8)
-        evaluating = asyncio.create_task(evaluate(played.setup, episodes=2000, seed=1))
+        evaluating = asyncio.create_task(evaluate(played.setup, plan(played.setup, episodes=2000, most=None), seed=1))
         await asyncio.sleep(10.5)
         assert len(played.began) == 8 * 11
         await GroupRun(played.setup, Example(id="t"), index=0, size=16, run_seed=1).run()
@@ -67,6 +67,6 @@ def test_a_group_that_is_larger_than_the_line_is_evaluated():
     async def run():
         played = OneSecond(places=8)
         played.setup.environment.examples = lambda split: [Example(id="a"), Example(id="b")]
-        return await evaluate(played.setup, episodes=2 * MOST_IN_LINE + 2, seed=1)
+        return await evaluate(played.setup, plan(played.setup, episodes=2 * MOST_IN_LINE + 2, most=None), seed=1)
 
     assert on_virtual_time(run()).num_episodes == 2 * MOST_IN_LINE + 2

@@ -225,6 +225,7 @@ _GROUPS: Mapping[str, tuple[Metric, ...]] = {
                "ledger/dropped/lost_replica"),
     ),
     "Evaluation": (
+        Metric("examples", "examples", "examples of the evaluation, each played equally often"),
         Metric("episodes", "episodes", "episodes of the evaluation; 0 where it was left out because examples failed"),
         Metric("failed", "episodes", "those that failed with an error; they count as no success"),
         Metric("success/low", "share", "lower end of the 95% interval of success", see="evaluation.md#intervals"),

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import math
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +23,7 @@ from verbatim.rollouts.turnstile import turnstile
 from verbatim.run.environments import Environments, check_tools
 from verbatim.run.episode_log import Conditions, EpisodeLog
 from verbatim.run.eval_models import EvalModel
+from verbatim.run.evaluation.chosen import chosen
 from verbatim.run.evaluation.outcomes import Outcome
 from verbatim.run.evaluation.results import EnvResult, env_result
 from verbatim.run.orchestrator.collector import group_is_over, seldom_collected
@@ -49,9 +49,9 @@ class EvalSettings:
     """How much is played, with which seed."""
 
     num_examples: int | None = None
-    """The first so many examples of each environment; None = all."""
+    """The first so many examples of each environment; None = orchestrator.eval.examples."""
     episodes_per_example: int | None = None
-    """None = as many as make up orchestrator.eval.episodes."""
+    """None = as many as orchestrator.eval.episodes allows."""
     seed: int = 0
     """Of all episodes."""
     concurrency: int | None = None
@@ -117,9 +117,13 @@ def plan_evaluation(config: RunConfig, environments: Environments, settings: Eva
     asked = config.orchestrator.eval or EvalConfig()
     plans = []
     for label, (env, environment) in (environments.eval or environments.train).items():
-        examples = examples_of(environment, label, "eval")[: settings.num_examples]
-        each = settings.episodes_per_example or max(1, math.ceil(asked.episodes / len(examples)))
-        plans.append(EnvPlan(env=label, config=env, environment=environment, examples=examples, episodes_each=each))
+        examples = examples_of(environment, label, "eval")
+        most = settings.num_examples or asked.examples
+        if settings.episodes_per_example is not None:
+            first, each = examples[:most], settings.episodes_per_example
+        else:
+            first, each = chosen(examples, episodes=asked.episodes, most=most)
+        plans.append(EnvPlan(env=label, config=env, environment=environment, examples=first, episodes_each=each))
     return plans
 
 

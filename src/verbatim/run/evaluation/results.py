@@ -79,6 +79,7 @@ class EnvResult:
             "success/high": self.success.high,
             "reward/low": self.reward.low,
             "reward/high": self.reward.high,
+            "examples": len(self.examples),
             "episodes": self.num_episodes,
             "failed": self.num_failed,
         }

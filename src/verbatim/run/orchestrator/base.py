@@ -65,7 +65,9 @@ class RunSchedule:
     """What is evaluated; empty = nothing."""
     eval_interval: int
     eval_episodes: int
-    """Episodes of each evaluation, for each environment."""
+    """Most episodes of each evaluation, for each environment."""
+    eval_examples: int | None
+    """Most examples of each environment; None = as many as there are episodes."""
     eval_seed: int
     checkpoint_interval: int
     keeps_best: bool = False

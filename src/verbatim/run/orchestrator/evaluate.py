@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from verbatim.core.errors import UsageError
@@ -13,6 +14,7 @@ from verbatim.environments.base import succeeded
 from verbatim.environments.resolve import examples_of
 from verbatim.rollouts import GroupRun, RolloutSetup
 from verbatim.rollouts.group import MOST_IN_LINE
+from verbatim.run.evaluation.chosen import chosen
 from verbatim.run.evaluation.outcomes import outcome_of
 from verbatim.run.evaluation.results import env_result
 
@@ -36,19 +38,41 @@ class Evaluation:
         return self.metrics["success"]
 
 
-async def evaluate(setup: RolloutSetup, *, episodes: int, seed: int) -> Evaluation:
-    """Run at least this many episodes, the same number for every example of the "eval" split.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """What is played of one environment."""
 
-    Where the environment fails to give its examples, nothing is measured: the evaluation has no episodes, its success
-    is NaN, and it counts in `errors/environment`.
-    """
+    examples: Sequence[Example]
+    """Empty where the environment failed to give them."""
+    episodes_each: int
+
+    @property
+    def num_episodes(self) -> int:
+        """In all."""
+        return len(self.examples) * self.episodes_each
+
+
+def plan(setup: RolloutSetup, *, episodes: int, most: int | None) -> Plan:
+    """The examples of the "eval" split as `chosen` takes them."""
     try:
         examples = examples_of(setup.environment, setup.env, "eval")
     except UsageError as error:
         setup.tally.not_evaluated(str(error))
-        metrics = {"success": math.nan, "episodes": 0.0, "failed": 0.0, "errors/environment": 1.0}
+        return Plan(examples=(), episodes_each=0)
+    first, each = chosen(examples, episodes=episodes, most=most)
+    return Plan(examples=first, episodes_each=each)
+
+
+async def evaluate(setup: RolloutSetup, planned: Plan, *, seed: int) -> Evaluation:
+    """Run these episodes.
+
+    Where the environment failed to give its examples, nothing is measured: the evaluation has no episodes, its success
+    is NaN, and it counts in `errors/environment`.
+    """
+    examples, size = planned.examples, planned.episodes_each
+    if not examples:
+        metrics = {"success": math.nan, "examples": 0.0, "episodes": 0.0, "failed": 0.0, "errors/environment": 1.0}
         return Evaluation(env=setup.env, num_episodes=0, num_failed=0, metrics=metrics, trajectories=())
-    size = max(1, math.ceil(episodes / len(examples)))
 
     line = asyncio.Semaphore(math.ceil(MOST_IN_LINE / size))  # of groups: training takes places between them
 

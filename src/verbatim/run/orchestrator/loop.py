@@ -42,7 +42,7 @@ from verbatim.run.orchestrator.assemble import GroupRules
 from verbatim.run.orchestrator.base import Checkpointer, Observer, RunSchedule
 from verbatim.run.orchestrator.dispatcher import Dispatcher
 from verbatim.run.orchestrator.eval_progress import EvalProgress
-from verbatim.run.orchestrator.evaluate import Evaluation, evaluate
+from verbatim.run.orchestrator.evaluate import Evaluation, evaluate, plan
 from verbatim.run.orchestrator.loop_lag import LoopLag
 from verbatim.run.orchestrator.producer import Producer, Submitted, cancel_all
 from verbatim.run.orchestrator.sending_trainer import SendingTrainer
@@ -315,12 +315,11 @@ class Orchestrator:
         unless it is the last one. Returns whether it is the best so far, if that is asked for."""
         is_last, found = is_last or self.step == self.schedule.max_steps, dict[str, Evaluation]()
         for setup in self.schedule.eval_setups:
-            running = asyncio.ensure_future(
-                evaluate(setup, episodes=self.schedule.eval_episodes, seed=self.schedule.eval_seed)
-            )
+            planned = plan(setup, episodes=self.schedule.eval_episodes, most=self.schedule.eval_examples)
+            running = asyncio.ensure_future(evaluate(setup, planned, seed=self.schedule.eval_seed))
             stop = asyncio.ensure_future(self._asked_to_end.wait())
             try:
-                with self._evaluating(setup):
+                with self._evaluating(setup, planned.num_episodes):
                     await asyncio.wait({running, stop}, return_when=asyncio.FIRST_COMPLETED)
                     if not running.done() and not is_last:
                         return False
@@ -331,9 +330,9 @@ class Orchestrator:
         self._evaluated = self.step
         return bool(found) and self.progress.observe(self.step, found)
 
-    def _evaluating(self, setup: RolloutSetup) -> AbstractContextManager[object]:
+    def _evaluating(self, setup: RolloutSetup, total: int) -> AbstractContextManager[object]:
         """Tell the observer how many episodes are over."""
-        total, before = self.schedule.eval_episodes, setup.tally.num_episodes
+        before = setup.tally.num_episodes
         return self.observer.stage(
             f"evaluating {setup.env}", total, count=lambda: min(total, setup.tally.num_episodes - before)
         )
