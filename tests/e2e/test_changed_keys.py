@@ -114,6 +114,7 @@ def test_intervals_count_from_the_first_step_of_the_run(place):
     [
         ("seed", "3", "orchestrator.eval.seed"),
         ("episodes", "5", "orchestrator.eval.episodes"),
+        ("examples", "3", "orchestrator.eval.examples"),
     ],
 )
 def test_evaluations_of_other_episodes_are_not_compared_with_those_before(place, caplog, key, value, named):
@@ -187,6 +188,7 @@ def test_every_row_of_the_page_is_tested():
         "checkpoint.interval",
         "orchestrator.eval.seed",
         "episodes",
+        "examples",
         "env",
         "checkpoint.keep_best",
         "orchestrator.eval.early_stopping",
