@@ -60,6 +60,26 @@ def test_the_report_has_curve_episode_and_figures_and_is_kept_as_plain_text(fold
     assert max(map(len, kept.splitlines())) <= WIDTH and "\x1b" not in kept
 
 
+def test_the_figures_have_one_format_and_those_of_each_environment_are_there(folder):
+    figures = {
+        "reward_before_rl": 0.5,
+        "reward_parts_before_rl": {"style": 0.25},
+        "gain_interval_95": [-0.0224, 0.0553],
+    }
+    summary = {"sampled_tokens": 19611, "seconds": 40.5, "environments": {"essays": figures}}
+    report({**summary, "best": None}, "title", folder, {}, PlainConsole(file=io.StringIO()))
+    rows = [
+        [cell.strip() for cell in line.strip("│").split("│")] for line in folder.summary_text.read_text().splitlines()
+    ]
+    assert [row for row in rows if len(row) == 2] == [
+        ["sampled_tokens", "19,611"],
+        ["seconds", "40.50"],
+        ["essays.reward_before_rl", "0.500"],
+        ["essays.reward_parts_before_rl.style", "0.250"],
+        ["essays.gain_interval_95", "[-0.022, 0.055]"],
+    ]
+
+
 def test_a_terminal_gets_what_its_width_and_encoding_take(folder):
     assert max(map(len, reported(folder, width=60).partition("title: results")[0].splitlines())) <= 60
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")

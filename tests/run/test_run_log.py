@@ -19,7 +19,7 @@ from verbatim.config import load_config
 from verbatim.core.trajectories import Fate
 from verbatim.core.trajectory_json import NOT_WRITTEN
 from verbatim.environments.guess_number import GuessNumber
-from verbatim.logs.checkpoints import CheckpointStore, RunFolder, read_json
+from verbatim.logs.checkpoints import CheckpointStore, Origin, RunFolder, read_json, write_origin
 from verbatim.logs.fates.files import FateFolder, files_in, read_fates
 from verbatim.logs.fates.retention import Retention
 from verbatim.logs.monitors import Alarm, read_alarms
@@ -406,12 +406,32 @@ def test_the_last_summary_has_the_last_metrics_the_evaluations_and_the_ledger(fo
     results = summary.pop("results")
     assert (results["steps"], results["success_before_rl"], results["trained_tokens"]) == (2, 1.0, 16)
     assert summary == {
+        "folder": str(folder.path.resolve()),
         "state": "failed",
         "steps": 2,
         "metrics": {"loss": 1.0, "ledger/sampled": 20, "ledger/trained": 16},
         "evals": {"game": {"success": 1.0, "examples": 2, "episodes": 2, "failed": 0}},
         "ledger": {"sampled": 20, "trained": 16},
     }
+
+
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_a_fork_that_ends_tells_its_own_evaluations_and_not_those_it_began_with(folder: RunFolder, evaluated: bool):
+    write_origin(folder.path, Origin(run="/elsewhere", step=2))
+    heard = Heard()
+    log = watched(folder, 0, None, heard)
+    evaluate(log, 0)
+    for step in (1, 2):
+        train(log, step)
+    evaluate(log, 2)
+    train(log, 3)
+    if evaluated:
+        evaluate(log, 3)
+    log.close("stopped")
+    own = 1.0 if evaluated else None
+    assert list(heard.summary["evals"]) == (["game"] if evaluated else [])
+    for figures in (heard.summary["results"], log.summarize()):
+        assert (figures["success_before_rl"], figures["success_after_rl"]) == (1.0, own)
 
 
 def test_alarms_go_back_to_the_checkpoint_and_the_detector_goes_on_from_its_state(folder: RunFolder):

@@ -56,12 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model); RUN@latest, RUN@best or RUN@120 (a checkpoint); NAME@URL (behind an OpenAI-compatible server, "
         "gpt-5-mini@https://api.openai.com/v1); again for each further one",
     )
-    add(
-        "--examples",
-        type=_count,
-        metavar="N",
-        help="only the first N examples of each environment (orchestrator.eval.examples)",
-    )
+    add("--examples", type=_count, metavar="N", help="the first N examples of each environment (eval.examples)")
     add(
         "--episodes-per-example",
         type=_count,

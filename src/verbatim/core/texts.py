@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import reprlib
 from collections.abc import Container, Sequence
@@ -81,6 +82,18 @@ def _is_vast(value: object) -> bool:
             waiting += inner
         count += 1
     return count > _MOST_SHOWN
+
+
+def number(value: float, *, signed: bool = False) -> str:
+    """A measured value for people: three decimals below 10, two below 100, none above; `-` for NaN.
+
+    >>> [number(x) for x in (float("nan"), 0.5, 12.346, 786.23, 1234.5, -0.0002)], number(0.25, signed=True)
+    (['-', '0.500', '12.35', '786', '1,234', '-0.000'], '+0.250')
+    """
+    if math.isnan(value):
+        return "-"
+    places = 3 if abs(value) < 10 else 2 if abs(value) < 100 else 0
+    return f"{value:{'+' if signed else ''},.{places}f}"
 
 
 def numbered(name: str, taken: Container[str]) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 from verbatim.core.errors import UsageError
 from verbatim.core.records.failed import MAX_FAILED
+from verbatim.logs.checkpoints import RunFolder
 from verbatim.logs.monitors.metrics_log import read_metrics
 from verbatim.run.summary import summary_of
 
@@ -21,41 +21,46 @@ _LEDGER = "ledger/"
 
 
 def ending(
-    metrics_path: Path,
+    folder: RunFolder,
     best_constant: Mapping[str, float],
     *,
     state: RunState,
     seconds: float,
     max_failed: float = MAX_FAILED,
+    forked_at: int = -1,
 ) -> dict[str, Any]:
     """What `Monitor.on_end` is told, as plain values.
 
     Args:
-        metrics_path: The run's metrics log. Where it cannot be read, that is logged, and its figures are left out.
+        folder: The run's. Where its metrics log cannot be read, that is logged, and its figures are left out.
         best_constant: As for `summary_of`.
         state: How the process ended.
         seconds: Wall-clock time of the run, over all its processes.
         max_failed: As for `summary_of`.
+        forked_at: As for `summary_of`.
 
     Returns:
-        `state`; `steps` done; `seconds`; `metrics` of the last step; `evals`, the metrics of the last evaluation by
-        environment; `ledger`, the tokens of the run by what became of them; `results`, the figures of `summary.json`.
+        `folder`, absolute; `state`; `steps` done; `seconds`; `metrics` of the last step; `evals`, the metrics of the
+        last evaluation of this run by environment; `ledger`, the tokens of the run by what became of them; `results`,
+        the figures of `summary.json`.
     """
     metrics: Mapping[str, Any] = {}
     evals: dict[str, Mapping[str, Any]] = {}
     results: Mapping[str, Any] = {}
     steps = 0
     try:
-        for record in read_metrics(metrics_path):
+        for record in read_metrics(folder.metrics):
             if record["kind"] == "eval":
-                evals[record["env"]] = record["metrics"]
+                if record["step"] > forked_at:
+                    evals[record["env"]] = record["metrics"]
             else:
                 steps, metrics = record["step"], record["metrics"]
-        results = summary_of(metrics_path, best_constant, max_failed=max_failed)
+        results = summary_of(folder.metrics, best_constant, max_failed=max_failed, forked_at=forked_at)
     except (UsageError, OSError) as error:
         logger.error("the summary for the monitors leaves out what it cannot read: %s", error)
     ledger = {name.removeprefix(_LEDGER): value for name, value in metrics.items() if name.startswith(_LEDGER)}
     return {
+        "folder": str(folder.path.resolve()),
         "state": state,
         "steps": steps,
         "seconds": round(seconds, 1),

@@ -16,11 +16,12 @@ from rich.text import Text
 from verbatim.core.disk import write_file
 from verbatim.core.errors import UsageError
 from verbatim.core.plain_console import PlainConsole
-from verbatim.core.texts import error_text
+from verbatim.core.texts import error_text, number
 from verbatim.environments.base import Environment
 from verbatim.logs.checkpoints import RunFolder
 from verbatim.logs.monitors.learning_curve import Curve, read_curve
 from verbatim.logs.monitors.text_curve import ASCII, UNICODE, text_curve
+from verbatim.logs.monitors.values import flat
 from verbatim.run.before_after import Comparison, compare, print_comparison
 from verbatim.run.summary import best_constants
 
@@ -80,10 +81,8 @@ def _report(
     _print_paths(folder, console)
     best = summary.get("best")
     if best is not None and folder.best.exists():
-        console.print(
-            f"{'best checkpoint':<15} {folder.best} ({best['metric']} {best['value']:.3f} after step {best['step']})",
-            soft_wrap=True,
-        )
+        figure = f"{best['metric']} {number(best['value'])} after step {best['step']}"
+        console.print(f"{'best checkpoint':<15} {folder.best} ({figure})", soft_wrap=True)
 
 
 def _print_curve(curve: Curve, title: str, best_constant: Mapping[str, float], console: Console) -> None:
@@ -102,9 +101,28 @@ def _print_curve(curve: Curve, title: str, best_constant: Mapping[str, float], c
 def _print_figures(summary: Mapping[str, Any], title: str, console: Console) -> None:
     table = Table(show_header=False, title=f"{title}: results", title_justify="left")
     for key, value in summary.items():
-        if value is not None and not isinstance(value, dict):
-            table.add_row(key, f"{value:.3f}" if isinstance(value, float) else str(value))
+        if key == "environments":
+            for env, figures in value.items():
+                _add_rows(table, figures, prefix=f"{env}.")
+        elif key != "best":
+            _add_rows(table, {key: value})
     console.print(table)
+
+
+def _add_rows(table: Table, figures: Mapping[str, Any], prefix: str = "") -> None:
+    for key, value in flat(figures, prefix).items():
+        if value is not None:
+            table.add_row(key, _shown(figures.get(key.removeprefix(prefix), value)))
+
+
+def _shown(value: Any) -> str:
+    """
+    >>> _shown([-0.0224, 0.0553]), _shown(19611), _shown(40.5)
+    ('[-0.022, 0.055]', '19,611', '40.50')
+    """
+    if isinstance(value, list):
+        return f"[{', '.join(map(_shown, value))}]"
+    return number(value) if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _print_paths(folder: RunFolder, console: Console) -> None:

@@ -22,7 +22,7 @@ from verbatim.core.machine_faults import is_out_of_memory
 from verbatim.core.records.failed import MAX_FAILED
 from verbatim.core.trajectories import Fate
 from verbatim.environments.base import Environment
-from verbatim.logs.checkpoints import CONFIG, CheckpointStore, RunFolder, write_loop_state, write_record
+from verbatim.logs.checkpoints import CONFIG, CheckpointStore, RunFolder, read_origin, write_loop_state, write_record
 from verbatim.logs.fates.retention import EVERYTHING, Retention
 from verbatim.logs.monitors.alarm import Alarm, Detector
 from verbatim.logs.monitors.alarm_log import AlarmLog, is_alarm, read_alarms, standing_alarms
@@ -81,6 +81,8 @@ class RunLog:
         max_failed: float = MAX_FAILED,
     ) -> None:
         self._max_failed = max_failed
+        origin = read_origin(folder.path)
+        self._forked_at = -1 if origin is None else origin.step
         self._folder = folder
         self._store = store
         self._earlier_seconds = earlier_seconds
@@ -241,7 +243,12 @@ class RunLog:
     def close(self, state: RunState = "stopped") -> None:
         """Tell the monitors how this process of the run ended, close files, draw the curve."""
         said = ending(
-            self._folder.metrics, self._best_constant, state=state, seconds=self.seconds, max_failed=self._max_failed
+            self._folder,
+            self._best_constant,
+            state=state,
+            seconds=self.seconds,
+            max_failed=self._max_failed,
+            forked_at=self._forked_at,
         )
         self._monitors.on_end({**said, "results": {**said["results"], **self.results}})
         self._monitors.close()
@@ -254,7 +261,9 @@ class RunLog:
 
     def summarize(self) -> dict[str, Any]:
         """The run's figures, also written to `summary.json`."""
-        figures = summary_of(self._folder.metrics, self._best_constant, self._folder.path, self._max_failed)
+        figures = summary_of(
+            self._folder.metrics, self._best_constant, self._folder.path, self._max_failed, self._forked_at
+        )
         summary: dict[str, Any] = {**figures, **self.results}
         summary["seconds"] = round(self.seconds, 1)
         write_record(self._folder.summary, summary)

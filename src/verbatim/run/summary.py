@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from verbatim.core.errors import UsageError
 from verbatim.core.records.failed import MAX_FAILED, too_many_failed
 from verbatim.environments.base import Environment
+from verbatim.logs.monitors.learning_curve import reward_is_success, reward_parts
 from verbatim.logs.monitors.metrics_log import read_metrics
 from verbatim.run.evaluation.outcomes import Outcome
 from verbatim.run.evaluation.pairs import difference
@@ -21,7 +23,7 @@ _ONLY_WHERE_KNOWN = ("valid_format_before_rl", "success_best_constant_policy")
 """Left out where they mean nothing: no call was tried, or no environment says what a policy without replies reaches."""
 
 _MEANS = ("success_before_rl", "valid_format_before_rl", "success_after_rl", "success_best_constant_policy")
-_GAIN = ("gain", "gain_interval_95", "not_compared")
+"""Of several environments the summary has the means of these; everything else of an evaluation stands with each."""
 
 
 def best_constants(environments: Mapping[str, Environment]) -> dict[str, float]:
@@ -34,7 +36,11 @@ def best_constants(environments: Mapping[str, Environment]) -> dict[str, float]:
 
 
 def summary_of(
-    metrics_path: Path, best_constant: Mapping[str, float], run: Path | None = None, max_failed: float = MAX_FAILED
+    metrics_path: Path,
+    best_constant: Mapping[str, float],
+    run: Path | None = None,
+    max_failed: float = MAX_FAILED,
+    forked_at: int = -1,
 ) -> dict[str, Any]:
     """Before, after, and how much it took, read from a metrics log.
 
@@ -45,6 +51,8 @@ def summary_of(
         best_constant: As `best_constants` gives it.
         run: The folder with the evaluated episodes, for the interval of what success gained.
         max_failed: Largest share of failed episodes with which an evaluation is compared with another one.
+        forked_at: The step after which a fork went on; the evaluations up to it are those of another run, and are not
+            what this one came to. -1 = the run is no fork.
 
     Raises:
         UsageError: the metrics log cannot be read.
@@ -60,8 +68,9 @@ def summary_of(
                 continue  # it was left out
             if record["step"] == 0:
                 first[record["env"]] = record["metrics"]
-            last[record["env"]] = record["metrics"]
-            last_step = record["step"]
+            if record["step"] > forked_at:
+                last[record["env"]] = record["metrics"]
+                last_step = record["step"]
         else:
             logged.add(record["step"])
             steps, final = record["step"], record["metrics"]
@@ -70,11 +79,11 @@ def summary_of(
     intervals = _gain_intervals(run, last_step, max_failed)
     each = {
         env: {
-            **_figures(first.get(env), metrics, max_failed),
+            **_figures(first.get(env), last.get(env), max_failed),
             "success_best_constant_policy": best_constant.get(env),
             **({"gain_interval_95": intervals[env]} if env in intervals else {}),
         }
-        for env, metrics in last.items()
+        for env in {**first, **last}
     }
     summary: dict[str, Any] = {name: _mean([figures[name] for figures in each.values()]) for name in _MEANS}
     for name in _ONLY_WHERE_KNOWN:
@@ -82,7 +91,7 @@ def summary_of(
             if figures[name] is None:
                 del figures[name]
     if len(each) == 1:
-        summary |= {name: value for figures in each.values() for name, value in figures.items() if name in _GAIN}
+        summary |= next(iter(each.values()))
     summary |= {
         "steps": steps,
         "rollouts": rollouts,
@@ -97,21 +106,32 @@ def summary_of(
     return summary
 
 
-def _figures(before: Mapping[str, Any] | None, after: Mapping[str, Any], max_failed: float) -> dict[str, Any]:
-    """Success before and after; what it gained, unless an evaluation is missing or was left out, or too many episodes
-    of one failed, which `not_compared` says."""
-    first = before or {}
-    found = {
-        "success_before_rl": first.get("success"),
-        "valid_format_before_rl": first.get("valid_format"),
-        "success_after_rl": after["success"],
+def _figures(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None, max_failed: float) -> dict[str, Any]:
+    """Success before and after; the reward and its parts too, where success does not tell them; what success gained,
+    unless an evaluation is missing or was left out, or too many episodes of one failed, which `not_compared` says."""
+    sides = {"before": before or {}, "after": after or {}}
+    found: dict[str, Any] = {
+        "success_before_rl": sides["before"].get("success"),
+        "valid_format_before_rl": sides["before"].get("valid_format"),
+        "success_after_rl": sides["after"].get("success"),
     }
-    if before is None or before is after or not after.get("episodes"):
+    if not all(map(reward_is_success, sides.values())):
+        found |= {f"reward_{when}_rl": _number(metrics.get("reward/mean")) for when, metrics in sides.items()}
+    for when, metrics in sides.items():
+        if parts := reward_parts(metrics):
+            found[f"reward_parts_{when}_rl"] = parts
+    found |= {f"evaluated_{name}": sides["after"][name] for name in ("examples", "episodes") if name in sides["after"]}
+    if before is None or after is None or before is after or not after.get("episodes"):
         return found
-    for when, metrics in (("before", before), ("after", after)):
+    for when, metrics in sides.items():
         if clause := too_many_failed(int(metrics.get("failed", 0)), int(metrics.get("episodes", 0)), max_failed):
             return {**found, "not_compared": f"{when} training, {clause}"}
     return {**found, "gain": round(float(after["success"]) - float(before["success"]), 4)}
+
+
+def _number(value: Any) -> float | None:
+    """None for what was not measured."""
+    return None if value is None or math.isnan(float(value)) else float(value)
 
 
 def _gain_intervals(run: Path | None, last_step: int, max_failed: float) -> dict[str, list[float]]:

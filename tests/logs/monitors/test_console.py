@@ -61,16 +61,26 @@ def test_a_step_is_one_plain_line_under_a_heading():
         "0.500",
         "0.250",
         "0.125",
-        "3.500",
+        "3.50",
         "1.2e-05",
-        "1.000",
+        "1.00",
         "1,234",
-        "0.250",
+        "0.2",
         "98,765",
-        "12.50",
+        "12.5",
     ]
     assert second.split()[0] == "2/100"
     assert len(heading) == len(first) == len(second)
+
+
+def test_a_column_has_one_format():
+    """There was 786.23 below 4,615, and 32.77 below 0.043."""
+    lines = [
+        step_line(1, 9, {"tokens_per_second": speed, "time/trainer_idle": idle, "mismatch_kl": kl}, COLUMNS).split()
+        for speed, idle, kl in ((4615.2, 0.043, 2e-7), (786.23, 32.77, 0.0123), (12.345, 1234.5, 2.0))
+    ]
+    assert [line[-2:] for line in lines] == [["4,615", "0.0"], ["786", "32.8"], ["12", "1,234.5"]]
+    assert [line[5] for line in lines] == ["2.0e-07", "1.2e-02", "2.0e+00"]
 
 
 def test_what_is_missing_or_nan_is_a_dash():
@@ -97,11 +107,19 @@ def test_a_column_without_a_value_is_left_out_until_it_has_one():
     assert known_columns({}) == ()
 
 
-def test_an_evaluation_is_one_line_of_the_metrics_that_have_a_value():
+def test_an_evaluation_is_one_line_of_the_figures_that_are_read_first():
     monitor, out = printed()
-    monitor.on_eval(20, "guess_number", {"success": 0.91, "turns": math.nan, "episodes": 300})
+    played = {"examples": 15, "episodes": 300, "failed": 0}
+    beside = {"truncated": 0.0, "valid_format": 0.9, "reward/std": 0.1, "judge/requests": 9.0, **played}
+    monitor.on_eval(20, "guess_number", {"success": 0.91, "reward/mean": 0.91, "turns": math.nan, **beside})
+    scored = {"reward_part/style/mean": 0.5, "reward_part/style/std": 0.1, "agent_reward/a/mean": 1.0}
+    monitor.on_eval(40, "essays", {"success": 0.25, "reward/mean": 0.75, "turns": 2.5, **scored, **beside, "failed": 3})
     monitor.close()
-    assert out.getvalue() == "eval  guess_number  after step 20  success 0.910  episodes 300\n"
+    assert out.getvalue().splitlines() == [
+        "eval  guess_number  after step 20  success 0.910  15 examples  300 episodes",
+        "eval  essays  after step 40  success 0.250  reward/mean 0.750  style 0.500  turns 2.50  15 examples  "
+        "300 episodes  3 failed",
+    ]
 
 
 def test_an_interval_stands_behind_its_metric():
@@ -173,7 +191,7 @@ def on_terminal(width: int, times: list[float]) -> list[str]:
     monitor, out = printed(width, now, force_terminal=True)
     for step, at[0] in enumerate(clock, start=100 - len(times) + 1):
         monitor.on_step(step, METRICS)
-    monitor.on_eval(100, "game", {f"metric_{n}": 0.5 for n in range(8)})
+    monitor.on_eval(100, "game", {f"reward_part/part_{n}/mean": 0.5 for n in range(8)})
     monitor.close()
     return shown(out, width)
 
@@ -196,8 +214,8 @@ def test_on_a_terminal_no_line_is_wider_than_it_and_words_stay_whole():
     assert max(map(len, lines)) <= 50
     heading, step, *evaluation = lines
     assert heading.split() == ["step", "reward", "success", "failed", "turns"]
-    assert step.split() == ["100/100", "0.500", "0.250", "0.125", "3.500"]
-    assert evaluation == ["eval  game  after step 100  metric_0 0.500"]
+    assert step.split() == ["100/100", "0.500", "0.250", "0.125", "3.50"]
+    assert evaluation == ["eval  game  after step 100  part_0 0.500"]
 
 
 def drawn(monitor: Console, width: int) -> list[str]:

@@ -54,6 +54,53 @@ def test_the_first_and_last_evaluation_and_the_constant_policy_are_marked(metric
     assert "guess: best constant policy, 0.27" in [text.get_text() for text in axes.get_legend().get_texts()]
 
 
+def log_of(folder: Path, *, reward: float) -> Path:
+    log = MetricsLog(folder / "metrics.jsonl")
+    for step in (0, 1, 2):
+        if step:
+            log.on_step(step, {"reward/mean": reward, "success": 0.5})
+        log.on_eval(step, "essays", {"reward/mean": reward, "success": 0.5, "episodes": 10, "failed": 0})
+    log.close()
+    return folder / "metrics.jsonl"
+
+
+def test_reward_and_success_have_a_panel_each_where_they_differ(tmp_path: Path):
+    one, two = (tmp_path / name for name in ("one", "two"))
+    one.mkdir()
+    two.mkdir()
+    assert [(panel.name, panel.train_name) for panel in read_curve(log_of(one, reward=0.5)).panels] == [
+        ("success", "reward")
+    ]
+    reward, success = read_curve(log_of(two, reward=0.75)).panels
+    assert (reward.name, reward.train) == ("reward", [(1, 0.75), (2, 0.75)])
+    assert reward.evals == {"essays": [(0, 0.75), (1, 0.75), (2, 0.75)]}
+    assert (success.name, success.train) == ("success", [(1, 0.5), (2, 0.5)])
+    assert success.evals == {"essays": [(0, 0.5), (1, 0.5), (2, 0.5)]}
+
+
+def test_failed_episodes_do_not_part_success_from_a_reward_of_0_or_1(tmp_path: Path):
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.on_eval(0, "game", {"reward/mean": 0.75, "success": 0.6, "episodes": 10, "failed": 2})  # 6 of 8, and of 10
+    log.close()
+    assert len(read_curve(tmp_path / "metrics.jsonl").panels) == 1
+
+
+@pytest.mark.slow
+def test_the_picture_has_axes_for_reward_and_for_success(tmp_path: Path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure")
+    drawn = []
+    monkeypatch.setattr(
+        figure.Figure, "savefig", lambda self, path, **_: (drawn.append(self), Path(path).write_bytes(b""))
+    )
+    draw_curve(read_curve(log_of(tmp_path, reward=0.75)), tmp_path / "curve.png", best_constant={"essays": 0.25})
+    labels = [[text.get_text() for text in axes.get_legend().get_texts()] for axes in drawn[0].axes]
+    assert labels == [
+        ["training reward", "essays: reward"],
+        ["training success", "essays: success", "essays: best constant policy, 0.25"],
+    ]
+    assert [axes.get_ylabel() for axes in drawn[0].axes] == ["reward", "success"]
+
+
 @pytest.mark.parametrize("curve", [Curve(), Curve(evals={"e": [(0, 0.5)]}), Curve(rewards=[(1, math.nan)])])
 def test_a_short_run_is_drawn_too(curve: Curve, tmp_path: Path):
     pytest.importorskip("matplotlib")

@@ -49,7 +49,7 @@ def test_what_a_constant_policy_reaches_is_a_line_below_the_marks():
 def test_the_legend_says_before_and_after_in_numbers():
     text = text_curve(RISING)
     assert "●  game: success 0.000 after step 0, 1.000 after step 100" in text
-    assert "training reward of the steps: first 0.01, last 1" in text
+    assert "training reward of the steps: first 0.010, last 1.000" in text
 
 
 @pytest.mark.parametrize("width", [40, 60, 79])
@@ -73,6 +73,21 @@ def test_rewards_beyond_0_and_1_have_a_plot_and_an_axis_of_their_own():
     above, below = text.split("\n\n")
     assert above.splitlines()[0].split()[0] == "5.00" and "-0.33" not in above and "●" not in above
     assert below.splitlines()[0].split()[0] == "1.00" and "●" in below
+
+
+def test_a_reward_that_is_not_the_success_has_a_plot_with_its_evaluations():
+    curve = Curve(
+        rewards=[(1, 0.6), (2, 0.7)],
+        successes=[(1, 0.1), (2, 0.2)],
+        evals={"a": [(0, 0.05), (2, 0.25)]},
+        eval_rewards={"a": [(0, 0.5), (2, 0.75)]},
+    )
+    reward, success = text_curve(curve, best_constant={"a": 0.3}, height=5).split("\n\n")
+    assert "training reward of the steps: first 0.600, last 0.700" in reward
+    assert "●  a: reward 0.500 after step 0, 0.750 after step 2" in reward and "constant" not in reward
+    assert "training success of the steps: first 0.100, last 0.200" in success
+    assert "●  a: success 0.050 after step 0, 0.250 after step 2" in success
+    assert "┄┄ a: best constant policy, 0.300" in success
 
 
 def test_ascii_marks_are_ascii():

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -280,6 +281,38 @@ def test_a_summary_says_what_was_gained_in_pairs(tmp_path: Path):
     low, high = found["gain_interval_95"]
     assert (low, high) == pytest.approx((paired_share(pairs).low, paired_share(pairs).high), abs=1e-4)
     assert low < 0.5 < high
+
+
+def summary_with(tmp_path: Path, *evaluations: tuple[int, dict[str, float]], forked_at: int = -1) -> dict[str, Any]:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    for step, metrics in evaluations:
+        log.on_eval(step, "essays", {"success": 0.0, "examples": 5, "episodes": 10, "failed": 0, **metrics})
+    log.close()
+    return summary_of(tmp_path / "metrics.jsonl", {}, forked_at=forked_at)
+
+
+def test_a_summary_has_the_reward_and_its_parts_where_success_is_not_the_whole_story(tmp_path: Path):
+    before, after = ({"reward/mean": mean, "reward_part/style/mean": mean / 2} for mean in (0.5, 0.75))
+    found = summary_with(tmp_path, (0, before), (9, after))
+    assert (found["success_before_rl"], found["success_after_rl"]) == (0.0, 0.0)
+    assert (found["reward_before_rl"], found["reward_after_rl"]) == (0.5, 0.75)
+    assert (found["reward_parts_before_rl"], found["reward_parts_after_rl"]) == ({"style": 0.25}, {"style": 0.375})
+    assert (found["evaluated_examples"], found["evaluated_episodes"]) == (5, 10)
+
+
+def test_a_reward_that_is_the_success_is_not_said_twice(tmp_path: Path):
+    found = summary_with(tmp_path, (0, {"reward/mean": 0.0}), (9, {"reward/mean": 0.5, "success": 0.5}))
+    assert found["success_after_rl"] == 0.5 and not [name for name in found if name.startswith("reward")]
+
+
+def test_a_forks_summary_takes_no_evaluation_of_the_run_before_for_its_own(tmp_path: Path):
+    mine = {"success": 1.0}
+    assert summary_with(tmp_path, (0, {}), (4, mine))["success_after_rl"] == 1.0
+    (tmp_path / "metrics.jsonl").unlink()
+    found = summary_with(tmp_path, (0, {}), (4, mine), forked_at=4)
+    assert (found["success_before_rl"], found["success_after_rl"], found.get("gain")) == (0.0, None, None)
+    (tmp_path / "metrics.jsonl").unlink()
+    assert summary_with(tmp_path, (0, {}), (4, mine), (6, {"success": 0.5}), forked_at=4)["gain"] == 0.5
 
 
 def test_without_the_episodes_a_gain_has_no_interval(tmp_path: Path, caplog):

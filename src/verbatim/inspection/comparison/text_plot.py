@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from verbatim.run.evaluation.texts import letter, number
+from verbatim.core.texts import number
+from verbatim.run.evaluation.texts import letter
 
 Series = Sequence[tuple[int, float]]
 """Steps and values."""

@@ -10,24 +10,29 @@ import rich.console
 from rich.text import Text
 
 from verbatim.core.plain_console import PlainConsole
+from verbatim.core.texts import number
 from verbatim.logs.monitors.alarm import Alarm
 from verbatim.logs.monitors.alarm_log import standing_alarms
 from verbatim.logs.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics, Monitor
+from verbatim.logs.monitors.learning_curve import reward_is_success, reward_parts
 from verbatim.logs.monitors.live import LiveView
 
-COLUMNS = (
-    ("reward", "reward/mean"),
-    ("success", "success"),
-    ("failed", "rollouts/failed_share"),
-    ("turns", "turns"),
-    ("mismatch KL", "mismatch_kl"),
-    ("age", "staleness/mean"),
-    ("sampler tok/s", "sampler/tokens_per_second"),
-    ("idle s", "time/sampler_idle"),
-    ("trainer tok/s", "tokens_per_second"),
-    ("idle s", "time/trainer_idle"),
+Column = tuple[str, str, str]
+
+COLUMNS: tuple[Column, ...] = (
+    ("reward", "reward/mean", ".3f"),
+    ("success", "success", ".3f"),
+    ("failed", "rollouts/failed_share", ".3f"),
+    ("turns", "turns", ".2f"),
+    ("mismatch KL", "mismatch_kl", ".1e"),
+    ("age", "staleness/mean", ".2f"),
+    ("sampler tok/s", "sampler/tokens_per_second", ".0f"),
+    ("idle s", "time/sampler_idle", ".1f"),
+    ("trainer tok/s", "tokens_per_second", ".0f"),
+    ("idle s", "time/trainer_idle", ".1f"),
 )
-"""Heading and metric of each column. One that had no value yet is left out; a value that is missing is shown as -."""
+"""Heading, metric and number format of each column. One that had no value yet is left out; a value that is missing is
+shown as -."""
 
 HEADER_EVERY = 20
 """Lines of steps between two headings."""
@@ -62,7 +67,7 @@ class Console(Monitor):
         self.max_steps = max_steps
         self._now = now
         self._last_line = -math.inf
-        self._columns: tuple[tuple[str, str], ...] = ()
+        self._columns: tuple[Column, ...] = ()
         self._lines_since_header = HEADER_EVERY
         self._metrics: Metrics = {}
         self._evals: dict[str, str] = {}
@@ -91,7 +96,7 @@ class Console(Monitor):
         self._last_line = self._now()
 
     def on_eval(self, step: int, env: str, metrics: Metrics) -> None:
-        """One line with the metrics of the evaluation that have a value; on a terminal, as many as fit."""
+        """One line with the first figures of the evaluation; on a terminal, as many as fit."""
         self._evals[env] = f"{env}  {_main_figure(metrics)}  after step {step}"
         width = self.console.width if self.console.is_terminal else None
         self._print(eval_line(step, env, metrics, width), style="bold")
@@ -128,23 +133,21 @@ class Console(Monitor):
         self.console.print(Text(line, style=style), soft_wrap=True)
 
 
-def known_columns(metrics: Metrics, shown: Sequence[tuple[str, str]] = ()) -> tuple[tuple[str, str], ...]:
+def known_columns(metrics: Metrics, shown: Sequence[Column] = ()) -> tuple[Column, ...]:
     """The columns that have a value in these metrics, and those that were shown before.
 
     >>> known_columns({"reward/mean": 0.5, "success": float("nan")})
-    (('reward', 'reward/mean'),)
+    (('reward', 'reward/mean', '.3f'),)
     """
     return tuple(column for column in COLUMNS if column in shown or not math.isnan(metrics.get(column[1], math.nan)))
 
 
-def header(max_steps: int, columns: Sequence[tuple[str, str]], width: int | None = None) -> str:
+def header(max_steps: int, columns: Sequence[Column], width: int | None = None) -> str:
     """The columns' names over their values, as many as fit into the width."""
-    return _fit([f"{'step':>{_step_width(max_steps)}}", *(f"{name:>{_width(name)}}" for name, _ in columns)], width)
+    return _fit([f"{'step':>{_step_width(max_steps)}}", *(f"{name:>{_width(name)}}" for name, *_ in columns)], width)
 
 
-def step_line(
-    step: int, max_steps: int, metrics: Metrics, columns: Sequence[tuple[str, str]], width: int | None = None
-) -> str:
+def step_line(step: int, max_steps: int, metrics: Metrics, columns: Sequence[Column], width: int | None = None) -> str:
     """One step: `3/100`, then the columns that fit into the width.
 
     >>> step_line(3, 100, {"reward/mean": 0.5}, COLUMNS[:3])
@@ -152,7 +155,8 @@ def step_line(
     >>> step_line(3, 100, {"reward/mean": 0.5}, COLUMNS[:3], 26)
     '   3/100    0.500        -'
     """
-    cells = [f"{format_number(metrics.get(key, math.nan)):>{_width(name)}}" for name, key in columns]
+    values = [(name, metrics.get(key, math.nan), places) for name, key, places in columns]
+    cells = [f"{'-' if math.isnan(value) else f'{value:,{places}}':>{_width(name)}}" for name, value, places in values]
     return _fit([f"{f'{step}/{max_steps}':>{_step_width(max_steps)}}", *cells], width)
 
 
@@ -167,34 +171,40 @@ def _fit(cells: Sequence[str], width: int | None) -> str:
 
 
 def eval_line(step: int, env: str, metrics: Metrics, width: int | None = None) -> str:
-    """What has a value, success and reward first, an interval in brackets behind its metric; as much as fits.
+    """What a person reads first, where it has a value: success with its interval, the reward where it is not the
+    success, its parts, turns, and how much was played. The metrics log has the rest.
 
-    >>> eval_line(20, "game", {"success": 0.91, "turns": math.nan, "success/low": 0.85, "success/high": 0.95})
-    'eval  game  after step 20  success 0.910 [0.850, 0.950]'
+    >>> eval_line(20, "game", {"success": 0.91, "success/low": 0.85, "success/high": 0.95, "turns": 2.5, "lr": 0.1,
+    ...                        "examples": 15, "episodes": 30, "failed": 0})
+    'eval  game  after step 20  success 0.910 [0.850, 0.950]  turns 2.50  15 examples  30 episodes'
     """
-    names = [*(name for name in _MAIN if name in metrics), *(name for name in metrics if name not in _MAIN)]
-    values = [
-        f"{name} {format_number(metrics[name])}{_interval(name, metrics)}"
-        for name in names
-        if not math.isnan(metrics[name]) and not name.endswith(("/low", "/high"))
-    ]
+    known = {name: value for name, value in metrics.items() if not math.isnan(value)}
+    values = [f"{name} {number(known[name])}{_interval(name, known)}" for name in _main(known)]
+    values += [f"{name} {number(value)}" for name, value in reward_parts(known).items()]
+    values += [f"turns {known['turns']:.2f}"] if "turns" in known else []
+    values += [f"{known[name]:,} {name}" for name in ("examples", "episodes", "failed") if known.get(name)]
     return _fit([f"eval  {env}  after step {step}", *values], width)
 
 
-_MAIN = ("success", "reward/mean")
-"""The first metrics of an evaluation."""
+def _main(metrics: Metrics) -> list[str]:
+    """The first figures of an evaluation."""
+    return [
+        name
+        for name in ("success", "reward/mean")
+        if name in metrics and not (name == "reward/mean" and "success" in metrics and reward_is_success(metrics))
+    ]
 
 
 def _interval(name: str, metrics: Metrics) -> str:
     """The interval beside a metric: from `success/low` and `success/high`, or `reward/low` and `reward/high`."""
     family = name.removesuffix("/mean")
     low, high = metrics.get(f"{family}/low", math.nan), metrics.get(f"{family}/high", math.nan)
-    return "" if math.isnan(low) or math.isnan(high) else f" [{format_number(round(low, 9))}, {format_number(high)}]"
+    return "" if math.isnan(low) or math.isnan(high) else f" [{number(low)}, {number(high)}]"
 
 
 def _main_figure(metrics: Metrics) -> str:
-    name = next((name for name in _MAIN if not math.isnan(metrics.get(name, math.nan))), None)
-    return "no result" if name is None else f"{name} {format_number(metrics[name])}{_interval(name, metrics)}"
+    known = {name: value for name, value in metrics.items() if not math.isnan(value)}
+    return "  ".join(f"{name} {number(known[name])}{_interval(name, known)}" for name in _main(known)) or "no result"
 
 
 def what_waits(metrics: Metrics) -> str:
@@ -230,20 +240,14 @@ def what_waits(metrics: Metrics) -> str:
 
 
 def format_number(value: float) -> str:
-    """Four significant places at most, `-` for NaN.
+    """As `number`, with an exponent for what is nearly 0; an integer is written whole.
 
     >>> [format_number(x) for x in (float("nan"), 0.5, 12345.6, 0.00012, 7, 0.0)]
     ['-', '0.500', '12,346', '1.2e-04', '7', '0.000']
     """
-    if math.isnan(value):
-        return "-"
     if isinstance(value, int):
         return f"{value:,}"
-    if math.isinf(value) or value == 0 or 0.001 <= abs(value) < 10:
-        return f"{value:.3f}"
-    if abs(value) < 0.001:
-        return f"{value:.1e}"
-    return f"{value:,.2f}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:.1e}" if 0 < abs(value) < 0.001 else number(value)
 
 
 def _width(name: str) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,43 @@ from verbatim.logs.monitors.metrics_log import read_metrics
 logger = logging.getLogger(__name__)
 
 
+Points = list[tuple[int, float]]
+"""Steps and values."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Curve:
     """What is drawn."""
 
-    rewards: list[tuple[int, float]] = field(default_factory=list)
-    """(step, mean training reward) of every step."""
-    evals: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
-    """(step, success) of every evaluation, by environment; step 0 is before training."""
+    rewards: Points = field(default_factory=list)
+    """Mean training reward of every step."""
+    evals: dict[str, Points] = field(default_factory=dict)
+    """Success of every evaluation, by environment; step 0 is before training."""
+    successes: Points = field(default_factory=list)
+    """Success of every step in training, where it is not the reward."""
+    eval_rewards: dict[str, Points] = field(default_factory=dict)
+    """Mean reward of every evaluation, by environment, where success is not the reward."""
+
+    @property
+    def panels(self) -> tuple[Panel, ...]:
+        """What shares an axis: reward and success have one each, unless they are the same figure everywhere."""
+        success = Panel(name="success", train=self.successes, evals=self.evals)
+        is_share = all(0 <= value <= 1 for _, value in self.rewards if math.isfinite(value))
+        if is_share and not self.eval_rewards and not self.successes:
+            return (replace(success, train=self.rewards, train_name="reward"),)
+        return Panel(name="reward", train=self.rewards, evals=self.eval_rewards), success
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """One figure, in training and in evaluations."""
+
+    name: str
+    """"reward" or "success"."""
+    train: Points
+    evals: Mapping[str, Points]
+    train_name: str = ""
+    """What it is called in training, where that is another name."""
 
 
 def read_curve(metrics_path: Path) -> Curve:
@@ -31,18 +61,52 @@ def read_curve(metrics_path: Path) -> Curve:
     Raises:
         UsageError: no such file, or not a metrics log.
     """
-    curve = Curve()
+    curve, is_success = Curve(), True
     for record in read_metrics(metrics_path):
-        metrics = record["metrics"]
-        if record["kind"] == "train" and "reward/mean" in metrics:
-            curve.rewards.append((record["step"], float(metrics["reward/mean"])))
-        elif record["kind"] == "eval" and "success" in metrics:
-            curve.evals.setdefault(record["env"], []).append((record["step"], float(metrics["success"])))
-    return curve
+        step, metrics = record["step"], record["metrics"]
+        is_success = is_success and reward_is_success(metrics)
+        if record["kind"] == "train":
+            for name, points in (("reward/mean", curve.rewards), ("success", curve.successes)):
+                if name in metrics:
+                    points.append((step, float(metrics[name])))
+        else:
+            for name, by_env in (("success", curve.evals), ("reward/mean", curve.eval_rewards)):
+                if name in metrics:
+                    by_env.setdefault(record["env"], []).append((step, float(metrics[name])))
+    return replace(curve, successes=[], eval_rewards={}) if is_success else curve
+
+
+def reward_is_success(metrics: Mapping[str, Any]) -> bool:
+    """Whether the mean reward of a step or an evaluation says nothing beside its success: every reward is 1 where an
+    episode succeeded and 0 elsewhere. Failed episodes of an evaluation are no successes, and have no reward.
+
+    >>> reward_is_success({"success": 0.5, "reward/mean": 0.625, "episodes": 10, "failed": 2})
+    True
+    >>> reward_is_success({"success": 0.5, "reward/mean": 0.7})
+    False
+    """
+    reward, success = (float(metrics.get(name, "nan")) for name in ("reward/mean", "success"))
+    ended = 1 - float(metrics.get("failed", 0)) / max(1.0, float(metrics.get("episodes", 1)))
+    return not abs(reward * ended - success) > 1e-6  # where one of them is NaN, nothing tells them apart
+
+
+def reward_parts(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The means of an evaluation's named parts of the reward, by their names.
+
+    >>> reward_parts({"reward_part/style/mean": 0.5, "reward_part/style/std": 0.1, "reward/mean": 0.7})
+    {'style': 0.5}
+    """
+    means = {name: value for name, value in metrics.items() if name.startswith("reward_part/")}
+    return {
+        name.removeprefix("reward_part/").removesuffix("/mean"): float(value)
+        for name, value in means.items()
+        if name.endswith("/mean")
+    }
 
 
 def draw_curve(curve: Curve, path: Path, *, title: str = "", best_constant: Mapping[str, float] | None = None) -> None:
-    """Training reward, evaluations with the first and the last one marked, and what a constant policy can reach.
+    """Training and evaluations, the first and the last one marked, and what a constant policy can reach. Where the
+    reward is not the success, each has its own axes, with the same figure in training and in evaluations.
 
     Args:
         curve: The points; NaN leaves a gap.
@@ -57,29 +121,13 @@ def draw_curve(curve: Curve, path: Path, *, title: str = "", best_constant: Mapp
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.5), layout="constrained")  # no pyplot: no global state, no display
+    panels = curve.panels
+    figure = Figure(figsize=(8, 4.5 if len(panels) == 1 else 7.5), layout="constrained")  # no pyplot: no global state
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    if curve.rewards:
-        steps, rewards = zip(*curve.rewards, strict=True)
-        axes.plot(steps, rewards, color="tab:gray", linewidth=1, label="training reward")
-    constants = best_constant or {}
-    for index, env in enumerate(sorted({*curve.evals, *constants})):
-        if env in curve.evals:
-            _draw_evals(axes, env, curve.evals[env], f"C{index}")
-        if env in constants:
-            axes.axhline(
-                constants[env],
-                color=f"C{index}",
-                linestyle="--",
-                linewidth=1,
-                label=f"{env}: best constant policy, {constants[env]:.2f}",
-            )
-    axes.margins(x=0.08, y=0.12)  # room for the words at the first and the last point
-    axes.set(xlabel="step", ylabel="reward, success")
-    axes.set_title(title, parse_math=False)  # a name may hold a $
-    if axes.get_legend_handles_labels()[1]:
-        axes.legend(loc="best", fontsize="small")
+    for panel, axes in zip(panels, figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0], strict=True):
+        _draw_panel(axes, panel, best_constant or {} if panel.name == "success" else {})
+    figure.axes[-1].set(xlabel="step")
+    figure.axes[0].set_title(title, parse_math=False)  # a name may hold a $
     temporary = path.with_name(f".{path.name}.tmp")
     figure.savefig(temporary, dpi=120, format="png")
     temporary.replace(path)
@@ -111,9 +159,30 @@ class LearningCurve(Monitor):
             draw_curve(read_curve(self.metrics_path), self.path, title=self.title, best_constant=self.best_constant)
 
 
-def _draw_evals(axes: Any, env: str, points: list[tuple[int, float]], color: str) -> None:
-    steps, success = zip(*points, strict=True)
-    axes.plot(steps, success, "o-", color=color, markersize=4, linewidth=1.5, label=f"{env}: success")
+def _draw_panel(axes: Any, panel: Panel, constants: Mapping[str, float]) -> None:
+    if panel.train:
+        steps, values = zip(*panel.train, strict=True)
+        axes.plot(steps, values, color="tab:gray", linewidth=1, label=f"training {panel.train_name or panel.name}")
+    for index, env in enumerate(sorted({*panel.evals, *constants})):
+        if env in panel.evals:
+            _draw_evals(axes, f"{env}: {panel.name}", panel.evals[env], f"C{index}")
+        if env in constants:
+            axes.axhline(
+                constants[env],
+                color=f"C{index}",
+                linestyle="--",
+                linewidth=1,
+                label=f"{env}: best constant policy, {constants[env]:.2f}",
+            )
+    axes.margins(x=0.08, y=0.12)  # room for the words at the first and the last point
+    axes.set(ylabel="success, reward" if panel.train_name else panel.name)
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(loc="best", fontsize="small")
+
+
+def _draw_evals(axes: Any, label: str, points: Points, color: str) -> None:
+    steps, values = zip(*points, strict=True)
+    axes.plot(steps, values, "o-", color=color, markersize=4, linewidth=1.5, label=label)
     for name, point in (("before", points[0]), ("after", points[-1]))[: len(points)]:
         axes.plot(*point, "o", color=color, markersize=9, fillstyle="none")
         axes.annotate(f"{name}: {point[1]:.2f}", point, textcoords="offset points", xytext=(0, 9), ha="center")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from verbatim.logs.monitors.learning_curve import Curve
+from verbatim.core.texts import number
+from verbatim.logs.monitors.learning_curve import Curve, Panel
 
 Point = tuple[int, float]
 """Step and value."""
@@ -46,10 +47,10 @@ def text_curve(
     width: int = 79,
     height: int = 13,
 ) -> str:
-    """Training rewards as a curve, evaluations as marks on it, and what a constant policy reaches as a dashed line.
+    """Training as a curve, evaluations as marks on it, and what a constant policy reaches as a dashed line.
 
-    Where rewards leave the range of 0 to 1, success has a plot of its own below them. Values that are not finite are
-    left out; without any other the text is empty.
+    Where the reward is not the success, each has a plot of its own, with the same figure in training and in
+    evaluations. Values that are not finite are left out; without any other the text is empty.
 
     Args:
         curve: The points.
@@ -61,22 +62,25 @@ def text_curve(
     Returns:
         Lines of at most `width` columns, and the legend.
     """
-    rewards = [(step, value) for step, value in curve.rewards if math.isfinite(value)]
-    evals = {
-        env: found
-        for env, points in sorted(curve.evals.items())
-        if (found := [(step, value) for step, value in points if math.isfinite(value)])
-    }
-    constants = {env: value for env, value in (best_constant or {}).items() if env in evals}
-    steps = [step for points in (rewards, *evals.values()) for step, _ in points]
+    panels = [
+        replace(
+            panel, train=_finite(panel.train), evals={env: _finite(panel.evals[env]) for env in sorted(panel.evals)}
+        )
+        for panel in curve.panels
+    ]
+    steps = [step for panel in panels for points in (panel.train, *panel.evals.values()) for step, _ in points]
     if not steps:
         return ""
     frame = _Frame(marks=marks, width=max(40, width), height=height, steps=(min(steps), max(steps)))
-    if all(0 <= value <= 1 for _, value in rewards):
-        return frame.drawn(rewards, evals, constants)
-    low, high = min(value for _, value in rewards), max(value for _, value in rewards)
-    plots = [frame.drawn(rewards, {}, {}, low=low, high=high if high > low else low + 1)]
-    return "\n\n".join([*plots, *([frame.drawn([], evals, constants)] if evals else [])])
+    return "\n\n".join(
+        frame.drawn(panel, best_constant or {} if panel.name == "success" else {})
+        for panel in panels
+        if panel.train or any(panel.evals.values())
+    )
+
+
+def _finite(points: Sequence[Point]) -> list[Point]:
+    return [(step, value) for step, value in points if math.isfinite(value)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,16 +92,13 @@ class _Frame:
     height: int
     steps: Point
 
-    def drawn(
-        self,
-        rewards: Sequence[Point],
-        evals: Mapping[str, Sequence[Point]],
-        constants: Mapping[str, float],
-        *,
-        low: float = 0.0,
-        high: float = 1.0,
-    ) -> str:
-        """The plot, its axes and its legend."""
+    def drawn(self, panel: Panel, best_constant: Mapping[str, float]) -> str:
+        """The plot, its axes and its legend: from 0 to 1 where no value lies outside."""
+        evals = {env: points for env, points in panel.evals.items() if points}
+        constants = {env: value for env, value in best_constant.items() if env in evals}
+        values = [value for points in (panel.train, *evals.values()) for _, value in points]
+        low, high = (0.0, 1.0) if all(0 <= value <= 1 for value in values) else (min(values), max(values))
+        high = high if high > low else low + 1
         labels = [_label(high - (high - low) * row / (self.height - 1)) for row in range(self.height)]
         margin = max(map(len, labels)) + 1
         columns = self.width - margin - 2
@@ -108,7 +109,7 @@ class _Frame:
         cells = [[" "] * columns for _ in range(self.height)]
         for value in constants.values():
             cells[row_of(value)] = [self.marks.constant] * columns
-        self._draw_line(cells, rewards, low, high)
+        self._draw_line(cells, panel.train, low, high)
         for mark, points in zip(itertools.cycle(self.marks.evals), evals.values(), strict=False):
             for step, value in points:
                 cells[row_of(value)][self._column(step, columns)] = mark
@@ -120,7 +121,7 @@ class _Frame:
         ]
         lines.append(" " * (margin + 1) + corner + bottom * columns)
         lines.append(" " * (margin + 2) + self._step_labels(columns))
-        return "\n".join([*lines, *self._legend(rewards, evals, constants, margin)])
+        return "\n".join([*lines, *self._legend(panel, evals, constants, margin)])
 
     def _draw_line(self, cells: list[list[str]], points: Sequence[Point], low: float, high: float) -> None:
         """The mean of the points of each column of dots; a line from one to the next."""
@@ -155,23 +156,23 @@ class _Frame:
 
     def _legend(
         self,
-        rewards: Sequence[Point],
+        panel: Panel,
         evals: Mapping[str, Sequence[Point]],
         constants: Mapping[str, float],
         margin: int,
     ) -> list[str]:
         indent = " " * (margin + 2)
         found = []
-        if rewards:
+        if panel.train:
             line = self.marks.line * 2 if self.marks.line is not None else "⠤⠒"
-            found.append(
-                f"{indent}{line} training reward of the steps: first {rewards[0][1]:.3g}, last {rewards[-1][1]:.3g}"
-            )
+            first, last = (number(panel.train[place][1]) for place in (0, -1))
+            name = panel.train_name or panel.name
+            found.append(f"{indent}{line} training {name} of the steps: first {first}, last {last}")
         for mark, (env, points) in zip(itertools.cycle(self.marks.evals), evals.items(), strict=False):
-            last = f", {points[-1][1]:.3f} after step {points[-1][0]}" if len(points) > 1 else ""
-            found.append(f"{indent}{mark}  {env}: success {points[0][1]:.3f} after step {points[0][0]}{last}")
+            said = ", ".join(f"{number(value)} after step {step}" for step, value in points[:: len(points) - 1 or 1])
+            found.append(f"{indent}{mark}  {env}: {panel.name} {said}")
         found += [
-            f"{indent}{self.marks.constant * 2} {env}: best constant policy, {value:.3f}"
+            f"{indent}{self.marks.constant * 2} {env}: best constant policy, {number(value)}"
             for env, value in constants.items()
         ]
         return found

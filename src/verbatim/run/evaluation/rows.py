@@ -6,10 +6,11 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from verbatim.core.texts import number
 from verbatim.run.evaluation.intervals import Estimate
 from verbatim.run.evaluation.pairs import Difference
 from verbatim.run.evaluation.results import EnvResult, ExampleResult
-from verbatim.run.evaluation.texts import counted, number, with_interval
+from verbatim.run.evaluation.texts import counted, with_interval
 
 Row = tuple[str, ...]
 """A heading, then a text for each column."""

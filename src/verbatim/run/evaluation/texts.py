@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-
+from verbatim.core.texts import number
 from verbatim.run.evaluation.intervals import Estimate
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -18,20 +17,6 @@ def letter(place: int) -> str:
     """
     number, place = divmod(place, len(LETTERS))
     return LETTERS[place] + (str(number + 1) if number else "")
-
-
-def number(value: float, *, signed: bool = False) -> str:
-    """Three places for what is below 10, less for more; `-` for NaN.
-
-    >>> [number(x) for x in (float("nan"), 0.5, 12.346, 1234.5, -0.0002)], number(0.25, signed=True)
-    (['-', '0.500', '12.35', '1,234', '-0.000'], '+0.250')
-    """
-    if math.isnan(value):
-        return "-"
-    if math.isinf(value):
-        return "inf" if value > 0 else "-inf"
-    places = 3 if abs(value) < 10 else 2 if abs(value) < 1000 else 0
-    return f"{value:{'+' if signed else ''},.{places}f}"
 
 
 def with_interval(found: Estimate, *, signed: bool = False) -> str:
