@@ -2,8 +2,10 @@
 
 import io
 import logging
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 from rich.table import Table
@@ -77,6 +79,71 @@ def test_logs_show_hostile_text_and_tracebacks_as_they_are(tmp_path):
         assert "\x1b" not in written
         assert "\x9b" not in written
     assert (tmp_path / "log").read_text().count(SHOWN) == 2  # the message, and the end of the traceback
+
+
+def logged(shown_on: PlainConsole, write: Callable[[logging.Logger], None]) -> list[str]:
+    """The lines that a log record is on this console."""
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    root.handlers.clear()
+    try:
+        log_to_console(shown_on)
+        write(logging.getLogger("verbatim"))
+    finally:
+        root.handlers[:] = before
+        root.setLevel(level)
+    return shown_on.file.getvalue().splitlines()
+
+
+def failing(log: logging.Logger) -> None:
+    try:
+        raise ValueError("/a/long/path/" * 30)
+    except ValueError:
+        log.exception("it failed")
+
+
+@pytest.mark.parametrize("options", [{}, {"width": 60}, {"width": 60, "force_terminal": True, "color_system": None}])
+def test_a_log_record_is_as_long_as_it_is_with_an_iso_time_and_no_columns(options, monkeypatch):
+    """On a console of 80 columns a record was wrapped into a column of 50, its traceback too."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    path = "/a/path/of/a/run/" * 20
+    (line,) = logged(PlainConsole(file=io.StringIO(), **options), lambda log: log.warning("it is in %s", path))
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d WARNING it is in " + path, line)
+    lines = logged(PlainConsole(file=io.StringIO(), **options), failing)
+    assert lines[0].endswith(" ERROR   it failed") and lines[1] == "Traceback (most recent call last):"
+    assert '    raise ValueError("/a/long/path/" * 30)' in lines
+    assert lines[-1] == "ValueError: " + "/a/long/path/" * 30
+
+
+def test_a_note_is_shown_once_and_a_warning_each_time(monkeypatch):
+    def write(log: logging.Logger) -> None:
+        for _ in range(2):
+            log.info("the renderer is %s", "qwen3")
+            log.warning("it is slow")
+        log.info("the renderer is %s", "glm")
+
+    lines = [line[20:] for line in logged(PlainConsole(file=io.StringIO()), write)]
+    assert lines == [
+        "INFO    the renderer is qwen3",
+        "WARNING it is slow",
+        "WARNING it is slow",
+        "INFO    the renderer is glm",
+    ]
+
+
+def test_in_a_file_nothing_is_wrapped_and_in_a_terminal_tables_fit(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    table = Table("name")
+    table.add_row("word " * 50)
+    in_file = PlainConsole(file=io.StringIO())
+    in_file.print(table)
+    in_file.print("word " * 50)
+    assert sum("word" in line for line in in_file.file.getvalue().splitlines()) == 2
+    on_terminal = PlainConsole(file=io.StringIO(), force_terminal=True, color_system=None)
+    on_terminal.print(table)
+    assert max(map(len, on_terminal.file.getvalue().splitlines())) <= 80
+    monkeypatch.setenv("COLUMNS", "60")  # as a user asks for it
+    assert PlainConsole(file=io.StringIO()).width == 60
 
 
 def test_a_text_that_is_cut_says_how_much():

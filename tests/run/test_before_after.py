@@ -105,11 +105,11 @@ def test_the_opening_is_printed_once_and_the_rest_side_by_side(tmp_path):
         ["before", "(step", "0)", "after", "(step", "20)"],
         ["agent", "guess(number=9)", "agent", "guess(number=3)"],
         ["tool", "lower", "tool", "correct"],
-        ["agent", "guess(number=9)", "end", "success,", "reward", "1"],
+        ["agent", "guess(number=9)", "end", "success,", "reward", "1.000"],
         ["tool", "lower"],
         ["agent", "guess(number=1)"],
         ["tool", "higher"],
-        ["end", "failure,", "reward", "0"],
+        ["end", "failure,", "reward", "0.000"],
     ]
     assert len({line.rindex("agent") for line in table[1:2]} | {table[2].rindex("tool"), table[3].rindex("end")}) == 1
 
@@ -152,3 +152,24 @@ def test_what_an_encoding_cannot_write_and_control_characters_do_no_harm(tmp_pat
 )
 def test_messages_of_any_form_have_a_text(message, text):
     assert message_text(message, 400) == text
+
+
+def test_in_a_file_the_sides_stand_below_each_other_in_whole_lines(tmp_path, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    said = "lower " * 40
+    (found,) = compared(
+        tmp_path, (0, [episode("secret-3", 0.0, (9, said))]), (20, [episode("secret-3", 1.0, (3, "correct"))])
+    )
+    console = PlainConsole(file=io.StringIO())
+    print_comparison(found, console)
+    lines = [line.split(maxsplit=1) for line in map(str.strip, console.file.getvalue().splitlines()) if line]
+    assert lines[lines.index(["before", "(step 0)"]) :] == [
+        ["before", "(step 0)"],
+        ["agent", "guess(number=9)"],
+        ["tool", said.strip()],
+        ["end", "failure, reward 0.000"],
+        ["after", "(step 20)"],
+        ["agent", "guess(number=3)"],
+        ["tool", "correct"],
+        ["end", "success, reward 1.000"],
+    ]

@@ -12,6 +12,9 @@ from rich.text import Text
 
 from verbatim.core.texts import printable
 
+UNBOUNDED = 10_000
+"""Columns of a file or a pipe: nothing is wrapped there, so that lines can be searched and copied."""
+
 
 class PlainConsole(Console):
     r"""A rich console on which `[bold]` and `:smile:` are shown as they are written, and a control character as `\x1b`:
@@ -24,6 +27,8 @@ class PlainConsole(Console):
 
     def __init__(self, *, stderr: bool = False, **options: Any) -> None:
         super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False, **options)
+        if not self.is_terminal and "width" not in options and not os.environ.get("COLUMNS"):
+            self.width = UNBOUNDED
 
     def render_str(self, text: str, **options: Any) -> Text:
         """A string as `Text`; control characters are escaped before it is measured, so that tables fit."""

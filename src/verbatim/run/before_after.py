@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from verbatim.core.texts import printable
+from verbatim.core.plain_console import UNBOUNDED
+from verbatim.core.texts import number, printable
 from verbatim.core.trajectory_json import was_cut
 from verbatim.core.types import Message, Trajectory
 from verbatim.environments.base import Environment, succeeded
@@ -23,6 +25,8 @@ _LONGEST = 400
 _MOST = 24
 """Messages that are shown of an episode, without those that both begin with."""
 _ROLES = {"assistant": "agent"}
+_Line = tuple[Text, Text]
+"""Who speaks, and what is said."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,36 +114,54 @@ def compare(run: Path, environments: Mapping[str, Environment]) -> list[Comparis
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
-    """The opening messages, then what followed them before and after, side by side."""
+    """The opening messages, then what followed them before and after: side by side, or, where lines have no end, below
+    each other."""
     pair, why = comparison.shown
     opening = _common(pair.before.messages, pair.after.messages)
-    width = min(console.width, 100)
+    is_plain = console.width >= UNBOUNDED
+    width = None if is_plain else min(console.width, 100)
     title = f"one episode before and after: {comparison.env}, example {pair.before.example_id}, same seed"
     console.print(Text(_safe(title, console), style="bold"), width=width)
     console.print(Text(f"({why})", style="dim"), width=width)
     console.print()
-    lines = Table.grid(padding=(0, 2), expand=False)
-    for message in _few(pair.before.messages[:opening]):
-        lines.add_row(*_cells(message, console))
-    console.print(lines, width=width)
+    console.print(_grid([_cells(message, console) for message in _few(pair.before.messages[:opening])]), width=width)
     console.print()
-    console.print(_side_by_side(comparison.steps, pair, opening, console), width=width)
+    sides = [
+        (
+            Text(f"{when} (step {step})", style="bold"),
+            [
+                *(_cells(message, console) for message in _few(side.messages[opening:])),
+                (Text("end", style="dim"), Text(_outcome(side, success), style="bold")),
+            ],
+        )
+        for when, step, side, success in (
+            ("before", comparison.steps[0], pair.before, pair.succeeded_before),
+            ("after", comparison.steps[1], pair.after, pair.succeeded_after),
+        )
+    ]
+    if not is_plain:
+        console.print(_side_by_side(sides), width=width)
+        return
+    for heading, lines in sides:
+        console.print(heading)
+        console.print(_grid(lines))
 
 
-def _side_by_side(steps: tuple[int, int], pair: Pair, opening: int, console: Console) -> Table:
+def _grid(lines: Sequence[_Line]) -> Table:
+    grid = Table.grid(padding=(0, 2), expand=False)
+    for line in lines:
+        grid.add_row(*line)
+    return grid
+
+
+def _side_by_side(sides: Sequence[tuple[Text, Sequence[_Line]]]) -> Table:
     """What followed the opening messages, and what came of it."""
     table = Table(box=None, padding=(0, 1), pad_edge=False, show_edge=False, expand=True)
-    sides = []
-    for when, step, side, success in (
-        ("before", steps[0], pair.before, pair.succeeded_before),
-        ("after", steps[1], pair.after, pair.succeeded_after),
-    ):
+    for title, _ in sides:
         table.add_column("", no_wrap=True, min_width=6)
-        table.add_column(Text(f"{when} (step {step})", style="bold"), ratio=1, overflow="fold")
-        said = [_cells(message, console) for message in _few(side.messages[opening:])]
-        sides.append([*said, (Text("end", style="dim"), Text(_outcome(side, success), style="bold"))])
-    for row in range(max(map(len, sides))):
-        table.add_row(*(cell for side in sides for cell in (side[row] if row < len(side) else ("", ""))))
+        table.add_column(title, ratio=1, overflow="fold")
+    for row in itertools.zip_longest(*(lines for _, lines in sides), fillvalue=(Text(), Text())):
+        table.add_row(*(cell for line in row for cell in line))
     return table
 
 
@@ -165,11 +187,11 @@ def _few(messages: Sequence[Message]) -> list[Message]:
 def _outcome(trajectory: Trajectory, success: bool) -> str:
     if trajectory.error is not None:
         return "ended with an error"
-    earned = "no reward" if trajectory.reward is None else f"reward {trajectory.reward:.3g}"
+    earned = "no reward" if trajectory.reward is None else f"reward {number(trajectory.reward)}"
     return f"{'success' if success else 'failure'}, {earned}"
 
 
-def _cells(message: Message, console: Console) -> tuple[Text, Text]:
+def _cells(message: Message, console: Console) -> _Line:
     """Who speaks, and what is said."""
     role = str(message.get("role", ""))
     said = _safe(message_text(message, _LONGEST), console)

@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
-from rich.logging import RichHandler
+from rich.text import Text
 
 from verbatim.core.errors import VerbatimError
 from verbatim.core.machine_faults import describe, is_out_of_memory
 from verbatim.core.redaction import WithoutSecrets
 from verbatim.core.texts import end_of_file, printable
 
+_STYLES = {logging.WARNING: "yellow", logging.ERROR: "bold red", logging.CRITICAL: "bold red"}
 _FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
 
@@ -75,9 +76,32 @@ def log_for_a_while(console: Console, level: int) -> Iterator[None]:
 
 
 def _on_console(console: Console, level: int) -> logging.Handler:
-    handler = RichHandler(level, console=console, show_path=False)
-    handler.setFormatter(WithoutSecrets("%(message)s"))
+    handler = _ConsoleHandler(console, level)
+    handler.setFormatter(WithoutSecrets("%(asctime)s %(levelname)-7s %(message)s", "%Y-%m-%d %H:%M:%S"))
     return handler
+
+
+class _ConsoleHandler(logging.Handler):
+    """Prints records as plain lines, whole however long they are: paths and code can be copied. They go through the
+    console, which keeps its live view below them. A note (INFO) that was shown is not shown again: the check before a
+    run says what the run says too."""
+
+    def __init__(self, console: Console, level: int) -> None:
+        super().__init__(level)
+        self._console = console
+        self._noted: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno == logging.INFO:
+            if (note := record.getMessage()) in self._noted:
+                return
+            self._noted.add(note)
+        try:
+            text = Text(self.format(record))
+            text.stylize(_STYLES.get(record.levelno, "dim"), 20, 27)  # the name of the level
+            self._console.print(text, soft_wrap=True)
+        except (OSError, ValueError):  # the stream is closed, or cannot write the text
+            self.handleError(record)
 
 
 _STARTED = "started (process "

@@ -99,7 +99,7 @@ def _print_curve(curve: Curve, title: str, best_constant: Mapping[str, float], c
 
 
 def _print_figures(summary: Mapping[str, Any], title: str, console: Console) -> None:
-    table = Table(show_header=False, title=f"{title}: results", title_justify="left")
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0), title=f"{title}: results", title_justify="left")
     for key, value in summary.items():
         if key == "environments":
             for env, figures in value.items():

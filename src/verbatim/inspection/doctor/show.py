@@ -49,7 +49,7 @@ class ConsoleReport:
                 f"{d.repeated_in_tree:,} in a prefix tree"
             )
         )
-        facts.append(_side_by_side(d, console.width - 2))
+        facts.append(_side_by_side(d, min(console.width, 120) - 2))
         console.print(Text.assemble((f"break {self._shown}  ", "bold"), _heading(d.kind)))
         for fact in facts:
             console.print(Padding(fact, (0, 0, 0, 2), expand=False))
