@@ -217,7 +217,7 @@ def test_without_a_mark_missing_steps_are_told_where_every_step_has_a_line(path:
     path.write_bytes(damaged)
     found = restore(path, step=4, mark=None, is_record=is_metrics)
     assert found.fault is not None
-    assert f"{path} is damaged: line 2 is no record; 3 records are left." in found.fault
+    assert f"{path} is damaged: line 2 is no record; 3 records up to step 4 are left." in found.fault
 
 
 def test_without_a_mark_a_log_that_was_not_kept_is_not_missed(tmp_path: Path):

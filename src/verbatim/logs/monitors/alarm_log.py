@@ -9,22 +9,16 @@ from typing import Any
 from verbatim.core.formats import content_of, stamped
 from verbatim.logs.monitors.alarm import Alarm
 from verbatim.logs.monitors.base import Monitor
-from verbatim.logs.monitors.jsonl import JsonlWriter, LogMark, read_log
+from verbatim.logs.monitors.jsonl import JsonlLog, read_log
 
 ALARMS = "alarms.jsonl"
 
 
-class AlarmLog(Monitor):
-    """One object for each alarm, with its fields. `mark` is as for `JsonlWriter`."""
-
-    def __init__(self, path: Path, mark: LogMark | None = None) -> None:
-        self.writer = JsonlWriter(path, mark)
+class AlarmLog(JsonlLog, Monitor):
+    """One object for each alarm, with its fields."""
 
     def on_alarm(self, alarm: Alarm) -> None:
         self.writer.write(stamped(ALARMS, vars(alarm)))
-
-    def close(self) -> None:
-        self.writer.close()
 
 
 def alarm_from_json(record: Mapping[str, Any]) -> Alarm:

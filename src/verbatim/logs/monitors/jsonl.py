@@ -99,6 +99,16 @@ class JsonlWriter:
         self._is_torn = False
 
 
+class JsonlLog:
+    """A log in one file of JSON lines. `mark` is as for `JsonlWriter`."""
+
+    def __init__(self, path: Path, mark: LogMark | None = None) -> None:
+        self.writer = JsonlWriter(path, mark)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
 def measure(path: Path, size: int | None = None) -> LogMark:
     """The mark at the end of a file, or after its first `size` bytes; that of an empty one where it is missing."""
     found, records, crc = 0, 0, 0

@@ -9,20 +9,20 @@ from typing import Any
 
 from verbatim.core.formats import FORMATS, KEY, stamped
 from verbatim.logs.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics, Monitor
-from verbatim.logs.monitors.jsonl import JsonlWriter, LogMark, read_log
+from verbatim.logs.monitors.jsonl import JsonlLog, LogMark, read_log
 
 METRICS = "metrics.jsonl"
 
 
-class MetricsLog(Monitor):
+class MetricsLog(JsonlLog, Monitor):
     """`{"format": 1, "step": 3, "kind": "train", "time": 1767225600.5, "metrics": {...}}`, or `"kind": "eval"` with
     `"env"`.
 
-    `time` is when the line was written, in seconds since 1970 (UTC). `mark` is as for `JsonlWriter`.
+    `time` is when the line was written, in seconds since 1970 (UTC).
     """
 
     def __init__(self, path: Path, *, now: Callable[[], float] = time.time, mark: LogMark | None = None) -> None:
-        self.writer = JsonlWriter(path, mark)
+        super().__init__(path, mark)
         self._now = now
 
     def on_step(self, step: int, metrics: Metrics, distributions: Distributions = NO_DISTRIBUTIONS) -> None:
@@ -33,9 +33,6 @@ class MetricsLog(Monitor):
 
     def _write(self, record: Mapping[str, Any]) -> None:
         self.writer.write(stamped(METRICS, record))
-
-    def close(self) -> None:
-        self.writer.close()
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:

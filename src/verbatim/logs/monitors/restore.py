@@ -138,13 +138,10 @@ def _parse(line: bytes) -> Any:
 def _what_is_wrong(path: Path, kept: _Kept, step: int, mark: LogMark | None, *, every_step: bool) -> str | None:
     left = kept.mark.records
     absent = [number for number in range(1, step + 1) if number not in kept.steps] if every_step else []
-    if mark is None and not absent:
-        unreadable = [number for number in kept.unreadable if number < kept.last_line]
-        if not unreadable:
-            return None
-        return f"{path} is damaged: {_lines(unreadable)}; {left} records are left"
-    missing = mark is None or left < mark.records
-    unreadable = [number for number in kept.unreadable if missing or number < kept.last_line]
+    is_short = bool(absent) if mark is None else left < mark.records
+    unreadable = [number for number in kept.unreadable if is_short or number < kept.last_line]
+    if mark is None and not absent and not unreadable:
+        return None
     if not path.exists():
         why = f"{path} is missing"
     elif unreadable:

@@ -11,7 +11,7 @@ from verbatim.core.imports import refuse_without
 from verbatim.core.trajectories.record import TrajectoryRecord
 from verbatim.core.trajectory_json import trajectory_from_json, trajectory_to_json
 from verbatim.core.types import Trajectory
-from verbatim.logs.monitors.jsonl import JsonlWriter, LogMark, read_jsonl
+from verbatim.logs.monitors.jsonl import JsonlLog, read_jsonl
 
 TRAJECTORIES = "trajectories"
 """The folder of a run's fate files."""
@@ -19,17 +19,11 @@ EVALUATIONS = "evaluations"
 """The folder of those of evaluated episodes."""
 
 
-class TrajectoryLog:
-    """Appends trajectories with the step that they were trained in. `mark` is as for `JsonlWriter`."""
-
-    def __init__(self, path: Path, mark: LogMark | None = None) -> None:
-        self.writer = JsonlWriter(path, mark)
+class TrajectoryLog(JsonlLog):
+    """Appends trajectories with the step that they were trained in."""
 
     def write(self, step: int, trajectory: TrajectoryRecord) -> None:
         self.writer.write({"step": step, "trajectory": trajectory_to_json(trajectory)})
-
-    def close(self) -> None:
-        self.writer.close()
 
 
 def read_trajectories(path: Path) -> Iterator[tuple[int, Trajectory]]:
