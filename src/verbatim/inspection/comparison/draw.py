@@ -27,7 +27,6 @@ def draw_comparison(comparison: Comparison, path: Path) -> None:
         UsageError: matplotlib is missing.
     """
     refuse_without("matplotlib", extra="plot", what="--plot")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     names = [curves.name for curves in comparison.curves]
@@ -36,7 +35,6 @@ def draw_comparison(comparison: Comparison, path: Path) -> None:
     columns = min(2, len(panels)) or 1
     rows = -(-len(panels) // columns) or 1
     figure = Figure(figsize=(6 * columns, 3.2 * rows), layout="constrained")  # no pyplot: no global state, no display
-    FigureCanvasAgg(figure)
     for place, name in enumerate(panels):
         axes = figure.add_subplot(rows, columns, place + 1)
         of = name.removeprefix("success of ") if name.startswith("success of ") else None

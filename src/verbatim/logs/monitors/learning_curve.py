@@ -118,12 +118,10 @@ def draw_curve(curve: Curve, path: Path, *, title: str = "", best_constant: Mapp
         UsageError: matplotlib is missing.
     """
     refuse_without("matplotlib", extra="plot", what="a learning curve")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     panels = curve.panels
     figure = Figure(figsize=(8, 4.5 if len(panels) == 1 else 7.5), layout="constrained")  # no pyplot: no global state
-    FigureCanvasAgg(figure)
     for panel, axes in zip(panels, figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0], strict=True):
         _draw_panel(axes, panel, best_constant or {} if panel.name == "success" else {})
     figure.axes[-1].set(xlabel="step")
