@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from verbatim.core.types import Int32
 from verbatim.inference.chat.partial import Growing
 from verbatim.inference.chat.protocol import ChatReply, ChatStream
@@ -16,7 +18,7 @@ QUIET_SECONDS = 10.0
 _PAUSE = 0.02
 """Seconds between two readings of what was sampled, so that many streams leave the processor to others."""
 
-ReadPartial = Callable[[Sequence[int], Int32], Awaitable[tuple[str, str]]]
+ReadPartial = Callable[[Int32, Int32], Awaitable[tuple[str, str]]]
 """(ids, prompt) -> the thinking and the content that a reply will begin with, after these ids."""
 
 
@@ -95,7 +97,7 @@ class LiveAnswer:
             for one in growing:
                 if self.prompt_ids is None or not one.is_due:
                     continue
-                delta = one.gained(*await read(one.ids, self.prompt_ids))
+                delta = one.gained(*await read(np.array(one.ids, dtype=np.int32), self.prompt_ids))
                 if delta is not None:
                     if not has_begun:
                         has_begun = True

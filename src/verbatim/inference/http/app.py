@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
-import json
 import logging
 import os
 import random
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -35,7 +34,15 @@ from verbatim.inference.elsewhere import is_key, key_of
 from verbatim.inference.http import protocol
 from verbatim.inference.http.chat_desk import ChatDesk
 from verbatim.inference.http.chat_routes import ChatRoutes
-from verbatim.inference.http.exchange import STOPPING, ClientGone, StopEvent, check_head, read_body, while_there
+from verbatim.inference.http.exchange import (
+    STOPPING,
+    ClientGone,
+    StopEvent,
+    check_head,
+    json_answer,
+    read_body,
+    while_there,
+)
 from verbatim.inference.http.json_size import LARGE, MOST_VALUES
 from verbatim.inference.http.limits import ServerLimits
 from verbatim.inference.http.protocol import brief
@@ -138,7 +145,7 @@ class SamplerApp:
     async def _health(self, request: Request) -> Response:
         failure = failure_of(self._sampler)
         return (
-            JSONResponse({"status": "ok", "server": self._id})
+            json_answer({"status": "ok", "server": self._id})
             if failure is None
             else self._refusal(request, Refused(503, failure))
         )
@@ -147,10 +154,7 @@ class SamplerApp:
         return model_list(self._card())
 
     async def _one_model(self, request: Request) -> dict[str, Any]:
-        if request.path_params["name"] != self._model:
-            raise Refused(
-                404, f"there is no model {brief(request.path_params['name'])} here; this server has {self._model!r}"
-            )
+        check_model(request.path_params["name"], self._model)
         return self._card()
 
     def _card(self) -> dict[str, Any]:
@@ -260,7 +264,7 @@ class SamplerApp:
             raise Refused(408, f"the upload did not arrive within {self._limits.body_seconds:g} s") from None
         except ConnectionError:
             raise ClientGone from None
-        return JSONResponse(body, status)
+        return json_answer(body, status)
 
     # ---- shared by all endpoints
 
@@ -286,7 +290,7 @@ class SamplerApp:
                 self._check_key(request)
                 self._check_host(request)
                 found = await endpoint(request)
-                return found if isinstance(found, Response) else JSONResponse(found)
+                return found if isinstance(found, Response) else json_answer(found)
             except (ClientGone, ClientDisconnect):
                 return Response(status_code=499)  # client closed request
             except Refused as error:
@@ -322,9 +326,7 @@ class SamplerApp:
         if not kind and not request.url.path.startswith("/v1/"):  # read by `HttpSampler`, which knows these two
             kind = "invalid_request_error" if status < 500 else "unavailable"
         form = self._chat.protocols.of(request.url.path.removeprefix("/v1/"))
-        # In ASCII, because messages may quote lone surrogates.
-        text = json.dumps(form.error(status, refused.message, refused.field, kind))
-        answer = Response(text, status_code=status, media_type="application/json")
+        answer = json_answer(form.error(status, refused.message, refused.field, kind), status)
         if status in (408, 411):  # without waiting for the rest of the body
             answer.headers["connection"] = "close"
         return answer

@@ -45,8 +45,7 @@ _HEADER = struct.Struct("!Q")
 class ChatDesk(ABC):
     """Runs what needs the renderer."""
 
-    @abstractmethod
-    async def start(self) -> None:
+    async def start(self) -> None:  # noqa: B027  (there may be nothing to wait for)
         """Wait until it can render.
 
         Raises:
@@ -79,9 +78,6 @@ class ThreadDesk(ChatDesk):
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="verbatim-chat")
-
-    async def start(self) -> None:
-        """Nothing to wait for."""
 
     async def close(self) -> None:
         """End the thread after its present task."""

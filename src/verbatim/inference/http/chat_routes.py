@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 
-import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -159,14 +158,11 @@ class ChatRoutes:
         working = asyncio.ensure_future(self._replies(asked, stamp, live))
         working.add_done_callback(lambda _: live.wake())
 
-        async def read(ids: Sequence[int], prompt_ids: Int32) -> tuple[str, str]:
-            return await desk.run(0, read_partial, asked, np.array(ids, dtype=np.int32))
-
-        async def replies() -> list[ChatReply]:
-            return await working
+        async def read(ids: Int32, prompt_ids: Int32) -> tuple[str, str]:
+            return await desk.run(0, read_partial, asked, ids)
 
         try:
-            shown = live.events(stream, working, read, replies, begins_at_once=True)
+            shown = live.events(stream, working, read, lambda: working, begins_at_once=True)
             async with contextlib.aclosing(shown) as events:
                 async for event in events:
                     yield event

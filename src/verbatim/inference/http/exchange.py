@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mappi
 from typing import Any, TypeVar
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from verbatim.inference.chat.base import ChatProtocol
@@ -32,12 +32,14 @@ class ClientGone(Exception):
     """The client has closed its connection."""
 
 
-def json_answer(body: Mapping[str, Any]) -> Response:
-    """A JSON answer. What no UTF-8 can hold, in a text that a client sent, is written as JSON's own escapes."""
-    try:
-        return JSONResponse(body)
-    except UnicodeEncodeError:
-        return Response(json.dumps(body), media_type="application/json")
+def json_answer(body: Mapping[str, Any], status: int = 200) -> Response:
+    """A JSON answer, in ASCII: texts may hold half a character."""
+    return Response(to_json(body), status, media_type="application/json")
+
+
+def to_json(body: Mapping[str, Any]) -> bytes:
+    """The text of JSON in ASCII."""
+    return json.dumps(body, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
 def check_head(request: Request, most: int, limits: ConnectionLimits) -> None:
@@ -191,7 +193,7 @@ class Reply:
 
     async def whole(self, status: int, body: Mapping[str, Any]) -> None:
         """Write all of it, in ASCII: texts may hold lone surrogates."""
-        data = json.dumps(body).encode("ascii")
+        data = to_json(body)
         await self._begin(status, {"content-type": "application/json", "content-length": str(len(data))})
         await self._write(data, last=True)
 

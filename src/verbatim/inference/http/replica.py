@@ -27,7 +27,53 @@ _FROM_A_FOLDER = (
 )
 
 
-class HttpReplica:
+class ServedReplica:
+    """What replicas are whose servers are asked over HTTP.
+
+    Args:
+        url: The server's root.
+        name: For messages.
+        context_length: Most tokens of prompt and completion together.
+        vocab_size: Ids are below this.
+        policy_version: Of the weights that the server has.
+        api_key: Sent as a bearer token.
+        seconds: For the answer to what is no request of an episode.
+        headers: Sent with that.
+
+    Raises:
+        UsageError: a version, a limit or a key that cannot be used.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        name: str,
+        context_length: int,
+        vocab_size: int,
+        policy_version: int,
+        api_key: str | None,
+        seconds: float,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        check_version(policy_version)
+        self.name: Final = name
+        """For messages."""
+        self.url: Final = url
+        """The server's root."""
+        self.context_length: Final = context_length
+        """Most tokens of prompt and completion together."""
+        self.vocab_size: Final = vocab_size
+        """Ids are below this."""
+        self.policy_version = policy_version
+        """The version of the weights in use."""
+        self._client = HttpClient(url, api_key=api_key, request_timeout=seconds, max_retries=0, headers=headers)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r}, name={self.name!r})"
+
+
+class HttpReplica(ServedReplica):
     """A `Sampler` over one server of ours that belongs to a run.
 
     The server has another name each time that it is started. An answer under another name than at the start is
@@ -66,7 +112,6 @@ class HttpReplica:
         request_timeout: float = 3600.0,
         max_retries: int = 2,
     ) -> None:
-        check_version(policy_version)
         self._http = HttpSampler(
             url,
             api_key=api_key,
@@ -76,27 +121,20 @@ class HttpReplica:
             request_timeout=request_timeout,
             max_retries=max_retries,
         )
-        self._control = HttpClient(
-            self._http.url, api_key=api_key, request_timeout=update_timeout + CONNECT, max_retries=0
+        super().__init__(
+            self._http.url,
+            name=name,
+            context_length=context_length,
+            vocab_size=vocab_size,
+            policy_version=policy_version,
+            api_key=api_key,
+            seconds=update_timeout + CONNECT,
         )
-        self.name: Final = name
-        """For messages."""
-        self.url: Final = self._http.url
-        """The server's root."""
-        self.context_length: Final = context_length
-        """Most tokens of prompt and completion together."""
-        self.vocab_size: Final = vocab_size
-        """Ids are below this."""
-        self.policy_version = policy_version
-        """The version of the weights in use."""
         self._first_version = policy_version
         self._how = how
         self._weight_transfer = weight_transfer
         self._update_timeout = update_timeout
         self._sessions = uuid.uuid4().hex  # another run may have left sessions of the same names
-
-    def __repr__(self) -> str:
-        return f"HttpReplica({self.url!r}, name={self.name!r})"
 
     @property
     def num_unverified(self) -> int:
@@ -130,7 +168,7 @@ class HttpReplica:
         """
         check_version(version)
         async with phase(self.name, "upload weights", self._update_timeout):
-            there = await path_there(self._control, path, version, shares_folders=self._weight_transfer == "files")
+            there = await path_there(self._client, path, version, shares_folders=self._weight_transfer == "files")
         answer = await self._ask("load weights", "POST", protocol.WEIGHTS, {"path": there, "version": version})
         self._refuse_another_server(answer)
         if answer.get("policy_version") != version:
@@ -153,7 +191,7 @@ class HttpReplica:
     async def close(self) -> None:
         """Let go of the connections; what is in flight in this event loop ends as cancelled. The server goes on."""
         await self._http.close()
-        await self._control.close()
+        await self._client.close()
 
     # ---- what the server is, and how it is
 
@@ -233,7 +271,7 @@ class HttpReplica:
             SamplerFault: it does not within 10 seconds, its engine is dead, or it was started again.
         """
         async with phase(self.name, "health", CONNECT):
-            self._refuse_another_server(await self._control.ask("GET", "/health", None, _read_object))
+            self._refuse_another_server(await self._client.ask("GET", "/health", None, _read_object))
 
     async def load_metrics(self) -> ReplicaLoad:
         """How busy the server is.
@@ -260,7 +298,7 @@ class HttpReplica:
         read: Callable[[Answer], Any] | None = None,
     ) -> Any:
         async with phase(self.name, doing, self._update_timeout):
-            return await self._control.ask(method, path, None if body is None else encode(body), read or _read_object)
+            return await self._client.ask(method, path, None if body is None else encode(body), read or _read_object)
 
 
 def _read_object(answer: Answer) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -18,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from verbatim.core.errors import RecordError, SamplerFault, UsageError
-from verbatim.core.sampling import SamplingParams
 from verbatim.core.types import Float32, Int32
 from verbatim.inference.base import Completion, SampleRequest, nothing_sampled
 from verbatim.inference.http import protocol, scoring
@@ -168,8 +166,8 @@ class HttpSampler:
             return completion
         if completion.policy_versions is not None and len(completion.ids):
             self._heard({"policy_version": int(completion.policy_versions[-1])})
-        plain = self._processed_logprobs or _is_plain(request.params)
-        return completion if plain else replace(completion, logprobs=None)
+        as_modelled = request.params.temperature == 1 and not request.params.truncates
+        return completion if self._processed_logprobs or as_modelled else replace(completion, logprobs=None)
 
     async def update_weights(self, path: Path, version: int) -> None:
         """Load a Hugging Face folder, which the server reads: it has to be on its machine too.
@@ -178,7 +176,8 @@ class HttpSampler:
             ModelError: the folder does not fit; the engine goes on with the weights it has.
             SamplerFault: the server refuses, has no such endpoint, or cannot be reached.
         """
-        body = encode({"path": _whole(path), "version": version})
+        there = await asyncio.to_thread(path.absolute)  # the server works in another folder
+        body = encode({"path": str(there), "version": version})
         answer = await self._client.ask("POST", protocol.WEIGHTS, body, read_answer)
         self._heard(self._object(answer))
 
@@ -324,11 +323,6 @@ def _is_found(answer: Answer) -> bool:
     return True
 
 
-def _whole(path: Path) -> str:
-    """The server works in another folder."""
-    return os.path.abspath(path)
-
-
 def read_answer(answer: Answer, if_missing: str = "") -> Any:
     """The JSON of an answer. An error that one of our servers raised is raised here, by its name.
 
@@ -353,8 +347,3 @@ def _read_cards(answer: object, model: str | None) -> dict[str, Any]:
     cards = [card for card in listed if isinstance(card, dict)] if isinstance(listed, list) else []
     card = next((c for c in cards if c.get("id") == model), cards[0] if cards else {})
     return {"model": card.get("id"), "context_length": card.get("max_model_len")}
-
-
-def _is_plain(params: SamplingParams) -> bool:
-    """Whether the distribution that is sampled from is the model's own."""
-    return params.temperature == 1 and not params.truncates

@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final
 
 from verbatim.config.inference import OnWeightUpdate
 from verbatim.core.errors import SamplerFault, UsageError
 from verbatim.core.types import Float32, Int32
 from verbatim.inference.base import Completion, SampleRequest
-from verbatim.inference.http.client import CONNECT, HttpClient
+from verbatim.inference.http.client import CONNECT
+from verbatim.inference.http.replica import ServedReplica
 from verbatim.inference.http.sampler import HttpSampler
 from verbatim.inference.http.uploads import path_there
 from verbatim.inference.pool.base import ReplicaLoad
@@ -45,7 +45,7 @@ class _Route:
     """Completions that it has not answered."""
 
 
-class VllmReplica:
+class VllmReplica(ServedReplica):
     """A `Sampler` over one vLLM server.
 
     A server that sleeps is woken up by its next update: its weights first, which are loaded and proven, then its cache.
@@ -102,7 +102,6 @@ class VllmReplica:
         adapter_rank: int | None = None,
         return_routed_experts: bool = False,
     ) -> None:
-        check_version(policy_version)
         self._connect = partial(
             HttpSampler,
             url,
@@ -118,25 +117,18 @@ class VllmReplica:
         self._former: list[_Route] = []
         self._adapter_rank, self._return_routed_experts = adapter_rank, return_routed_experts
         self._model = model
-        self.name: Final = name
-        """For messages."""
-        self.url: Final = self._http.url
-        """The server's root."""
-        self.context_length: Final = context_length
-        """Most tokens of prompt and completion together."""
-        self.vocab_size: Final = vocab_size
-        """Ids are below this."""
-        self.policy_version = policy_version
-        """The version of the weights in use."""
-        self._on_weight_update = on_weight_update
-        self._control_client = HttpClient(
-            self.url,
+        super().__init__(
+            self._http.url,
+            name=name,
+            context_length=context_length,
+            vocab_size=vocab_size,
+            policy_version=policy_version,
             api_key=api_key,
-            request_timeout=phase_timeout + _BEYOND_A_PHASE,
-            max_retries=0,
+            seconds=phase_timeout + _BEYOND_A_PHASE,
             headers={"Connection": "close"},  # vLLM closes a connection after an error, maybe under the next request
         )
-        self._control = VllmControl(self._control_client, name=name, phase_timeout=phase_timeout)
+        self._on_weight_update = on_weight_update
+        self._control = VllmControl(self._client, name=name, phase_timeout=phase_timeout)
         self._weight_transfer, self._broadcast = weight_transfer, broadcast
         self._nccl = broadcast.sender.store.nccl if broadcast is not None and broadcast.kind == "nccl" else None
         self._pieces: Sequence[Piece] = ()
@@ -148,9 +140,6 @@ class VllmReplica:
         self._asleep: set[Memory] = set()
         self.seconds_waking: float | None = None
         """Seconds that its last waking took, without loading; None if it never slept."""
-
-    def __repr__(self) -> str:
-        return f"VllmReplica({self.url!r}, name={self.name!r})"
 
     @property
     def _http(self) -> HttpSampler:
@@ -265,7 +254,7 @@ class VllmReplica:
     async def _there(self, path: Path, version: int) -> str:
         """The path of a published folder on the server's host."""
         shares_folders = self._weight_transfer != "http"
-        return await path_there(self._control_client, path, version, shares_folders=shares_folders)
+        return await path_there(self._client, path, version, shares_folders=shares_folders)
 
     async def sleep(self) -> None:
         """Release the device's memory: weights and cache. The next `update_weights` takes it again, and loads.
@@ -320,7 +309,7 @@ class VllmReplica:
         """Let go of the connections; what is in flight in this event loop ends as cancelled. The server goes on."""
         for route in (*self._former, self._route):
             await route.http.close()
-        await self._control_client.close()
+        await self._client.close()
 
     # ---- what the server is, and how it is
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -14,6 +14,7 @@ from starlette.requests import Request
 from verbatim.core.types import Int32
 from verbatim.inference.chat.base import ChatProtocol
 from verbatim.inference.chat.messages import text_of_all
+from verbatim.inference.chat.partial import partial_texts
 from verbatim.inference.chat.protocol import ChatReply, ChatRequest, Stamp
 from verbatim.inference.http.exchange import Reply
 from verbatim.inference.http.json_size import LARGE
@@ -153,8 +154,8 @@ async def answer_chat(session: Session, request: Request, chat: ReadChat, reply:
             asked, agent=sender.agent, thread=sender.thread, trained=sender.trained, body=given, progress=progress
         )
 
-    async def read(ids: Sequence[int], prompt_ids: Int32) -> tuple[str, str]:
-        return session.read_partial(ids, asked, prompt_ids)
+    async def read(ids: Int32, prompt_ids: Int32) -> tuple[str, str]:
+        return partial_texts(ids, asked, session.loop.renderer, prompt_ids)
 
     stamp = Stamp(created=int(time.time()), model=asked.model or MODEL)
     exchange = await session.exchanges.open(

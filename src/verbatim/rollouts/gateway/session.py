@@ -10,15 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from verbatim.core.errors import RecordError, RolloutError, SamplerFault
 from verbatim.core.sampling import SamplingParams
 from verbatim.core.tasks import run_together
 from verbatim.core.types import Int32, Message, StopReason
 from verbatim.inference import base
 from verbatim.inference.base import Completion, SampleRequest
-from verbatim.inference.chat.partial import partial_texts
 from verbatim.inference.chat.protocol import ChatReply, ChatRequest
 from verbatim.inference.chat.reply import read_reply
 from verbatim.inference.chat.stops import watch_for
@@ -175,7 +172,8 @@ class Session:
                     request = dataclasses.replace(request, stop=tuple(dict.fromkeys((*request.stop, *params.stop))))
                     params = dataclasses.replace(params, stop=())
                 prompt = self._prompt(match, request, trained=trained and params.temperature > 0)
-                replies = await self._replies(match, prompt, params, request, progress)
+                each = [self._one(match, prompt, params, request, progress, k) for k in range(request.n)]
+                replies = await run_together(each) if request.n > 1 else [await each[0]]
                 answered = True
                 return replies
         except SamplerFault:
@@ -259,10 +257,6 @@ class Session:
         finally:
             self._num_open -= 1
 
-    def read_partial(self, ids: Sequence[int], request: ChatRequest, prompt_ids: Int32) -> tuple[str, str]:
-        """Thinking and content that a reply will begin with, after these ids."""
-        return partial_texts(np.array(ids, dtype=np.int32), request, self.loop.renderer, prompt_ids)
-
     def delivered(self, exchange: Exchange[Any]) -> None:
         """A client has been sent the whole answer."""
         exchange.delivered = True
@@ -275,18 +269,6 @@ class Session:
         await self.exchanges.end()
         self.counts.update(self._delivery.settle(self.loop.recorder, trained=self.settings.train_undelivered))
 
-    async def _replies(
-        self,
-        match: Match[Kept],
-        prompt: Prompt,
-        params: SamplingParams,
-        request: ChatRequest,
-        progress: Progress | None,
-    ) -> list[ChatReply]:
-        if request.n == 1:
-            return [await self._one(match, prompt, params, request, progress)]
-        return await run_together(self._one(match, prompt, params, request, progress, k) for k in range(request.n))
-
     async def _one(
         self,
         match: Match[Kept],
@@ -294,7 +276,7 @@ class Session:
         params: SamplingParams,
         request: ChatRequest,
         progress: Progress | None,
-        number: int = 0,
+        number: int,
     ) -> ChatReply:
         def read(completion: Completion, prompt_ids: Int32) -> ChatReply:
             return read_reply(completion, request, self.loop.renderer, prompt_ids, call_id=self._call_id)

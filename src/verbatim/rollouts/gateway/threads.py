@@ -13,7 +13,7 @@ answered, is a branch (parallel_call); so are `S U B V`, where B is not what was
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Generic, TypeVar
@@ -104,23 +104,19 @@ class Match(Generic[T]):
     def messages(self) -> tuple[Any, ...]:
         """The whole conversation. Messages that were there before are the ones first seen: the sampled ones as they
         were sampled, whatever the client has made of them."""
-        found = []
-        node = self.end
-        while node.parent is not None:
-            found.append(node.message)
-            node = node.parent
-        return tuple(reversed(found))
+        return tuple(reversed([node.message for node in self._nodes()]))
 
     @property
     def turns(self) -> dict[int, T]:
         """The request's messages that were sampled, by index: their turns."""
-        found: dict[int, T] = {}
+        return {node.depth - 1: node.turn for node in self._nodes() if node.turn is not None}
+
+    def _nodes(self) -> Iterator[Node[T]]:
+        """The request's messages, the last one first."""
         node = self.end
         while node.parent is not None:
-            if node.turn is not None:
-                found[node.depth - 1] = node.turn
+            yield node
             node = node.parent
-        return found
 
     @property
     def num_known(self) -> int:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import logging
 
+from starlette.requests import Request
+
 from verbatim.core.errors import EngineDead, RolloutError, SamplerFault, TemplateFault, UsageError
 from verbatim.core.texts import cut, error_text
 from verbatim.inference.http.refused import Refused
 from verbatim.rollouts.gateway.exchanges import Ended, OtherRequest
-
-try:
-    from starlette.requests import Request
-except ImportError as error:
-    raise UsageError(f"the gateway needs {error.name}: pip install 'verbatim-rl[gateway]'") from None
 
 logger = logging.getLogger(__name__)
 
