@@ -9,7 +9,7 @@ from families import FAMILIES, MORE
 from random_calls import written
 from test_read_calls import renderer_of
 
-from verbatim.models.renderers import bare_values, raw_texts
+from verbatim.models.renderers import bare_values, marked_calls, raw_texts
 
 EDIT = [
     {
@@ -314,4 +314,4 @@ def test_two_calls_of_lfm_2_5_are_two():
 
 
 def test_what_the_readers_say_of_themselves():
-    assert [doctest.testmod(module).failed for module in (bare_values, raw_texts)] == [0, 0]
+    assert [doctest.testmod(module).failed for module in (bare_values, marked_calls, raw_texts)] == [0] * 3
