@@ -248,9 +248,10 @@ async def play(name: str, load: Load) -> Mapping[str, Any]:
     lags.clear()
     stack = contextlib.ExitStack()
     with contextlib.suppress(ImportError):  # an older version has none
-        from verbatim.run.orchestrator.collector import seldom_collected
+        from verbatim.run.orchestrator.collector import seldom_collected, spot_checks
 
         stack.enter_context(seldom_collected())
+        stack.callback(asyncio.create_task(spot_checks()).cancel)
     before, began, wall = resident(), time.process_time(), time.perf_counter()
     dispatcher.start(0, 0)
     groups = await dispatcher.next_batch()

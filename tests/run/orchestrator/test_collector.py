@@ -157,7 +157,7 @@ async def test_where_as_many_objects_end_as_begin_no_pass_has_to_look_at_all_tha
             old.pop()
             new.append([])
         assert num_looked_at() >= 40_000
-        await asyncio.sleep(2.5 * CHECK_EVERY)  # two passes: one looks, the next one leaves out
+        await asyncio.sleep(2.5 * CHECK_EVERY)  # two looks: the second one leaves out
         assert num_looked_at() < 4_000
         checks.cancel()
 
@@ -175,33 +175,55 @@ def num_alive(refs):
     return sum(ref() is not None for ref in refs)
 
 
-def test_where_the_youngest_hold_no_cycles_the_next_passes_leave_them_out():
-    with seldom_collected():
-        gc.collect(0)
-        unseen = [gone_cycles(1) for _ in range(ONE_IN - 1) if gc.collect(0) == 0]
-        gc.collect(0)
-        assert [num_alive(refs) for refs in unseen[:-1]] == [1] * (ONE_IN - 2)
-        assert num_alive(unseen[-1]) == 0, "the pass after them looks again"
+def looks(monkeypatch):
+    """Spot checks that look once each time they are sent something; the first one has looked."""
+    monkeypatch.setattr(collector, "CHECK_EVERY", 0)
+    checks = spot_checks()
+    checks.send(None)
+    checks.send(None)
+    return checks
 
 
-def test_where_the_youngest_hold_cycles_every_pass_looks():
+def test_where_the_youngest_hold_no_cycles_the_next_looks_leave_them_out(monkeypatch):
     with seldom_collected():
+        checks = looks(monkeypatch)
+        unseen = []
+        for _ in range(ONE_IN - 1):
+            unseen += gone_cycles(1)
+            checks.send(None)
+        assert num_alive(unseen) == ONE_IN - 1
+        seen = gone_cycles(1)
+        checks.send(None)
+        assert num_alive(seen) == 0, "the look after them looks again"
+        assert num_alive(unseen) == ONE_IN - 1
+        checks.close()
+
+
+def test_where_the_youngest_hold_cycles_every_look_looks(monkeypatch):
+    with seldom_collected():
+        refs = gone_cycles(FEW)
+        checks = looks(monkeypatch)
         for _ in range(ONE_IN + 2):
-            refs = gone_cycles(FEW)
-            gc.collect(0)
             assert num_alive(refs) == 0
+            refs = gone_cycles(FEW)
+            checks.send(None)
+        checks.close()
+
+
+def test_nothing_is_done_within_a_collection():
+    with seldom_collected():
+        assert not [callback for callback in gc.callbacks if "verbatim" in str(callback)]
 
 
 @pytest.mark.slow
 def test_after_a_run_the_collector_looks_at_everything_again():
     with seldom_collected():
-        gc.collect(0)
         refs = gone_cycles(3)
-        gc.collect(0)
+        gc.freeze()
+        gc.collect()
         assert num_alive(refs) == 3
     gc.collect()
     assert num_alive(refs) == 0
-    assert not any(type(callback).__name__ == "SpotChecks" for callback in gc.callbacks)
 
 
 def test_outside_of_a_run_nothing_is_left_out():

@@ -26,7 +26,7 @@ from verbatim.run.eval_models import EvalModel
 from verbatim.run.evaluation.chosen import chosen
 from verbatim.run.evaluation.outcomes import Outcome
 from verbatim.run.evaluation.results import EnvResult, env_result
-from verbatim.run.orchestrator.collector import group_is_over, seldom_collected
+from verbatim.run.orchestrator.collector import group_is_over, seldom_collected, spot_checks
 from verbatim.run.precision import resolve_sampler
 from verbatim.run.rollouts import (
     check_backend,
@@ -252,7 +252,11 @@ class _Playing:
                 group_is_over()
 
         with seldom_collected():
-            await run_together(work() for _ in range(min(self._concurrency, plan.num_episodes)))
+            checks = asyncio.create_task(spot_checks(), name="spot-checks")
+            try:
+                await run_together(work() for _ in range(min(self._concurrency, plan.num_episodes)))
+            finally:
+                checks.cancel()
 
     def _take(self, plan: EnvPlan, trajectory: Trajectory) -> None:
         """One that ended."""

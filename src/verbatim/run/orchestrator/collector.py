@@ -6,21 +6,20 @@ import asyncio
 import contextlib
 import gc
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from mmap import PAGESIZE
-from typing import Any
 
 THRESHOLDS = (50_000, 10, 50)
 """New objects before the youngest are looked at, and how often that happens before older ones are. With 10,000 episodes
 in flight a pass over the youngest takes 27 ms and one over the next half a million 340 ms: none of what they touch is
-in the processor's caches. See `SpotChecks`."""
+in the processor's caches. See `spot_checks`."""
 CHECK_EVERY = 0.05
-"""Seconds between two passes that `spot_checks` asks for. The collector counts new objects less freed ones: where as
+"""Seconds between two looks of `spot_checks`. The collector counts new objects less freed ones: where as
 many end as begin it makes no pass, and the one that comes at last looks at all that began meanwhile. With 100,000
 episodes in flight that took 9 s."""
 ONE_IN, FEW = 16, 50
-"""While a pass finds fewer cyclic objects than `FEW`, only each `ONE_IN`th is made."""
+"""While a look finds fewer cyclic objects than `FEW`, only each `ONE_IN`th is made."""
 GROWTH, SLACK = 1.25, 100_000
 """Everything is looked through when there are this many times as many objects for each held episode, and so many
 objects more, as the last time. With 10,000 episodes in flight that takes 2 s and with 100,000 more than a minute, in
@@ -47,26 +46,6 @@ _known: list[_Known] = []
 """One within `seldom_collected`, else empty."""
 
 
-class SpotChecks:
-    """A callback of the collector: after a pass that found few cycles it leaves the youngest objects of the next ones
-    out of all collections, instead of looking at them. Where a pass finds more, the next one looks too."""
-
-    def __init__(self) -> None:
-        self._num_to_skip = 0
-        self._is_skipping = False
-
-    def __call__(self, phase: str, info: Mapping[str, Any]) -> None:
-        if info["generation"] == 2:  # asked for
-            return
-        if phase == "start":
-            self._is_skipping = self._num_to_skip > 0
-            if self._is_skipping:
-                self._num_to_skip -= 1
-                gc.freeze()  # nothing is left to look at
-        elif not self._is_skipping:
-            self._num_to_skip = ONE_IN - 1 if info["collected"] < FEW else 0
-
-
 @contextlib.contextmanager
 def seldom_collected() -> Iterator[None]:
     """Leave what exists already (modules, models, tokenizers) out of all collections meanwhile, and look at what is new
@@ -80,22 +59,25 @@ def seldom_collected() -> Iterator[None]:
     gc.freeze()
     gc.set_threshold(*(max(one, other) for one, other in zip(before, THRESHOLDS, strict=True)))
     _known[:] = [_Known(_num_objects(), _resident())]
-    checks = SpotChecks()
-    gc.callbacks.append(checks)
     try:
         yield
     finally:
-        gc.callbacks.remove(checks)
         _known.clear()
         gc.set_threshold(*before)
         gc.unfreeze()
 
 
 async def spot_checks() -> None:
-    """Within `seldom_collected`: ask for a pass over the youngest regularly, so that none finds many. Without end."""
+    """Within `seldom_collected`: look at the youngest objects from time to time, and leave them out of all collections
+    in between, so that no pass finds many. Where a look finds cycles, the next one follows at once. Without end."""
+    num_left_out = ONE_IN
     while _known:
         await asyncio.sleep(CHECK_EVERY)
-        gc.collect(0)
+        if num_left_out < ONE_IN - 1:
+            gc.freeze()
+            num_left_out += 1
+        elif gc.collect(0) < FEW:
+            num_left_out = 0
 
 
 def step_is_over(num_held: int) -> None:
