@@ -133,8 +133,7 @@ def _run_to_json(run: Run) -> dict[str, Any]:
         "max_steps": run.max_steps,
         "starts": run.num_starts,
         "changed_on_resume": list(run.changed),
-        "forked_from": run.forked_from
-        and {"run": run.forked_from.run, "step": run.forked_from.step, "changes": list(run.forked_from.changes)},
+        "forked_from": None if run.forked_from is None else run.forked_from.in_short(),
         "alarms": {name: {"raised": count, "still": still} for name, (count, still) in alarm_counts(run).items()},
         "problems": list(run.problems),
     }

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.config.origins import dotted, line_numbers
-from verbatim.core.disk import open_regular, read_regular
+from verbatim.core.disk import open_regular
 from verbatim.core.errors import CheckpointError, FormatError, UsageError
 from verbatim.core.formats import content_of
 from verbatim.core.redaction import redacted_at
-from verbatim.inspection.viewer.run_state import read_config, read_state
+from verbatim.inspection.viewer.run_state import read_config, read_state, read_text
 from verbatim.logs.checkpoints.hold import ORCHESTRATOR, holds_run
 from verbatim.logs.checkpoints.json_files import read_record
 from verbatim.logs.checkpoints.origin import Origin, read_origin
@@ -227,7 +227,7 @@ def _summary(folder: Path, problems: list[str]) -> Mapping[str, Any]:
 
 def _text(path: Path) -> str:
     try:
-        return read_regular(path).decode("utf-8", "replace")
+        return read_text(path, "replace")
     except OSError:
         return ""
 

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from verbatim.core.errors import UsageError
 from verbatim.core.trajectories.fate import TRAINED
-from verbatim.inspection.viewer.query import number
-from verbatim.inspection.viewer.records import Arrays, FoundTrajectory
+from verbatim.core.trajectory_json import plain
+from verbatim.logs.fates.table import StoredFate
 
 MOST_OF_A_TURN, MOST_OF_ALL = 20_000, 60_000
 """Tokens of one turn, and of all turns, in one answer."""
@@ -20,18 +21,20 @@ _PARALLEL = ("logprobs", "trainer_logprobs", "gradients", "teacher_logprobs", "p
 """Values of each completion id."""
 _LARGEST_INTEGER = 2**53
 _PLAIN = ("stop_reason", "temperature", "parse_status", "tool_calls", "state_key", "timing")
+Arrays = Mapping[str, NDArray[Any] | None]
+"""The tokens of a turn, by column."""
 Part = dict[str, Any]
 
 
-def turn_answers(found: FoundTrajectory, breaks: Mapping[int, Mapping[str, Any]]) -> list[Part]:
+def turn_answers(found: StoredFate, breaks: Mapping[int, Mapping[str, Any]]) -> list[Part]:
     """Every turn, with the first tokens of each."""
     left, answers = MOST_OF_ALL, []
     prompts = prompt_lengths(found)
     contexts = [
-        length + len(_array(arrays, "completion_ids")) for length, arrays in zip(prompts, found.arrays, strict=True)
+        length + len(_array(arrays, "completion_ids")) for length, arrays in zip(prompts, found.turns, strict=True)
     ]
     turns: Sequence[Mapping[str, Any]] = found.record["turns"]
-    for index, (turn, arrays, fate) in enumerate(zip(turns, found.arrays, found.fates, strict=True)):
+    for index, (turn, arrays, fate) in enumerate(zip(turns, found.turns, found.fates, strict=True)):
         prompt = turn["prompt"]
         part = tokens_part(arrays, 0, min(left, MOST_OF_A_TURN))
         left -= len(part["prompt_new_ids"]) + len(part["completion_ids"])
@@ -43,8 +46,8 @@ def turn_answers(found: FoundTrajectory, breaks: Mapping[int, Mapping[str, Any]]
                 "agent": turn["agent"],
                 "fate": fate,
                 "trained": turn["trained"],
-                "advantage": _single(turn["advantage"]),
-                "reward": _single(turn["reward"]),
+                "advantage": plain(turn["advantage"]),
+                "reward": plain(turn["reward"]),
                 **{name: turn.get(name) for name in _PLAIN},
                 "prompt_of_turn": of_turn,
                 "prompt_shared": prompt["shared"],
@@ -60,11 +63,11 @@ def turn_answers(found: FoundTrajectory, breaks: Mapping[int, Mapping[str, Any]]
     return answers
 
 
-def prompt_lengths(found: FoundTrajectory) -> list[int]:
+def prompt_lengths(found: StoredFate) -> list[int]:
     """Tokens of the whole prompt of each turn."""
     return [
         turn["prompt"]["shared"] + len(_array(arrays, "prompt_new_ids"))
-        for turn, arrays in zip(found.record["turns"], found.arrays, strict=True)
+        for turn, arrays in zip(found.record["turns"], found.turns, strict=True)
     ]
 
 
@@ -89,15 +92,15 @@ def tokens_part(arrays: Arrays, offset: int, most: int) -> Part:
     return part
 
 
-def one_part(found: FoundTrajectory, turn: int, offset: int) -> Part:
+def one_part(found: StoredFate, turn: int, offset: int) -> Part:
     """More tokens of one turn.
 
     Raises:
         UsageError: no such turn, or no such offset.
     """
-    if not 0 <= turn < len(found.arrays):
-        raise UsageError(f"turn = {turn}; the trajectory has turns 0 to {len(found.arrays) - 1}")
-    arrays = found.arrays[turn]
+    if not 0 <= turn < len(found.turns):
+        raise UsageError(f"turn = {turn}; the trajectory has turns 0 to {len(found.turns) - 1}")
+    arrays = found.turns[turn]
     total = len(_array(arrays, "prompt_new_ids")) + len(_array(arrays, "completion_ids"))
     if not 0 <= offset <= total:
         raise UsageError(f"offset = {offset}; turn {turn} has {total} tokens")
@@ -153,7 +156,3 @@ def _escaped(name: str) -> str:
 def _array(arrays: Arrays, name: str) -> Any:
     values = arrays.get(name)
     return np.empty(0, dtype=np.int32) if values is None else values
-
-
-def _single(value: float | str | None) -> float | str | None:
-    return value if isinstance(value, str) else number(value)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import orjson
+
+from verbatim.run.evaluation.as_json import finite
 
 
 def to_json(value: Any) -> bytes:
@@ -20,16 +19,4 @@ def to_json(value: Any) -> bytes:
     try:
         return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
     except (TypeError, ValueError):  # a lone surrogate, an integer beyond 64 bits
-        return json.dumps(_clean(value), allow_nan=False).encode()
-
-
-def _clean(value: Any) -> Any:
-    if isinstance(value, np.ndarray | np.generic):
-        value = value.tolist()
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _clean(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_clean(inner) for inner in value]
-    return value
+        return json.dumps(finite(value), allow_nan=False).encode()

@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from verbatim.core.errors import UsageError
+from verbatim.core.trajectory_json import plain
 from verbatim.inspection.viewer.columns import COLUMNS, EVAL, KINDS, SHOWN, TRAIN, Place, group_key, group_of
 
 NONE = "(none)"
@@ -254,16 +255,5 @@ def shown(table: pa.Table, rows: Rows) -> list[dict[str, Any]]:
         row["key"] = Place(*place).key
         row["group_key"] = group_key(row["kind"], row["env"], row["step"], row["group_id"], row["key"])
         for name in ("reward", "advantage"):
-            row[name] = number(row[name])
+            row[name] = plain(row[name])
     return found
-
-
-def number(value: float | None) -> float | str | None:
-    """A number as JSON has it; what JSON lacks as a text that `float()` reads.
-
-    >>> number(0.5), number(float("nan")), number(None)
-    (0.5, 'NaN', None)
-    """
-    if value is None or math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
 from verbatim.core.errors import UsageError
 from verbatim.core.texts import cut
@@ -17,41 +13,24 @@ from verbatim.core.trajectory_json import trajectory_from_json
 from verbatim.core.types import Trajectory
 from verbatim.inspection.viewer.columns import FOLDERS, Place
 from verbatim.logs.fates.files import refuse_other_columns
-from verbatim.logs.fates.table import records_of
-
-Arrays = Mapping[str, NDArray[Any] | None]
+from verbatim.logs.fates.table import StoredFate, records_of
 
 
-@dataclass(frozen=True, kw_only=True)
-class FoundTrajectory:
-    """A record as it is stored."""
+def trajectory_of(found: StoredFate) -> Trajectory:
+    """A stored record as a trajectory.
 
-    step: int
-    record: Mapping[str, Any]
-    """As `trajectory_from_json` takes it; prompts are not put together."""
-    fates: Sequence[str]
-    """The fate of each turn."""
-    arrays: Sequence[Arrays]
-    """The tokens of each turn, by column: `prompt_new_ids`, `completion_ids`, `logprobs`, `policy_versions`,
-    `trainer_logprobs`, `gradients`; None where there are none."""
-    row: Mapping[str, Any]
-    """What a fate file has beside the record: `reason`, `flags`, `unrecorded`."""
-
-    def trajectory(self) -> Trajectory:
-        """The record as a trajectory.
-
-        Raises:
-            UsageError: it is none.
-        """
-        try:
-            return trajectory_from_json(self.record)
-        except (KeyError, TypeError, ValueError, AssertionError, IndexError) as error:
-            raise UsageError(
-                f"the record is no trajectory of ours ({type(error).__name__}: {cut(str(error), 200)})"
-            ) from error
+    Raises:
+        UsageError: it is none.
+    """
+    try:
+        return trajectory_from_json(found.record)
+    except (KeyError, TypeError, ValueError, AssertionError, IndexError) as error:
+        raise UsageError(
+            f"the record is no trajectory of ours ({type(error).__name__}: {cut(str(error), 200)})"
+        ) from error
 
 
-def read_record(folder: Path, place: Place) -> FoundTrajectory:
+def read_record(folder: Path, place: Place) -> StoredFate:
     """The trajectory at a place of a run folder.
 
     Raises:
@@ -77,7 +56,7 @@ def read_record(folder: Path, place: Place) -> FoundTrajectory:
         raise UsageError(f"{where} cannot be read ({type(error).__name__}: {cut(str(error), 200)})") from error
 
 
-def _read_fate(path: Path, row: int) -> FoundTrajectory:
+def _read_fate(path: Path, row: int) -> StoredFate:
     with pq.ParquetFile(path) as file:
         refuse_other_columns(file, "the file")
         first = 0
@@ -86,8 +65,6 @@ def _read_fate(path: Path, row: int) -> FoundTrajectory:
             if row < first + count:
                 table = file.read_row_group(group, use_threads=False).take([row - first])
                 (found,) = records_of(table)
-                return FoundTrajectory(
-                    step=found.row["step"], record=found.record, fates=found.fates, arrays=found.turns, row=found.row
-                )
+                return found
             first += count
     raise IndexError(f"the file has {first} rows")

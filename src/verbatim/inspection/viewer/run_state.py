@@ -15,7 +15,6 @@ from verbatim.core.redaction import redacted
 from verbatim.core.texts import cut, end_of_file
 from verbatim.logs.checkpoints.hold import ORCHESTRATOR, TRAINER
 from verbatim.logs.checkpoints.lock import is_locked
-from verbatim.logs.checkpoints.origin import read_origin
 from verbatim.logs.checkpoints.stored_config import CONFIG
 
 _LOCKS = Path("/proc/locks")
@@ -79,25 +78,15 @@ def read_state(folder: Path) -> RunState:
 def read_config(folder: Path) -> dict[str, Any]:
     """The stored configuration; empty where it is missing or damaged."""
     try:
-        return tomllib.loads(_text(folder / CONFIG))
+        return tomllib.loads(read_text(folder / CONFIG))
     except (OSError, ValueError, RecursionError):
         return {}
-
-
-def read_fork(folder: Path) -> dict[str, Any] | None:
-    """Run, step and changed keys of what this run was forked from; None where it was not.
-
-    Raises:
-        CheckpointError: the file that says so is damaged, or of another version.
-    """
-    origin = read_origin(folder)
-    return None if origin is None else {"run": origin.run, "step": origin.step, "changes": list(origin.changes)}
 
 
 def config_text(folder: Path) -> str:
     """The stored configuration as TOML without secrets; a note where it is missing or damaged."""
     try:
-        text = _text(folder / CONFIG)
+        text = read_text(folder / CONFIG)
         config = tomllib.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         return f"# {CONFIG} cannot be read: {cut(str(error), 200)}\n"
@@ -109,13 +98,18 @@ def summary_text(folder: Path) -> str | None:
     """What the run printed at its end; None before."""
     for name in ("summary.txt", "summary.json"):
         try:
-            return _text(folder / name, errors="replace")
+            return read_text(folder / name, errors="replace")
         except OSError:
             continue
     return None
 
 
-def _text(path: Path, errors: str = "strict") -> str:
+def read_text(path: Path, errors: str = "strict") -> str:
+    """A regular file's text.
+
+    Raises:
+        OSError, ValueError: it cannot be read, or is no UTF-8.
+    """
     return read_regular(path).decode("utf-8", errors)
 
 

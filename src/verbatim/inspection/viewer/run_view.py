@@ -23,9 +23,11 @@ from verbatim.inspection.viewer.index import RunIndex, Snapshot
 from verbatim.inspection.viewer.messages_search import MessageSearch
 from verbatim.inspection.viewer.metrics import MetricsFollower
 from verbatim.inspection.viewer.query import Filters, Rows
-from verbatim.inspection.viewer.records import FoundTrajectory, read_record
-from verbatim.inspection.viewer.run_state import check_run, config_text, read_fork, read_state, summary_text
+from verbatim.inspection.viewer.records import read_record, trajectory_of
+from verbatim.inspection.viewer.run_state import check_run, config_text, read_state, summary_text
 from verbatim.inspection.viewer.tokenizer import RunTokenizer, find_tokenizer
+from verbatim.logs.checkpoints.origin import read_origin
+from verbatim.logs.fates.table import StoredFate
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +112,8 @@ class RunView:
         tokenizer, why = self._tokenizer
         fork = None
         try:
-            fork = read_fork(self.folder)
+            origin = read_origin(self.folder)
+            fork = None if origin is None else origin.in_short()
         except CheckpointError as error:
             problems.append(str(error))
         return {
@@ -205,7 +208,7 @@ class RunView:
         cuts: list[dict[str, Any]] = []
         record, problems = found.record, []
         try:
-            explained = self._breaks.explain(found.trajectory())
+            explained = self._breaks.explain(trajectory_of(found))
         except VerbatimError as error:
             explained, problems = {}, [str(error)]
         turns = details.turn_answers(found, explained)
@@ -219,7 +222,7 @@ class RunView:
             "num_unrecorded_tokens": record["num_unrecorded_tokens"],
             "num_unrecorded_turns": record["num_unrecorded_turns"],
             **{
-                name: {part: details.cut_texts(_single(value), name, cuts) for part, value in record[name].items()}
+                name: {part: details.cut_texts(plain(value), name, cuts) for part, value in record[name].items()}
                 for name in ("reward_parts", "agent_rewards")
             },
             "turns": [
@@ -252,10 +255,12 @@ class RunView:
     def raw(self, name: str) -> dict[str, Any]:
         """The record as `verbatim export` writes it. Raises as `trajectory`."""
         _, found = self._found(name)
-        record: dict[str, Any] = plain({"step": found.step, "trajectory": trajectory_to_json(found.trajectory())})
+        record: dict[str, Any] = plain(
+            {"step": found.row["step"], "trajectory": trajectory_to_json(trajectory_of(found))}
+        )
         return record
 
-    def _found(self, name: str) -> tuple[dict[str, Any], FoundTrajectory]:
+    def _found(self, name: str) -> tuple[dict[str, Any], StoredFate]:
         snapshot = self._index.snapshot
         rows = query.rows_of(snapshot.table, name)
         if not len(rows):
@@ -284,7 +289,7 @@ class RunView:
             place = Place.of(row["key"])
             assert place is not None
             found = read_record(self.folder, place)
-            members.append((found.trajectory(), found.fates))
+            members.append((trajectory_of(found), found.fates))
         return {"rows": rows, "num_rows": len(order), "tree": {"nodes": group_tree(members, self._text_of)}}
 
     def _text_of(self, ids: Sequence[int]) -> str | None:
@@ -330,7 +335,3 @@ def list_runs(runs: Sequence[RunView]) -> list[dict[str, Any]]:
             for number in same:
                 found[number]["name"] = f"{name} ({'/'.join(parts[number][-needed:])})"
     return found
-
-
-def _single(value: Any) -> Any:
-    return query.number(value) if isinstance(value, float) else value

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from verbatim.core.disk import read_regular
 from verbatim.core.imports import is_installed
+from verbatim.inspection.viewer.run_state import read_config, read_text
 
 FILE = "tokenizer.json"
 
@@ -27,17 +26,10 @@ def _candidates(run: Path) -> Iterator[Path]:
     yield from (run / "model", run / "final", run / "warm_start")
     yield from sorted((run / "weights").glob("*"), reverse=True)
     yield from sorted((run / "checkpoints").glob("*/weights"), reverse=True)
-    try:
-        model = tomllib.loads(_text(run / "config.toml")).get("model")
-    except (OSError, ValueError, RecursionError):
-        return
+    model = read_config(run).get("model")
     name = model.get("name") if isinstance(model, dict) else None
     if isinstance(name, str):
         yield Path(name).expanduser()
-
-
-def _text(path: Path) -> str:
-    return read_regular(path).decode("utf-8")
 
 
 class RunTokenizer:
@@ -69,7 +61,7 @@ class RunTokenizer:
     @cached_property
     def _config(self) -> dict[str, Any]:
         try:
-            found = json.loads(_text(self._folder / "tokenizer_config.json"))
+            found = json.loads(read_text(self._folder / "tokenizer_config.json"))
         except (OSError, ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
@@ -85,7 +77,7 @@ class RunTokenizer:
     def chat_template(self) -> str | None:
         """The Jinja text; None where there is none, or several."""
         try:
-            return _text(self._folder / "chat_template.jinja")
+            return read_text(self._folder / "chat_template.jinja")
         except (OSError, ValueError):
             template = self._config.get("chat_template")
             return template if isinstance(template, str) else None

@@ -36,6 +36,10 @@ class Origin:
     forked_from: Origin | None = None
     """Where that run was forked from in turn."""
 
+    def in_short(self) -> dict[str, Any]:
+        """Run, step and changed keys: plain JSON values."""
+        return {"run": self.run, "step": self.step, "changes": list(self.changes)}
+
 
 def write_origin(run: Path, origin: Origin) -> None:
     """Write it into the folder of a run."""

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from verbatim.run.evaluation.intervals import Estimate
 from verbatim.run.evaluation.pairs import Difference
 from verbatim.run.evaluation.results import EnvResult, ExampleResult
@@ -76,7 +78,9 @@ def known(value: float) -> float | None:
 
 
 def finite(value: Any) -> Any:
-    """A value with `known` numbers all the way down."""
+    """A value with `known` numbers all the way down, and arrays as lists."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
     if isinstance(value, float):
         return known(value)
     if isinstance(value, Mapping):
