@@ -153,10 +153,13 @@ def test_damaged_files_are_left_out_and_told(tmp_path: Path):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda place: place / "nowhere", "no such folder"),
-        (lambda place: place / "empty", "it is empty"),
-        (lambda place: place / "file.txt", "it is a file"),
-        (lambda place: place / "notes", "it has a.txt, b.txt"),
+        (lambda place: place / "nowhere", "there is no folder "),
+        (
+            lambda place: place / "empty",
+            "is no run folder: it has none of config.toml, metrics.jsonl, checkpoints; found nothing",
+        ),
+        (lambda place: place / "file.txt", " is a file"),
+        (lambda place: place / "notes", "found a.txt, b.txt"),
     ],
 )
 def test_a_folder_without_a_run_is_refused_with_what_was_found(tmp_path: Path, capsys, make, said: str):
@@ -167,7 +170,8 @@ def test_a_folder_without_a_run_is_refused_with_what_was_found(tmp_path: Path, c
         (tmp_path / name).write_text("")
     assert main(["compare", str(tmp_path / "run"), str(make(tmp_path))]) == 2
     told = " ".join(capsys.readouterr().err.split())
-    assert said in told and f"Runs near it: {tmp_path / 'run'}" in told
+    assert said in told
+    assert "such as runs/NAME/latest" in told or f"Type verbatim compare {tmp_path / 'run'}" in told
 
 
 def test_mistakes_are_told(tmp_path: Path, capsys):
@@ -378,5 +382,5 @@ def test_a_run_is_refused_where_a_metric_log_is_all_that_is_there_only_if_it_is_
     (run / "config.toml").unlink()
     assert read_run(run).last_step == 3
     (run / "metrics.jsonl").unlink()
-    with pytest.raises(UsageError, match="there is no run in"):
+    with pytest.raises(UsageError, match="is no run folder"):
         read_run(run)

@@ -150,7 +150,7 @@ def test_a_folder_that_is_no_run_is_refused_with_what_to_type(tmp_path: Path, ma
         found, expected = f"{path} is a file", "expected the folder of a run, such as runs/NAME/latest"
     else:
         path.mkdir()
-        found = "it has no config.toml, no metrics.jsonl and no trajectories; found nothing"
+        found = "it has none of config.toml, metrics.jsonl, trajectories, evaluations; found nothing"
         if made == "others":
             (path / "a.txt").write_text("x")
             found = "found a.txt"

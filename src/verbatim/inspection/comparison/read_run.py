@@ -16,8 +16,8 @@ from verbatim.core.disk import open_regular
 from verbatim.core.errors import CheckpointError, FormatError, UsageError
 from verbatim.core.formats import content_of
 from verbatim.core.redaction import redacted_at
-from verbatim.inspection.viewer.run_state import read_config, read_state, read_text
-from verbatim.logs.checkpoints.hold import ORCHESTRATOR, holds_run
+from verbatim.inspection.viewer.run_state import check_run, read_config, read_state, read_text
+from verbatim.logs.checkpoints.hold import ORCHESTRATOR
 from verbatim.logs.checkpoints.json_files import read_record
 from verbatim.logs.checkpoints.origin import Origin, read_origin
 from verbatim.logs.checkpoints.stored_config import CONFIG, leaves
@@ -98,8 +98,7 @@ def read_run(folder: Path) -> Run:
     Raises:
         UsageError: there is no run; says what was found, and which runs are near.
     """
-    if not folder.is_dir() or not (holds_run(folder) or (folder / "metrics.jsonl").is_file()):
-        raise UsageError(f"there is no run in {folder}: {_what_is(folder)}. {_near(folder)}")
+    check_run(folder, "verbatim compare", (CONFIG, "metrics.jsonl", "checkpoints"))
     problems: list[str] = []
     folder_state, config, text = read_state(folder), read_config(folder), _text(folder / CONFIG)
     if not config:
@@ -137,24 +136,6 @@ def _origin(folder: Path, problems: list[str]) -> Origin | None:
     except CheckpointError as error:
         problems.append(str(error))
         return None
-
-
-def _what_is(folder: Path) -> str:
-    if not folder.exists():
-        return "no such folder"
-    if not folder.is_dir():
-        return "it is a file"
-    names = sorted(path.name for path in folder.iterdir())
-    return f"it has {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}" if names else "it is empty"
-
-
-def _near(folder: Path) -> str:
-    """What to type instead."""
-    for parent in (folder, folder.parent, folder.parent.parent):
-        runs = sorted(path.parent for path in parent.glob(f"*/{CONFIG}")) if parent.is_dir() else []
-        if runs:
-            return f"Runs near it: {', '.join(map(str, runs[-4:]))}"
-    return "Name the folders of runs, such as runs/NAME/latest"
 
 
 def _read_metrics(

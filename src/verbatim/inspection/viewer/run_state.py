@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,27 +22,31 @@ _LOCKS = Path("/proc/locks")
 _PARTS = (CONFIG, "metrics.jsonl", "trajectories", "evaluations")
 
 
-def check_run(folder: Path) -> None:
+def check_run(folder: Path, command: str = "verbatim view", parts: Sequence[str] = _PARTS) -> None:
     """Refuse a folder that is no run.
+
+    Args:
+        folder: The folder.
+        command: What was typed.
+        parts: A run has one of these, at least.
 
     Raises:
         UsageError: says what was found, and what to type.
     """
-    if any((folder / part).exists() for part in _PARTS):
+    if any((folder / part).exists() for part in parts):
         return
     if not folder.exists():
-        raise UsageError(f"there is no folder {folder}. {_near(folder.parent)}")
+        raise UsageError(f"there is no folder {folder}. {_near(folder.parent, command)}")
     if not folder.is_dir():
         raise UsageError(f"{folder} is a file; expected the folder of a run, such as runs/NAME/latest")
     names = sorted(path.name for path in folder.iterdir())
     found = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") or "nothing"
     raise UsageError(
-        f"{folder} is no run folder: it has no {CONFIG}, no metrics.jsonl and no trajectories; found "
-        f"{found}. {_near(folder)}"
+        f"{folder} is no run folder: it has none of {', '.join(parts)}; found {found}. {_near(folder, command)}"
     )
 
 
-def _near(folder: Path) -> str:
+def _near(folder: Path, command: str) -> str:
     """What to type instead."""
     for pattern in (CONFIG, f"*/{CONFIG}", f"*/*/{CONFIG}", f"runs/*/*/{CONFIG}"):
         try:
@@ -50,8 +55,8 @@ def _near(folder: Path) -> str:
             continue
         if runs:
             latest = next((run for run in runs if run.name == "latest"), runs[-1])
-            return f"Type verbatim view {latest}"
-    return "Type verbatim view FOLDER with the folder of a run, such as runs/NAME/latest"
+            return f"Type {command} {latest}"
+    return f"Type {command} FOLDER with the folder of a run, such as runs/NAME/latest"
 
 
 @dataclass(frozen=True, kw_only=True)
