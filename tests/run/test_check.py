@@ -310,17 +310,25 @@ def test_a_file_of_conversations_is_read_line_by_line_as_utf_8(tmp_path: Path):
     file = tmp_path / "talk.jsonl"
     said = {"messages": [{"role": "assistant", "content": "a\u2028b"}]}  # a line separator is no end of a line here
     file.write_text(json.dumps(said, ensure_ascii=False) + "\n", encoding="utf-8")
-    assert read_conversations(file) == [("", said["messages"], [])]
+    (read,) = read_conversations(file)
+    assert (read.messages, read.tools, read.where) == (said["messages"], [], f"{file}:1")
     file.write_bytes(b"\xff\n")
     with pytest.raises(UsageError, match=r"talk\.jsonl is not UTF-8 text"):
         read_conversations(file)
 
 
-@pytest.mark.parametrize("tools", ['"look"', '["look"]', '{"name": "look"}'])
-def test_tools_that_are_no_schemas_in_a_file_of_conversations_are_refused(tmp_path: Path, tools: str):
+@pytest.mark.parametrize(
+    ("tools", "found"),
+    [
+        ('"look"', "tools is a str; expected a list of tool schemas"),
+        ('["look"]', "tool 0 is a str; expected a tool schema"),
+        ('{"name": "look"}', "tools is a dict; expected a list of tool schemas"),
+    ],
+)
+def test_tools_that_are_no_schemas_in_a_file_of_conversations_are_refused(tmp_path: Path, tools: str, found: str):
     file = tmp_path / "talk.jsonl"
     file.write_text('{"messages": [{"role": "assistant", "content": "a"}], "tools": ' + tools + "}\n")
-    with pytest.raises(UsageError, match=r"talk.jsonl:1: expected .*tools is a list of tool schemas"):
+    with pytest.raises(UsageError, match=f"talk.jsonl:1: expected .*; {found}"):
         read_conversations(file)
 
 

@@ -34,17 +34,15 @@ def run(args: argparse.Namespace) -> int:
     made: list[Renderer] = []
     config = load_config(args.file, args.overrides, component_tables())
     with contextlib.redirect_stdout(sys.stderr):  # what environments print is no TOML
-        environments = check_run(config, told=made.append)
-        looked_at = list(look_at_openings(config, environments, made[0] if made else None))
+        environments = check_run(config, plays=False, told=made.append)
+        looked_at = list(look_at_openings(config, environments, made[0]))
     sys.stdout.write(dump_config(config))
     sys.stdout.flush()
     for sentence in (*capped_settings(config.orchestrator), *looked_at):
         print(printable(f"note: {sentence}"), file=sys.stderr)
     settings = config.orchestrator.renderer
-    for sentence in told(made[0] if made else None, settings.thinking_retention, settings.history):
-        print(printable(f"note: {sentence}"), file=sys.stderr)
-    for renderer in made:
-        from verbatim.models.renderers.stop_ids import ends_in_words
+    from verbatim.models.renderers.stop_ids import ends_in_words
 
-        print(printable(f"note: {ends_in_words(renderer)}"), file=sys.stderr)
+    for sentence in (*told(made[0], settings.thinking_retention, settings.history), ends_in_words(made[0])):
+        print(printable(f"note: {sentence}"), file=sys.stderr)
     return exit_status.FINISHED

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import importlib.util
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rich.text import Text
 
 from verbatim.cli import exit_status
-from verbatim.config.orchestrator import RendererConfig
-from verbatim.core.errors import ModelError, UsageError
+from verbatim.config import RunConfig
+from verbatim.core.errors import UsageError
 from verbatim.core.imports import import_object
 from verbatim.core.plain_console import PlainConsole
 from verbatim.core.texts import printable
@@ -24,7 +23,8 @@ from verbatim.inspection.envcheck import KINDS, CheckSettings, Report, check_env
 from verbatim.inspection.envcheck.targets import Target, find_targets
 from verbatim.models.renderers.base import Renderer
 from verbatim.models.renderers.continuations import told
-from verbatim.run.rollouts import make_renderer
+from verbatim.run.check import renderer_of
+from verbatim.run.environments import make_environments
 from verbatim.run.tables import component_tables
 
 _OF_CHECK: Mapping[str, Any] = {
@@ -93,48 +93,41 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--timeout {args.timeout:g}: expected seconds, more than 0")
     targets = find_targets(args.environment, _read_args(args.args), component_tables())
     with contextlib.redirect_stdout(sys.stderr):  # what environments print is no report
-        reports = [check_environment(target.name, target.args, _settings(args, target)) for target in targets]
+        renderer = _renderer(targets[0].config)
+        reports = [check_environment(target.name, target.args, _settings(args, target, renderer)) for target in targets]
     if args.json:
         found = [report.as_json() for report in reports]
         print(json.dumps(found[0] if len(found) == 1 else found, ensure_ascii=False))
     else:
         for report in reports:
             _show(report)
-    for sentence in _continued(targets):
-        print(printable(f"note: {sentence}"), file=sys.stderr)
+    config = targets[0].config
+    if config is not None and renderer is not None:
+        settings = config.orchestrator.renderer
+        for sentence in told(renderer, settings.thinking_retention, settings.history):
+            print(printable(f"note: {sentence}"), file=sys.stderr)
     return exit_status.FINISHED if all(report.is_clean for report in reports) else exit_status.STOPPED
 
 
-def _settings(args: argparse.Namespace, target: Target) -> CheckSettings:
+def _settings(args: argparse.Namespace, target: Target, renderer: Renderer | None) -> CheckSettings:
     standard = CheckSettings()
     return CheckSettings(
         num_examples=args.examples,
         timeout=args.timeout,
         max_turns=args.max_turns or target.max_turns or standard.max_turns,
         seq_len=args.seq_len or target.seq_len or standard.seq_len,
-        renderer=_renderer(target.model, target.renderer),
+        renderer=renderer,
     )
 
 
-def _continued(targets: Sequence[Target]) -> Iterator[str]:
-    """Which turns of the run's model continue as they were sampled, for the environments of a TOML file."""
-    for model, settings in {(target.model, target.renderer) for target in targets}:
-        renderer = _renderer(model, settings)
-        if settings is not None and (renderer is not None or model is None):
-            yield from told(renderer, settings.thinking_retention, settings.history)
-
-
-@functools.cache
-def _renderer(model: str | None, settings: RendererConfig | None) -> Renderer | None:
-    """The one that the prompts of a run are rendered with; None without a model that can be read here, which is said:
-    the environment is played without it."""
-    if model is None or settings is None:
+def _renderer(config: RunConfig | None) -> Renderer | None:
+    """The one that the prompts of a run are rendered with; None without a run, or without a model that can be read
+    here, which is said: the environment is played without it."""
+    if config is None:
         return None
-    from verbatim.models.loading import load_tokenizer
-
     try:
-        return make_renderer(settings, load_tokenizer(model))
-    except ModelError as error:
+        return renderer_of(config, make_environments(config))
+    except UsageError as error:
         print(printable(f"note: the tokens of opening prompts are estimated: {error}"), file=sys.stderr)
         return None
 

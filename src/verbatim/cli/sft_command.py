@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     console = PlainConsole()
     with holding(config, ORCHESTRATOR, resume=False) as held:
         with LiveView(console).stage("checking"):
-            environments = check_run(config, starts_both=False)
+            environments = check_run(config, starts_both=False, plays=False)
         config, choices = resolve_dtypes(config, keys=(TRAINER,))  # nothing is sampled
         name = f"{config.named(args.file.stem).name}-sft"
         opened = RunFolder.create(config, name=name, now=datetime.now(), held=held)

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     console = PlainConsole()
     with holding(config, TRAINER, resume=args.resume, joins=True) as held:
         if not supervised:  # `verbatim rl` has checked it before it started this process
-            check_run(config, starts_both=False)
+            check_run(config, starts_both=False, plays=False)
         log_to_console(console, logging.WARNING if supervised else logging.INFO)
         opened = RunFolder.open(config, TRAINER, resume=args.resume, joins=True, held=held)
     with opened as folder, log_to_file(folder.log(TRAINER)):

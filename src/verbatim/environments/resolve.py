@@ -15,8 +15,9 @@ from verbatim.core.texts import shown
 from verbatim.core.types import Example
 from verbatim.core.user_values import why_refused
 from verbatim.environments import ENVIRONMENTS
-from verbatim.environments.base import Demonstrates, Demonstration, Environment
+from verbatim.environments.base import Demonstrates, Demonstration, Environment, Episode
 from verbatim.environments.shapes import EXPECTED, adapted, adapter_of, check_arguments, taskset_of
+from verbatim.models.renderers.responses import read_json
 
 _METHODS = {"examples": ("split",), "start": ("example", "seed")}
 """Required methods of an environment, with their positional arguments."""
@@ -208,17 +209,33 @@ def _wrong_demonstration(item: object) -> str | None:
     """The fault of one demonstration as a sentence, or None; a user's messages and schemas are unchecked before."""
     if not isinstance(item, Demonstration):
         return f"found {_a(item)}; expected a verbatim.environments.Demonstration"
-    messages: Any = item.messages
+    return wrong_conversation(item.messages, item.tools)
+
+
+def wrong_conversation(messages: Any, tools: Any) -> str | None:
+    """The fault of a conversation to imitate as a sentence, or None: its messages and schemas are a user's own.
+
+    >>> wrong_conversation([{"role": "user", "content": ["go"]}], ())
+    "message 0 (user) has the content ['go']; expected a text: join a list, or write it with json.dumps"
+    """
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         return f"messages is {_a(messages)}; expected a list of messages"
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             return f'message {number} is {shown(message)}; expected for example {{"role": "user", "content": "..."}}'
-        if (why := why_refused(message)) is not None:
+        if (why := why_refused(message) or _wrong_calls(message.get("tool_calls"))) is not None:
             return f"message {number}: {why}"
+        for key in ("content", "reasoning_content"):
+            text = message.get(key)
+            if not isinstance(text, str | None):
+                return (
+                    f"message {number} ({message['role']}) has the {key} {shown(text, 80)}; expected a text: join a "
+                    "list, or write it with json.dumps"
+                )
+        if "content" not in message and not message.get("tool_calls"):
+            return f"message {number} ({message['role']}) has no content; expected a text"
     if not any(message["role"] == "assistant" for message in messages):
         return "there is no assistant message to learn from"
-    tools: Any = item.tools
     if not isinstance(tools, Sequence) or isinstance(tools, str):
         return f"tools is {_a(tools)}; expected a list of tool schemas"
     for number, tool in enumerate(tools):
@@ -235,6 +252,46 @@ def _wrong_demonstration(item: object) -> str | None:
                     f"it calls {name!r}, which is not among its tools ({', '.join(map(str, offered)) or 'none'}); "
                     "give the schemas that an episode offers: tools=[tool.schema for tool in episode.tools]"
                 )
+    return None
+
+
+def _wrong_calls(calls: Any) -> str | None:
+    """The fault of an assistant message's `tool_calls`, or None."""
+    if not calls:
+        return None
+    if isinstance(calls, list | tuple) and all(map(_is_call, calls)):
+        return None
+    return (
+        f"its tool_calls are {shown(calls, 120)}; expected a list such as "
+        '[{"type": "function", "function": {"name": "look", "arguments": {"at": "Bonn"}}}]'
+    )
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        return False
+    arguments = function.get("arguments")
+    return isinstance(read_json(arguments) if isinstance(arguments, str) else arguments, Mapping)
+
+
+_ASYNC = {"score": "trajectory", "reply": "message", "run": "agent", "close": ""}
+"""The methods of an episode that are awaited, with their argument."""
+
+
+def wrong_episode(episode: object) -> str | None:
+    """What an episode lacks, known before it is played, as a sentence; None = nothing."""
+    name = type(episode).__name__
+    owns = getattr(episode, "run", None) is not None
+    for method, argument in _ASYNC.items():
+        if method == ("reply" if owns else "run"):
+            continue
+        found = getattr(episode, method, None)
+        expected = f"`async def {method}(self{', ' if argument else ''}{argument})`"
+        if not callable(found) or getattr(found, "__func__", None) is Episode.score:
+            return f"the episode, a {name}, has no `{method}`; expected {expected}"
+        if inspect.isroutine(found) and not inspect.iscoroutinefunction(inspect.unwrap(found)):
+            return f"the episode, a {name}: {method} is a plain method; expected {expected}"
     return None
 
 

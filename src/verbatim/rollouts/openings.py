@@ -11,7 +11,8 @@ from typing import Any
 from verbatim.core.episode_limits import EpisodeLimits
 from verbatim.core.tasks import run_together
 from verbatim.core.types import Example, RolloutIdentity, StopReason
-from verbatim.environments.base import Environment
+from verbatim.environments.base import Environment, Episode
+from verbatim.environments.resolve import wrong_episode
 from verbatim.models.renderers.base import Renderer
 from verbatim.models.renderers.conversation import Conversation
 from verbatim.rollouts.episode import EpisodeRun
@@ -44,6 +45,9 @@ class Openings:
     """Whether a renderer counted the tokens; else they are estimated from the characters."""
     first_fault: str | None = None
     """Why the first example that could not be measured was not; None = there is none."""
+    cannot_begin: bool = False
+    """Whether none of those that were tried can begin, whatever the policy says: the environment raises, or gives what
+    is no episode."""
     seconds: float | None = None
     """After how long it was given up; None = it was not."""
 
@@ -82,6 +86,7 @@ async def measure_openings(
     seq_len: int,
     renderer: Renderer | None = None,
     seconds: float = 20.0,
+    until_one_fits: bool = False,
     clock: Callable[[], float] = time.monotonic,
 ) -> Openings:
     """Start an episode of each example, and measure the first prompt that it asks the policy for; nothing is sampled.
@@ -95,6 +100,7 @@ async def measure_openings(
         seq_len: Tokens of the context.
         renderer: Of the model; None = tokens are estimated from the characters.
         seconds: For all of them.
+        until_one_fits: Whether one that leaves room is enough; then they are started one after the other.
         clock: For tests.
 
     Raises:
@@ -102,7 +108,7 @@ async def measure_openings(
     """
     end, waiting = clock() + seconds, iter(examples)
     tokens: dict[str, int] = {}
-    faults: list[str] = []
+    faults: list[_Fault] = []
     late = False
 
     async def work() -> None:
@@ -111,31 +117,59 @@ async def measure_openings(
             late = late or clock() >= end
             if late or (len(faults) >= _HOPELESS and not tokens):
                 return
+            if until_one_fits and any(number < seq_len for number in tokens.values()):
+                return
             found = await _measured(environment, example, renderer, seconds)
             if isinstance(found, int):
                 tokens[example.id] = found
             else:
-                faults.append(f"example {example.id!r}: {found}")
+                faults.append(found)
 
-    await run_together(work() for _ in range(_AT_ONCE))
+    await run_together(work() for _ in range(1 if until_one_fits else _AT_ONCE))
     return Openings(
         num_examples=len(examples),
         num_measured=len(tokens),
         seq_len=seq_len,
         is_exact=renderer is not None,
         too_long={e.id: tokens[e.id] for e in examples if tokens.get(e.id, 0) >= seq_len},
-        first_fault=faults[0] if faults else None,
+        first_fault=faults[0].why if faults else None,
+        cannot_begin=not tokens and not late and bool(faults) and all(fault.is_sure for fault in faults),
         seconds=seconds if late else None,
     )
 
 
-async def _measured(environment: Environment, example: Example, renderer: Renderer | None, seconds: float) -> int | str:
+@dataclass(frozen=True, kw_only=True)
+class _Fault:
+    """An opening prompt that was not measured."""
+
+    why: str
+    is_sure: bool
+    """Whether no episode of the example can begin; else it may, given more time or the run's own sampler."""
+
+
+async def _measured(
+    environment: Environment, example: Example, renderer: Renderer | None, seconds: float
+) -> int | _Fault:
     """The tokens of one opening prompt, or why it has none."""
     seed = derive_seed(0, "opening", example.id)
     loop = _Measuring(renderer, seconds)
-    run = EpisodeRun(lambda: environment.start(example, seed), loop, RolloutIdentity(example_id=example.id))
+    made: list[Episode] = []
+
+    async def start() -> Episode:
+        made.append(await environment.start(example, seed))
+        return made[0]
+
+    run = EpisodeRun(start, loop, RolloutIdentity(example_id=example.id))
     await run.run()
-    return loop.tokens if loop.tokens is not None else str(run.trajectory().error)
+    lacks = wrong_episode(made[0]) if made else None
+    if lacks is None and loop.tokens is not None:
+        return loop.tokens
+    error = lacks or str(run.trajectory().error)
+    owns = bool(made) and getattr(made[0], "run", None) is not None
+    return _Fault(
+        why=f"example {example.id!r}: {error}",
+        is_sure=lacks is not None or not (owns or error.startswith("timeout")),
+    )
 
 
 class _Measuring(EpisodeLoop):

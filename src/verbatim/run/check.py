@@ -4,7 +4,7 @@ folder."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from verbatim.config.schema import RunConfig, TeacherConfig
@@ -20,14 +20,16 @@ from verbatim.models.renderers.base import Renderer
 from verbatim.models.source import find_source
 from verbatim.rollouts.workers.episodes import refuse_unpicklable
 from verbatim.run.environments import (
-    Conversation,
+    CORPUS,
     Environments,
     check_environments,
+    check_imitation,
     check_tools,
     demonstrations,
     make_environments,
-    read_conversations,
+    to_imitate,
 )
+from verbatim.run.openings import check_openings
 from verbatim.run.parts import (
     frozen_models,
     logprob_models,
@@ -42,29 +44,28 @@ from verbatim.run.weight_transfer import check_broadcast
 
 logger = logging.getLogger(__name__)
 
-_ANY_TEMPLATE = ("auto", "template", "default", "DefaultRenderer")
-"""Renderers that every chat template has."""
-
 
 def check_run(
     config: RunConfig,
     environments_table: Mapping[str, Any] = ENVIRONMENTS,
     *,
     starts_both: bool = True,
+    plays: bool = True,
     told: Callable[[Renderer], None] | None = None,
 ) -> Environments:
     """Refuse what could never start; names are looked up already, by `load_config` with its tables.
 
-    Environments are made, and asked for their examples and, where the run needs some, for a demonstration. Components
-    are made with their knobs. A file of conversations is read. A model's tokenizer, chat template and renderer are
-    tried, also whether they show the tools of the environments and the file; that there are weights is looked at, but
-    they are not loaded. Only the hub is asked, for an id.
+    Environments are made, and asked for their examples and, where the run needs some, for its demonstrations; an
+    episode is started. Components are made with their knobs. A file of conversations is read. A model's tokenizer, chat
+    template and renderer are tried on all that (see `check_imitation` and `check_openings`); that there are weights is
+    looked at, but they are not loaded. Only the hub is asked, for an id.
 
     Args:
         config: The run's configuration.
         environments_table: What ids of environments stand for.
         starts_both: Whether trainer and sampler are started from here: both see the devices that this process sees.
-        told: Is given the renderer, where it is made here; that of a model that is built is made with the run.
+        plays: Whether episodes are run from here.
+        told: Is given the renderer.
 
     Returns:
         The environments, so that they are made once.
@@ -79,8 +80,7 @@ def check_run(
     _check_loss(config)
     warn_of_unread_tables(config)
     warn_of_useful_flat_groups(config)
-    warm_start = config.warm_start
-    data = read_conversations(warm_start.data) if warm_start is not None and warm_start.data is not None else []
+    conversations = to_imitate(config, environments)
     rollout_settings(config).check()
     _check_runners(config, environments)
     _check_devices(config)
@@ -91,10 +91,13 @@ def check_run(
         if model is not None:
             _check_frozen(model, name, config)
     _check_trainer(config)
-    if config.model.name is not None or config.orchestrator.renderer.name not in _ANY_TEMPLATE:
-        renderer = _check_model(config, environments, data)
-        if told is not None:
-            told(renderer)
+    renderer = renderer_of(config, environments)
+    check_tools(config, environments, renderer)
+    check_imitation(config, conversations, renderer)
+    if plays:
+        check_openings(config, environments, renderer)
+    if told is not None:
+        told(renderer)
     return environments
 
 
@@ -234,8 +237,13 @@ def _model_config(config: RunConfig) -> Any:
         return AutoConfig.from_pretrained(find_source(config.model.name))
 
 
-def _check_model(config: RunConfig, environments: Environments, data: Sequence[Conversation]) -> Renderer:
-    """The renderer of the run's model."""
+def renderer_of(config: RunConfig, environments: Environments) -> Renderer:
+    """The renderer of the run's model, which is looked at; of one that is built, with the tokenizer that it will have.
+
+    Raises:
+        ModelError: no such model, or one that cannot be trained so.
+        ComponentError: no demonstrations to train a tokenizer on.
+    """
     if config.model.name is not None:
         find_source(config.model.name)  # a folder or id that is not there is refused before torch is imported
     from verbatim.models.build import build_tokenizer
@@ -247,10 +255,8 @@ def _check_model(config: RunConfig, environments: Environments, data: Sequence[C
         tokenizer = load_tokenizer(config.model.name)
     else:
         assert config.model.build is not None
-        texts = corpus([shown for _, shown in demonstrations(environments, 1, config.seed)])
+        texts = corpus(demonstrations(environments, CORPUS, config.seed))
         tokenizer = build_tokenizer(
             texts, vocab_size=config.model.build.vocab_size, context_length=config.model.build.context_length
         )
-    renderer = make_renderer(config.orchestrator.renderer, tokenizer)
-    check_tools(config, environments, renderer, data)
-    return renderer
+    return make_renderer(config.orchestrator.renderer, tokenizer)

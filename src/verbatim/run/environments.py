@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,20 +19,33 @@ from verbatim.core.errors import (
     TemplateFault,
     UsageError,
 )
-from verbatim.core.types import Message
+from verbatim.core.trajectories import BuiltSamples, build
+from verbatim.core.types import Trajectory
 from verbatim.core.user_values import why_refused
 from verbatim.environments import ENVIRONMENTS
 from verbatim.environments.base import Demonstrates, Demonstration, Environment
-from verbatim.environments.resolve import create_environment, demonstrations_of, examples_of
+from verbatim.environments.resolve import create_environment, demonstrations_of, examples_of, wrong_conversation
 from verbatim.environments.sources import read_json_lines
 from verbatim.models.renderers.base import Renderer
 from verbatim.models.renderers.tool_support import USE_HERMES
-from verbatim.rollouts import derive_seed
+from verbatim.rollouts import derive_seed, trajectory_from_messages
 
 logger = logging.getLogger(__name__)
 
-Conversation = tuple[str, Sequence[Message], Sequence[Mapping[str, Any]]]
-"""Environment, messages, tool schemas."""
+CORPUS = 2000
+"""Demonstrations that the tokenizer of a [model.build] is trained on."""
+_TRIED = 2000
+"""Conversations of a warm start that are rendered before it begins: as many as are read in a few seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation(Demonstration):
+    """A conversation to imitate."""
+
+    env: str = ""
+    """The label of its environment; empty for those of a file."""
+    where: str
+    """Names it in messages: file and line, or environment and number."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,21 +86,37 @@ def _make(envs: Sequence[EnvConfig], where: str, table: Mapping[str, Any]) -> di
     return made
 
 
-def demonstrations(environments: Environments, count: int, seed: int) -> list[tuple[str, Demonstration]]:
-    """Scripted conversations of the training environments that offer them, at least `count` in all, with labels.
+def demonstrations(environments: Environments, count: int, seed: int) -> list[Conversation]:
+    """Scripted conversations of the training environments that offer them, at least `count` in all.
 
     Raises:
         ComponentError: no environment offers any.
+        NoDemonstrations: none does with its settings.
     """
     everyone = environments.by_label
-    offering = {label: env for label, env in everyone.items() if isinstance(env, Demonstrates)} or everyone
+    seeds = {label: derive_seed(seed, "demonstrations", label) % 2**32 for label in everyone}
+    offering = (
+        {label: env for label, env in everyone.items() if _first_demonstration(env, label, seeds[label]) is not None}
+        or {label: env for label, env in everyone.items() if isinstance(env, Demonstrates)}
+        or everyone
+    )
     share = -(-count // len(offering))
     return [
-        (label, demonstration)
-        for label, environment in offering.items()
-        for demonstration in demonstrations_of(
-            environment, label, share, derive_seed(seed, "demonstrations", label) % 2**32
+        conversation
+        for label, env in offering.items()
+        for conversation in as_conversations(
+            demonstrations_of(env, label, share, seeds[label]), label, f"demonstrations({share}, {seeds[label]})"
         )
+    ]
+
+
+def as_conversations(shown: Sequence[Demonstration], env: str, call: str) -> list[Conversation]:
+    """An environment's demonstrations, each with its number; `call` is how they were asked for."""
+    return [
+        Conversation(
+            messages=each.messages, tools=each.tools, env=env, where=f"environment {env!r}: number {n} of {call}"
+        )
+        for n, each in enumerate(shown)
     ]
 
 
@@ -98,23 +128,64 @@ def read_conversations(path: Path) -> list[Conversation]:
     """
     conversations: list[Conversation] = []
     for number, row in read_json_lines(path, "conversation").items():
-        try:
-            messages: list[Message] = row["messages"]
-            if (why := why_refused(row)) is not None:
-                raise ValueError(why)
-            if not all(isinstance(m["role"], str) and isinstance(m["content"], str) for m in messages):
-                raise ValueError("role and content are texts")
-            if not any(message["role"] == "assistant" for message in messages):
-                raise ValueError("no assistant message to learn from")
-            tools = row.get("tools") or []
-            if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-                raise ValueError("tools is a list of tool schemas")
-        except (ValueError, KeyError, TypeError) as error:
-            raise UsageError(
-                f'{path}:{number}: expected {{"messages": [{{"role": ..., "content": ...}}, ...]}}; {error!r}'
-            ) from error
-        conversations.append(("", messages, tools))
+        messages, tools = row.get("messages"), row.get("tools") or []
+        if (why := why_refused(row) or wrong_conversation(messages, tools)) is not None:
+            raise UsageError(f'{path}:{number}: expected {{"messages": [{{"role": ..., "content": ...}}, ...]}}; {why}')
+        conversations.append(Conversation(messages=row["messages"], tools=tools, where=f"{path}:{number}"))
     return conversations
+
+
+def to_imitate(config: RunConfig, environments: Environments) -> list[Conversation]:
+    """The conversations of the warm start; none without one."""
+    settings = config.warm_start
+    if settings is None:
+        return []
+    if settings.data is not None:
+        return read_conversations(settings.data)
+    return demonstrations(environments, settings.conversations, config.seed)
+
+
+def imitated(renderer: Renderer, conversation: Conversation, name: str = "") -> Trajectory:
+    """A conversation as the trajectory that is imitated.
+
+    Raises:
+        ComponentError: the renderer cannot write it, or what it writes could not be sampled so; names the conversation.
+    """
+    try:
+        return trajectory_from_messages(
+            renderer, conversation.messages, conversation.tools or None, trajectory_id=name, env=conversation.env
+        )
+    except (UsageError, EnvironmentFault, TemplateFault) as error:
+        raise ComponentError(f"{conversation.where}: {error}") from error
+
+
+def imitated_samples(
+    config: RunConfig, conversations: Sequence[Conversation], renderer: Renderer
+) -> Iterator[BuiltSamples]:
+    """The training samples of each conversation, cut to seq_len.
+
+    Raises:
+        ComponentError: as of `imitated`.
+        UsageError: at the end, where none fits.
+    """
+    fits = False
+    for number, conversation in enumerate(conversations):
+        trajectory = imitated(renderer, conversation, f"demonstration-{number}")
+        built = build(trajectory, max_length=config.orchestrator.seq_len, needs_logprobs=False)
+        fits |= bool(built.samples)
+        yield built
+    if conversations and not fits:
+        raise UsageError(f"warm_start: no conversation fits seq_len = {config.orchestrator.seq_len}; raise it")
+
+
+def check_imitation(config: RunConfig, conversations: Sequence[Conversation], renderer: Renderer) -> None:
+    """Refuse a warm start that would stop in the middle of its conversations, or have none that fits.
+
+    Raises:
+        ComponentError, UsageError: as of `imitated_samples`.
+    """
+    tried = conversations[:: max(1, len(conversations) // _TRIED)]
+    collections.deque(imitated_samples(config, tried, renderer), maxlen=0)
 
 
 def check_environments(config: RunConfig, environments: Environments) -> None:
@@ -122,8 +193,7 @@ def check_environments(config: RunConfig, environments: Environments) -> None:
 
     Raises:
         ConfigError: a data file that is not there.
-        ComponentError: an environment without examples, with two of one id, or without demonstrations where the
-            configuration needs some.
+        ComponentError: an environment without examples, or with two of one id.
     """
     for split, made in (("train", environments.train), ("eval", environments.eval)):
         for label, (_, environment) in made.items():
@@ -131,14 +201,10 @@ def check_environments(config: RunConfig, environments: Environments) -> None:
     warm_start = config.warm_start
     if warm_start is not None and warm_start.data is not None and not warm_start.data.is_file():
         raise ConfigError(f"warm_start.data: there is no file {warm_start.data}")
-    if config.model.build is not None or (warm_start is not None and warm_start.data is None):
-        demonstrations(environments, 1, config.seed)
 
 
-def check_tools(
-    config: RunConfig, environments: Environments, renderer: Renderer, data: Sequence[Conversation] = ()
-) -> None:
-    """Refuse, before a run folder is made, a chat format that leaves out the tools of an environment or of `data`.
+def check_tools(config: RunConfig, environments: Environments, renderer: Renderer) -> None:
+    """Refuse, before a run folder is made, a chat format that leaves out the tools of an environment.
 
     An environment's tools are known when an episode starts; before that, only its demonstrations tell of them. Where
     there are no demonstrations, a format without tools is told in a warning, and the first episode is refused.
@@ -146,20 +212,13 @@ def check_tools(
     Raises:
         ComponentError: names the environment, what is left out and what to do.
     """
-    using = next(
-        (
-            (messages, tools)
-            for _, messages, tools in data
-            if tools or any(message.get("tool_calls") for message in messages)
-        ),
-        None,
-    )
-    if using is not None:
-        _check_shown(renderer, "warm_start.data", *using)
     for label, environment in environments.by_label.items():
-        shown = _first_demonstration(config, environment, label)
+        shown = _first_demonstration(environment, label, derive_seed(config.seed, "demonstrations", label) % 2**32)
         if shown is not None:
-            _check_shown(renderer, f"environment {label!r}", shown.messages, shown.tools)
+            try:
+                renderer.render_ids(shown.messages, shown.tools or None, add_generation_prompt=False)
+            except (ModelError, EnvironmentFault, TemplateFault) as error:
+                raise ComponentError(f"environment {label!r}: {error}") from error
         else:
             lacks = getattr(getattr(renderer, "tool_support", None), "lacks", ())
             if lacks:
@@ -171,21 +230,11 @@ def check_tools(
                 )
 
 
-def _first_demonstration(config: RunConfig, environment: Environment, label: str) -> Demonstration | None:
+def _first_demonstration(environment: Environment, label: str, seed: int) -> Demonstration | None:
     """None where it has none, or shows none with its settings."""
     if not isinstance(environment, Demonstrates):
         return None
     try:
-        seed = derive_seed(config.seed, "demonstrations", label) % 2**32
         return next(iter(demonstrations_of(environment, label, 1, seed)), None)
     except NoDemonstrations:
         return None
-
-
-def _check_shown(
-    renderer: Renderer, where: str, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
-) -> None:
-    try:
-        renderer.render_ids(messages, tools or None, add_generation_prompt=False)
-    except (ModelError, EnvironmentFault, TemplateFault) as error:
-        raise ComponentError(f"{where}: {error}") from error

@@ -1,42 +1,77 @@
-"""Looks at the opening prompts of a run's examples, for `verbatim config`."""
+"""Looks at the opening prompts of a run's examples, before anything is trained."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 
 from verbatim.config.schema import RunConfig
 from verbatim.core.errors import ConfigError
+from verbatim.environments.base import Environment
 from verbatim.environments.resolve import examples_of
 from verbatim.models.renderers.base import Renderer
-from verbatim.rollouts.main_loop import run_main
-from verbatim.rollouts.openings import measure_openings
+from verbatim.rollouts.main_loop import run_in_program
+from verbatim.rollouts.openings import Openings, measure_openings
 from verbatim.run.environments import Environments
+from verbatim.run.rollouts import plays_elsewhere
 
 
-def look_at_openings(config: RunConfig, environments: Environments, renderer: Renderer | None) -> Iterator[str]:
-    """A sentence for each split of an environment with opening prompts that leave no room, or that were not measured.
-
-    Args:
-        config: The run's configuration.
-        environments: Made.
-        renderer: Of the run's model; None = a model that is built with the run has none yet, and tokens are estimated.
+def check_openings(config: RunConfig, environments: Environments, renderer: Renderer) -> None:
+    """Refuse a run of which no episode could begin, or of which no opening prompt leaves any room, as quickly as that
+    is known: one example that leaves room is enough. Environments that are played elsewhere are left out.
 
     Raises:
-        ConfigError: no example of a split leaves any room.
+        ConfigError: as said; names the environment and the split.
         ModelError: the model's chat format cannot show an episode's tools.
     """
-    seq_len = config.orchestrator.seq_len
+    for _ in _measured(config, environments, renderer, is_quick=True):
+        pass
+
+
+def look_at_openings(config: RunConfig, environments: Environments, renderer: Renderer) -> Iterator[str]:
+    """A sentence for each split of an environment with opening prompts that leave no room, or that were not measured.
+
+    Raises:
+        ConfigError, ModelError: as of `check_openings`, where all examples are looked at.
+    """
+    for where, openings in _measured(config, environments, renderer, is_quick=False):
+        if openings.found is not None:
+            yield (
+                f"{where}: {openings.found}; nothing is sampled of them, and their rollouts fail as no_turns: "
+                "raise orchestrator.seq_len, shorten the prompts, or leave the examples out"
+            )
+        if openings.left_out is not None:
+            yield f"{where}: {openings.left_out}"
+
+
+def _measured(
+    config: RunConfig, environments: Environments, renderer: Renderer, *, is_quick: bool
+) -> Iterator[tuple[str, Openings]]:
     for split, made in (("train", environments.train), ("eval", environments.eval)):
-        for label, (_, environment) in made.items():
-            examples = examples_of(environment, label, split)
-            openings = run_main(measure_openings(environment, examples, seq_len=seq_len, renderer=renderer))
+        for label, (env, environment) in made.items():
+            if is_quick and plays_elsewhere(config.orchestrator, env):
+                continue
+            openings = run_in_program(
+                measure_openings(
+                    _another(environment),
+                    examples_of(environment, label, split),
+                    seq_len=config.orchestrator.seq_len,
+                    renderer=renderer,
+                    until_one_fits=is_quick,
+                )
+            )
             where = f'environment {label!r}, split "{split}"'
+            if openings.cannot_begin:
+                raise ConfigError(f"{where}: no episode can begin: {openings.first_fault}")
             if openings.none_fits:
                 raise ConfigError(f"{where}: {openings.found}; raise orchestrator.seq_len, or shorten the prompts")
-            if openings.found is not None:
-                yield (
-                    f"{where}: {openings.found}; nothing is sampled of them, and their rollouts fail as no_turns: "
-                    "raise orchestrator.seq_len, shorten the prompts, or leave the examples out"
-                )
-            if openings.left_out is not None:
-                yield f"{where}: {openings.left_out}"
+            yield where, openings
+
+
+def _another(environment: Environment) -> Environment:
+    """A shallow copy, so that what `start` keeps of this event loop (a connection) is not kept for the run's; the
+    environment itself where it cannot be copied."""
+    try:
+        return copy.copy(environment)
+    except Exception:  # noqa: BLE001  a user's class raises what it likes
+        return environment

@@ -11,8 +11,6 @@ from rich.console import Console
 
 from verbatim.config.schema import RunConfig, WarmStartConfig
 from verbatim.core.disk import keep_aside, making
-from verbatim.core.errors import UsageError
-from verbatim.core.trajectories import build
 from verbatim.core.types import TrainingSample
 from verbatim.environments.resolve import corpus
 from verbatim.logs.checkpoints import find_damage, seal
@@ -21,8 +19,8 @@ from verbatim.models.build import build_model
 from verbatim.models.catalog import folder_of
 from verbatim.models.loading import load_tokenizer
 from verbatim.models.renderers.base import Renderer
-from verbatim.rollouts import derive_seed, trajectory_from_messages
-from verbatim.run.environments import Environments, demonstrations, read_conversations
+from verbatim.rollouts import derive_seed
+from verbatim.run.environments import CORPUS, Environments, demonstrations, imitated_samples, to_imitate
 from verbatim.run.make_trainer import make_trainer
 from verbatim.run.rollouts import make_renderer
 from verbatim.trainer.parallel.ranks import Ranks
@@ -53,7 +51,7 @@ def _build(config: RunConfig, environments: Environments, folder: Path, console:
     target = folder / "model"
     if _is_whole(target):  # made by a process that was killed before its first checkpoint
         return target
-    texts = corpus([demonstration for _, demonstration in demonstrations(environments, 2000, config.seed)])
+    texts = corpus(demonstrations(environments, CORPUS, config.seed))
     with making(target) as partial, LiveView(console).stage("building the model"):
         build_model(partial, build_config, texts, seed=derive_seed(config.seed, "model") % 2**32)
         seal(partial)
@@ -76,7 +74,7 @@ def _warm_start(
         return target
     tokenizer = load_tokenizer(source)
     renderer = make_renderer(config.orchestrator.renderer, tokenizer)
-    samples = _warm_start_samples(config, settings, environments, renderer, console)
+    samples = _warm_start_samples(config, environments, renderer, console)
     with LiveView(console).stage("loading the model"):
         trainer = make_trainer(config, "warm_start", source, ranks=ranks, tokenizer=tokenizer)
     started = time.monotonic()
@@ -116,34 +114,21 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _warm_start_samples(
-    config: RunConfig, settings: WarmStartConfig, environments: Environments, renderer: Renderer, console: Console
+    config: RunConfig, environments: Environments, renderer: Renderer, console: Console
 ) -> list[list[TrainingSample]]:
     samples: list[list[TrainingSample]] = []
     left_out = 0
-    conversations = (
-        read_conversations(settings.data)
-        if settings.data is not None
-        else [
-            (env, demonstration.messages, demonstration.tools)
-            for env, demonstration in demonstrations(environments, settings.conversations, config.seed)
-        ]
-    )
+    conversations = to_imitate(config, environments)
     console.print(f"warm start  rendering {len(conversations)} conversations")
     with LiveView(console).stage("rendering", len(conversations)) as bar:
-        for number, (env, messages, tools) in enumerate(conversations):
-            trajectory = trajectory_from_messages(
-                renderer, messages, tools or None, trajectory_id=f"demonstration-{number}", env=env
-            )
-            built = build(trajectory, max_length=config.orchestrator.seq_len, needs_logprobs=False)
+        for number, built in enumerate(imitated_samples(config, conversations, renderer), start=1):
             left_out += built.dropped.get("over_length", 0)
             if built.samples:
                 samples.append(built.samples)
-            bar.update(number + 1)
+            bar.update(number)
     if left_out:
         console.print(
             f"warm start  {left_out} tokens of turns beyond seq_len = {config.orchestrator.seq_len} are left out",
             style="yellow",
         )
-    if not samples:
-        raise UsageError(f"warm_start: no conversation fits seq_len = {config.orchestrator.seq_len}; raise it")
     return samples

@@ -26,6 +26,10 @@ _PROBES = 3
 """Examples whose episodes are played again."""
 _SIDE_BY_SIDE = 4
 """Episodes of one example and kind of player."""
+_NOT_PLAYED = (
+    "its episodes are programs that ask a model by themselves, and were not played: `verbatim gateway check COMMAND` "
+    "runs a program"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +101,11 @@ class _Check:
             self._examples[split], wrong = read_examples(self.environment, self.name, split)
             self.findings += wrong
         self.notes += compare_splits(self._examples["train"], self._examples["eval"])
-        self._demonstrations, wrong = read_demonstrations(self.environment, self.name)
+        self._demonstrations, wrong = read_demonstrations(self.environment, self.name, self.settings.renderer)
         self.findings += wrong
+        if getattr(self.environment, "only_by_sampler", False):
+            self.notes.append(_NOT_PLAYED)
+            return False
         return bool(self._examples["train"])
 
     async def play(self) -> None:

@@ -12,6 +12,8 @@ from verbatim.core.types import Example
 from verbatim.environments.base import Demonstrates, Demonstration, Environment
 from verbatim.environments.resolve import demonstrations_of, examples_of
 from verbatim.inspection.envcheck.findings import Finding
+from verbatim.models.renderers.base import Renderer
+from verbatim.run.environments import as_conversations, imitated
 
 _DEMONSTRATIONS = 200
 """Demonstrations that are asked for."""
@@ -58,13 +60,19 @@ def read_examples(environment: Environment, name: str, split: str) -> tuple[Sequ
     return examples, findings
 
 
-def read_demonstrations(environment: Environment, name: str) -> tuple[Sequence[Demonstration], list[Finding]]:
-    """The environment's demonstrations (none where it has none), and what is wrong with them."""
+def read_demonstrations(
+    environment: Environment, name: str, renderer: Renderer | None
+) -> tuple[Sequence[Demonstration], list[Finding]]:
+    """The environment's demonstrations (none where it has none), and what is wrong with them; with a renderer also
+    whether it can write them, as a warm start does."""
     if not isinstance(environment, Demonstrates):
         return (), []
     try:
         given = demonstrations_of(environment, name, _DEMONSTRATIONS, 0)
         again = demonstrations_of(environment, name, _DEMONSTRATIONS, 0)
+        if renderer is not None:
+            for conversation in as_conversations(given, name, f"demonstrations({_DEMONSTRATIONS}, 0)"):
+                imitated(renderer, conversation)
     except NoDemonstrations:
         return (), []
     except UsageError as error:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.config import ComponentTables, load_config
-from verbatim.config.orchestrator import RendererConfig
 from verbatim.config.schema import EnvConfig, RunConfig
 from verbatim.core.ctrl_c import is_ctrl_c
 from verbatim.core.errors import ComponentError, UsageError
@@ -31,10 +30,8 @@ class Target:
     """Most turns, where its table in a TOML file says so."""
     seq_len: int | None = None
     """Most tokens of an episode, where the TOML file says so."""
-    model: str | None = None
-    """The folder or hub id of the model, where the TOML file names one."""
-    renderer: RendererConfig | None = None
-    """How the TOML file has its prompts rendered."""
+    config: RunConfig | None = None
+    """The run of a TOML file, of which the environment is one."""
 
 
 def find_targets(given: str, args: Mapping[str, Any], tables: ComponentTables | None = None) -> list[Target]:
@@ -76,8 +73,7 @@ def _target(env: EnvConfig, config: RunConfig) -> Target:
         args=env.args,
         max_turns=env.max_turns,
         seq_len=config.orchestrator.seq_len,
-        model=config.model.name,
-        renderer=config.orchestrator.renderer,
+        config=config,
     )
 
 

@@ -12,8 +12,6 @@ from verbatim.models.renderers.base import ParsedResponse, Renderer
 from verbatim.models.renderers.conversation import BreakReason, Conversation, History, ThinkingRetention
 from verbatim.models.renderers.probe_messages import ASK, NAME, RESULT, SYSTEM, TOOL
 
-OF_BUILT_MODELS = "qwen3"
-"""The renderer that "auto" takes for the chat template of models that a run builds."""
 _CALL = ToolCall(name=NAME, arguments={"zqat": "zq"}, id=RESULT["tool_call_id"])
 KINDS: Mapping[str, tuple[Sequence[ToolCall], str | None, Sequence[Message]]] = {
     "a tool's answer": ((_CALL,), None, [RESULT]),  # type: ignore[list-item]
@@ -39,23 +37,9 @@ def continuations(renderer: Renderer) -> Iterator[tuple[str, BreakReason | None]
         yield kind, found if isinstance(found, BreakReason) else None
 
 
-def continuations_of_built_models(
-    thinking_retention: ThinkingRetention, history: History
-) -> Iterator[tuple[str, BreakReason | None]]:
-    """The same for a model that a run builds, whose chat template is known, without making its tokenizer."""
-    reasons = {"a system message": BreakReason.OTHER_MESSAGES}
-    if thinking_retention == "tool_cycle":
-        reasons["a user's message, after a thought"] = BreakReason.THOUGHT_DROPPED
-    for kind in KINDS:
-        yield kind, BreakReason.HISTORY_TEMPLATE if history == "template" else reasons.get(kind)
-
-
-def told(renderer: Renderer | None, thinking_retention: ThinkingRetention, history: History) -> Iterator[str]:
-    """For people: the renderer with its settings, then a sentence for each kind of turn; without a renderer those of a
-    model that a run builds."""
-    name = OF_BUILT_MODELS if renderer is None else renderer.name
-    yield f'renderer "{name}", thinking_retention = "{thinking_retention}", history = "{history}":'
-    kinds = continuations(renderer) if renderer else continuations_of_built_models(thinking_retention, history)
-    for kind, reason in kinds:
+def told(renderer: Renderer, thinking_retention: ThinkingRetention, history: History) -> Iterator[str]:
+    """For people: the renderer with its settings, then a sentence for each kind of turn."""
+    yield f'renderer "{renderer.name}", thinking_retention = "{thinking_retention}", history = "{history}":'
+    for kind, reason in continuations(renderer):
         outcome = "continues what was sampled" if reason is None else f"starts a new sample: {reason.sentence}"
         yield f"{kind} {outcome}"

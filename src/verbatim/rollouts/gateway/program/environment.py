@@ -11,7 +11,7 @@ import weakref
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from verbatim.core.errors import EnvironmentFault, NoDemonstrations, ProgramFault, UsageError
 from verbatim.core.imports import find_file
@@ -146,6 +146,9 @@ class Program:
     Raises:
         UsageError: a program, folder, data or setting that does not fit.
     """
+
+    only_by_sampler: ClassVar[bool] = True
+    """Its episodes ask the run's sampler through the gateway, and cannot be played by anything else."""
 
     def __init__(
         self,

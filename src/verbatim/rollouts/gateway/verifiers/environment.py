@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from verbatim.core.errors import ComponentError, EnvironmentFault, UsageError
 from verbatim.core.types import Example, StopReason, Trajectory
@@ -43,6 +43,9 @@ class VerifiersEnvironment:
     Raises:
         UsageError: the extra `verifiers` is not installed, or verifiers refuses the configuration.
     """
+
+    only_by_sampler: ClassVar[bool] = True
+    """Its episodes ask the run's sampler through the gateway, and cannot be played by anything else."""
 
     def __init__(
         self,
