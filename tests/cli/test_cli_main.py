@@ -7,11 +7,13 @@ import errno
 import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from verbatim import __version__
-from verbatim.cli.main import COMMANDS, main, split_overrides
+from verbatim.cli.main import COMMANDS, KEYED, main, make_parser, parse, split_overrides
+from verbatim.cli.patience import told_if_slow
 from verbatim.core.errors import CheckpointNotWritten, RunStopped, UsageError
 
 
@@ -37,6 +39,7 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[argparse.Name
         module.run = run  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "fake_command", module)
         monkeypatch.setitem(COMMANDS, "do", ("fake_command", "does it"))
+        monkeypatch.setattr("verbatim.cli.main.KEYED", (*KEYED, "do"))
         return seen
 
     return install
@@ -51,7 +54,7 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[argparse.Name
     ],
 )
 def test_overrides_may_stand_anywhere(command, monkeypatch, arguments: list[str]):
-    monkeypatch.setattr("verbatim.cli.main.COMMANDS_OF_A_RUN", ("do",))
+    monkeypatch.setattr("verbatim.cli.main.KEYED", ("do",))
     seen = command()
     assert main(arguments) == 0
     assert seen[0].file == "a.toml"
@@ -133,6 +136,81 @@ def test_help_lists_every_command(capsys):
     for name, (_, about) in COMMANDS.items():
         assert f"\n    {name}" in printed
         assert about in printed
+
+
+def test_nothing_typed_is_answered_with_the_commands(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main([])
+    assert caught.value.code == 2
+    printed = capsys.readouterr().err
+    assert all(f"\n    {name}" in printed and about in printed for name, (_, about) in COMMANDS.items())
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_a_command_promises_keys_where_it_takes_them(name: str, capsys):
+    """`rollout` takes them with --inference FILE, and says so there."""
+    promises = "every key of FILE is also an option" in " ".join(make_parser(name).commands[name].format_help().split())
+    assert promises == (name in KEYED)
+    takes = name in (*KEYED, "rollout")
+    required = {"gateway": ["check", "agent"], "env": ["check"], "recipes": ["list"], "models": ["list"]}
+    typed = [name, *required.get(name, ["a"]), "--max-steps", "5"]
+    if takes:
+        assert parse([name, "a", *(["--out", "b"] if name == "rollout" else []), "--max-steps", "5"]).overrides == [
+            "--max-steps",
+            "5",
+        ]
+    else:
+        assert main(typed) == 2
+        assert "has no option --max-steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", KEYED)
+@pytest.mark.parametrize("typed", [["@", "a.toml"], ["@a.toml"], ["--max-steps", "5", "@", "a.toml"], ["a.toml"]])
+def test_a_file_may_stand_behind_an_at_as_in_prime_rl(name: str, typed: list[str]):
+    args = parse([name, *typed])
+    assert args.file == Path("a.toml")
+    assert args.overrides == typed[:-2] * (typed[0] == "--max-steps")
+
+
+def test_a_file_whose_name_begins_with_an_at_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "@a.toml").touch()
+    assert parse(["config", "@a.toml"]).file == Path("@a.toml")
+
+
+@pytest.mark.parametrize("name", ["rl", "orchestrator", "trainer", "config", "plan"])
+def test_the_strategy_in_short_is_an_override(name: str):
+    args = parse([name, "a.toml", "--trajectory-strategy", "branching", "--seed", "1"])
+    assert args.overrides == ["--seed", "1", "--orchestrator.trajectory-strategy", "branching"]
+
+
+class Clock:
+    """A timer that is over at once, or never."""
+
+    daemon = False
+
+    def __init__(self, *, is_over: bool) -> None:
+        self.is_over, self.seconds, self.cancelled = is_over, 0.0, False
+
+    def __call__(self, seconds: float, call: Callable[[], None]) -> Clock:
+        self.seconds, self.call = seconds, call
+        return self
+
+    def start(self) -> None:
+        if self.is_over:
+            self.call()
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_what_takes_long_is_told_on_standard_error(capsys, is_over: bool):
+    clock = Clock(is_over=is_over)
+    with told_if_slow("importing torch", timer=clock):
+        assert not clock.cancelled
+    assert (clock.cancelled, clock.daemon, clock.seconds) == (True, True, 3.0)
+    assert capsys.readouterr() == ("", "importing torch ...\n" * is_over)
 
 
 def test_the_version_is_printed(capsys):

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 
 import pytest
 
-from verbatim.config import resolve
+from verbatim.config import load_config, resolve
+from verbatim.config.backends import schema_with_backends
+from verbatim.config.fields import keys
+from verbatim.config.known_keys import FOREIGN
 from verbatim.config.known_names import _ANSWERS, known_elsewhere
 from verbatim.config.schema import ComponentConfig
-from verbatim.core.errors import ComponentError
+from verbatim.core.errors import ComponentError, ConfigError
+from verbatim.core.imports import import_object
 from verbatim.run.tables import component_tables
 
 
@@ -61,3 +66,74 @@ def test_every_answer_names_what_there_is():
     for answer in set(_ANSWERS.values()):
         for name in re.findall(r'"(\w+)"', answer.replace('training_mode = "opd"', "")):
             assert name in tables.losses or name in tables.advantages, answer
+
+
+def ours() -> set[str]:
+    """Every key and every table of ours, and the knobs of all losses and advantages."""
+    tables = component_tables()
+    schema, _ = schema_with_backends({"inference": {"backend": "vllm"}}, tables)
+    found = {key for key, _ in keys(schema)}
+    for key in [*found]:
+        parts = key.split(".")
+        found |= {".".join(parts[:n]) for n in range(1, len(parts))}
+    found |= {key.replace(".0", "") for key in found}
+    for table, where in ((tables.losses, "trainer.loss"), (tables.advantages, "orchestrator.advantage")):
+        for entry in table.values():
+            component = import_object(entry) if isinstance(entry, str) else entry
+            function = getattr(component, "function", component)
+            found |= {f"{where}.{name}" for name in inspect.signature(function).parameters}
+    return found
+
+
+def test_every_key_of_an_answer_is_one_of_ours_and_each_row_has_a_key_or_a_reason():
+    there = ours()
+    for row in FOREIGN:
+        assert row.keys or row.why
+        assert {*row.keys.split()} <= there, row
+        for name in re.findall(r"\b[a-z]+\.[a-z_.]+[a-z]\b", row.why):
+            assert name in there or name.startswith(("my_module.", "monitor.")), row
+
+
+def test_a_name_of_theirs_is_answered_once_and_is_not_one_of_ours():
+    names = [name for row in FOREIGN for name in row.names.split()]
+    assert len(names) == len(set(names)) > 150
+    assert not {*names} & {key.rpartition(".")[2] for key in ours()}
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("--trainer.loss.beta", "trainer.loss.kl_ref_tau"),
+        ("--trainer.loss.epsilon", "trainer.loss.eps_low"),
+        ("--trainer.gradient-accumulation-steps", "trainer.micro_batch_tokens"),
+        ("--mask-truncated-completions", "orchestrator.filters"),
+        ("--orchestrator.num-generations", "orchestrator.group_size"),
+        ("--orchestrator.rollouts-per-example", "orchestrator.group_size"),
+        ("--trainer.optim.learning-rate", "trainer.optim.lr"),
+        ("--orchestrator.rollout-batch-size", "orchestrator.batch_size"),
+        ("--trainer.lora.rank", "trainer.lora.r"),
+        ("--actor-rollout-ref.rollout.n", "model.name and trainer.optim.lr and inference.backend"),
+        ("--ckpt.interval", "checkpoint.interval"),
+    ],
+)
+def test_a_key_of_another_framework_is_answered_with_ours(tmp_path, typed, said):
+    file = tmp_path / "run.toml"
+    file.write_text('[model]\nname = "m"\n[[orchestrator.train.env]]\nid = "guess_number"\n')
+    with pytest.raises(ConfigError) as error:
+        load_config(file, [typed, "1"], component_tables())
+    assert f"; here it is {said}" in str(error.value)
+    assert "did you mean" not in str(error.value)
+
+
+def test_a_key_that_there_is_none_of_is_answered_with_the_reason(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(
+        '[model]\nname = "m"\n[trainer]\nentropy_coeff = 0.1\n[[orchestrator.train.env]]\nid = "guess_number"\n'
+        "args = { beta = 1 }\n"
+    )
+    with pytest.raises(ConfigError) as error:
+        load_config(file, [], component_tables())
+    assert "kl_ref_tau" not in str(error.value)  # an environment's arguments are its own
+    file.write_text(file.read_text().replace("args = { beta = 1 }\n", ""))
+    with pytest.raises(ConfigError, match=r"trainer\.entropy_coeff: .*; there is none here: no loss has an entropy"):
+        load_config(file, [], component_tables())

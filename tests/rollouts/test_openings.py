@@ -107,6 +107,25 @@ async def test_what_takes_longer_is_left_out():
     assert found.left_out.startswith("the opening prompts of 71 of 100 examples were not measured: after 30 s ")
 
 
+@pytest.mark.parametrize("kind", [Asked, Owning])
+async def test_a_first_prompt_that_cannot_be_rendered_begins_no_episode(kind):
+    class Strict(ByteRenderer):
+        def render_ids(self, *given, **more):
+            raise EnvironmentFault("messages are text only")
+
+    found = await measured(Sizes(2, 3, kind=kind), renderer=Strict())
+    assert (found.cannot_begin, found.num_measured) == (True, 0)
+    assert found.first_fault == "example 'e0': environment: messages are text only"
+
+
+async def test_one_that_fits_is_enough_and_is_looked_for_in_order():
+    environment = Sizes(60, 60, 2, 2, 60)
+    found = await measured(environment, until_one_fits=True)
+    assert environment.started == ["e0", "e1", "e2"]
+    assert (found.none_fits, found.cannot_begin) == (False, False)
+    assert (await measured(Sizes(60, 60), until_one_fits=True)).none_fits
+
+
 async def test_an_environment_that_only_a_run_can_play_is_given_up_soon():
     class Refusing(Asked):
         async def run(self, agent):
@@ -116,3 +135,4 @@ async def test_an_environment_that_only_a_run_can_play_is_given_up_soon():
     found = await measured(environment)
     assert (found.num_measured, len(environment.started) <= 8 + 16) == (0, True)
     assert found.left_out.endswith("example 'e0': environment: only for the run's sampler")
+    assert not found.cannot_begin

@@ -74,6 +74,21 @@ class WithUser(Said):
 SHAPES = {"single turn": Said, "tools": Tooled, "multi-turn": Asked, "own flow": Owned, "chat user": WithUser}
 
 
+async def raises(self, trajectory):
+    raise ValueError("no such answer")
+
+
+async def gives_text(self, trajectory):
+    return "1.0"
+
+
+async def gives_nan(self, trajectory):
+    return float("nan")
+
+
+PLAYED = {"a score that raises": raises, "a score as a text": gives_text, "a score that is no number": gives_nan}
+
+
 def duck(episode, *names):
     return types.SimpleNamespace(**{name: getattr(episode, name) for name in names})
 
@@ -99,6 +114,8 @@ def flawed(episode, flaw):
         episode.messages = [{"role": "user", "content": ["go"]}]
     if flaw == "tools as a number":
         episode.tools = 7
+    if flaw in PLAYED:
+        episode.score = types.MethodType(PLAYED[flaw], episode)
     return episode
 
 
@@ -149,12 +166,14 @@ class Shown(Task):
     def demonstrations(self, count, seed):
         if self.demonstrated == "none with these settings":
             raise NoDemonstrations("nothing is shown with these settings")
-        return [demonstration(self.demonstrated if n == self.at % count else "") for n in range(count)]
+        return [demonstration(self.demonstrated if n == self.at else "") for n in range(count)]
 '''
 SHAPES = ("single turn", "tools", "multi-turn", "own flow", "chat user")
 FLAWS = ("no score", "no reply", "the base's score", "a plain score", "a plain reply", "messages as a text",
          "a message without content", "a message of parts", "tools as a number", "a start that raises",
          "a start that raises once")  # fmt: skip
+PLAYED = ("a score that raises", "a score as a text", "a score that is no number")
+"""Known when an episode is played: `verbatim env check` does that."""
 DEMONSTRATED = ("a list", "a table", "a number", "arguments as a list", "calls as a table", "no such tool",
                 "a thought as a list", "an answer as a number", "no question", "an unknown role", "too long",
                 "none with these settings")  # fmt: skip
@@ -194,12 +213,14 @@ class Project:
 
 
 def draw(seed: int, models: Path) -> Project:
-    """The project of a seed. Half of them have a flaw in the environment or in what it shows."""
+    """The project of a seed. About half of them have one flaw: in the environment, its demonstrations, the lengths of
+    its prompts, the chat template, or the file of conversations."""
     rng = random.Random(f"project {seed}")
-    flaw = rng.choice(FLAWS) if rng.random() < 0.3 else ""
-    demonstrated = None if rng.random() < 0.3 else rng.choice(DEMONSTRATED) if rng.random() < 0.45 else ""
+    wrong = rng.choice(("", "", "", "", "environment", "environment", "shown", "shown", "length", "template", "data"))
+    flaw = rng.choice((*FLAWS, *PLAYED)) if wrong == "environment" else ""
+    demonstrated = rng.choice(DEMONSTRATED) if wrong == "shown" else rng.choice((None, "", ""))
     task: dict[str, Any] = {"shape": rng.choice(SHAPES), "flaw": flaw, "system": rng.random() < 0.2}
-    task["words"] = list(rng.choices(LENGTHS, weights=(8, 2, 1))[0])
+    task["words"] = list(rng.choice(LENGTHS[1:]) if wrong == "length" else LENGTHS[0])
     if demonstrated is not None:
         task |= {"demonstrated": demonstrated, "at": rng.choice((0, 3))}
     env = {"import_path": "task.Task" if demonstrated is None else "task.Shown", "args": task}
@@ -218,12 +239,12 @@ def draw(seed: int, models: Path) -> Project:
     }
     if rng.random() < 0.2:
         orchestrator["train"]["env"].append(
-            {"import_path": "task.Shown", "args": {"demonstrated": "", "shape": "tools"}}
+            {"import_path": "task.Shown", "name": "second", "args": {"demonstrated": "", "shape": "tools"}}
         )
     if rng.random() < 0.2:
         orchestrator["eval"] = {"episodes": 3, "interval": 1}
     builds = demonstrated is not None and rng.random() < 0.3
-    template = rng.choices(TEMPLATES, weights=(6, 2, 2))[0].replace(" ", "-")
+    template = rng.choice(TEMPLATES[1:] if wrong == "template" else TEMPLATES[:1]).replace(" ", "-")
     tables: dict[str, Any] = {
         "max_steps": 1,
         "run_dir": "run",
@@ -233,11 +254,11 @@ def draw(seed: int, models: Path) -> Project:
         "monitor": {"save_trajectories": False},
     }
     conversations = None
-    if rng.random() < 0.5:
+    if wrong == "data" or (demonstrated is not None and rng.random() < 0.7):
         tables["warm_start"] = {"steps": 1, "batch_size": 2, "conversations": rng.choice((4, 20))}
-        if rng.random() < 0.3:
+        if wrong == "data" or (wrong != "shown" and rng.random() < 0.3):
             tables["warm_start"]["data"] = "talk.jsonl"
-            content = rng.choice(("done", "done", ["done"], 3))
+            content = rng.choice((["done"], 3)) if wrong == "data" else "done"
             said = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "done"}]
             rows = [said] * 3 + [[said[0], {"role": "assistant", "content": content}]]
             conversations = "".join(json.dumps({"messages": row}) + "\n" for row in rows)

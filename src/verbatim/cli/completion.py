@@ -16,7 +16,7 @@ from typing import Any, Literal
 import argcomplete
 from argcomplete.completers import DirectoriesCompleter, FilesCompleter, SuppressCompleter
 
-from verbatim.cli.main import COMMANDS_OF_A_RUN, make_parser
+from verbatim.cli.main import KEYED, make_parser
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -37,7 +37,7 @@ def parser_for(line: str) -> argparse.ArgumentParser:
     command = parser.commands.get(typed or "")
     if command is not None:
         _add_completers(command)
-        if typed in COMMANDS_OF_A_RUN:
+        if typed in KEYED:
             _add_keys(command)
     return parser
 

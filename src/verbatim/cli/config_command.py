@@ -7,6 +7,8 @@ import contextlib
 import sys
 
 from verbatim.cli import exit_status
+from verbatim.cli.patience import told_if_slow
+from verbatim.cli.rl_command import add_strategy
 from verbatim.config import dump_config, load_config
 from verbatim.core.texts import printable
 from verbatim.models.renderers.base import Renderer
@@ -19,8 +21,9 @@ from verbatim.run.tables import component_tables
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare FILE."""
+    """Declare FILE and --trajectory-strategy."""
     parser.add_argument("file", type=run_file, metavar="FILE", help="the run's TOML file, or a recipe's name")
+    add_strategy(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -32,10 +35,13 @@ def run(args: argparse.Namespace) -> int:
             weights and asking servers.
     """
     made: list[Renderer] = []
-    config = load_config(args.file, args.overrides, component_tables())
+    with told_if_slow(f"reading {args.file} and what it names"):
+        config = load_config(args.file, args.overrides, component_tables())
     with contextlib.redirect_stdout(sys.stderr):  # what environments print is no TOML
-        environments = check_run(config, plays=False, told=made.append)
-        looked_at = list(look_at_openings(config, environments, made[0]))
+        with told_if_slow("checking environments, components and the model's renderer"):
+            environments = check_run(config, plays=False, told=made.append)
+        with told_if_slow("measuring the opening prompts of all examples"):
+            looked_at = list(look_at_openings(config, environments, made[0]))
     sys.stdout.write(dump_config(config))
     sys.stdout.flush()
     for sentence in (*capped_settings(config.orchestrator), *looked_at):

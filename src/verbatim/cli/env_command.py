@@ -70,11 +70,6 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UsageError: no environment was named, or options that do not fit.
     """
-    if args.overrides:
-        raise UsageError(
-            f"verbatim env has no option {args.overrides[0]}; there are --args, --examples, --max-turns, "
-            "--seq-len, --timeout and --json"
-        )
     if args.what == "list":
         typed = [name for name, standard in _OF_CHECK.items() if getattr(args, name) != standard]
         if typed:

@@ -22,6 +22,7 @@ from verbatim import __version__
 from verbatim.cli import exit_status
 from verbatim.cli.ending import end_without_stragglers
 from verbatim.core import spare
+from verbatim.config.fields import nearest
 from verbatim.core.ctrl_c import ignore_presses_at_the_very_end, sigterm_is_ctrl_c
 from verbatim.core.descriptors import raise_descriptor_limit
 from verbatim.core.errors import NothingTrained, RunStopped, StoppedByAlarm, UsageError, VerbatimError
@@ -52,11 +53,10 @@ COMMANDS = {
     "completion": ("verbatim.cli.completion_command", "print what makes bash, zsh or fish complete this command"),
 }
 """Name: the module, and what `--help` says of it."""
-COMMANDS_OF_A_RUN = ("rl", "orchestrator", "trainer", "sft", "eval", "inference", "plan", "config")
-"""Those whose FILE is a run's, so that its keys are options."""
-_REFUSE_THEMSELVES = ("rollout", "gateway")
-"""`rollout` has the keys with --inference alone, and `gateway` says where the program's own options stand."""
-
+KEYED = ("rl", "orchestrator", "trainer", "sft", "eval", "inference", "plan", "config")
+"""The commands whose options are also the keys of their FILE."""
+_REFUSE_THEMSELVES = ("gateway", "rollout")
+"""Those that explain options which they do not have by themselves."""
 OVERRIDES_HELP = (
     "every key of FILE is also an option: --orchestrator.batch-size 64, --trainer.optim.lr=1e-4, "
     "--orchestrator.train.env.0.max-turns 4; null unsets a key"
@@ -135,17 +135,27 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The command's arguments, with `run` and `overrides`.
 
     Raises:
-        SystemExit: `--help`, `--version`, or no such command (argparse answers by itself).
+        SystemExit: `--help`, `--version`, no command or no such one (argparse answers by itself).
         UsageError: an option that the command does not have.
     """
     typed = next((a for a in arguments if not a.startswith("-")), None)
     parser = make_parser(typed)
     rest, overrides = list(arguments), list[str]()
     if typed in COMMANDS:
-        rest, overrides = split_overrides(arguments, known=parser.commands[typed]._option_string_actions)
+        known = parser.commands[typed]._option_string_actions
+        rest, overrides = split_overrides(arguments, known)
+        if overrides and typed not in (*KEYED, *_REFUSE_THEMSELVES) and not {"-h", "--help"} & {*rest}:
+            there = ", ".join(option for option in known if option.startswith("--") and option != "--help")
+            raise UsageError(
+                f"verbatim {typed} has no option {overrides[0]}{nearest(overrides[0], known) or '.'} "
+                f"There are {there or 'none'}"
+            )
+    elif not rest:
+        parser.print_help(sys.stderr)
+        raise SystemExit(exit_status.USAGE)
     args = parser.parse_args(rest)
-    if overrides and typed not in (*COMMANDS_OF_A_RUN, *_REFUSE_THEMSELVES):
-        raise UsageError(f"verbatim {typed} has no option {overrides[0]}; see verbatim {typed} --help")
+    if getattr(args, "trajectory_strategy", None) is not None:
+        overrides += ["--orchestrator.trajectory-strategy", args.trajectory_strategy]
     args.overrides = overrides
     return args
 
@@ -156,12 +166,14 @@ def make_parser(typed: str | None) -> CommandParser:
     parser.add_argument("--version", action="version", version=f"verbatim {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     for name, (module_name, about) in COMMANDS.items():
-        command = commands.add_parser(name, help=about, description=about, epilog=OVERRIDES_HELP, allow_abbrev=False)
+        command = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
         parser.commands[name] = command
         if name == typed:
             module = importlib.import_module(module_name)
             module.add_arguments(command)
             command.set_defaults(run=module.run)
+            if name in KEYED:
+                command.epilog = "; ".join(filter(None, (OVERRIDES_HELP, command.epilog)))
     return parser
 
 
@@ -169,7 +181,7 @@ def split_overrides(arguments: Sequence[str], known: Container[str]) -> tuple[li
     """The command's own arguments, and the overrides among them, wherever they stand.
 
     An option that the command does not know is an override, and what follows it is its value, unless that is an
-    option too.
+    option too. An "@" before the file, as prime-rl has it, is passed over.
 
     >>> split_overrides(["rl", "--max-steps", "5", "a.toml", "--resume"], known=["--resume"])
     (['rl', 'a.toml', '--resume'], ['--max-steps', '5'])
@@ -179,11 +191,13 @@ def split_overrides(arguments: Sequence[str], known: Container[str]) -> tuple[li
     rest = list(arguments)
     while rest:
         argument = rest.pop(0)
+        if argument == "@":
+            continue
         if not argument.startswith("--") or argument.partition("=")[0] in known:
             own.append(argument)
             continue
         overrides.append(argument)
-        if "=" not in argument and rest and not rest[0].startswith("--"):
+        if "=" not in argument and rest and not rest[0].startswith("--") and rest[0] != "@":
             overrides.append(rest.pop(0))
     return own, overrides
 

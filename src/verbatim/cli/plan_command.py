@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 
 from verbatim.cli import exit_status
+from verbatim.cli.patience import told_if_slow
+from verbatim.cli.rl_command import add_strategy
 from verbatim.config import load_config
 from verbatim.config.schema import RunConfig
 from verbatim.core.errors import UsageError
@@ -23,9 +25,10 @@ DOES_NOT_FIT = exit_status.STOPPED
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare FILE, --gpu, --gpus, --from-run, what is assumed, and --json."""
+    """Declare FILE, --trajectory-strategy, --gpu, --gpus, --from-run, what is assumed, and --json."""
     parser.epilog = f"exit status: 0 it fits, {DOES_NOT_FIT} it does not, 2 the trainer would refuse it"
     parser.add_argument("file", type=run_file, metavar="FILE", help="the run's TOML file, or a recipe's name")
+    add_strategy(parser)
     parser.add_argument(
         "--gpu",
         metavar="NAME",
@@ -60,17 +63,19 @@ def run(args: argparse.Namespace) -> int:
         UsageError: an unknown device, too few devices, no trajectories, a share outside 0 to 1; or what the trainer
             would refuse: the model, more processes than it can use.
     """
-    config = load_config(args.file, args.overrides, component_tables())
+    with told_if_slow(f"reading {args.file} and what it names"):
+        config = load_config(args.file, args.overrides, component_tables())
     _check(args)
-    from verbatim.inspection.plan.as_json import plan_as_json
-    from verbatim.inspection.plan.batches import assumed_batch, batch_of_run
-    from verbatim.inspection.plan.changes import tried_changes
-    from verbatim.inspection.plan.devices import device_here, find_device
-    from verbatim.inspection.plan.placement import place
-    from verbatim.inspection.plan.predict import Assumptions, Case, model_source, predict
-    from verbatim.inspection.plan.show import show_changes, show_plan
-    from verbatim.run.machine import OnCuda
-    from verbatim.run.precision import resolve_dtypes
+    with told_if_slow("importing torch"):
+        from verbatim.inspection.plan.as_json import plan_as_json
+        from verbatim.inspection.plan.batches import assumed_batch, batch_of_run
+        from verbatim.inspection.plan.changes import tried_changes
+        from verbatim.inspection.plan.devices import device_here, find_device
+        from verbatim.inspection.plan.placement import place
+        from verbatim.inspection.plan.predict import Assumptions, Case, model_source, predict
+        from verbatim.inspection.plan.show import show_changes, show_plan
+        from verbatim.run.machine import OnCuda
+        from verbatim.run.precision import resolve_dtypes
 
     device = find_device(args.gpu) if args.gpu is not None else device_here(_has_cuda(config))
     if not device.is_cuda and args.gpus is not None:
@@ -78,24 +83,26 @@ def run(args: argparse.Namespace) -> int:
             f"--gpus {args.gpus} without --gpu: this machine has no CUDA device; say which ones, for example --gpu h100"
         )
     shares = {name: getattr(args, name) for name in ("utilisation", "bandwidth_utilisation", "memory_share")}
-    config, choices = resolve_dtypes(config, machine=OnCuda() if device.is_cuda else None)
+    with told_if_slow("choosing the precision"):
+        config, choices = resolve_dtypes(config, machine=OnCuda() if device.is_cuda else None)
     with model_source(config) as source:
-        plan = predict(
-            Case(
-                config=config,
-                source=source,
-                device=device,
-                batch=assumed_batch(config) if args.from_run is None else batch_of_run(config, args.from_run),
-                placement=place(config, is_cuda=device.is_cuda, gpus=args.gpus),
-                assumed=Assumptions(**{name: share for name, share in shares.items() if share is not None}),
-            )
+        case = Case(
+            config=config,
+            source=source,
+            device=device,
+            batch=assumed_batch(config) if args.from_run is None else batch_of_run(config, args.from_run),
+            placement=place(config, is_cuda=device.is_cuda, gpus=args.gpus),
+            assumed=Assumptions(**{name: share for name, share in shares.items() if share is not None}),
         )
+        with told_if_slow("predicting the trainer's step, on fake tensors"):
+            plan = predict(case)
         console = PlainConsole()
         if not args.json:
             show_plan(plan, console)
             for choice in choices:
                 console.print(f"precision      {choice}", soft_wrap=True)
-        changes = [] if plan.fits else tried_changes(plan)
+        with told_if_slow("trying what would make it fit"):
+            changes = [] if plan.fits else tried_changes(plan)
     if args.json:
         json.dump(plan_as_json(plan, changes), sys.stdout, indent=2)
         sys.stdout.write("\n")

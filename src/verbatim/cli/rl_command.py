@@ -67,6 +67,11 @@ def add_shared_arguments(parser: argparse.ArgumentParser, *, file: str | None = 
         metavar="FOLDER",
         help="continue a run: the latest one of this file, or the one in FOLDER",
     )
+    add_strategy(parser)
+
+
+def add_strategy(parser: argparse.ArgumentParser) -> None:
+    """Declare --trajectory-strategy, an override in short (`verbatim.cli.main.parse` makes it one)."""
     parser.add_argument(
         "--trajectory-strategy", metavar="NAME", help="the same as --orchestrator.trajectory-strategy NAME"
     )
@@ -106,13 +111,7 @@ def _replay(args: argparse.Namespace) -> int:
     if args.quiet:
         raise UsageError("--replay prints a comparison; leave out --quiet")
     log_to_console(PlainConsole(stderr=True))
-    return run_replay(args.replay, _overrides(args), prints_json=args.json)
-
-
-def _overrides(args: argparse.Namespace) -> list[str]:
-    if args.trajectory_strategy is None:
-        return list(args.overrides)
-    return [*args.overrides, "--orchestrator.trajectory-strategy", args.trajectory_strategy]
+    return run_replay(args.replay, args.overrides, prints_json=args.json)
 
 
 def load(args: argparse.Namespace, fork: Fork | None = None) -> RunConfig:
@@ -121,14 +120,13 @@ def load(args: argparse.Namespace, fork: Fork | None = None) -> RunConfig:
     Raises:
         UsageError: there is no file.
     """
-    overrides = _overrides(args)
     if args.file is None:
         if fork is None:
             raise UsageError(
                 "FILE is missing: the TOML file of the run, or a recipe's name; `verbatim recipes` lists those"
             )
-        return load_forked(fork, overrides)
-    return load_stored_config(args.file, lambda file: load_config(file, overrides, component_tables()))
+        return load_forked(fork, args.overrides)
+    return load_stored_config(args.file, lambda file: load_config(file, args.overrides, component_tables()))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic_core import ErrorDetails
 
 from verbatim.config.fields import backend_tables_with, field_at, nearest, section_at, sections_with
+from verbatim.config.known_keys import key_elsewhere
 from verbatim.config.origins import KeyPath, dotted
 from verbatim.config.overrides import Override
 from verbatim.config.schema import RunConfig
@@ -124,9 +125,9 @@ def unknown_key(path: KeyPath, schema: type[RunConfig]) -> str:
         return f"{name} is now {' or '.join(f'{prefix}.{table}.{key}' for table in moved)}"
     table = f"[{dotted(tuple(part for part in path[:-1] if isinstance(part, str)))}]" if prefix else "the top level"
     valid = list(section.model_fields)
-    hint = nearest(key, valid)
+    hint = key_elsewhere(key) or nearest(key, valid)
     elsewhere = [] if hint else sections_with(schema, key)
     if elsewhere:
         hint = f"; it belongs to {' or '.join(f'[{place}]' if place else 'the top level' for place in elsewhere)}"
-    hint = hint if hint.endswith("?") else f"{hint}."
+    hint = hint if hint.endswith(("?", ".")) else f"{hint}."
     return f'{name}: unknown key "{key}" in {table}{hint} The keys of {table} are {", ".join(valid)}'

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from verbatim.config.fields import nearest
+from verbatim.config.known_keys import key_elsewhere
 
 
 def check_knobs(
@@ -32,6 +33,7 @@ def check_knobs(
         given: Knobs that have a value already.
     """
     knobs, takes_any = _knobs_of(function, num_inputs)
+    of_algorithm = label in ("loss", "advantage")
     label = f"{label} {getattr(function, '__qualname__', type(function).__qualname__)}"
     converted: dict[str, Any] = {}
     wrong: dict[str, str] = {}
@@ -46,7 +48,8 @@ def check_knobs(
             converted[name] = value
         else:
             names = ", ".join(knobs) or "it has none"
-            wrong[name] = f'unknown knob "{name}"{nearest(name, knobs) or "."} The knobs of {label}: {names}'
+            hint = (key_elsewhere(name) if of_algorithm else "") or nearest(name, knobs) or "."
+            wrong[name] = f'unknown knob "{name}"{hint} The knobs of {label}: {names}'
     for knob in knobs.values():
         if knob.default is knob.empty and knob.name not in (*values, *given):
             wrong[knob.name] = f"missing: {label} needs this knob"

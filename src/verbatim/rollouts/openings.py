@@ -166,10 +166,8 @@ async def _measured(
         return loop.tokens
     error = lacks or str(run.trajectory().error)
     owns = bool(made) and getattr(made[0], "run", None) is not None
-    return _Fault(
-        why=f"example {example.id!r}: {error}",
-        is_sure=lacks is not None or not (owns or error.startswith("timeout")),
-    )
+    may_begin = error.startswith("timeout") or (owns and not loop.was_asked)  # a program asks through the gateway
+    return _Fault(why=f"example {example.id!r}: {error}", is_sure=lacks is not None or not may_begin)
 
 
 class _Measuring(EpisodeLoop):
@@ -179,12 +177,14 @@ class _Measuring(EpisodeLoop):
         super().__init__(limits=EpisodeLimits(timeout=seconds), recorder=Recorder(1))
         self._renderer = renderer
         self.tokens: int | None = None
+        self.was_asked = False
 
     async def complete(self, prompt_ids: Sequence[int], *given: Any, **more: Any) -> Any:
         """The same for an environment that renders by itself."""
         self._measure(len(prompt_ids))
 
     async def _answer(self, prompt: Prompt) -> Answer:
+        self.was_asked = True
         self._measure(_num_tokens(prompt, self._renderer))
         raise AssertionError("the episode is over")
 

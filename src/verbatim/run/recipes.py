@@ -16,12 +16,16 @@ def about(recipe: Path) -> str:
 
 
 def run_file(given: str | os.PathLike[str]) -> Path:
-    """The file of a run: a path, or a recipe's name where there is no such file.
+    """The file of a run: a path, also one behind "@" as in prime-rl, or a recipe's name where there is no such file.
 
     >>> run_file("no/such.toml").as_posix(), run_file("guess_number") == recipes()["guess_number"]
     ('no/such.toml', True)
+    >>> run_file("@no/such.toml").as_posix()
+    'no/such.toml'
     """
     path = Path(given)
+    if path.parts[:1] and path.parts[0].startswith("@") and not path.exists():
+        path = Path(os.fspath(given)[1:])
     if path.exists() or path.suffix or len(path.parts) != 1:
         return path
     return recipes().get(path.name.replace("-", "_"), path)

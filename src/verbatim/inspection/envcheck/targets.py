@@ -45,7 +45,7 @@ def find_targets(given: str, args: Mapping[str, Any], tables: ComponentTables | 
     Raises:
         UsageError: no such file, a file without an environment or with several, or `args` beside a TOML file.
     """
-    path, _, attribute = given.partition(":")
+    path, _, attribute = given.removeprefix("@").partition(":")
     if path.endswith(".toml"):
         if args:
             raise UsageError(f"--args beside {path}: the arguments stand in its tables; change them there")
