@@ -17,9 +17,14 @@ from e2e.tiny_runs import build_tiny_model, train_lines, workplace
 from inspection.envcheck.forked_replay import warm_replay
 from run.drawn_projects import PLAYED, TASK, Project, draw, write_models
 from verbatim.cli.main import main
+from verbatim.config import load_config
+from verbatim.core.errors import ComponentError
 from verbatim.environments import Episode, Reply
 from verbatim.environments.base import tool_exchange
 from verbatim.environments.resolve import wrong_conversation, wrong_episode
+from verbatim.run.check import renderer_of
+from verbatim.run.environments import check_imitation, make_environments, to_imitate
+from verbatim.run.tables import component_tables
 
 __all__ = ["warm_replay"]
 
@@ -96,6 +101,7 @@ args = {{ shape = "tools", demonstrated = "{demonstrated}", at = 37 }}
 
 
 @pytest.mark.slow
+@pytest.mark.realtime
 @pytest.mark.parametrize(
     ("demonstrated", "found"),
     [
@@ -284,3 +290,17 @@ def test_what_a_start_keeps_in_the_check_is_not_kept_for_the_run(models: Path, t
         )
         assert main(["rl", "run.toml"]) == 0
         assert train_lines(tmp_path / "run")[0]["metrics"]["rollouts/failed"] == 0
+
+
+@pytest.mark.slow
+def test_conversations_are_tried_for_a_while_and_the_rest_is_the_trainers(models: Path, tmp_path: Path):
+    with workplace(tmp_path, {"task": TASK}):
+        (tmp_path / "run.toml").write_text(SHOWN.format(model=models / "its-own", demonstrated="no question"))
+        config = load_config("run.toml", tables=component_tables())
+        environments = make_environments(config)
+        given = config, to_imitate(config, environments), renderer_of(config, environments)
+        with pytest.raises(ComponentError, match=r"number 37 of demonstrations\(40, "):
+            check_imitation(*given, clock=lambda: 0.0)
+        ticks = itertools.count()
+        check_imitation(*given, clock=lambda: float(next(ticks)))  # one look at the clock begins, the 20th is too late
+        assert next(ticks) == 21

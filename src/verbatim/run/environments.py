@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 
 CORPUS = 2000
 """Demonstrations that the tokenizer of a [model.build] is trained on."""
-_TRIED = 2000
-"""Conversations of a warm start that are rendered before it begins: as many as are read in a few seconds."""
+_TRIED, _SECONDS = 2000, 20.0
+"""At most so many conversations of a warm start are rendered before it begins, and for so long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,14 +178,22 @@ def imitated_samples(
         raise UsageError(f"warm_start: no conversation fits seq_len = {config.orchestrator.seq_len}; raise it")
 
 
-def check_imitation(config: RunConfig, conversations: Sequence[Conversation], renderer: Renderer) -> None:
-    """Refuse a warm start that would stop in the middle of its conversations, or have none that fits.
+def check_imitation(
+    config: RunConfig,
+    conversations: Sequence[Conversation],
+    renderer: Renderer,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Refuse a warm start that would stop in the middle of its conversations, or have none that fits. What is not tried
+    within `_SECONDS` is left to the warm start.
 
     Raises:
         ComponentError, UsageError: as of `imitated_samples`.
     """
-    tried = conversations[:: max(1, len(conversations) // _TRIED)]
-    collections.deque(imitated_samples(config, tried, renderer), maxlen=0)
+    end = clock() + _SECONDS
+    for _ in imitated_samples(config, conversations[:: max(1, len(conversations) // _TRIED)], renderer):
+        if clock() >= end:
+            return
 
 
 def check_environments(config: RunConfig, environments: Environments) -> None:
