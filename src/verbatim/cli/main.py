@@ -21,8 +21,8 @@ from rich.text import Text
 from verbatim import __version__
 from verbatim.cli import exit_status
 from verbatim.cli.ending import end_without_stragglers
-from verbatim.core import spare
 from verbatim.config.fields import nearest
+from verbatim.core import spare
 from verbatim.core.ctrl_c import ignore_presses_at_the_very_end, sigterm_is_ctrl_c
 from verbatim.core.descriptors import raise_descriptor_limit
 from verbatim.core.errors import NothingTrained, RunStopped, StoppedByAlarm, UsageError, VerbatimError
