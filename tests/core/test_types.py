@@ -4,11 +4,13 @@ import copy
 import dataclasses
 import doctest
 import json
+from enum import IntEnum
 from fractions import Fraction
 from types import MappingProxyType
 
 import numpy as np
 import pytest
+import yaml
 
 from verbatim import Group, RolloutIdentity, StopReason, Trajectory, Turn
 from verbatim.core.errors import NoFlatList, RecordError
@@ -208,13 +210,31 @@ def test_the_mapping_view_is_json(broken):
     if not broken:
         trajectory = trajectory.replace(turns=trajectory.turns[:1])
     found = json.loads(json.dumps(dict(trajectory), allow_nan=False))
-    assert found == dict(trajectory) | {"stop_reason": "stop", "answer": [7], "row": [0, 1]}
+    assert (
+        found == dict(trajectory) | {"answer": [7], "row": [0, 1]} == yaml.safe_load(yaml.safe_dump(dict(trajectory)))
+    )
     assert (found["reward"], found["reward_parts"], found["messages"]) == (1.0, {"exact": 1.0}, trajectory["messages"])
     assert found["info"] == {"score": 0.5, "seen": [0, 1], "task": {"answer": [7], "row": [0, 1]}}
     assert found["tools"] == [{"type": "function", "function": {"name": "add"}}]
     first = {"token_ids": [1, 2], "loss_mask": [False, True], "logprobs": [None, -0.5], "advantages": [0.0, 2.0]}
     assert {name: found["samples"][0][name] for name in first} == first
     assert len(found["samples"]) == 1 + broken
+
+
+def test_texts_and_numbers_of_a_class_of_their_own_are_plain_in_the_mapping_view():
+    class Level(IntEnum):
+        HIGH = 3
+
+    view = dict(Trajectory(example_id="x", stop_reason="max_turns", info={StopReason.STOP: Level.HIGH}))
+    assert (type(view["stop_reason"]), view["stop_reason"]) == (str, "max_turns")
+    assert [(type(key), key, type(value), value) for key, value in view["info"].items()] == [(str, "stop", int, 3)]
+
+
+def test_without_a_turn_there_are_no_ids_to_give():
+    empty = Trajectory(example_id="x", error="refused", stop_reason="api_error")
+    assert not {"input_ids", "labels", "logprobs"} & dict(empty).keys() and empty["samples"] == []
+    with pytest.raises(NoFlatList, match=r"^trajectory 'x' has no turn with token ids$"):
+        empty["labels"]
 
 
 def test_a_caller_s_field_is_read_by_its_name_unless_the_trajectory_has_one_of_that_name():

@@ -52,7 +52,8 @@ def ask(text: str, **more: Any) -> dict[str, Any]:
 
 def told(results: list[Trajectory]) -> list[tuple[Any, ...]]:
     """What an episode came to, without what it took."""
-    return [(r["messages"], r["stop_reason"], r["error"], r["input_ids"], r["labels"], r["logprobs"]) for r in results]
+    keys = ("messages", "stop_reason", "error", "input_ids", "labels", "logprobs")
+    return [tuple(r.get(key) for key in keys) for r in results]
 
 
 # ---- the server

@@ -13,7 +13,7 @@ import pytest
 
 from rollouts.chat_server import END, ROLES, ChatServer, Raw, add_numbers, call, chat_server, completion
 from verbatim import Example, StopReason, Trajectory, build_samples
-from verbatim.core.errors import UsageError
+from verbatim.core.errors import NoFlatList, UsageError
 from verbatim.environments.tools import ToolManager, ToolResult
 from verbatim.inference import SamplingParams
 from verbatim.inference.http.client import HttpClient
@@ -307,7 +307,11 @@ def test_without_ids_turns_are_counted_and_nothing_is_trained():
     with chat_server() as server:
         (result,) = rollout_of(server)([ask("1 2")])
     assert (result["turns"], result.turns, result.num_unrecorded_turns) == (2, (), 2)
-    assert (result["input_ids"], result["labels"], result["logprobs"], result["samples"]) == ([], [], [], [])
+    assert result["samples"] == []
+    for key in ("input_ids", "labels", "logprobs"):
+        assert key not in dict(result) and result.get(key) is None
+        with pytest.raises(NoFlatList, match=r"no turn with token ids; .*return_token_ids"):
+            result[key]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ VerbatimError
 │       └── FormatError          a file in a format that this version does not read
 ├── RolloutError                 bad data from a rollout: kept on its trajectory, counted, the run goes on
 │   ├── RecordError (ValueError) ids, logprobs or turns that cannot be what a sampler returned
-│   │   └── NoFlatList (KeyError)    one list of a trajectory's ids, where a break makes them two contexts
+│   │   └── NoFlatList (KeyError)    one list of a trajectory's ids, where it has two contexts or no ids
 │   ├── EnvironmentFault         an environment or a tool raised, hung, or returned something impossible
 │   │   ├── JudgeFailed          a judge gave no verdict
 │   │   └── ProgramFault         an agent program crashed, hung, or never called the model
@@ -81,7 +81,7 @@ class RecordError(RolloutError, ValueError):
 
 
 class NoFlatList(RecordError, KeyError):
-    """A trajectory with a break has no flat list of this name: one list cannot hold two contexts."""
+    """A trajectory with a break, or without token ids, has no flat list of this name."""
 
     __str__ = Exception.__str__  # a KeyError shows its message in quotes
 

@@ -16,17 +16,18 @@ from verbatim.core.records.samples import TrainingSample
 from verbatim.core.trajectories.openings import is_one_list
 from verbatim.core.trajectories.record import TrajectoryRecord
 from verbatim.core.trajectories.samples import build_samples
+from verbatim.core.user_values import as_atom
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trajectory(TrajectoryRecord, Mapping[str, Any]):
     """The record of one episode: every turn as exact ids, the conversation, and what it earned.
 
-    It is also a read-only mapping of plain values, so that `json.dumps(dict(trajectory))` works: every field by its
-    name, the keys that rollouts document (`messages`, `input_ids`, `labels`, `logprobs`, `turns` as a count,
-    `samples`), `id` for the example's, and what the caller of a rollout put beside `messages`. Of a trajectory with a
-    break, the flat lists `input_ids`, `labels` and `logprobs` are not among the keys, and reading one raises
-    `NoFlatList`.
+    It is also a read-only mapping of plain values, so that `json.dumps(dict(trajectory))` and `yaml.safe_dump` work:
+    every field by its name, the keys that rollouts document (`messages`, `input_ids`, `labels`, `logprobs`, `turns` as
+    a count, `samples`), `id` for the example's, and what the caller of a rollout put beside `messages`. Where there is
+    a break, or no turn with token ids (a server that gives none), the flat lists `input_ids`, `labels` and `logprobs`
+    are not among the keys, and reading one raises `NoFlatList`.
 
     Raises:
         RecordError: a reward, a part of it or an advantage that is not one number.
@@ -61,7 +62,7 @@ class Trajectory(TrajectoryRecord, Mapping[str, Any]):
 
     def __iter__(self) -> Iterator[str]:
         yield from _FIELDS
-        if is_one_list(self.turns):
+        if self._has_flat_lists():
             yield from _FLAT
         yield from ("samples", "id")
         yield from (name for name in self._beside_messages() if name not in TRAJECTORY_KEYS)
@@ -83,15 +84,22 @@ class Trajectory(TrajectoryRecord, Mapping[str, Any]):
     def __eq__(self, other: object) -> bool:
         return self is other
 
-    def _flat(self) -> _Flat:
-        if not is_one_list(self.turns):
+    def _has_flat_lists(self) -> bool:
+        return bool(self.turns) and is_one_list(self.turns)
+
+    def _why_not_flat(self) -> str:
+        if self.turns:
             why = f"{self.num_breaks} break(s)" if self.num_breaks else "turns of several agents"
-            raise NoFlatList(
-                f"trajectory {self.trajectory_id or self.example_id!r} has {why}: one list "
-                "cannot hold two contexts. Read trajectory['samples'] instead, or build_samples(trajectory)"
+            return (
+                f"{why}: one list cannot hold two contexts. Read trajectory['samples'] instead, or "
+                "build_samples(trajectory)"
             )
-        if not self.turns:
-            return _Flat([], [], [])
+        asked = '; a server that knows it (vLLM) gives the ids with extra_body={"return_token_ids": True}'
+        return f"no turn with token ids{asked if self.num_unrecorded_turns else ''}"
+
+    def _flat(self) -> _Flat:
+        if not self._has_flat_lists():
+            raise NoFlatList(f"trajectory {self.trajectory_id or self.example_id!r} has {self._why_not_flat()}")
         ids = self.turns[-1].path.ids()
         labels = np.full(len(ids), -100, dtype=np.int64)
         logprobs: list[float | None] = [None] * len(ids)
@@ -118,14 +126,14 @@ TRAJECTORY_KEYS = frozenset({*_FIELDS, *_FLAT, "samples", "id"})
 
 
 def _plain(value: Any) -> Any:
-    """Records and arrays as dicts, lists and numbers; other values as they are."""
-    if isinstance(value, np.ndarray | np.generic):
+    """Records and arrays as dicts and lists, texts and numbers as Python's own types; other values as they are."""
+    if isinstance(value, np.ndarray):
         return value.tolist()
     if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {as_atom(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
-    return value
+    return as_atom(value)
 
 
 def _plain_sample(sample: TrainingSample) -> dict[str, Any]:
