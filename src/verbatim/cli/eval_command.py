@@ -227,7 +227,7 @@ class _Progress:
         if self._bar is None or model.label != self._label:
             self._view.stop()
             self._label = model.label
-            self._bar = self._view.open(f"evaluating {model.label[-30:]}", total, done=done)
+            self._bar = self._view.open(f"evaluating {model.label[-30:]}", total, done=done, side_by_side=True)
         self._bar.update(done, note=f"{failed} failed" if failed else "")
 
     def __enter__(self) -> _Progress:

@@ -13,6 +13,7 @@ from pathlib import Path
 from verbatim.cli import exit_status
 from verbatim.cli.own_stdout import own_stdout
 from verbatim.config import RunConfig, load_config
+from verbatim.config.recipe_files import recipes
 from verbatim.core.ctrl_c import two_presses
 from verbatim.core.errors import UsageError
 from verbatim.core.plain_console import PlainConsole
@@ -22,7 +23,7 @@ from verbatim.rollouts.main_loop import run_main
 from verbatim.run.execute import execute
 from verbatim.run.fork import Fork, find_fork, load_forked
 from verbatim.run.logs import log_to_console
-from verbatim.run.recipes import run_file
+from verbatim.run.recipes import about, run_file
 from verbatim.run.tables import component_tables
 from verbatim.run.trainer_process import keep_trainer
 
@@ -163,6 +164,8 @@ def train(
     config = load(args, fork)
     if not trainer_elsewhere:
         keep_trainer(config)
+    if args.file in recipes().values() and not args.resume:
+        console.print(f"{args.file.stem}: {about(args.file)}", soft_wrap=True)
     with own_stdout() if args.json else contextlib.nullcontext(sys.stdout) as stdout:
         try:
             training = execute(

@@ -38,16 +38,16 @@ def is_installed(package: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def refuse_without(package: str, *, extra: str, what: str) -> None:
-    """Refuse to go on where a package of an extra is missing.
+def refuse_without(*packages: str, extra: str, what: str) -> None:
+    """Refuse to go on where packages of an extra are missing.
 
     Raises:
-        UsageError: it is not installed; says what needs it and what to type.
+        UsageError: they are not installed; names all of them, what needs them and what to type.
     """
-    if not is_installed(package):
-        raise UsageError(
-            f"{what} needs the package {package}, which is not installed; type: pip install 'verbatim-rl[{extra}]'"
-        )
+    missing = [package for package in packages if not is_installed(package)]
+    if missing:
+        which = f"the package{'s' if missing[1:] else ''} {' and '.join(missing)}, which {'are' if missing[1:] else 'is'}"
+        raise UsageError(f"{what} needs {which} not installed; type: pip install 'verbatim-rl[{extra}]'")
 
 
 def is_import_path(name: str) -> bool:

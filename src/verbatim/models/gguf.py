@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from verbatim.core.errors import ModelError
 from verbatim.models.loading import load_tokenizer, refuse_not_finite, save_model
 from verbatim.models.refusal import refusing
 
@@ -28,12 +26,10 @@ def folder_of_gguf(file: Path, folder: Path, *, dtype: str = "float32", splits_d
         splits_digits: Take every digit by itself before merging, as `tokenizer.ggml.pre = "smollm"` means.
 
     Raises:
-        ModelError: the package `gguf` is missing, or the file cannot be read.
+        ModelError: the file cannot be read.
     """
     import torch
 
-    if importlib.util.find_spec("gguf") is None:
-        raise ModelError("reading GGUF files needs the package gguf; type: pip install 'verbatim-rl[gguf]'")
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     with refusing(f"{file} cannot be read as GGUF"):
         transformers_logging.disable_progress_bar()

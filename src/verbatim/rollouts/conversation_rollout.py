@@ -17,7 +17,16 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 
 from verbatim.core.episode_limits import EpisodeLimits
 from verbatim.core.errors import UsageError
@@ -383,6 +392,13 @@ class _Shown:
         return await self._tool(arguments)
 
 
+class _TimeLeft(TimeRemainingColumn):
+    """Told from half of the rollouts on: they go on side by side, and the first to end say nothing of the speed."""
+
+    def render(self, task: Task) -> Text:
+        return super().render(task) if 2 * task.completed >= (task.total or 0) else Text("-:--:--")
+
+
 @contextlib.contextmanager
 def _progress_bar(total: int, shown: bool | None) -> Iterator[Callable[[Trajectory], None]]:
     """Draws for as long as the block lasts (None = where standard error is a terminal); what it yields is told of each
@@ -396,7 +412,7 @@ def _progress_bar(total: int, shown: bool | None) -> Iterator[Callable[[Trajecto
         TextColumn("{task.fields[failed]}"),
         TimeElapsedColumn(),
         TextColumn("left"),
-        TimeRemainingColumn(),
+        _TimeLeft(),
         console=console,
         disable=not (console.is_terminal if shown is None else shown),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from difflib import get_close_matches
+from itertools import takewhile
 from pathlib import Path
 
 from verbatim.config.recipe_files import recipes
@@ -11,8 +12,9 @@ from verbatim.core.errors import UsageError
 
 
 def about(recipe: Path) -> str:
-    """The first comment of a recipe."""
-    return recipe.read_text(encoding="utf-8").partition("\n")[0].removeprefix("#").strip()
+    """The comment that a recipe begins with: what it is, what it needs, how long it took."""
+    lines = takewhile(lambda line: line.startswith("#"), recipe.read_text(encoding="utf-8").splitlines())
+    return " ".join(line.removeprefix("#").strip() for line in lines)
 
 
 def run_file(given: str | os.PathLike[str]) -> Path:

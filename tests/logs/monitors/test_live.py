@@ -41,6 +41,20 @@ def test_the_time_left_is_that_of_the_last_updates():
     assert stage.seconds_left == 0.0
 
 
+def test_the_first_of_many_that_go_on_side_by_side_say_nothing_of_the_time_left():
+    """Of 8 episodes that began together, 3 short ones end after a second each; then one ends every 10 seconds."""
+    at, done = [0.0], [0]
+    stage = LiveView(terminal(force_terminal=False)[0], now=lambda: at[0]).open(
+        "episodes", 8, count=lambda: done[0], side_by_side=True
+    )
+    for done[0], at[0] in ((1, 1.0), (2, 2.0), (3, 3.0)):
+        stage.look()
+        assert stage.seconds_left is None
+    done[0], at[0] = 4, 13.0
+    stage.look()
+    assert stage.seconds_left == 4 * (13 - 1) / 3
+
+
 def test_what_was_done_before_and_what_went_before_the_work_do_not_count():
     """Resumed after 50 of 100; loading takes 30 seconds, then one step 2 seconds: 49 more take 98."""
     at = [0.0]

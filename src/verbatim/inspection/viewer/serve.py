@@ -26,10 +26,9 @@ def refuse_without_packages() -> None:
     """Refuse to go on where the extra `viewer` is not installed.
 
     Raises:
-        UsageError: a package is missing; says what to type.
+        UsageError: packages are missing; says what to type.
     """
-    for package in PACKAGES:
-        refuse_without(package, extra="viewer", what="verbatim view")
+    refuse_without(*PACKAGES, extra="viewer", what="verbatim view")
 
 
 @contextlib.asynccontextmanager

@@ -30,6 +30,8 @@ class Stage:
         total: What it counts to; None where that is not known.
         done: What was done before.
         count: Gives what is done now, for work that nothing reports; asked at each drawing.
+        side_by_side: Many are done at once, as episodes are: the first to end say nothing of the speed, so that no time
+            left is told before half of them have ended.
     """
 
     def __init__(
@@ -39,10 +41,11 @@ class Stage:
         *,
         done: int = 0,
         count: Callable[[], int] | None = None,
+        side_by_side: bool = False,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.what, self.total, self.done, self.note = what, total, done, ""
-        self._count, self._now = count, now
+        self._count, self._side_by_side, self._now = count, side_by_side, now
         self.began = now()
         self._first = (self.began, done)
         self._marks: deque[tuple[float, int]] = deque(maxlen=_REMEMBERED)
@@ -73,7 +76,7 @@ class Stage:
 
         Example: of 10 things 4 are done, and the last 3 took 2 seconds each: 12 seconds, 11 of them a second later.
         """
-        if self.total is None or not self._marks:
+        if self.total is None or not self._marks or (self._side_by_side and 2 * self.done < self.total):
             return None
         first, last = self._first if len(self._marks) == 1 else self._marks[0], self._marks[-1]
         if last[1] <= first[1] or last[0] <= first[0]:
@@ -105,10 +108,16 @@ class LiveView:
         self._live: Live | None = None
 
     def open(
-        self, what: str, total: int | None = None, *, done: int = 0, count: Callable[[], int] | None = None
+        self,
+        what: str,
+        total: int | None = None,
+        *,
+        done: int = 0,
+        count: Callable[[], int] | None = None,
+        side_by_side: bool = False,
     ) -> Stage:
         """Draw a bar until `close`."""
-        stage = Stage(what, total, done=done, count=count, now=self._now)
+        stage = Stage(what, total, done=done, count=count, side_by_side=side_by_side, now=self._now)
         self._stages.append(stage)
         if self._is_drawn and self._live is None:
             self._live = Live(
@@ -131,8 +140,8 @@ class LiveView:
 
     @contextlib.contextmanager
     def stage(self, what: str, total: int | None = None, *, count: Callable[[], int] | None = None) -> Iterator[Stage]:
-        """A bar while the block runs."""
-        stage = self.open(what, total, count=count)
+        """A bar while the block runs; what is counted goes on side by side."""
+        stage = self.open(what, total, count=count, side_by_side=count is not None)
         try:
             yield stage
         finally:
