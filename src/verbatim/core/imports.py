@@ -15,6 +15,7 @@ from typing import Any
 from verbatim.core.ctrl_c import is_ctrl_c
 from verbatim.core.errors import ComponentError, FormatError, UsageError
 from verbatim.core.formats import content_of
+from verbatim.core.known_imports import ours_for
 from verbatim.core.texts import error_text
 
 MODULE_FOLDERS = "module_folders.json"
@@ -75,11 +76,14 @@ def import_object(import_path: str) -> Any:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise ComponentError(
-                f"importing {module_name} failed: {told(error)}; install the package that has "
-                f"{error.name}, with this Python's pip: {sys.executable} -m pip install PACKAGE (it "
-                "may have another name than the module)"
-            ) from error
+            install = (
+                f"; install the package that has {error.name}, with this Python's pip: {sys.executable} -m pip "
+                "install PACKAGE (it may have another name than the module)"
+            )
+            instead = install if ours_for(f"import {error.name}") is None else ""
+            raise ComponentError(f"importing {module_name} failed: {told(error)}{instead}") from error
+        if ours := ours_for(f"import {module_name}.{attribute}"):
+            raise ComponentError(f"there is no module {error.name!r}; {ours}") from error
         raise ComponentError(
             f"there is no module {error.name!r}; looked in the current directory, {here}{_beside()}, and in the "
             f"installed packages{_where_else(module_name, attribute)}"
@@ -173,14 +177,18 @@ def _beside() -> str:
 def told(error: BaseException) -> str:
     """What a user's code raised and where: `SyntaxError: invalid syntax (/tasks/mine.py:3: def f(:)`.
 
-    The frames of Python's own import machinery are passed over, since they say nothing about the mistake.
+    The frames of Python's own import machinery are passed over, since they say nothing about the mistake. An import of
+    another framework is answered with ours.
     """
     if isinstance(error, SyntaxError) and error.filename:
         line = f": {error.text.strip()}" if error.text else ""
         return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno}{line})"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
     message = error_text(error)
-    return f"{message} ({frames[-1].filename}:{frames[-1].lineno})" if frames else message
+    if not frames:
+        return message
+    ours = ours_for(frames[-1].line or "") if isinstance(error, ModuleNotFoundError) else None
+    return f"{message} ({frames[-1].filename}:{frames[-1].lineno}){f'; {ours}' if ours else ''}"
 
 
 def _where_else(module_name: str, attribute: str) -> str:

@@ -17,7 +17,7 @@ import pytest
 from verbatim.core.errors import ComponentError, UsageError
 from verbatim.core.types import ToolCall
 from verbatim.core.user_code import let_go
-from verbatim.environments.tools import FunctionTool, McpTools, ToolFailed, ToolManager, ToolResult
+from verbatim.environments.tools import FunctionTool, McpTools, Tool, ToolFailed, ToolManager, ToolResult
 from waiting import HANGS, until
 
 
@@ -467,6 +467,36 @@ def test_two_tools_of_one_name_and_things_that_are_no_tools_are_refused():
     for thing in (7, "look", ToolResult, ToolResult(content=""), object(), None):
         with pytest.raises(ComponentError, match="is no tool"):
             ToolManager([thing])
+
+
+class SearchTool(Tool):
+    """A tool as twinkle's guide has it; there its base class is abstract, here it is our protocol."""
+
+    def __call__(self, tool_name, arguments):
+        return f"{tool_name}: results for {arguments.get('query', '')}"
+
+    def tool_info(self):
+        return {"type": "function", "function": {"name": "search", "description": "Search.", "parameters": QUERY}}
+
+
+QUERY = {"type": "object", "properties": {"query": {"type": "string", "description": "What."}}, "required": ["query"]}
+
+
+@pytest.mark.parametrize("base", [Tool, object])
+@pytest.mark.parametrize("tools", [lambda tool: [tool], lambda tool: {"search": tool}])
+async def test_a_tool_of_twinkle_is_shown_and_called_as_it_says(base, tools):
+    tool = type("SearchTool", (base,), dict(vars(SearchTool)))()
+    manager = ToolManager(tools(tool))
+    assert manager.schemas == [tool.tool_info()]
+    outcome = await manager.dispatch(call("search", {"query": "Emma"}))
+    assert (outcome.message["content"], outcome.error_kind) == ("search: results for Emma", None)
+    assert (await manager.dispatch(call("search", {"text": "Emma"}))).error_kind == "invalid_arguments"
+
+
+def test_a_tool_of_twinkle_without_a_name_is_refused():
+    tool = type("Odd", (SearchTool,), {"tool_info": lambda self: {"tool_name": "search"}})()
+    with pytest.raises(ComponentError, match=r"tool_info\(\) gave \{'tool_name': 'search'\}; expected a schema"):
+        ToolManager([tool])
 
 
 @pytest.mark.parametrize("given", [("python", "server.py"), (["python", "server.py"],), ("python", [7])])

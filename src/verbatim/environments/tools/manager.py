@@ -68,15 +68,17 @@ class ToolManager(Mapping[str, Tool]):
     """The tools of one episode, by name.
 
     Accepts `Tool` objects; everything that `FunctionTool` accepts (typed functions, `functools.partial`, objects with
-    `__call__`); dicts with `name`, `description`, `parameters` (a JSON schema) and `function`; and any other object,
-    each of whose public methods but `reset` is a tool.
+    `__call__`); twinkle's tools, which have `tool_info()` and are called with a name and arguments; dicts with `name`,
+    `description`, `parameters` (a JSON schema) and `function`; and any other object, each of whose public methods but
+    `reset` is a tool. They come as a list, or as a mapping, whose keys do not count.
 
     Raises:
         ComponentError: two tools of one name, or an object that is not a tool.
     """
 
-    def __init__(self, tools: Iterable[object] = ()) -> None:
+    def __init__(self, tools: Iterable[object] | Mapping[str, object] = ()) -> None:
         self._tools: dict[str, Tool] = {}
+        tools = tools.values() if isinstance(tools, Mapping) else tools
         if not isinstance(tools, Iterable) or isinstance(tools, str):
             raise ComponentError(f"ToolManager({tools!r:.80}); expected a list of tools: ToolManager([...])")
         self.register(*tools)
@@ -285,7 +287,7 @@ def _outcome(
 
 
 def _as_tools(item: object) -> list[Tool]:
-    if isinstance(item, Tool) and isinstance(item.name, str) and isinstance(item.schema, Mapping):
+    if isinstance(item, Tool) and isinstance(getattr(item, "name", None), str) and isinstance(item.schema, Mapping):
         return [item]
     if isinstance(item, ToolManager | McpTools):
         inside = ".values()" if isinstance(item, ToolManager) else ".tools"
@@ -295,7 +297,7 @@ def _as_tools(item: object) -> list[Tool]:
     if isinstance(item, Mapping):
         return [_described(item)]
     if callable(item) and not isinstance(item, type):
-        return [FunctionTool(item)]
+        return [_of_twinkle(item) if callable(getattr(item, "tool_info", None)) else FunctionTool(item)]
     methods = [] if isinstance(item, type) else _public_methods(item)
     if not methods:
         raise ComponentError(
@@ -316,6 +318,27 @@ def _described(item: Mapping[str, Any]) -> FunctionTool:
             "to be called and the others may be left out"
         )
     return FunctionTool(**item)
+
+
+def _of_twinkle(item: Any) -> FunctionTool:
+    """A tool from an object of twinkle's: `tool_info()` gives the schema, `(tool_name, arguments)` is a call."""
+    info = item.tool_info()
+    function = info.get("function") if isinstance(info, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ComponentError(
+            f"{item!r:.80}: tool_info() gave {info!r:.80}; expected a schema in OpenAI's format, "
+            '{"type": "function", "function": {"name": ..., "parameters": ...}}'
+        )
+
+    def call(**arguments: Any) -> Any:
+        return item(function["name"], arguments)
+
+    return FunctionTool(
+        call,
+        name=function["name"],
+        description=function.get("description") or "",
+        parameters=function.get("parameters") or {"type": "object", "properties": {}},
+    )
 
 
 def _public_methods(item: object) -> list[Callable[..., Any]]:
