@@ -115,6 +115,8 @@ def test_the_installed_wheel_checks_writes_and_trains_in_an_empty_folder(
     assert typed(verbatim, "--version") == f"verbatim {__version__}\n"
     assert "guess_number: An agent learns binary search" in typed(verbatim, "recipes")
     assert "nothing wrong" in typed(verbatim, "env", "check", "guess_number")
+    typed(verbatim, "recipes", "copy", "first_steps")
+    assert (here / "first_steps.ipynb").read_bytes() == (ROOT / "examples" / "first_steps.ipynb").read_bytes()
     typed(verbatim, "init", "project")
     assert "nothing wrong" in typed(verbatim, "env", "check", "project/my_env.py")
     typed(verbatim, "config", "guess_number")

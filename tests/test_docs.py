@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import verbatim
 from byte_renderer import VOCAB_SIZE, ByteRenderer, call, say
 from docs_pages import MODULES, PAGES, PYTHON, ROOT, RUN_FILE, Snippet, snippets
 from e2e.tiny_runs import FILTERS, LOTS, TOML, build_tiny_model, train_lines, trajectory_lines, workplace
@@ -100,6 +101,20 @@ def play(*completions: list[int]) -> Trajectory:
     (trajectory,) = group.trajectories
     assert trajectory.error is None
     return trajectory
+
+
+def test_the_readmes_install_line_names_a_wheel_extras_and_constraints_that_there_are():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    line = re.search(
+        r"pip install -c (\S+) --extra-index-url \S+/cpu \\\n +'verbatim_rl-(\S+)-py3-none-any.whl\[(\S+)\]'",
+        (ROOT / "README.md").read_text("utf-8"),
+    )
+    assert line is not None
+    constraints, version, extras = line.groups()
+    assert re.search(r"^torch==[\d.]+$", (ROOT / constraints).read_text(), re.MULTILINE), (
+        "a build for CPUs satisfies it"
+    )
+    assert version == verbatim.__version__ and set(extras.split(",")) <= set(project["optional-dependencies"])
 
 
 def test_the_readmes_environment_rewards_the_right_action(place: Path):

@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import sys
+import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import warm
 from verbatim.cli.init_command import GATEWAY_CHECK, KINDS
 from verbatim.cli.main import main
 
+DEMO = Path(__file__).parents[2] / "recipes" / "guess_number.toml"
 FILES = ["README.md", "my_env.py", "run.toml", "test_my_env.py"]
 OF_A_PROGRAM = ["README.md", "agent.py", "conversations.jsonl", "run.toml", "tasks.jsonl", "test_agent.py"]
 
@@ -28,6 +30,14 @@ def test_a_project_is_written_into_a_new_or_an_empty_folder(kind: str, tmp_path:
         assert sorted(path.name for path in folder.iterdir()) == (OF_A_PROGRAM if kind == "program" else FILES)
         assert len((folder / "README.md").read_text().splitlines()) <= 10
     assert ("gateway check" if kind == "program" else "verbatim env check my_env:MyEnv") in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_project_filters_as_the_demo_does(kind: str, tmp_path: Path):
+    """Loops are punished by what they earn in both."""
+    assert main(["init", str(tmp_path / "project"), "--kind", kind]) == 0
+    demo, own = (tomllib.loads(path.read_text()) for path in (DEMO, tmp_path / "project" / "run.toml"))
+    assert own["orchestrator"]["filters"] == demo["orchestrator"]["filters"] == [{"type": "zero_advantage"}]
 
 
 def test_what_to_type_next_can_be_typed(tmp_path: Path, capsys, monkeypatch):

@@ -18,7 +18,13 @@ DOCS = Path(__file__).parents[2] / "docs"
 def test_every_recipe_is_listed_with_its_first_comment(capsys):
     assert main(["recipes"]) == 0
     listed = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in listed] == sorted(recipes())
+    assert [line.partition(":")[0] for line in listed] == [
+        *sorted(recipes()),
+        "first_steps",
+        "minimal_rl",
+        "run",
+        "train",
+    ]
     about = dict(line.split(": ", 1) for line in listed)
     assert about["guess_number"].startswith("An agent learns binary search by calling a tool")
     assert about["terminal_ipa"].endswith("Needs no GPU and no network, but bubblewrap: see docs/environments.md.")
@@ -41,6 +47,21 @@ def test_a_recipe_is_copied_with_its_module(tmp_path: Path, capsys):
     assert (tmp_path / "mine" / "parcel_desk.toml").read_text() == recipes()["parcel_desk"].read_text()
     assert main(["recipes", "copy", "parcel_desk", str(tmp_path / "mine")]) == 2
     assert "parcel_desk.toml exists; remove it, or name another folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("first-steps", "examples/first_steps.ipynb"),
+        ("train.py", "examples/train.py"),
+        ("run", "examples/run.py"),
+        ("minimal_rl", "recipes/minimal_rl.py"),
+    ],
+)
+def test_a_program_or_a_notebook_is_copied_without_a_checkout(name: str, file: str, tmp_path: Path):
+    assert main(["recipes", "copy", name, str(tmp_path)]) == 0
+    (copied,) = tmp_path.iterdir()
+    assert copied.name == Path(file).name and copied.read_bytes() == (DOCS.parent / file).read_bytes()
 
 
 @pytest.mark.parametrize(

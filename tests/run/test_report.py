@@ -46,6 +46,18 @@ def reported(folder: RunFolder, **options: object) -> str:
     return out.getvalue()
 
 
+def test_in_a_notebook_the_report_is_shown_once_and_kept(folder, monkeypatch):
+    """As Jupyter's kernel is recognised: rich shows what such a console prints as output of the cell."""
+    kernel = type("ZMQInteractiveShell", (), {})()
+    shown: list[str] = []
+    monkeypatch.setattr("builtins.get_ipython", lambda: kernel, raising=False)
+    monkeypatch.setattr("rich.jupyter.display", lambda segments, text: shown.append(text))
+    report(SUMMARY, "title", folder, {"game": GuessNumber()}, PlainConsole())
+    for what in ("title: learning curve", "title: results", "one episode before and after"):
+        assert "".join(shown).count(what) == 1
+        assert folder.summary_text.read_text().count(what) == 1
+
+
 def test_the_report_has_curve_episode_and_figures_and_is_kept_as_plain_text(folder):
     printed = reported(folder, width=100)
     kept = folder.summary_text.read_text()

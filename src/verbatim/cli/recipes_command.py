@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.text import Text
 
 from verbatim.cli import exit_status
-from verbatim.config.recipe_files import recipes
+from verbatim.config.recipe_files import programs, recipes
 from verbatim.core.errors import UsageError
 from verbatim.core.plain_console import PlainConsole
 from verbatim.run.recipes import about, copy_recipe
@@ -44,4 +44,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         for name, path in recipes().items():
             console.print(Text.assemble((name, "bold"), f": {about(path)}"), soft_wrap=True)
+        for name, path in programs().items():
+            console.print(Text.assemble((name, "bold"), f": to copy: {path.name}"), soft_wrap=True)
     return exit_status.FINISHED

@@ -1,4 +1,4 @@
-"""Finds the TOML files of the recipes that come with the package."""
+"""Finds the recipes that come with the package, and the programs and notebooks beside them."""
 
 from __future__ import annotations
 
@@ -13,5 +13,20 @@ def recipes() -> Mapping[str, Path]:
     >>> recipes()["guess_number"].name
     'guess_number.toml'
     """
-    folder = Path(str(files("verbatim").joinpath("cli", "recipes")))
-    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+    return {path.stem: path for path in sorted(_folder("recipes").glob("*.toml"))}
+
+
+def programs() -> Mapping[str, Path]:
+    """The file of each program and notebook that starts no run by its name, and can be copied.
+
+    >>> sorted(programs())
+    ['first_steps', 'minimal_rl', 'run', 'train']
+    """
+    found = [*_folder("recipes").glob("*.py"), *_folder("examples").glob("*.[ip]*")]
+    return {
+        path.stem: path for path in sorted(found, key=lambda path: path.stem) if not path.with_suffix(".toml").is_file()
+    }
+
+
+def _folder(name: str) -> Path:
+    return Path(str(files("verbatim").joinpath("cli", name)))

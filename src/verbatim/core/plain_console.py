@@ -26,6 +26,8 @@ class PlainConsole(Console):
     """
 
     def __init__(self, *, stderr: bool = False, **options: Any) -> None:
+        if stderr or "file" in options:  # in a notebook rich would show it in the cell, and write nothing to the file
+            options = {"force_jupyter": False, **options}
         super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False, **options)
         if not self.is_terminal and "width" not in options and not os.environ.get("COLUMNS"):
             self.width = UNBOUNDED

@@ -1,4 +1,4 @@
-"""Finds the recipes that come with the package: whole runs, by name."""
+"""Finds the recipes that come with the package, whole runs, by name; copies them, and the programs beside them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from itertools import takewhile
 from pathlib import Path
 
-from verbatim.config.recipe_files import recipes
+from verbatim.config.recipe_files import programs, recipes
 from verbatim.core.errors import UsageError
 
 
@@ -34,17 +34,18 @@ def run_file(given: str | os.PathLike[str]) -> Path:
 
 
 def copy_recipe(name: str, folder: Path) -> list[Path]:
-    """Copy a recipe, and the module of its name where it has one, into a folder; the files.
+    """Copy a recipe, and the module of its name where it has one, or a program, into a folder; the files.
 
     Raises:
         UsageError: no such recipe, or a file that is there already.
     """
-    found = recipes().get(name.removesuffix(".toml").replace("-", "_"))
+    known = {**recipes(), **programs()}
+    found = known.get(Path(name).stem.replace("-", "_"))
     if found is None:
-        near = get_close_matches(name, recipes(), n=1)
+        near = get_close_matches(name, known, n=1)
         hint = f"; did you mean {near[0]}?" if near else "."
-        raise UsageError(f"there is no recipe {name!r}{hint} There are {', '.join(recipes())}")
-    sources = [source for source in (found, found.with_suffix(".py")) if source.is_file()]
+        raise UsageError(f"there is no recipe {name!r}{hint} There are {', '.join(known)}")
+    sources = [source for source in dict.fromkeys((found, found.with_suffix(".py"))) if source.is_file()]
     targets = [folder / source.name for source in sources]
     for target in targets:
         if target.exists():
