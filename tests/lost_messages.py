@@ -160,8 +160,8 @@ def renderer_of(template: str, **options: Any) -> Any:
 
 def sampler_for(renderer: Any) -> ScriptedSampler:
     """Says "ok" to every prompt."""
-    said = np.array([*renderer._tokenizer.encode("ok"), renderer._answer_ends()[0]], np.int32)
-    vocab_size = len(renderer._tokenizer._tokenizer)
+    said = np.array([*renderer.tokenizer.encode("ok"), renderer._answer_ends()[0]], np.int32)
+    vocab_size = len(renderer.tokenizer.unguarded)
     return ScriptedSampler(script=lambda _: said, vocab_size=vocab_size, context_length=100_000)
 
 

@@ -1,5 +1,7 @@
 """A sampler takes a model only if cached decoding has the logprobs of the model's own attention."""
 
+import asyncio
+
 import pytest
 
 from models.architectures import Architecture, tiny_model
@@ -20,7 +22,7 @@ def sampler(tmp_path):
 
     yield make
     for engine in made:
-        engine._engine.stop()
+        asyncio.run(engine.close())
 
 
 @pytest.mark.parametrize(

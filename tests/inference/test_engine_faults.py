@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from step_gate import decoder_of, engine_of, held
 
 from campaigns import sized
 from pairs import all_rows, pairs
@@ -47,7 +48,7 @@ def make(folder, **config):
 
 async def together(sampler, requests):
     """All of them reach the engine before it takes the first."""
-    with sampler._engine._wake:
+    with held(sampler):
         calls = [asyncio.create_task(sampler.generate(r)) for r in requests]
         await asyncio.sleep(0)
     return await asyncio.gather(*calls, return_exceptions=True)
@@ -93,7 +94,7 @@ async def test_the_stop_ids_of_one_request_are_not_held_by_those_that_come_after
     before = await sampler.generate(request(max_tokens=30))
     await sampler.generate(request(max_tokens=30, stop_token_ids=tuple(range(VOCAB)) * 42))
     assert bits(await sampler.generate(request(max_tokens=30))) == bits(before)
-    assert sum(len(ids) for ids in sampler._decoder.table.stop_ids) == 0
+    assert sum(len(ids) for ids in decoder_of(sampler).table.stop_ids) == 0
     await sampler.close()
 
 
@@ -106,12 +107,11 @@ async def test_weights_that_are_not_finite_are_refused_before_any_is_replaced(mo
     folder = damaged(models["tied_later"], tmp_path / "w", "model.norm.weight", 7, value)
     sampler = make(models["tied"])
     before = await sampler.generate(request(max_tokens=15))
-    weights = {name: tensor.clone() for name, tensor in sampler._model.model.state_dict().items()}
+    logprobs = await sampler.prompt_logprobs(np.arange(VOCAB, dtype=np.int32))
     with pytest.raises(ModelError, match=r"model\.norm\.weight holds numbers that are not finite"):
         await sampler.update_weights(folder, 1)
     assert sampler.policy_version == 0
-    for name, tensor in sampler._model.model.state_dict().items():
-        assert torch.equal(tensor, weights[name])
+    assert (await sampler.prompt_logprobs(np.arange(VOCAB, dtype=np.int32))).tobytes() == logprobs.tobytes()
     assert bits(await sampler.generate(request(max_tokens=15))) == bits(before)
     await sampler.close()
 
@@ -210,7 +210,7 @@ async def check_end_of_memory(models, monkeypatch, kernel, where, error, at):
         await alone.close()
     expected = DRAWN_ALONE[kernel]
     sampler = make(models["tied"])
-    decoder = sampler._decoder
+    decoder = decoder_of(sampler)
     owner, name = {
         "reserve": (decoder.cache, "reserve"),
         "forward": (decoder, "_forward"),
@@ -255,7 +255,7 @@ async def test_an_engine_that_gives_up_another_sequence_is_found_out(models, mon
 
 async def test_the_room_of_the_sequence_that_failed_is_given_back(models, monkeypatch, kernel):
     sampler = make(models["tied"])
-    decoder = sampler._decoder
+    decoder = decoder_of(sampler)
     fail_once(monkeypatch, decoder, "_forward", MemoryError(), 3)
     short, long = await together(sampler, [request(max_tokens=12), request([5] * 200, max_tokens=12)])
     assert isinstance(long, SamplerFault)
@@ -274,14 +274,14 @@ async def test_the_room_of_the_sequence_that_failed_is_given_back(models, monkey
 async def test_a_request_that_cannot_be_taken_fails_alone(models, monkeypatch, error, said):
     sampler = make(models["tied"])
     first = await sampler.generate(request(max_tokens=20))
-    real = sampler._decoder.table.start
+    real = decoder_of(sampler).table.start
 
     def start(slot, asked, reused, version):
         if asked.seed == 7:
             raise error
         real(slot, asked, reused, version)
 
-    monkeypatch.setattr(sampler._decoder.table, "start", start)
+    monkeypatch.setattr(decoder_of(sampler).table, "start", start)
     ends = await together(sampler, [request(seed=seed, max_tokens=20) for seed in (0, 7, 0)])
     assert isinstance(ends[1], SamplerFault) and said in str(ends[1])
     assert bits(ends[0]) == bits(ends[2]) == bits(first)
@@ -299,7 +299,7 @@ async def test_a_request_that_failed_halfway_leaves_no_prefix_behind(models, mon
     await sampler.generate(sevens)
     await sampler.generate(request(range(1, 40), session="a", max_tokens=2))
     with monkeypatch.context() as patched:
-        fail_once(patched, sampler._decoder.cache, "copy_prefix", MemoryError(), 0)
+        fail_once(patched, decoder_of(sampler).cache, "copy_prefix", MemoryError(), 0)
         with pytest.raises(SamplerFault, match="out of memory"):
             await sampler.generate(request([*range(1, 40), 5], session="c", max_tokens=2))
     assert bits(await sampler.generate(longer)) == bits(expected)
@@ -317,7 +317,7 @@ async def test_logprobs_of_a_prompt_that_memory_is_not_enough_for_fail_alone(mod
         patched.setattr("verbatim.inference.embedded.compiled.forward.CompiledForward._head", fail)
         with pytest.raises(SamplerFault, match="failed on this request: out of memory: no room"):
             await sampler.prompt_logprobs(np.array([1, 2], np.int32))
-    assert not getattr(sampler._decoder.cache, "used", 0)
+    assert not getattr(decoder_of(sampler).cache, "used", 0)
     assert np.isfinite(await sampler.prompt_logprobs(np.array([1, 2], np.int32))).tolist() == [False, True]
     await sampler.close()
 
@@ -337,9 +337,12 @@ async def test_many_questions_between_two_steps_do_not_hold_up_completions(model
 
         return timed
 
-    monkeypatch.setattr(sampler._decoder, "step", takes(1.0, "step", sampler._decoder.step))
-    monkeypatch.setattr(sampler._decoder, "prompt_logprobs", takes(2.0, "question", sampler._decoder.prompt_logprobs))
-    with sampler._engine._wake:  # all of them reach the engine before it takes the first
+    decoder = decoder_of(sampler)
+    monkeypatch.setattr(decoder, "step", takes(1.0, "step", decoder.step))
+    monkeypatch.setattr(
+        decoder_of(sampler), "prompt_logprobs", takes(2.0, "question", decoder_of(sampler).prompt_logprobs)
+    )
+    with held(sampler):  # all of them reach the engine before it takes the first
         running = asyncio.create_task(sampler.generate(request(max_tokens=60)))
         questions = [asyncio.create_task(sampler.prompt_logprobs(np.ones(20, np.int32))) for _ in range(30)]
         await asyncio.sleep(0)
@@ -382,14 +385,14 @@ async def test_an_engine_that_cannot_even_say_why_it_dies_is_not_waited_for(mode
 
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     monkeypatch.setattr(engine, "_LOOK_EVERY", 0.01)
-    monkeypatch.setattr(sampler._engine, "_shut_down", fail)
-    monkeypatch.setattr(sampler._engine, "_take", fail)
+    monkeypatch.setattr(engine_of(sampler), "_shut_down", fail)
+    monkeypatch.setattr(engine_of(sampler), "_take", fail)
     calls = [
         asyncio.create_task(call)
         for call in (sampler.generate(request()), sampler.prompt_logprobs(np.array([1, 2], np.int32)))
     ]
     if cancelled:
-        await until(lambda: not sampler._engine._thread.is_alive())
+        await until(lambda: sampler.failure is not None)
         calls[0].cancel()
     async with asyncio.timeout(HANGS):
         said = await asyncio.gather(*calls, return_exceptions=True)
@@ -406,7 +409,7 @@ async def test_without_sequences_no_pass_is_begun_that_memory_may_not_be_enough_
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr(sampler._decoder.table, "snapshot", full)
+        patched.setattr(decoder_of(sampler).table, "snapshot", full)
         assert len(await sampler.prompt_logprobs(np.array([1, 2], np.int32))) == 2
         await sampler.prompt_logprobs(np.array([1, 2], np.int32))  # what came after the first is over
     assert sampler.failure is None
@@ -422,8 +425,8 @@ async def test_what_an_engine_had_drawn_is_counted_also_where_it_dies_without_a_
 
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     monkeypatch.setattr(engine, "_LOOK_EVERY", 0.01)
-    monkeypatch.setattr(sampler._engine, "_shut_down", fail)
-    step, drawn = sampler._decoder.step, []
+    monkeypatch.setattr(engine_of(sampler), "_shut_down", fail)
+    step, drawn = decoder_of(sampler).step, []
 
     def five_steps():
         if len(drawn) == 5:
@@ -431,7 +434,7 @@ async def test_what_an_engine_had_drawn_is_counted_also_where_it_dies_without_a_
         drawn.append(1)
         return step()
 
-    monkeypatch.setattr(sampler._decoder, "step", five_steps)
+    monkeypatch.setattr(decoder_of(sampler), "step", five_steps)
     with pytest.raises(SamplerFault, match="thread has ended") as failed:
         await asyncio.wait_for(sampler.generate(request(max_tokens=20)), HANGS)
     assert num_tokens_drawn(failed.value) == sampler.stats().sampled_tokens == 5
@@ -462,7 +465,7 @@ async def test_a_request_that_the_engine_dies_of_while_it_takes_it_is_answered_t
 
     monkeypatch.setattr(engine, "_LOOK_EVERY", 0.01)
     sampler = make(models["tied"])
-    monkeypatch.setattr(sampler._engine, "_take", full)
+    monkeypatch.setattr(engine_of(sampler), "_take", full)
     with pytest.raises(SamplerFault, match="the sampler's thread failed: out of memory"):
         await asyncio.wait_for(sampler.generate(request()), timeout=HANGS)
     await sampler.close()

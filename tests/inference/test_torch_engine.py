@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from step_gate import StepGate
+from step_gate import StepGate, decoder_of, engine_of
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from verbatim.core.errors import ModelError, RecordError, SamplerFault, UsageError
@@ -290,7 +290,7 @@ async def test_a_call_that_is_cancelled_when_its_completion_is_ready_says_so_too
 async def test_a_call_that_fails_says_how_many_tokens_were_drawn_for_it(models, numbers):
     """Logits that are no numbers fail the sequence, anything else the engine and all its sequences."""
     sampler = make(models["tied"], context_length=500)
-    decoder = sampler._decoder
+    decoder = decoder_of(sampler)
     draw, step, steps = decoder.forward.draw, decoder.step, iter(range(10**9))
     if numbers:
         decoder.forward.draw = lambda hidden, *rest: draw(hidden * (np.nan if next(steps) == 20 else 1.0), *rest)
@@ -358,7 +358,7 @@ async def test_a_failure_of_the_engine_reaches_everyone_and_every_later_call(mod
     def explode():
         raise ZeroDivisionError("the sky fell")
 
-    monkeypatch.setattr(sampler._decoder, "step", explode)
+    monkeypatch.setattr(decoder_of(sampler), "step", explode)
     gate.open()
     for outcome in await asyncio.gather(*tasks, return_exceptions=True):
         assert isinstance(outcome, SamplerFault)
@@ -474,7 +474,7 @@ async def test_an_engine_that_fails_as_it_takes_a_request_answers_that_one_too(s
     def fail(request):
         raise MemoryError("no room")
 
-    monkeypatch.setattr(sampler._decoder, "add", fail)
+    monkeypatch.setattr(decoder_of(sampler), "add", fail)
     async with asyncio.timeout(HANGS):
         found = await asyncio.gather(*(sampler.generate(request(seed=k)) for k in range(3)), return_exceptions=True)
     assert [type(error) for error in found] == [SamplerFault] * 3
@@ -519,16 +519,16 @@ async def test_an_engine_that_ends_amid_its_work_leaves_the_trainer_all_cores(mo
     sampler = TorchSampler(
         models["tied"], config=TorchSettings(device="cpu"), context_length=64, num_threads=1, cores=mine
     )
-    step, seen = sampler._decoder.step, []
+    step, seen = decoder_of(sampler).step, []
 
     def last_step():
         seen.append(trainer.other_computes)
         if fails:
             raise ValueError("a broken step")
-        sampler._engine.stop()
+        engine_of(sampler).stop()
         return step()
 
-    monkeypatch.setattr(sampler._decoder, "step", last_step)
+    monkeypatch.setattr(decoder_of(sampler), "step", last_step)
     (found,) = await asyncio.gather(sampler.generate(request(max_tokens=8)), return_exceptions=True)
     assert isinstance(found, SamplerFault) if fails else found.stop_reason == StopReason.CANCELLED
     await sampler.close()

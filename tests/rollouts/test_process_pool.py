@@ -90,10 +90,10 @@ async def test_episodes_go_to_the_worker_that_plays_the_fewest(shared):
     players.sampler.now = sampler = SecondTurnsWait()
     running = asyncio.create_task(players.group(pool, size=6).run())
     await until(lambda: len(sampler.requests) == 6)
-    assert [started.num_running for started in pool._workers] == [3, 3]
+    assert pool.num_running == [3, 3]
     sampler.go_on.set()
     await running
-    assert [started.num_running for started in pool._workers] == [0, 0]
+    assert pool.num_running == [0, 0]
 
 
 @in_one_loop
@@ -255,7 +255,7 @@ async def test_what_cannot_travel_fails_its_episode_and_no_worker(shared):
         run = GroupRun(setup, Example(id="3", payload={"it": payload}), index=1, size=1, run_seed=7)
         unplayed += (await run.run()).trajectories
     good = await players.group(pool, "3").run()
-    assert (pool.num_lost, [started.num_running for started in pool._workers]) == (0, [0, 0])
+    assert (pool.num_lost, pool.num_running) == (0, [0, 0])
     assert kept.error.startswith("environment: info is not JSON: ['lock'] is a lock; ")
     assert len(kept.turns) == 2
     assert [t.error for t in unplayed] == [

@@ -104,7 +104,7 @@ def body(renderer, what):
         start = whole.index(text) + len(text) if text and text in whole else len(prompt)
         end = _end(renderer, whole, whole.index("Bonn"), len(calls))
         said = content + whole[start:end]
-        if text and renderer.turn_token_ids & set(renderer._tokenizer.encode(whole[start:end])):
+        if text and renderer.turn_token_ids & set(renderer.tokenizer.encode(whole[start:end])):
             continue  # text beside a call is a message of its own
         if what == "unreadable":
             return said.replace("Bonn", '{"Bo[', 1).replace('"}', "", 1).replace("look", "", 1)
@@ -144,7 +144,7 @@ def conversation_of(renderer, kind):
     end = close_of(renderer, what, new)
     if end is None:
         return None
-    completion = ids([*renderer._tokenizer.encode(text), end])
+    completion = ids([*renderer.tokenizer.encode(text), end])
     parsed = renderer.parse_response(completion, prompt.prompt_ids, TOOLS)
     named = [dataclasses.replace(tool, id=f"functions.look:{n}") for n, tool in enumerate(parsed.tool_calls)]
     return prompt.answered(completion, parsed, None, named), new
@@ -152,7 +152,7 @@ def conversation_of(renderer, kind):
 
 def close_of(renderer, what, new):
     """The token that a model ends such a turn with."""
-    tokens = renderer._tokenizer.control_tokens
+    tokens = renderer.tokenizer.control_tokens
     if renderer.name == "gpt-oss":
         return tokens["<|return|>" if what == "answer" else "<|call|>"]
     if "<|observation|>" in tokens and tokens["<|observation|>"] in renderer.stop_token_ids:

@@ -198,7 +198,7 @@ def _sampled(
     turn = _turn(renderer, start, alone)
     if turn is None:
         turn = _turn(renderer, start, _text(renderer, [*messages, reply, *new], tools, True))
-    return None if turn is None else np.asarray(renderer._tokenizer.encode("".join(turn)), dtype=np.int32)
+    return None if turn is None else np.asarray(renderer.tokenizer.encode("".join(turn)), dtype=np.int32)
 
 
 def _read(
@@ -236,7 +236,7 @@ def _right(
     stops = [renderer.decode(np.asarray([i])) for i in renderer.stop_token_ids]
     rest = rest[re.search("|".join(map(re.escape, filter(None, stops))), rest).start() :]
     ended = said.completion_ids[-1:].tolist()
-    return ended + following.prompt_ids[len(before) :].tolist() == renderer._tokenizer.encode(rest)
+    return ended + following.prompt_ids[len(before) :].tolist() == renderer.tokenizer.encode(rest)
 
 
 def _turn(renderer: TemplateRenderer, before: str, whole: str) -> tuple[str, str] | None:
@@ -250,7 +250,7 @@ def _turn(renderer: TemplateRenderer, before: str, whole: str) -> tuple[str, str
 
 
 def _text(renderer: TemplateRenderer, messages: Sequence[Any], tools: Any, prompt: bool) -> str:
-    guard = renderer._tokenizer.guard
+    guard = renderer.tokenizer.guard
     shown = guard.tools(tools)
     return renderer._render(renderer._wrapped(guard.messages(messages), shown), renderer._given(shown), prompt)
 

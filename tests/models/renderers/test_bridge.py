@@ -35,7 +35,7 @@ def renderer_of(source):
 
 
 def encoded(renderer, text):
-    return np.asarray(renderer._tokenizer.encode(text), dtype=np.int32)
+    return np.asarray(renderer.tokenizer.encode(text), dtype=np.int32)
 
 
 KEPT = {

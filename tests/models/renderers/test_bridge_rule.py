@@ -36,7 +36,7 @@ CHATML = (
 
 def played(renderer, said, messages=(ASK,), tools=TOOLS):
     conversation = Conversation.open(renderer, messages, tools)
-    return conversation.answered(ids(renderer._tokenizer.encode(said)))
+    return conversation.answered(ids(renderer.tokenizer.encode(said)))
 
 
 def found(renderer, said, new, tools=TOOLS, messages=(ASK,)):
@@ -187,7 +187,7 @@ def test_f_a_thought_goes_at_a_users_message_and_an_empty_one_does_not(name):
 def test_f_a_thought_of_an_earlier_turn_of_the_cycle_goes_too(name):
     renderer = create_renderer(name, family_tokenizer("qwen3"))
     thinks = played(renderer, f"<think>\nhm\n</think>\n\n{CALL}<|im_end|>").bridged([SEES], TOOLS)
-    plain = ids(renderer._tokenizer.encode("yo<|im_end|>"))
+    plain = ids(renderer.tokenizer.encode("yo<|im_end|>"))
     assert thinks.answered(plain).bridged([THANK], TOOLS) is BreakReason.THOUGHT_DROPPED
     other = played(renderer, f"{CALL}<|im_end|>").bridged([SEES], TOOLS)
     spoken = other.answered(plain).bridged([THANK], TOOLS)
@@ -219,7 +219,7 @@ def test_several_users_messages_after_thoughts_are_one_sample_where_all_thoughts
     conversation, text = Conversation.open(renderer, [ASK]), ""
     for number in range(3):
         said = f"<think>\nR{number}\n</think>\n\nA{number}<|im_end|>"
-        conversation = conversation.answered(ids(renderer._tokenizer.encode(said))).continued([THANK])
+        conversation = conversation.answered(ids(renderer.tokenizer.encode(said))).continued([THANK])
         assert conversation.extends
         text += said + USER_NEXT
     assert renderer.decode(conversation.prompt_ids).endswith(text)
@@ -295,7 +295,7 @@ MUTANTS = {
 def test_it_is_the_end_and_the_reading_of_a_turn_that_break_it():
     """(b) and (c), each removed."""
     renderer = create_renderer("template", family_tokenizer("qwen3"))
-    other = renderer._tokenizer.control_tokens["<|endoftext|>"]
+    other = renderer.tokenizer.control_tokens["<|endoftext|>"]
     renderer.stop_token_ids = (*renderer.stop_token_ids, other)
     assert found(renderer, "yo<|endoftext|>", [THANK]) == "other_end"
     renderer.stop_token_ids = renderer.stop_token_ids[:-1]  # no longer an end: the turn was cut off

@@ -48,9 +48,9 @@ def text_of(name, arguments):
 
 def read(name, text, tools=EDIT):
     renderer = renderer_of(name)
-    control = renderer._tokenizer.control_tokens
+    control = renderer.tokenizer.control_tokens
     assert any(token in text for token in control)
-    ids = renderer._tokenizer._ordinary.encode(text, add_special_tokens=False).ids
+    ids = renderer.tokenizer.unguarded.encode(text, add_special_tokens=False)
     return renderer.parse_response(np.asarray(ids, dtype=np.int32), None, tools).tool_calls
 
 

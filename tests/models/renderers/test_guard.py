@@ -82,7 +82,7 @@ def keeps_control_tokens(renderer, tokenizer, words, tool):
 def test_text_that_is_not_marked_is_found(tokenizer, monkeypatch):
     """The campaign can fail."""
     renderer = create_renderer("template", tokenizer)
-    monkeypatch.setattr(renderer._tokenizer.guard, "text", lambda text: text)
+    monkeypatch.setattr(renderer.tokenizer.guard, "text", lambda text: text)
     assert is_found(
         lambda words, tool: keeps_control_tokens(renderer, tokenizer, words, tool),
         st.lists(TRICKY, min_size=8, max_size=8),

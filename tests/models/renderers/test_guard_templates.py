@@ -23,7 +23,7 @@ def renderer_of(content, also=""):
 
 
 def control(renderer, ids):
-    tokens = set(renderer._tokenizer.control_tokens.values())
+    tokens = set(renderer.tokenizer.control_tokens.values())
     return Counter(i for i in ids.tolist() if i in tokens)
 
 

@@ -58,7 +58,7 @@ def chatml():
 
 
 def ids_of(renderer, text):
-    return np.asarray(renderer._tokenizer.encode(text), dtype=np.int32)
+    return np.asarray(renderer.tokenizer.encode(text), dtype=np.int32)
 
 
 def test_a_conversation_is_written_in_the_documented_format(chatml):
@@ -190,7 +190,7 @@ def test_no_text_of_a_tool_or_of_an_argument_closes_its_block(tags):
     assert json.loads(answer) == {"name": "look", "content": HOSTILE}
     assert json.loads(text.partition("<tools>\n")[2].partition("\n</tools>")[0]) == tool
     for token, own in (("<|im_end|>", 4), *((tag, None) for tag in tags)):
-        count = ids.tolist().count(renderer._tokenizer.convert_tokens_to_ids(token))
+        count = ids.tolist().count(renderer.tokenizer.convert_tokens_to_ids(token))
         assert count == (own if own is not None else 1 + ("response" not in token) * 2)
     (turn,) = trajectory_from_messages(renderer, messages[:2], [tool]).turns
     (call,) = renderer.parse_response(turn.completion_ids, turn.prompt_ids, [tool]).tool_calls

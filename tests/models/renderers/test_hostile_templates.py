@@ -36,7 +36,7 @@ def bridges(template, spoil=lambda found: found):
     """(number made, those that are not what the template writes); `spoil` changes each."""
     renderer = create_renderer("template", byte_tokenizer(template))
     renderer.tool_support = COMPLETE  # bridges are right also where a run with tools would be refused
-    completion = np.asarray(renderer._tokenizer.encode("yo<|im_end|>"), dtype=np.int32)
+    completion = np.asarray(renderer.tokenizer.encode("yo<|im_end|>"), dtype=np.int32)
     tools = TOOLS if "tools" in template else None
     made, wrong = 0, []
     for history in HISTORIES:

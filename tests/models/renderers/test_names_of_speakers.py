@@ -48,7 +48,7 @@ def test_a_name_is_in_the_prompt_or_refused_by_its_field(name, messages, place):
 def test_a_name_in_what_continues_a_turn_is_in_the_prompt_or_refused(name):
     renderer = made(name)
     conversation = Conversation.open(renderer, [ASK])
-    sampled = np.array([*renderer._tokenizer.encode("sampled"), renderer.stop_token_ids[0]], dtype=np.int32)
+    sampled = np.array([*renderer.tokenizer.encode("sampled"), renderer.stop_token_ids[0]], dtype=np.int32)
     conversation = conversation.answered(sampled)
     if name in WRITES:
         assert WHO in renderer.decode(conversation.continued([named(ASK)]).prompt_ids)

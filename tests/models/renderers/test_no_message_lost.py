@@ -66,7 +66,7 @@ def continued(name, seed):
     new = talk.messages[before + 1 :]
     calls = tuple(ToolCall(name="look", arguments={}, id=call["id"]) for call in turn.get("tool_calls", ()))
     end = renderer._answer_ends()[0] if name.endswith(".jinja") else renderer.stop_token_ids[0]
-    sampled = np.array([*renderer._tokenizer.encode("sampled"), end], dtype=np.int32)
+    sampled = np.array([*renderer.tokenizer.encode("sampled"), end], dtype=np.int32)
     try:
         conversation = Conversation.open(renderer, talk.messages[:before], talk.tools)
         conversation = conversation.answered(sampled, ParsedResponse(content=turn["content"], tool_calls=calls), turn)
@@ -196,7 +196,7 @@ def test_a_part_that_the_format_leaves_out_is_refused_by_its_field(name, message
 def test_a_later_system_message_continues_what_was_sampled():
     renderer = made("qwen3-vl")
     conversation = Conversation.open(renderer, [SYSTEM, ASK])
-    sampled = np.array(renderer._tokenizer.encode("Hallo<|im_end|>"), dtype=np.int32)
+    sampled = np.array(renderer.tokenizer.encode("Hallo<|im_end|>"), dtype=np.int32)
     following = conversation.answered(sampled).continued([LATE, NOW])
     before = [*conversation.prompt_ids.tolist(), *sampled.tolist()]
     assert following.prompt_ids[: len(before)].tolist() == before

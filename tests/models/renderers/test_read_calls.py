@@ -161,7 +161,7 @@ def check(name, seed, tally):
         (tally.altered if set(ok) - set(wanted) else tally.refused).append((name, seed, text, said))
     for _ in range(3):
         changed = random_calls.damaged(text, marks_of(name))
-        sampled = renderer._tokenizer._ordinary.encode(changed, add_special_tokens=False).ids
+        sampled = renderer.tokenizer.unguarded.encode(changed, add_special_tokens=False)
         found = not_in_the_text(name, changed, wanted, read(renderer, prompt, sampled))
         tally.damaged += 1
         tally.misread += [(name, seed, changed, *one) for one in found]

@@ -40,7 +40,7 @@ def check(renderer, ids: list[int], opens_thinking: bool) -> int:
     """Compare what is settled at every length with the whole; returns how much of it is settled at the end."""
     prompt = np.array(renderer.render_ids([{"role": "user", "content": "hi"}]), dtype=np.int32)
     if opens_thinking:
-        opening = renderer._tokenizer.encode("<think>\n")
+        opening = renderer.tokenizer.encode("<think>\n")
         prompt = np.concatenate([prompt, np.array(opening, dtype=np.int32)])
     whole = renderer.parse_response(np.array(ids, dtype=np.int32), prompt)
     said = (whole.reasoning_content or "", whole.content)

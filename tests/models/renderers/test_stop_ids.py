@@ -72,7 +72,7 @@ def test_a_turn_that_ended_so_is_rendered_anew_and_other_turns_continue_as_befor
 
     def following(which, end):
         opened = Conversation.open(which, [ASK])
-        return opened.answered(ids(which._tokenizer.encode(said + end))).continued([THANK])
+        return opened.answered(ids(which.tokenizer.encode(said + end))).continued([THANK])
 
     anew = following(renderer, extra)
     assert (anew.extends, str(anew.broken)) == (False, "other_end")
@@ -87,7 +87,7 @@ def test_what_a_turn_says_ends_before_it(name, family, tmp_path):
     renderer = create_renderer(name, tokenizer_with(family, tmp_path)[0])
     said = ANSWERS.get(family, "yo")
     prompt = renderer.render_ids([ASK])
-    read = renderer.parse_response(ids(renderer._tokenizer.encode(said + EXTRA)), prompt)
+    read = renderer.parse_response(ids(renderer.tokenizer.encode(said + EXTRA)), prompt)
     assert (read.content.strip(), bool(read.reasoning_content)) == ("yo", False)
 
 

@@ -104,7 +104,7 @@ def test_calls_are_read_where_the_template_writes_them_as_text():
     )
     good = '<tool_call>\n{"name": "look", "arguments": {"place": "Bonn"}}\n</tool_call>'
     text = f"<think>so</think>Well.\n{good}\n<tool_call>[1]</tool_call><tool_call>{{"
-    parsed = renderer.parse_response(np.asarray(renderer._tokenizer.encode(text), dtype=np.int32))
+    parsed = renderer.parse_response(np.asarray(renderer.tokenizer.encode(text), dtype=np.int32))
     assert parsed.content == "Well."
     assert parsed.reasoning_content == "so"
     assert [(c.name, c.status) for c in parsed.tool_calls] == [
@@ -116,7 +116,7 @@ def test_calls_are_read_where_the_template_writes_them_as_text():
 
 def test_no_calls_are_read_where_the_template_writes_none(plain):
     text = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
-    parsed = plain.parse_response(np.asarray(plain._tokenizer.encode(text), dtype=np.int32))
+    parsed = plain.parse_response(np.asarray(plain.tokenizer.encode(text), dtype=np.int32))
     assert (parsed.content, parsed.tool_calls) == (text, ())
 
 
@@ -298,7 +298,7 @@ def test_messages_that_are_none_are_the_environments_fault(plain, message, compl
     with pytest.raises(EnvironmentFault, match=re.escape(f"message 1 {complaint}"[:60])):
         plain.render_ids([ASK, message])
     prompt = plain.render_ids([ASK])
-    completion = np.asarray(plain._tokenizer.encode("yes<eot>"), dtype=np.int32)
+    completion = np.asarray(plain.tokenizer.encode("yes<eot>"), dtype=np.int32)
     with pytest.raises(EnvironmentFault, match=r"message 1 "):
         plain.bridge_to_next_turn(prompt, completion, [ASK, message])
 

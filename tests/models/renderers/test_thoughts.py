@@ -102,8 +102,8 @@ def read(name, opening, sampled, *, ended=True):
     if opening is not None:
         marks = [place for place, i in enumerate(prompt) if renderer.decode([i]) in ("<think>", "</think>")]
         prompt = prompt[: min(marks, default=len(prompt))]
-        prompt += renderer._tokenizer.encode(opening)
-    ids = renderer._tokenizer.encode(sampled) + [renderer.stop_token_ids[0]] * ended
+        prompt += renderer.tokenizer.encode(opening)
+    ids = renderer.tokenizer.encode(sampled) + [renderer.stop_token_ids[0]] * ended
     return renderer.parse_response(np.array(ids, dtype=np.int32), np.array(prompt, dtype=np.int32), [LOOK])
 
 
@@ -184,8 +184,7 @@ def test_families_with_marks_of_their_own_read_calls_in_thoughts_alike(name, ope
 
     def read(begun, sampled):
         texts = (
-            renderer._tokenizer._ordinary.encode(text, add_special_tokens=False).ids
-            for text in (sampled, prompt + begun)
+            renderer.tokenizer.unguarded.encode(text, add_special_tokens=False) for text in (sampled, prompt + begun)
         )
         return renderer.parse_response(*(np.array(ids, dtype=np.int32) for ids in texts), [LOOK])
 
@@ -202,7 +201,7 @@ def test_families_with_marks_of_their_own_read_calls_in_thoughts_alike(name, ope
 def test_a_call_inside_a_thought_that_nothing_closes_is_thinking_for_a_template_too(template):
     renderer = template_renderer(template)
     call = {"qwen3": HERMES, "qwen3_5_think": XML, "glm4moe": GLM}[template]
-    ids = np.array(renderer._tokenizer.encode(f"<think>plan {call} more"), dtype=np.int32)
+    ids = np.array(renderer.tokenizer.encode(f"<think>plan {call} more"), dtype=np.int32)
     said = renderer.parse_response(ids, None, [LOOK])
     assert (said.content, said.tool_calls, said.thought_open) == ("", (), True)
     assert said.reasoning_content == f"plan {call} more"

@@ -29,11 +29,11 @@ def user(text):
 def a_door(gateway):
     """The address of a socket as a program in its sandbox has one."""
     listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
-    door = gateway._service.open_door(listening)
+    door = gateway.service.open_door(listening)
     try:
-        yield listening.getsockname()
+        yield listening.getsockname(), door
     finally:
-        gateway._service.close_door(door)
+        gateway.service.close_door(door)
 
 
 async def said(address, data, most=2**16):
@@ -89,46 +89,46 @@ async def test_a_program_that_opens_connections_without_end_stops_no_other_sessi
     raise_descriptor_limit()
     limits = ServiceLimits(program_connections=64, program_requests=2000.0)
     async with gateway_over(service_limits=limits) as gateway:
-        table, done = gateway._service._table, asyncio.Event()
-        with a_door(gateway) as address:
-            (door,) = gateway._service._doors.values()
+        done = asyncio.Event()
+        with a_door(gateway) as (address, door):
             attacking = asyncio.create_task(attack(address, 800, HALF, done))
             most, client = 0, Client(http, gateway.episode())
-            await until(lambda: table.num_of(door.name) >= 60)
+            await until(lambda: gateway.service.num_connections(door) >= 60)
             for k in range(20):
                 await client.chat([user(f"{k}")])
                 assert client.status == 200
-                most = max(most, table.num_of(door.name))
+                most = max(most, gateway.service.num_connections(door))
             done.set()
             await attacking
         assert 60 <= most <= 64
-        await until(lambda: table.num_of(door.name) == 0)
+        await until(lambda: gateway.service.num_connections() <= 1)  # the client's own
 
 
-async def test_a_program_in_its_sandbox_has_its_own_places_and_the_oldest_go(gateway):
-    gateway._service.limits.__dict__["program_connections"] = 3
-    with a_door(gateway) as address:
-        held = [await asyncio.open_connection(*address) for _ in range(3)]
-        await until(lambda: len(gateway._service._table.open) == 3)
-        fourth, writer = await asyncio.open_connection(*address)
-        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
-        assert status(await fourth.read(2**16)) == 200
-        assert len(gateway._service._table.open) == 3
-        with contextlib.suppress(ConnectionError):
-            assert await held[0][0].read() == b"", "the oldest made room"
-        for _, each in (*held, (None, writer)):
-            each.close()
+async def test_a_program_in_its_sandbox_has_its_own_places_and_the_oldest_go():
+    limits = ServiceLimits(program_connections=3)
+    async with gateway_over(service_limits=limits) as gateway:
+        with a_door(gateway) as (address, _):
+            held = [await asyncio.open_connection(*address) for _ in range(3)]
+            await until(lambda: gateway.service.num_connections() == 3)
+            fourth, writer = await asyncio.open_connection(*address)
+            writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert status(await fourth.read(2**16)) == 200
+            assert gateway.service.num_connections() == 3
+            with contextlib.suppress(ConnectionError):
+                assert await held[0][0].read() == b"", "the oldest made room"
+            for _, each in (*held, (None, writer)):
+                each.close()
 
 
 async def test_a_door_that_closes_takes_its_connections_along(gateway):
-    with a_door(gateway) as address:
+    with a_door(gateway) as (address, _):
         reader, writer = await asyncio.open_connection(*address)
-        await until(lambda: gateway._service._table.open)
+        await until(lambda: gateway.service.num_connections())
     async with asyncio.timeout(HANGS):
         with contextlib.suppress(ConnectionError):
             assert await reader.read() == b""
     writer.close()
-    assert not gateway._service._table.open
+    assert gateway.service.num_connections() == 0
     with pytest.raises(ConnectionError):
         await asyncio.open_connection(*address)
 
@@ -136,7 +136,7 @@ async def test_a_door_that_closes_takes_its_connections_along(gateway):
 async def test_half_a_head_is_not_waited_for():
     async with gateway_over(service_limits=ServiceLimits(head_seconds=0.1)) as gateway:
         assert await said(address_of(gateway), HALF) == b""
-        assert not gateway._service._table.open
+        assert gateway.service.num_connections() == 0
 
 
 def test_a_door_spreads_what_comes_over_time():
@@ -152,8 +152,8 @@ async def test_the_end_does_not_wait_for_half_heads():
         held = [await asyncio.open_connection(*address_of(gateway)) for _ in range(100)]
         for _, writer in held:
             writer.write(HALF)
-        await until(lambda: len(gateway._service._table.open) == 100)
-    assert not gateway._service._table.open
+        await until(lambda: gateway.service.num_connections() == 100)
+    assert gateway.service.num_connections() == 0
     for _, writer in held:
         writer.close()
 
@@ -226,11 +226,11 @@ async def test_the_bytes_of_a_session_at_a_time_are_limited():
         one, two, address = gateway.episode(), gateway.episode(), address_of(gateway)
         _, held = await asyncio.open_connection(*address)
         held.write(post(one.api_key, b"{", 9000))
-        await until(lambda: gateway._service._budget.held == 9000)
+        await until(lambda: gateway.service.held_bytes == 9000)
         assert status(await said(address, post(one.api_key, b"{", 9000))) == 429
         assert status(await said(address, post(two.api_key, b"[]", 2))) == 400
         held.close()
-        await until(lambda: gateway._service._budget.held == 0)
+        await until(lambda: gateway.service.held_bytes == 0)
 
 
 async def test_where_all_bytes_are_taken_others_wait_and_are_told_so():

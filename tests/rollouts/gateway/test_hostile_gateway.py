@@ -100,7 +100,7 @@ async def faults_in(gateway, cases, row=None):
         await asyncio.gather(*itertools.starmap(play, enumerate(cases)))
         trajectory = await other.episode.finish()
         assert len(trajectory.turns) == next(asked)
-    assert gateway._service._budget.held == 0
+    assert gateway.service.held_bytes == 0
     return wrong
 
 

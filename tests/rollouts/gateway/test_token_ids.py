@@ -153,7 +153,7 @@ async def test_a_client_that_goes_ends_the_sampling(http):
 async def test_sessions_of_one_key_are_told_apart_by_name(http):
     async with gateway_over() as gateway:
         one, two = gateway.episode(), gateway.episode()
-        service = one._service
+        service = gateway.service
         key = service.open_group(context_length=123)
         for name, episode in (("a", one), ("b", two)):
             service.join(key, name, episode.session)

@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from byte_renderer import END, VOCAB_SIZE, call, say
+from inference.step_gate import decoder_of
 from run.orchestrator.loop_runs import Coins, FailingTrainer, FakeTrainer, Notes, make, until
 from verbatim.core.errors import SamplerFault, VerbatimError
 from verbatim.environments.base import Episode, Reply
@@ -122,7 +123,7 @@ class Counted(SamplerProxy):
         if isinstance(self._sampler, ScriptedSampler):
             await self._sampler.update_weights(path, version)
         else:
-            await self._sampler._run_between_steps(lambda: self._sampler._decoder.set_version(version), vital=True)
+            await self._sampler._run_between_steps(lambda: decoder_of(self._sampler).set_version(version), vital=True)
 
     @property
     def num_drawn(self):
@@ -161,7 +162,7 @@ def embedded(model, rng):
         context_length=CONTEXT,
         num_threads=1,
     )
-    decoder, trouble = sampler._decoder, rng.random()
+    decoder, trouble = decoder_of(sampler), rng.random()
     if trouble < 0.3:
         logits = decoder.model.logits
         decoder.model.logits = lambda hidden: _spoil(logits(hidden), rng)

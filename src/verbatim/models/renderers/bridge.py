@@ -79,8 +79,8 @@ class ContinuingRenderer(abc.ABC):
         later_system: LaterSystem = "fold",
     ) -> None:
         self.name = name
-        self._tokenizer = tokenizer if isinstance(tokenizer, GuardedTokenizer) else GuardedTokenizer(tokenizer)
-        self._sampled = SampledText(self._tokenizer)
+        self.tokenizer = tokenizer if isinstance(tokenizer, GuardedTokenizer) else GuardedTokenizer(tokenizer)
+        self._sampled = SampledText(self.tokenizer)
         self.thinking_retention: ThinkingRetention = thinking_retention
         """At a user's message: whether thoughts go where the format drops them, or stay."""
         self.history: History = history
@@ -134,7 +134,7 @@ class ContinuingRenderer(abc.ABC):
 
     def decode(self, ids: Int32 | Sequence[int]) -> str:
         """Text for people, special tokens included."""
-        return self._tokenizer.decode(ids)
+        return self.tokenizer.decode(ids)
 
     def written(self, messages: Sequence[Any], tools: Any, add_generation_prompt: bool) -> str:
         """The text of `write_ids`."""
@@ -284,7 +284,7 @@ class ContinuingRenderer(abc.ABC):
 
     @cached_property
     def _control_ids(self) -> frozenset[int]:
-        return frozenset(self._tokenizer.control_tokens.values())
+        return frozenset(self.tokenizer.control_tokens.values())
 
     def _holds_thought(self, messages: Sequence[Any]) -> bool:
         return _THOUGHT in self.decode(self._written(messages, messages[-1]["role"] != "assistant"))
@@ -317,7 +317,7 @@ class ContinuingRenderer(abc.ABC):
     def _thought_ids(self) -> frozenset[int]:
         """The control tokens that open and close a thought."""
         return frozenset(
-            self._tokenizer.control_tokens[tag] for tag in _THOUGHT_TAGS if tag in self._tokenizer.control_tokens
+            self.tokenizer.control_tokens[tag] for tag in _THOUGHT_TAGS if tag in self.tokenizer.control_tokens
         )
 
     def _controls_of(self, ids: Sequence[int]) -> list[int]:

@@ -188,7 +188,8 @@ class GuardedTokenizer:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self.unguarded = tokenizer
+        """What it was made of."""
         backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise ModelError(
@@ -223,9 +224,9 @@ class GuardedTokenizer:
         self._check()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_tokenizer":  # a copy in the making has none yet
+        if name == "unguarded":  # a copy in the making has none yet
             raise AttributeError(name)
-        return getattr(self._tokenizer, name)
+        return getattr(self.unguarded, name)
 
     def encode(self, text: str, add_special_tokens: bool = False, **_: Any) -> list[int]:
         """The ids of marked text."""
@@ -268,7 +269,7 @@ class GuardedTokenizer:
             ModelError: the tokenizer has no template for them.
         """
         try:
-            source: str = self._tokenizer.get_chat_template(tools=tools)
+            source: str = self.unguarded.get_chat_template(tools=tools)
         except ValueError as error:
             raise ModelError(
                 "the tokenizer has several chat templates, and none of them is named default; rename one, "
@@ -286,7 +287,7 @@ class GuardedTokenizer:
 
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
         """The id of a token, or of each token of a list."""
-        return self._id_of(tokens) if isinstance(tokens, str) else self._tokenizer.convert_tokens_to_ids(tokens)
+        return self._id_of(tokens) if isinstance(tokens, str) else self.unguarded.convert_tokens_to_ids(tokens)
 
     def _encode(self, text: str) -> tuple[int, ...]:
         """The ids of marked text."""
@@ -321,7 +322,7 @@ class GuardedTokenizer:
         """Check that plain text encodes as with the tokenizer itself, and that text never becomes a control token."""
         control = set(self.control_tokens.values())
         trusted = "".join(f"x{token} y" for token in list(self.control_tokens)[:20])
-        if self.encode(trusted) != self._tokenizer.encode(trusted, add_special_tokens=False):
+        if self.encode(trusted) != self.unguarded.encode(trusted, add_special_tokens=False):
             raise ModelError(
                 "the tokenizer does more than its tokenizer.json says; prompts would differ from what "
                 "the model was trained on"

@@ -62,7 +62,7 @@ class HarmonyRenderer(ContinuingRenderer):
 
     def __init__(self, tokenizer: Any, name: str = "gpt-oss", **kept: Any) -> None:
         super().__init__(tokenizer, name, **kept)
-        control = self._tokenizer.control_tokens
+        control = self.tokenizer.control_tokens
         missing = [token for token in _TOKENS if token not in control]
         if missing:
             raise ModelError(
@@ -70,22 +70,22 @@ class HarmonyRenderer(ContinuingRenderer):
                 'renderer = "auto" or "template"'
             )
         self._ids = {f"{token.strip('<|>')}_id": control[token] for token in _TOKENS}
-        self._parser = _Parser(self._tokenizer, self._tokenizer.encode("<|start|>assistant"), self._ids)
+        self._parser = _Parser(self.tokenizer, self.tokenizer.encode("<|start|>assistant"), self._ids)
         stops = ("<|return|>", "<|call|>", "<|endoftext|>")
         own = [control[token] for token in stops if token in control]
         self.stop_token_ids: tuple[int, ...] = tuple(own)
         self._stand_ins = StandIns(self._text_of, ("<|end|>", "<|call|>", "<|return|>"))
-        self._role = self._tokenizer.encode("assistant")
+        self._role = self.tokenizer.encode("assistant")
         try:
             self._check_format()
         except (EnvironmentFault, TemplateFault) as error:
             raise ModelError(str(error)) from error
-        self.stop_token_ids = turn_ends(own, self._tokenizer, name)
+        self.stop_token_ids = turn_ends(own, self.tokenizer, name)
 
     def write_ids(self, messages: Sequence[Message], tools: Schemas, add_generation_prompt: bool) -> Int32:
         """As `render_ids`."""
         text = self._text_of(messages, tools, add_generation_prompt=add_generation_prompt)
-        return np.asarray(self._tokenizer.encode(text), dtype=np.int32)
+        return np.asarray(self.tokenizer.encode(text), dtype=np.int32)
 
     def parse_response(
         self, completion_ids: Int32, prompt_ids: Int32 | None = None, tools: Schemas = None
@@ -96,9 +96,9 @@ class HarmonyRenderer(ContinuingRenderer):
         # A call is only whole with its own close.
         ids = ids[: stop + 1] if ids[stop : stop + 1] == [self._ids["call_id"]] else ids[:stop]
         if self._ids["message_id"] not in ids:
-            return ParsedResponse(content=self._tokenizer.decode(ids))
+            return ParsedResponse(content=self.tokenizer.decode(ids))
         return read_completion(
-            self._parser, self._tokenizer, ids, None, tools, lambda *_: ("", self._calls(ids)), has_thought_marks=False
+            self._parser, self.tokenizer, ids, None, tools, lambda *_: ("", self._calls(ids)), has_thought_marks=False
         )
 
     def _calls(self, ids: list[int]) -> list[ToolCall]:
@@ -114,7 +114,7 @@ class HarmonyRenderer(ContinuingRenderer):
         said = conversation.said
         assert said is not None
         text = self._stand_ins.behind(conversation.messages, conversation.tools, said.calls, new_messages)
-        return None if text is None else self._tokenizer.encode(text)
+        return None if text is None else self.tokenizer.encode(text)
 
     def _holds_turn_token(self, body: list[int]) -> bool:
         """A turn is several messages: each that it begins has to be the assistant's own."""
@@ -124,7 +124,7 @@ class HarmonyRenderer(ContinuingRenderer):
 
     @cached_property
     def _closing(self) -> frozenset[int]:
-        return frozenset((*self.stop_token_ids, self._tokenizer.control_tokens.get("<|startoftext|>", -1)))
+        return frozenset((*self.stop_token_ids, self.tokenizer.control_tokens.get("<|startoftext|>", -1)))
 
     def _text_of(
         self,
@@ -135,9 +135,9 @@ class HarmonyRenderer(ContinuingRenderer):
         add_generation_prompt: bool = True,
     ) -> str:
         """What the template writes, marked by the guard; `marked` as of `Guard.messages`."""
-        guard = self._tokenizer.guard
+        guard = self.tokenizer.guard
         fields = [_as_template_reads(message) for message in guard.messages(messages, marked)]
-        return self._tokenizer.chat_text(fields, guard.tools(tools), add_generation_prompt)
+        return self.tokenizer.chat_text(fields, guard.tools(tools), add_generation_prompt)
 
     def _check_format(self) -> None:
         """Check that a call which the chat template writes is read back as the same call."""
@@ -147,7 +147,7 @@ class HarmonyRenderer(ContinuingRenderer):
             "content": "",
             "tool_calls": [{"id": "", "type": "function", "function": {"name": "f", "arguments": {"a": [1]}}}],
         }
-        if not self._tokenizer.chat_template:
+        if not self.tokenizer.chat_template:
             raise ModelError(
                 f'renderer "{self.name}" writes by the chat template, and the tokenizer has none; put the '
                 "model's chat_template.jinja into its folder"

@@ -59,16 +59,16 @@ class PackageRenderer(ContinuingRenderer):
         super().__init__(tokenizer, name, **kept)
         config = config_from_name(name)
         try:
-            self._family = create_family(self._tokenizer, config)
+            self._family = create_family(self.tokenizer, config)
         except (ImportError, *_REFUSALS) as error:
             raise ModelError(
                 f'the tokenizer does not fit renderer "{name}": {error}; use renderer = "auto" or "template"'
             ) from error
         own = self._family.get_stop_token_ids()
-        self.stop_token_ids: tuple[int, ...] = turn_ends(own, self._tokenizer, name)
+        self.stop_token_ids: tuple[int, ...] = turn_ends(own, self.tokenizer, name)
         self._own_stop_ids = frozenset(own)
         self._keeping = self._keeping_thoughts(config)
-        self._thoughts = find_thoughts(self._family, self._tokenizer)
+        self._thoughts = find_thoughts(self._family, self.tokenizer)
         self._rendered: Remembered[str, Int32] = Remembered(_REMEMBERED)
         self._bridged: Remembered[bytes, list[int]] = Remembered(_REMEMBERED_BRIDGES)
 
@@ -110,7 +110,7 @@ class PackageRenderer(ContinuingRenderer):
         key = repr((messages, tools, add_generation_prompt))
         ids = self._rendered.get(key)
         if ids is None:
-            guard = self._tokenizer.guard
+            guard = self.tokenizer.guard
             marked = guard.messages(self._call_ids.rewritten(messages))
             try:
                 values = self._family_ids(marked, guard.tools(tools), add_generation_prompt)
@@ -151,7 +151,7 @@ class PackageRenderer(ContinuingRenderer):
 
     def _writes(self, tool: Any) -> bool:
         """Whether the family takes a tool's schema."""
-        guard = self._tokenizer.guard
+        guard = self.tokenizer.guard
         try:
             self._family_ids(guard.messages([ASK]), guard.tools([tool]), True)  # type: ignore[list-item]
         except _REFUSALS:
@@ -171,7 +171,7 @@ class PackageRenderer(ContinuingRenderer):
         prompt = None if prompt_ids is None else prompt_ids.tolist()
 
         def read(part: Sequence[int]) -> ParsedResponse:
-            return read_completion(self._family, self._tokenizer, part, prompt, tools, self._read_calls)
+            return read_completion(self._family, self.tokenizer, part, prompt, tools, self._read_calls)
 
         return read(turn) if self._thoughts is None else self._thoughts.read(read, turn, prompt)
 
@@ -204,7 +204,7 @@ class PackageRenderer(ContinuingRenderer):
     def _takes_text_back(self) -> bool:
         """Whether something that may follow makes a text no content: a mark that closes thinking which none has opened,
         or the end of a header."""
-        alpha, beta, close = (self._tokenizer.encode(text) for text in ("zqalpha", "zqbeta", "</think>"))
+        alpha, beta, close = (self.tokenizer.encode(text) for text in ("zqalpha", "zqbeta", "</think>"))
         later = [close, *([token] for token in self._control_ids.difference(self.stop_token_ids))]
         read = (self.parse_response(np.array([*alpha, *ids, *beta], dtype=np.int32)) for ids in later)
         return not all(parsed.content.startswith("zqalpha") for parsed in read)
@@ -224,7 +224,7 @@ class PackageRenderer(ContinuingRenderer):
             if len(found) <= _SHORT:
                 self._bridged.add(key, found)
         # The family closes a thought that it takes to be open; ours was read.
-        closes = found[:1] == [self._tokenizer.control_tokens.get("</think>")]
+        closes = found[:1] == [self.tokenizer.control_tokens.get("</think>")]
         return found[1:] if closes and not conversation.said.parsed.thought_open else found
 
     def _behind_by_family(
@@ -234,7 +234,7 @@ class PackageRenderer(ContinuingRenderer):
 
         The family is the one that keeps thoughts: whether one may stay is decided before.
         """
-        guard = self._tokenizer.guard
+        guard = self.tokenizer.guard
         num_prompt = len(before) - num_sampled
         try:
             rendered = self._keeping.bridge_to_next_turn(
@@ -245,7 +245,7 @@ class PackageRenderer(ContinuingRenderer):
         if rendered is None or rendered.token_ids[: len(before)] != before:
             return []
         added = list(rendered.token_ids[len(before) :])
-        close = 1 if added[:1] == [self._tokenizer.control_tokens.get("</think>")] else 0
+        close = 1 if added[:1] == [self.tokenizer.control_tokens.get("</think>")] else 0
         # A format without a close of its own: the family closes by the end of sequence, which is not in its histories.
         is_doubled = len(added) > close + 1 and self._own_stop_ids.issuperset(added[close : close + 2])
         return [*added[:close], *added[close + 1 :]] if is_doubled else added
@@ -253,6 +253,6 @@ class PackageRenderer(ContinuingRenderer):
     def _keeping_thoughts(self, config: Any) -> Any:
         """The family configured to bridge over user messages whatever was thought; or as it is, where it cannot."""
         try:
-            return create_family(self._tokenizer, type(config)(thinking_retention="all"))
+            return create_family(self.tokenizer, type(config)(thinking_retention="all"))
         except (NotImplementedError, ValueError):
             return self._family

@@ -44,13 +44,13 @@ class RendererSpec:
 
 def renderer_spec(renderer: Any) -> Any:
     """The spec of a renderer over a guarded tokenizer, whose caches stay behind; any other object as it is."""
-    guarded: Any = getattr(renderer, "_tokenizer", None)
+    guarded: Any = getattr(renderer, "tokenizer", None)
     if type(guarded).__name__ != "GuardedTokenizer":  # by name: its module is heavy, and loaded only where it is used
         return renderer
     return RendererSpec(
         name=renderer.name,
         tools=getattr(renderer, "tool_format", None),
         settings={name: getattr(renderer, name) for name in ("thinking_retention", "history", "later_system")},
-        tokenizer=guarded._tokenizer,
+        tokenizer=guarded.unguarded,
         stop_token_ids=tuple(renderer.stop_token_ids),
     )

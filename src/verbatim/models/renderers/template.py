@@ -55,21 +55,21 @@ class TemplateRenderer(ContinuingRenderer):
     ) -> None:
         super().__init__(tokenizer, name, **kept)
         self.tool_format = tools
-        if not self._tokenizer.chat_template:
+        if not self.tokenizer.chat_template:
             raise ModelError("the tokenizer has no chat template; put a chat_template.jinja into the model's folder")
         self._arguments_as_text = False
         try:
             for given, dialogue in product((None, [TOOL]), ([ASK], [ASK, ANSWER], [ASK, calling(), RESULT])):
-                tried(self._tokenizer.chat_text, dialogue, given)
+                tried(self.tokenizer.chat_text, dialogue, given)
             self._find_out(tools)
         except TemplateFault as error:
             raise ModelError(str(error)) from error
 
     def _find_out(self, tools: Literal["hermes"] | None) -> None:
         """Find the template's properties by rendering."""
-        tokens = self._tokenizer.control_tokens
+        tokens = self.tokenizer.control_tokens
         as_values, as_texts = [ASK, calling()], [ASK, with_arguments(calling(), as_text=True)]
-        chat_text = self._tokenizer.chat_text
+        chat_text = self.tokenizer.chat_text
         self._arguments_as_text = not tried(chat_text, as_values) and bool(tried(chat_text, as_texts))
         self._hermes: HermesFormat | None = None
         if tools is not None:
@@ -86,14 +86,14 @@ class TemplateRenderer(ContinuingRenderer):
     def write_ids(self, messages: Sequence[Message], tools: Schemas, add_generation_prompt: bool) -> Int32:
         """As `render_ids`, for valid messages, even if the template leaves out a part of them."""
         text = self._text_of(messages, tools, add_generation_prompt=add_generation_prompt)
-        return np.asarray(self._tokenizer.encode(text), dtype=np.int32)
+        return np.asarray(self.tokenizer.encode(text), dtype=np.int32)
 
     def write_lines(
         self, messages: Sequence[Message], tools: Schemas, add_generation_prompt: bool
     ) -> list[tuple[str, int]]:
         """The text behind `write_ids`, piece by piece, each with the line of the template that wrote it."""
         marked, shown_tools = self._marked(messages, tools)
-        template = self._tokenizer.template(self._given(shown_tools))
+        template = self.tokenizer.template(self._given(shown_tools))
         return template.lines(self._with_arguments(marked), self._given(shown_tools), add_generation_prompt)
 
     def parse_response(
@@ -154,7 +154,7 @@ class TemplateRenderer(ContinuingRenderer):
         self, messages: Sequence[Message], tools: Schemas, marked: Marked | None = None
     ) -> tuple[list[dict[str, Any]], Any]:
         """(messages, schemas) behind the guard; the messages as the template is given them."""
-        guard = self._tokenizer.guard
+        guard = self.tokenizer.guard
         shown_tools = guard.tools(tools)
         return self._wrapped(guard.messages(self._call_ids.rewritten(messages), marked), shown_tools), shown_tools
 
@@ -174,11 +174,11 @@ class TemplateRenderer(ContinuingRenderer):
         text = self._stand_ins.behind(conversation.messages, conversation.tools, calls, new_messages)
         if text is None:
             return None
-        ids = self._tokenizer.encode(text)
+        ids = self.tokenizer.encode(text)
         if not said.parsed.thought_open:
             return ids
         # It was cut off while it thought. The thought is closed too, where that is one token.
-        close = self._tokenizer.control_tokens.get(_CLOSE)
+        close = self.tokenizer.control_tokens.get(_CLOSE)
         return None if close is None else [close, *ids]
 
     def _text_of(
@@ -212,15 +212,15 @@ class TemplateRenderer(ContinuingRenderer):
         return text, thinking
 
     def _render(self, messages: list[dict[str, Any]], tools: Any, add_generation_prompt: bool) -> str:
-        return self._tokenizer.chat_text(self._with_arguments(messages), tools, add_generation_prompt)
+        return self.tokenizer.chat_text(self._with_arguments(messages), tools, add_generation_prompt)
 
     def _with_arguments(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [with_arguments(message, as_text=self._arguments_as_text) for message in messages]
 
     def _find_stop_tokens(self) -> tuple[int, ...]:
         """The end of sequence, the template's end of a turn, and what the model's generation_config.json adds."""
-        own = [self._tokenizer.eos_token_id, *self._answer_ends()]
-        stops = turn_ends(own, self._tokenizer, self.name)
+        own = [self.tokenizer.eos_token_id, *self._answer_ends()]
+        stops = turn_ends(own, self.tokenizer, self.name)
         if not stops:
             raise ModelError(
                 "neither the tokenizer nor its chat template has a token that ends a turn; set eos_token "
@@ -255,8 +255,8 @@ class TemplateRenderer(ContinuingRenderer):
     def _controls(self, messages: list[dict[str, Any]], after: str = "") -> list[int]:
         """The control tokens of a rendering; none where the template refuses the messages."""
         text = tried(self._render, messages, None, False)
-        control = set(self._tokenizer.control_tokens.values())
-        return [i for i in self._tokenizer.encode(text.rpartition(after)[2] if after else text) if i in control]
+        control = set(self.tokenizer.control_tokens.values())
+        return [i for i in self.tokenizer.encode(text.rpartition(after)[2] if after else text) if i in control]
 
 
 def with_arguments(message: dict[str, Any], *, as_text: bool) -> dict[str, Any]:

@@ -78,14 +78,14 @@ class Gateway:
             patience=patience,
             train_undelivered=train_undelivered,
         )
-        self._service = Service(
+        self.service = Service(
             host=host, port=port, options=options or Options(), limits=service_limits or ServiceLimits()
         )
         self._numbers = itertools.count()
         self._open: set[GatewayEpisode] = set()
 
     async def __aenter__(self) -> Self:
-        await self._service.start()
+        await self.service.start()
         return self
 
     async def __aexit__(
@@ -93,12 +93,12 @@ class Gateway:
     ) -> None:
         for episode in list(self._open):
             await episode.cancel()
-        await self._service.close()
+        await self.service.close()
 
     @property
     def url(self) -> str:
         """The service's address, without a path."""
-        return self._service.url
+        return self.service.url
 
     def episode(
         self, example: Example | Mapping[str, Any] | str | None = None, *, seed: int | None = None
@@ -123,7 +123,7 @@ class Gateway:
             seed=own,
             session=identity.trajectory_id,
         )
-        episode = GatewayEpisode(self._service, Session(loop, self._settings), identity)
+        episode = GatewayEpisode(self.service, Session(loop, self._settings), identity)
         self._open.add(episode)
         episode.on_end = lambda: self._open.discard(episode)
         return episode
@@ -133,7 +133,7 @@ class GatewayEpisode:
     """One episode: everything that is asked with its key is one trajectory."""
 
     def __init__(self, service: Service, session: Session, identity: RolloutIdentity) -> None:
-        self.session, self._service, self._identity = session, service, identity
+        self.session, self.service, self._identity = session, service, identity
         self.api_key = service.open(session)
         """The key of this episode."""
         self.on_end: Any = None
@@ -141,23 +141,23 @@ class GatewayEpisode:
     @property
     def base_url(self) -> str:
         """For OpenAI's SDKs, with `api_key`."""
-        return f"{self._service.url}/v1"
+        return f"{self.service.url}/v1"
 
     @property
     def anthropic_base_url(self) -> str:
         """For Anthropic's SDKs, which add "/v1" themselves."""
-        return self._service.url
+        return self.service.url
 
     @property
     def keyed_url(self) -> str:
         """A base URL that holds the key, for programs whose key cannot be set; whatever key they send is passed
         over."""
-        return f"{self._service.url}/s/{self.api_key}/v1"
+        return f"{self.service.url}/s/{self.api_key}/v1"
 
     @property
     def variables(self) -> dict[str, str]:
         """Environment variables that SDKs read their base URL and key from."""
-        return variables(self._service.url, self.api_key)
+        return variables(self.service.url, self.api_key)
 
     async def finish(self, reward: Any = None, *, error: str | None = None) -> Trajectory:
         """Close the episode: what is under way is cancelled.
@@ -195,7 +195,7 @@ class GatewayEpisode:
 
     async def cancel(self) -> None:
         """Close the episode without a trajectory. May be called again."""
-        self._service.forget(self.api_key)
+        self.service.forget(self.api_key)
         await self.session.end()
         await self.session.loop.end()
         if self.on_end is not None:

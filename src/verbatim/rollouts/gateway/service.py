@@ -146,6 +146,15 @@ class Service:
                 listening.close()
             self._doors.clear()
 
+    def num_connections(self, door: Acceptor | None = None) -> int:
+        """Connections that are open: all, or those over a door that is open."""
+        return len(self._table.open) if door is None else self._table.num_of(self._doors[door].name)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of requests that are being read or answered."""
+        return self._budget.held
+
     @property
     def url(self) -> str:
         """The address, without a path."""

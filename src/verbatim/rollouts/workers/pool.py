@@ -75,6 +75,11 @@ class WorkerPool:
         """Process id of each worker on its host."""
         return [started.pid for started in self._workers]
 
+    @property
+    def num_running(self) -> list[int]:
+        """Episodes that each worker plays now, in the order of `pids`."""
+        return [started.num_running for started in self._workers]
+
     def metrics(self) -> Mapping[str, float]:
         """Number of workers; since the start, lost workers and restarted episodes."""
         return {

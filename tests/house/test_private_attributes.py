@@ -1,0 +1,113 @@
+"""Tests speak to public doors: lines that read or set a private attribute of something else are bounded."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields", "_make", "_field_defaults"}
+
+BOUNDS = {
+    "it plants a fault, or stops a clock, where nothing public leads": {
+        "environments/tools/test_isolation.py": 3, "environments/tools/test_sandbox.py": 3,
+        "environments/tools/test_threads.py": 3, "faults/recorder.py": 2, "faults/struck.py": 1,
+        "inference/pool/scripted_replicas.py": 3, "inference/step_gate.py": 5, "inference/test_decoding_check.py": 1,
+        "inference/test_http_client.py": 1, "inference/test_http_sampler.py": 3, "inference/test_json_size.py": 3,
+        "inference/test_server_limits.py": 2, "inference/test_uploads.py": 1, "inference/vllm/test_broadcast.py": 5,
+        "inference/vllm/test_real_adapters.py": 3, "inference/vllm/test_real_broadcast.py": 1,
+        "inference/vllm/test_real_server.py": 4, "inference/vllm/test_replica.py": 3, "inference/vllm/test_sleep.py": 3,
+        "inspection/envcheck/test_env_check.py": 2, "logs/monitors/test_mlflow.py": 1, "logs/monitors/test_wandb.py": 3,
+        "models/test_source.py": 4, "rollouts/gateway/test_random_clients.py": 2,
+        "rollouts/test_long_conversations.py": 1,
+        "rollouts/test_process_pool.py": 7, "rollouts/test_ray_pool.py": 1, "run/orchestrator/faulty_runs.py": 1,
+        "run/test_ask_to_end.py": 1, "run/test_run_log.py": 1, "token_identity.py": 3, "trainer/faulty_rank.py": 1,
+        "trainer/parallel_jobs.py": 7, "trainer/test_device_memory.py": 1, "trainer/test_failure_watch.py": 1,
+        "trainer/test_fused.py": 5, "trainer/test_reference_model.py": 4, "trainer/transport/test_mirror.py": 5,
+    },
+    "it waits for a moment that nothing public tells": {
+        "environments/test_terminal.py": 1, "environments/tools/test_mcp.py": 1, "rollouts/gateway/test_gateway.py": 1,
+        "rollouts/gateway/test_gateway_limits.py": 3, "rollouts/gateway/test_program.py": 2,
+        "run/orchestrator/test_ledger_reasons.py": 1, "run/test_fate_log.py": 1,
+    },
+    "it tests one part of a module by itself": {
+        "cli/test_eval_command.py": 1, "cli/test_inference_command.py": 3, "cli/test_rollout_command.py": 2,
+        "core/test_token_tree.py": 1, "environments/tools/test_bounded_schema.py": 1,
+        "inference/test_compiled_kernel.py": 7, "models/native/test_library.py": 12,
+        "models/renderers/random_dialogues.py": 4, "models/renderers/test_bridge.py": 1,
+        "models/renderers/test_package_renderer.py": 3, "models/renderers/test_read_calls.py": 1,
+        "models/renderers/test_tool_syntax.py": 1, "models/renderers/test_no_message_lost.py": 1, "lost_messages.py": 1,
+        "models/test_small_sizes.py": 3, "rollouts/gateway/test_matching.py": 2, "trainer/test_attention_flex.py": 3,
+        "trainer/test_attention_native.py": 11, "trainer/test_bfloat16.py": 1, "trainer/test_offload.py": 4,
+        "trainer/test_router_loss.py": 2,
+    },
+    "it looks at what is kept in memory or on disk": {
+        "config/test_beside_the_file.py": 2, "conftest.py": 4, "inference/test_http_replica.py": 1,
+        "inference/vllm/test_vllm_adapters.py": 4, "inspection/viewer/test_viewer_index.py": 1,
+        "run/orchestrator/test_collector.py": 2, "run/orchestrator/test_dispatcher_search.py": 1,
+        "run/orchestrator/test_turn_rewards.py": 2,
+    },
+    "the attribute is another library's": {
+        "cuda/fake_cuda.py": 10, "faults/strikes.py": 2, "house/test_docs_snippets.py": 1,
+        "inference/test_torch_engine.py": 1, "inference/vllm/faulty_plugin/verbatim_faulty.py": 1,
+        "inference/vllm/test_answers.py": 2, "inference/vllm/vllm_double.py": 2, "models/test_mixing.py": 2,
+        "models/test_own_attention.py": 1, "models/test_weights.py": 1, "trainer/test_trainer_resume.py": 1,
+        "warm.py": 3,
+    },
+}  # fmt: skip
+"""By reason: the files, and the most lines that each may have."""
+MAY_HAVE = re.compile(r"(?<!self)(?<!cls)(?<!super\(\))\._[a-zA-Z]")
+"""Found in each file that has such a line: most files need not be parsed."""
+
+
+def private_lines(source: str) -> set[int]:
+    """Lines with an attribute that begins with one underscore, of anything but self, cls, super() and modules that are
+    no part of this project.
+    """
+    tree = ast.parse(source)
+    imported = [alias for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    own = {"self", "cls"}
+    foreign = {a.asname or a.name.partition(".")[0] for a in imported if a.name.partition(".")[0] != "verbatim"}
+    return {
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr.startswith("_")
+        and not node.attr.startswith("__")
+        and node.attr not in OF_NAMED_TUPLES
+        and not (isinstance(node.value, ast.Name) and node.value.id in own)
+        and not (isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") == "super")
+        and _root(node.value) not in foreign
+    }
+
+
+def _root(node: ast.expr) -> str:
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def test_no_file_has_more_lines_with_a_private_attribute_than_it_has_a_reason_for():
+    most = {file: number for files in BOUNDS.values() for file, number in files.items()}
+    sources = ((path.relative_to(TESTS).as_posix(), path.read_text(encoding="utf-8")) for path in TESTS.rglob("*.py"))
+    found = {file: len(private_lines(source)) for file, source in sources if MAY_HAVE.search(source)}
+    assert {file: number for file, number in found.items() if number > most.get(file, 0)} == {}
+    assert most.keys() <= found.keys(), "a file that has none any more needs no reason"
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        ("sampler._engine\nsampler.engine", {1}),
+        ("import os\nos._exit(1)", set()),
+        ("import verbatim\nverbatim.run._x = 1", {2}),
+        ("made()[0]._x", {1}),
+        ("self._x\ncls._y\nself.part._z\nsuper()._w", {3}),
+        ("row._replace(a=1)\nrow.__dict__", set()),
+    ],
+)
+def test_what_counts_as_private(source: str, lines: set[int]):
+    assert private_lines(source) == lines
