@@ -47,8 +47,11 @@ def refuse_without(*packages: str, extra: str, what: str) -> None:
     """
     missing = [package for package in packages if not is_installed(package)]
     if missing:
-        which = f"the package{'s' if missing[1:] else ''} {' and '.join(missing)}, which {'are' if missing[1:] else 'is'}"
-        raise UsageError(f"{what} needs {which} not installed; type: pip install 'verbatim-rl[{extra}]'")
+        which, are = ("the packages", "are") if missing[1:] else ("the package", "is")
+        raise UsageError(
+            f"{what} needs {which} {' and '.join(missing)}, which {are} not installed; type: "
+            f"pip install 'verbatim-rl[{extra}]'"
+        )
 
 
 def is_import_path(name: str) -> bool:
