@@ -101,6 +101,14 @@ def test_a_record_keeps_its_level_and_gets_its_knobs():
     assert resolved("record", window=5) == Record(scaled, "chunk", {"window": 5})
 
 
+def test_a_knob_that_a_record_sets_need_not_be_given():
+    table = {"set": Record(needy, knobs={"target": 3}), "bare": Record(needy)}
+    found = resolve(ComponentConfig(type="set"), table, what="loss", where="trainer.loss")
+    assert found == Record(needy, knobs={"target": 3})
+    with pytest.raises(ComponentError, match="trainer.loss.target: missing"):
+        resolve(ComponentConfig(type="bare"), table, what="loss", where="trainer.loss")
+
+
 def test_an_unknown_name_lists_the_names_and_the_nearest():
     assert error_of("scald") == (
         "trainer.loss.type: there is no loss 'scald'; did you mean \"scaled\"? There are "
