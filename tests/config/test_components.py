@@ -105,7 +105,7 @@ def test_a_knob_that_a_record_sets_need_not_be_given():
     table = {"set": Record(needy, knobs={"target": 3}), "bare": Record(needy)}
     found = resolve(ComponentConfig(type="set"), table, what="loss", where="trainer.loss")
     assert found == Record(needy, knobs={"target": 3})
-    with pytest.raises(ComponentError, match="trainer.loss.target: missing"):
+    with pytest.raises(ComponentError, match=r"trainer\.loss\.target: missing"):
         resolve(ComponentConfig(type="bare"), table, what="loss", where="trainer.loss")
 
 
