@@ -153,6 +153,13 @@ def test_arguments_given_as_json_text_are_not_quoted_twice(harmony):
     assert harmony.render_ids([ASK, as_text], TOOLS).tolist() == harmony.render_ids([ASK, CALL], TOOLS).tolist()
 
 
+@pytest.mark.parametrize("blank", ["", "  ", None])
+def test_blank_arguments_are_an_object_without_members(harmony, tokenizer, blank):
+    call = {"type": "function", "function": {"name": "look", "arguments": blank}}
+    text = tokenizer.decode(harmony.render_ids([ASK, {**CALL, "tool_calls": [call]}, SEES], TOOLS))
+    assert "<|message|>{}<|call|>" in text
+
+
 def test_messages_that_the_template_refuses_are_the_environments_fault(harmony):
     with pytest.raises(EnvironmentFault, match=r"no previous assistant message with a tool call.*roles are user, tool"):
         harmony.write_ids([ASK, SEES], TOOLS, True)
