@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +18,7 @@ from verbatim.environments.tools import ToolManager
 from verbatim.inference.chat.client import OpenAI
 from verbatim.rollouts import UserSimulator
 from verbatim.rollouts.conversation_rollout import ConversationRollout, Scorer
+from verbatim.run.evaluation.play import digest_of
 
 Take: TypeAlias = Callable[[int, Trajectory], object]
 
@@ -87,8 +85,7 @@ def _environment(args: argparse.Namespace) -> Plan:
         raise UsageError(f"--samples {args.samples}; expected at least 1")
     jobs = []
     for example in examples.values():
-        text = json.dumps(dataclasses.asdict(example), sort_keys=True, default=repr)
-        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        digest = digest_of(example)
         jobs += [Job(task=example.id, sample=k, digest=digest, conversation={}) for k in range(args.samples)]
 
     def work(left: Sequence[Job], take: Take) -> Work:

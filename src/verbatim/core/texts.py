@@ -106,6 +106,16 @@ def numbered(name: str, taken: Container[str]) -> str:
     return next(candidate for candidate in names if candidate not in taken)
 
 
+def first_of(names: Sequence[str], most: int) -> str:
+    """The first ones, and how many more there are.
+
+    >>> first_of(["a", "b", "c"], 3), first_of(["a", "b", "c"], 1)
+    ('a, b, c', 'a and 2 more')
+    """
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def end_of_file(path: Path, *, since: int = 0, most: int = 2**20) -> list[str]:
     """The last lines of a text file, without reading the rest of it.
 

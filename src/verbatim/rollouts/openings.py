@@ -10,6 +10,7 @@ from typing import Any
 
 from verbatim.core.episode_limits import EpisodeLimits
 from verbatim.core.tasks import run_together
+from verbatim.core.texts import first_of
 from verbatim.core.types import Example, RolloutIdentity, StopReason
 from verbatim.environments.base import Environment, Episode
 from verbatim.environments.resolve import wrong_episode
@@ -63,10 +64,9 @@ class Openings:
             return None
         about = "" if self.is_exact else "about "
         named = [f"{name!r} ({about}{tokens:,} tokens)" for name, tokens in self.too_long.items()]
-        more = f" and {len(named) - _MOST_NAMED:,} more" if len(named) > _MOST_NAMED else ""
         return (
             f"the opening prompts of {len(named):,} of {self.num_measured:,} examples leave no room in seq_len = "
-            f"{self.seq_len:,}, tools included: {', '.join(named[:_MOST_NAMED])}{more}"
+            f"{self.seq_len:,}, tools included: {first_of(named, _MOST_NAMED)}"
         )
 
     @property

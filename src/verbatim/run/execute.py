@@ -28,7 +28,6 @@ from verbatim.logs.monitors.base import Monitor
 from verbatim.logs.monitors.live import LiveView
 from verbatim.run.alarms import make_watch, sentence
 from verbatim.run.check import check_run
-from verbatim.run.environments import Environments
 from verbatim.run.fork import Fork, check_fork, open_fork
 from verbatim.run.logs import log_to_file
 from verbatim.run.parts import make_monitors
@@ -73,7 +72,8 @@ def execute(
     config, choices = _as_stored(config, resume, fork, trainer_elsewhere)
     origin = check_fork(fork, config) if fork is not None else None
     with holding(config, ORCHESTRATOR, resume=resume, joins=trainer_elsewhere) as held:
-        made = _checked(config, environments, console, starts_both=not trainer_elsewhere)
+        with LiveView(console).stage("checking"):  # it imports what the run is made of, which takes seconds
+            made = check_run(config, environments, starts_both=not trainer_elsewhere)
         services, watch = make_monitors(config), make_watch(config)
         config, measured = resolve_dtypes(config)
         _ask_servers(config)
@@ -128,14 +128,6 @@ def _as_stored(
     if trainer_elsewhere:
         refuse_auto(config, "trainer and orchestrator of this run are started one by one")
     return config, choices
-
-
-def _checked(
-    config: RunConfig, environments: Mapping[str, Any], console: Console, *, starts_both: bool
-) -> Environments:
-    """`check_run` behind a bar: it imports what the run is made of, which takes seconds."""
-    with LiveView(console).stage("checking"):
-        return check_run(config, environments, starts_both=starts_both)
 
 
 def _ask_servers(config: RunConfig) -> None:

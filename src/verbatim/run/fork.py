@@ -32,6 +32,7 @@ from verbatim.config.schema import RunConfig
 from verbatim.core.disk import link_or_copy, refuse_link, sync, sync_tree, write_file, write_private
 from verbatim.core.errors import CheckpointError, UsageError
 from verbatim.core.imports import search_beside
+from verbatim.core.texts import first_of
 from verbatim.environments.resolve import examples_of
 from verbatim.logs.checkpoints import (
     CONFIG,
@@ -213,7 +214,7 @@ def check_held_examples(fork: Fork, environments: Environments) -> None:
     if gone:
         raise UsageError(
             f"{len(gone)} groups that were in flight at step {fork.checkpoint.step} are of examples that "
-            f"the environments of this run do not have: {_listed(gone)}; add --fresh examples, which "
+            f"the environments of this run do not have: {first_of(gone, _MOST_NAMED)}; add --fresh examples, which "
             "forgets them, the order of the examples and the difficulty pools"
         )
 
@@ -263,7 +264,7 @@ def begin_fork(fork: Fork, origin: Origin, config: RunConfig, path: Path) -> lis
     """
     source = CheckpointStore(fork.run / "checkpoints", read_only=True)
     logs = source.logs(fork.checkpoint.step)
-    files = _logs_to_copy(fork, logs)
+    files = {name: _size(logs.get(name)) for name in _LOGS if (fork.run / name).is_file()}
     parts = [name for name in _BEGINNINGS if (fork.run / name).is_dir()]
     folders = [name for name in (TRAJECTORIES, EVALUATIONS) if name == TRAJECTORIES or (fork.run / name).is_dir()]
     for name in (*files, *folders, *parts):
@@ -324,12 +325,8 @@ def _write_checkpoints(
         store.adopt(other)
 
 
-def _logs_to_copy(fork: Fork, logs: Mapping[str, Any]) -> dict[str, int | None]:
-    """The logs that are there, and how many bytes of each; None = all of them, and a resume finds the place."""
-    return {name: _size(logs.get(name)) for name in _LOGS if (fork.run / name).is_file()}
-
-
 def _size(mark: Any) -> int | None:
+    """How many bytes of a log are copied; None = all of them, and a resume finds the place."""
     size = mark.get("size") if isinstance(mark, Mapping) else None
     return size if type(size) is int else None
 
@@ -352,11 +349,6 @@ def _link_fates(fork: Fork, marks: Any, target: Path) -> None:
     sync_tree(target)
 
 
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(names[:_MOST_NAMED]) + more
-
-
 def _make_room(path: Path, names: Sequence[str]) -> None:
     """Remove what a killed process left of a fork. What is not of one stays, and is refused."""
     marker = path / FORKING
@@ -364,10 +356,12 @@ def _make_room(path: Path, names: Sequence[str]) -> None:
         left = marker.read_text(errors="replace").splitlines()
         if strange := [name for name in left if name not in _FORKED]:
             raise UsageError(
-                f"{marker} lists {_listed(list(map(repr, strange)))}, which no fork writes; nothing was "
+                f"{marker} lists {first_of(list(map(repr, strange)), _MOST_NAMED)}, which no fork writes; nothing was "
                 "removed. Name an empty folder with --run-dir FOLDER"
             )
         remove_from(path, left)
     there = [name for name in names if (path / name).exists() or (path / name).is_symlink()]
     if there:
-        raise UsageError(f"{path} has {_listed(there)} already; name an empty folder with --run-dir FOLDER")
+        raise UsageError(
+            f"{path} has {first_of(there, _MOST_NAMED)} already; name an empty folder with --run-dir FOLDER"
+        )

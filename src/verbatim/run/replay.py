@@ -9,6 +9,7 @@ checkpoint before the step -> trainer -> the stored steps in between -> the step
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -263,23 +264,19 @@ def _threads(config: RunConfig) -> Iterator[None]:
 
 def as_json(replayed: Replay) -> dict[str, Any]:
     """The replay as plain JSON values; NaN and infinities are texts, as in logs."""
-    found: dict[str, Any] = plain(_as_dict(replayed))
+    found: dict[str, Any] = plain(
+        {
+            "run": str(replayed.run),
+            "step": replayed.step,
+            "checkpoint": replayed.checkpoint,
+            "changes": list(replayed.changes),
+            "num_tokens": replayed.num_tokens,
+            "is_exact": replayed.is_exact,
+            "is_same": replayed.is_same,
+            "metrics": {name: dataclasses.asdict(metric) for name, metric in replayed.metrics.items()},
+            "logprobs": replayed.logprobs.as_json(),
+            "gradients": replayed.gradients.as_json(),
+            "weights": None if replayed.weights is None else dataclasses.asdict(replayed.weights),
+        }
+    )
     return found
-
-
-def _as_dict(found: Replay) -> dict[str, Any]:
-    return {
-        "run": str(found.run),
-        "step": found.step,
-        "checkpoint": found.checkpoint,
-        "changes": list(found.changes),
-        "num_tokens": found.num_tokens,
-        "is_exact": found.is_exact,
-        "is_same": found.is_same,
-        "metrics": {
-            name: {"stored": metric.stored, "replayed": metric.replayed} for name, metric in found.metrics.items()
-        },
-        "logprobs": found.logprobs.as_json(),
-        "gradients": found.gradients.as_json(),
-        "weights": None if found.weights is None else found.weights.as_json(),
-    }

@@ -158,10 +158,6 @@ class WeightDifference:
         """Whether all are the same bit for bit."""
         return not self.num_different
 
-    def as_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return dataclasses.asdict(self)
-
 
 def compare_weights(stored: Path, replayed: Path) -> WeightDifference:
     """Compare two folders of weights of one model, tensor by tensor."""

@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -236,8 +236,10 @@ class RunLog:
         fates = {self._folder.trajectories: self._fates, self._folder.evaluations: self._evaluated}
         marks: dict[str, Any] = {folder.name: log.marks() for folder, log in fates.items()}
         for name, writer in self._writers.items():
-            with _told(writer):
+            try:
                 marks[name] = dataclasses.asdict(writer.sync())
+            except OSError as error:
+                logger.error("%s could not be written to the disk: %s", writer.path, error.strerror or error)
         return marks
 
     def close(self, state: RunState = "stopped") -> None:
@@ -268,15 +270,6 @@ class RunLog:
         summary["seconds"] = round(self.seconds, 1)
         write_record(self._folder.summary, summary)
         return summary
-
-
-@contextlib.contextmanager
-def _told(writer: JsonlWriter) -> Iterator[None]:
-    """Log an OSError of the block, which writes a log to the disk."""
-    try:
-        yield
-    except OSError as error:
-        logger.error("%s could not be written to the disk: %s", writer.path, error.strerror or error)
 
 
 def _mark(value: Any) -> LogMark | None:

@@ -25,6 +25,7 @@ from pathlib import Path
 from verbatim.core.disk import make_folder, open_regular, sync
 from verbatim.core.errors import FormatError, UsageError
 from verbatim.core.formats import content_of, stamped
+from verbatim.core.texts import first_of
 from verbatim.logs.checkpoints.lock import ANOTHER_FOLDER
 from verbatim.logs.checkpoints.origin import FORKING
 
@@ -72,7 +73,7 @@ def claim(path: Path, but: Iterable[str] = ()) -> None:
             elif (problem := _problem(path)) is not None:  # another process of this run may have begun meanwhile
                 raise UsageError(
                     f"{path} is not empty, and nothing proves that a run made what is there ({problem}); "
-                    f"found {_listed(there)}. A new run takes an empty folder; {ANOTHER_FOLDER}"
+                    f"found {first_of(there, _MOST_NAMED)}. A new run takes an empty folder; {ANOTHER_FOLDER}"
                 )
         _probe(path)
 
@@ -98,8 +99,8 @@ def refuse_what_is_not_of_a_beginning(path: Path) -> None:
     )
     if there:
         raise UsageError(
-            f"{path} belongs to a run that never began, and holds {_listed(there)}, which that run has not written; "
-            f"move it to another place, or {ANOTHER_FOLDER}"
+            f"{path} belongs to a run that never began, and holds {first_of(there, _MOST_NAMED)}, which "
+            f"that run has not written; move it to another place, or {ANOTHER_FOLDER}"
         )
 
 
@@ -205,8 +206,3 @@ def _naming(path: Path) -> Iterator[None]:
         raise UsageError(
             f"the run folder {path} cannot be written to: {error.strerror} ({error.filename or path}); {ANOTHER_FOLDER}"
         ) from None
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(names[:_MOST_NAMED]) + more

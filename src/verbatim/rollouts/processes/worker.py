@@ -15,6 +15,7 @@ from typing import Any
 import verbatim
 from verbatim.core.children import how_it_ended, kill_group, open_log, start_async
 from verbatim.core.errors import RecordError, SamplerFault, UsageError
+from verbatim.core.texts import end_of_file
 from verbatim.inference.base import nothing_sampled
 from verbatim.rollouts.draws import CountingSampler
 from verbatim.rollouts.processes.peer import Peer
@@ -202,9 +203,7 @@ class ProcessWorker:
 
     def _last_words(self) -> str:
         try:
-            with self._log.open("rb") as log:
-                log.seek(max(0, self._log.stat().st_size - 2000))
-                lines = log.read().decode(errors="replace").splitlines()
+            lines = end_of_file(self._log, most=2000)
         except OSError:
             return ""
         return f"; the last lines of {self._log}:\n    " + "\n    ".join(lines[-8:]) if lines else ""

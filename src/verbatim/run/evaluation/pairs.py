@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from verbatim.core.records.failed import MAX_FAILED, too_many_failed
@@ -77,7 +77,7 @@ def difference(
         env=env,
         num_pairs=len(pairs),
         num_unpaired=left,
-        success=paired_share(_success_differences(pairs)),
+        success=paired_share(_differences(pairs, lambda outcome: float(outcome.success))),
         reward=_paired_reward(pairs),
         gained=sum(two.success and not one.success for one, two in pairs),
         lost=sum(one.success and not two.success for one, two in pairs),
@@ -88,23 +88,20 @@ def _too_many_failed(outcomes: Sequence[Outcome], most: float) -> str | None:
     return too_many_failed(sum(outcome.error is not None for outcome in outcomes), len(outcomes), most)
 
 
-def _success_differences(pairs: Sequence[tuple[Outcome, Outcome]]) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {}
-    for one, two in pairs:
-        found.setdefault(one.example_id, []).append(float(two.success) - float(one.success))
-    return found
-
-
 def _paired_reward(pairs: Sequence[tuple[Outcome, Outcome]]) -> Estimate:
     """Rewards that are all 0 or 1 are compared as successes are."""
-    found = _reward_differences(pairs)
+    found = _differences(pairs, lambda outcome: outcome.reward)
     both = [rewards_of(side) for side in zip(*pairs, strict=True)]
     return paired_share(found) if are_binary(*both) else paired_mean(found)
 
 
-def _reward_differences(pairs: Sequence[tuple[Outcome, Outcome]]) -> dict[str, list[float]]:
+def _differences(
+    pairs: Sequence[tuple[Outcome, Outcome]], value_of: Callable[[Outcome], float | None]
+) -> dict[str, list[float]]:
+    """Of the pairs in which both have a value, by example."""
     found: dict[str, list[float]] = {}
     for one, two in pairs:
-        if one.reward is not None and two.reward is not None:
-            found.setdefault(one.example_id, []).append(two.reward - one.reward)
+        before, after = value_of(one), value_of(two)
+        if before is not None and after is not None:
+            found.setdefault(one.example_id, []).append(after - before)
     return found

@@ -299,12 +299,13 @@ def _conditions(config: RunConfig, model: EvalModel, plan: EnvPlan, settings: Ev
         depends["episodes_per_example"] = plan.episodes_each
     if model.api is not None and settings.extra_body:
         depends["extra_body"] = dict(settings.extra_body)
-    digests = {example.id: _digest(example) for example in plan.examples}
+    digests = {example.id: digest_of(example) for example in plan.examples}
     as_json = json.loads(json.dumps(depends, default=str))  # as the log gives them back
     return Conditions(model=model, env=plan.env, settings=as_json, digests=digests)
 
 
-def _digest(example: Example) -> str:
+def digest_of(example: Example) -> str:
+    """Tells the content of an example from that of another one with its id."""
     text = json.dumps(dataclasses.asdict(example), sort_keys=True, default=repr)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
