@@ -21,7 +21,7 @@ from verbatim.core.disk import write_file
 from verbatim.core.texts import cut
 from verbatim.rollouts.tally import failure_kind
 from verbatim.run.evaluation.as_json import difference_to_json, example_to_json, finite, result_to_json
-from verbatim.run.evaluation.markdown import Report, Subject, markdown
+from verbatim.run.evaluation.markdown import Subject, markdown
 from verbatim.run.evaluation.outcomes import Outcome
 from verbatim.run.evaluation.pairs import difference
 from verbatim.run.evaluation.play import EvalSettings, ModelResult
@@ -168,7 +168,7 @@ class Results:
             )
             for place, found in enumerate(self._found)
         ]
-        report = Report(
+        text = markdown(
             title=f"Evaluation on {', '.join(self.environments)}",
             subjects=subjects,
             compared=self.compared(),
@@ -179,7 +179,7 @@ class Results:
             },
             errors={letter(place): _errors(found.outcomes) for place, found in enumerate(self._found)},
         )
-        write_file(path, markdown(report).encode())
+        write_file(path, text.encode())
 
     def _conditions(self) -> dict[str, object]:
         sampling = self._config.orchestrator.sampling

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
 
 from verbatim.core.texts import printable
 from verbatim.run.evaluation.results import EnvResult
@@ -39,49 +40,47 @@ class Subject:
     """By environment."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """What a report says."""
+def markdown(
+    title: str,
+    conditions: Mapping[str, object],
+    subjects: Sequence[Subject],
+    compared: Sequence[Compared] = (),
+    errors: Mapping[str, Mapping[str, tuple[int, str]]] = MappingProxyType({}),
+) -> str:
+    """The report, as GitHub shows it. Texts of models and environments are escaped.
 
-    title: str
-    conditions: Mapping[str, object]
-    """What was asked for: seed, episodes, sampling, ..."""
-    subjects: Sequence[Subject]
-    compared: Sequence[Compared] = ()
-    errors: Mapping[str, Mapping[str, tuple[int, str]]] = field(default_factory=dict)
-    """By letter and kind of failure: how often, and what the first one said."""
-
-    @property
-    def environments(self) -> list[str]:
-        """Labels, in the order of the first model."""
-        return list(dict.fromkeys(env for subject in self.subjects for env in subject.results))
-
-
-def markdown(report: Report) -> str:
-    """The report, as GitHub shows it. Texts of models and environments are escaped."""
-    conditions = [(name, str(value)) for name, value in report.conditions.items()]
-    parts = [f"# {_plain(report.title)}", _table(("condition", ""), conditions)]
-    models = [(each.letter, each.label, each.where) for each in report.subjects]
+    Args:
+        title: Its heading.
+        conditions: What was asked for: seed, episodes, sampling, ...
+        subjects: The models.
+        compared: Each two of them.
+        errors: By letter and kind of failure: how often, and what the first one said.
+    """
+    parts = [
+        f"# {_plain(title)}",
+        _table(("condition", ""), [(name, str(value)) for name, value in conditions.items()]),
+    ]
+    models = [(each.letter, each.label, each.where) for each in subjects]
     parts += ["## Models", _table(("", "model", "where"), models)]
-    for env in report.environments:
-        parts += [f"## {_plain(env)}", *_environment(report, env)]
-    if any(report.errors.values()):
+    for env in dict.fromkeys(env for subject in subjects for env in subject.results):
+        parts += [f"## {_plain(env)}", *_environment(subjects, compared, env)]
+    if any(errors.values()):
         rows = [
             (letter, str(count), kind, first)
-            for letter, kinds in report.errors.items()
+            for letter, kinds in errors.items()
             for kind, (count, first) in kinds.items()
         ]
         parts += ["## Failures", _table(("", "episodes", "kind", "the first"), rows)]
     return "\n\n".join(parts) + "\n"
 
 
-def _environment(report: Report, env: str) -> list[str]:
-    letters = [subject.letter for subject in report.subjects]
-    results = [subject.results.get(env) for subject in report.subjects]
+def _environment(subjects: Sequence[Subject], compared: Sequence[Compared], env: str) -> list[str]:
+    letters = [subject.letter for subject in subjects]
+    results = [subject.results.get(env) for subject in subjects]
     parts = [_table(("", *letters), result_rows(results)), NOTE]
-    if rows := difference_rows(report.compared, env):
+    if rows := difference_rows(compared, env):
         parts += [_table(("difference", "success", "mean reward", "pairs of episodes"), rows)]
-        if note := unpaired_note(report.compared, env):
+        if note := unpaired_note(compared, env):
             parts.append(_plain(note) + ".")
     spent = [(letter, spent_line(result)) for letter, result in zip(letters, results, strict=True) if result]
     parts.append(_table(("", "spent"), spent))
