@@ -10,6 +10,7 @@ import tempfile
 import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,32 @@ from verbatim.core.texts import shown
 Answer = tuple[Any, Mapping[str, int]]
 """What an endpoint said (JSON), and its own counts of tokens."""
 _PRICES = ("prompt", "completion")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The settings of a judge and of a reward model that are those of its endpoint."""
+
+    cache: str | Path | None = "memory"
+    """"memory", a folder, or None: answers are kept by the whole request."""
+    price: Mapping[str, float] | None = None
+    """What a million tokens cost, `{"prompt": 0.25, "completion": 2.0}`, where the answer has a `usage`: adds
+    the metric `judge/cost`."""
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
+    """Further keys of the request; a judge's None leaves one out: `{"temperature": None}`."""
+    api_key_env: str | None = None
+    """The environment variable that holds the key; None = no key is sent, but OPENAI_API_KEY to OpenAI's own server."""
+    request_timeout: float = 120.0
+    """Seconds for one try."""
+    max_retries: int = 5
+    """Tries after the first."""
+    max_concurrent: int = 32
+    """Requests at one time."""
+    _endpoint: Endpoint = field(init=False, repr=False, compare=False)
+
+    def _open(self, hang_up: Callable[[], Awaitable[None]]) -> None:
+        endpoint = Endpoint(hang_up, self.cache, self.price, self.max_concurrent)
+        object.__setattr__(self, "_endpoint", endpoint)
 
 
 class Endpoint:

@@ -9,7 +9,6 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from verbatim.core.errors import JudgeFailed, UsageError
@@ -19,7 +18,7 @@ from verbatim.core.types import Message
 from verbatim.inference.chat.client import Connection, OpenAI
 from verbatim.inference.chat.request import chat_body
 from verbatim.inference.http.connection_settings import key_variable
-from verbatim.rollouts.judges.endpoint import Answer, Endpoint
+from verbatim.rollouts.judges.endpoint import Answer, Asked
 
 _OPENAI = "https://api.openai.com/v1"
 PROMPT = (
@@ -35,7 +34,7 @@ _NAME = re.compile(r"[A-Za-z_][\w-]*")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judge:
+class Judge(Asked):
     """Grades a conversation by criteria; the reward is their weighted sum, from 0 to the sum of the weights.
 
     Every answer is one request with all criteria. It is retried where the server fails, and asked for again where it
@@ -63,22 +62,7 @@ class Judge:
     """Fields of the example's payload that it is shown: the right answer, for instance."""
     temperature: float = 0.0
     max_tokens: int = 1024
-    cache: str | Path | None = "memory"
-    """"memory", a folder, or None: answers are kept by the whole request."""
-    price: Mapping[str, float] | None = None
-    """What a million tokens cost, `{"prompt": 0.25, "completion": 2.0}`: adds the metric `judge/cost`."""
-    extra_body: Mapping[str, Any] = field(default_factory=dict)
-    """Further keys of the request; None leaves one out: `{"temperature": None}` for a model that takes none."""
-    api_key_env: str | None = None
-    """The environment variable that holds the key; OPENAI_API_KEY for OpenAI's own server only."""
-    request_timeout: float = 120.0
-    """Seconds for one try."""
-    max_retries: int = 5
-    """Tries after the first."""
-    max_concurrent: int = 32
-    """Requests at one time."""
     _connection: Connection = field(init=False, repr=False, compare=False)
-    _endpoint: Endpoint = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _check_criteria(self.criteria, self.weights)
@@ -100,9 +84,8 @@ class Judge:
             max_retries=self.max_retries,
         )
         connection = api.open()
-        endpoint = Endpoint(connection.hang_up, self.cache, self.price, self.max_concurrent)
         object.__setattr__(self, "_connection", connection)
-        object.__setattr__(self, "_endpoint", endpoint)
+        self._open(connection.hang_up)
 
     async def grade(
         self, messages: Sequence[Message], usage: Counter[str], fields: Mapping[str, Any] | None = None

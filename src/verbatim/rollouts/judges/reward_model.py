@@ -8,7 +8,6 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from verbatim.core.errors import UsageError
@@ -16,11 +15,11 @@ from verbatim.core.texts import shown
 from verbatim.core.types import Message
 from verbatim.inference.http.client import Answer as HttpAnswer
 from verbatim.inference.http.client import AttemptFailed, HttpClient, status_failure
-from verbatim.rollouts.judges.endpoint import Answer, Endpoint
+from verbatim.rollouts.judges.endpoint import Answer, Asked
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardModel:
+class RewardModel(Asked):
     """Posts `{"model": ..., "messages": [...]}` to a URL and takes a number out of the answer.
 
     Example: vLLM serves a reward model with `RewardModel(url="http://localhost:8000/classify", model="my/reward-model",
@@ -39,22 +38,7 @@ class RewardModel:
     name: str = "reward_model"
     """The part of the reward in metrics."""
     weight: float = 1.0
-    extra_body: Mapping[str, Any] = field(default_factory=dict)
-    """Further keys of the request."""
-    cache: str | Path | None = "memory"
-    """"memory", a folder, or None: answers are kept by the whole request."""
-    price: Mapping[str, float] | None = None
-    """What a million tokens cost, where the answer has a `usage`."""
-    api_key_env: str | None = None
-    """The environment variable that holds the key; None = no key is sent."""
-    request_timeout: float = 120.0
-    """Seconds for one try."""
-    max_retries: int = 5
-    """Tries after the first."""
-    max_concurrent: int = 32
-    """Requests at one time."""
     _client: HttpClient = field(init=False, repr=False, compare=False)
-    _endpoint: Endpoint = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, str) or not self.path:
@@ -73,7 +57,7 @@ class RewardModel:
             remote_api=True,
         )
         object.__setattr__(self, "_client", client)
-        object.__setattr__(self, "_endpoint", Endpoint(client.hang_up, self.cache, self.price, self.max_concurrent))
+        self._open(client.hang_up)
 
     async def grade(
         self, messages: Sequence[Message], usage: Counter[str], fields: Mapping[str, Any] | None = None
