@@ -5,7 +5,7 @@ import "uplot/dist/uPlot.min.css";
 import "./style/base.css";
 import "./style/views.css";
 import "./style/tokens.css";
-import { plural } from "./format";
+import { count, plural } from "./format";
 import { useKeys } from "./hooks";
 import { useRuns } from "./metrics";
 import { Empty } from "./parts/empty";
@@ -39,17 +39,18 @@ function App() {
       <header class="bar">
         <a class="skip" href="#main" onClick={(event) => { event.preventDefault(); document.getElementById("main")?.focus(); }}>To the content</a>
         <span class="brand">Verbatim</span>
+        <span class="run-names" title={spelled(names)}><Text value={names} /></span>
         <nav aria-label="Views">
           <a href={link("overview", route.run)} aria-current={at("overview")} title="key o">Overview</a>
           <a href={link("trajectories", route.run)} aria-current={at("trajectories")} title="key t">Trajectories</a>
         </nav>
-        <span class="run-names"><Text value={names} /></span>
-        {!source.live && <span class="tag">{source.ofTotal === null ? "exported" : `exported from a run with ${plural(source.ofTotal, "trajectory", "trajectories")}`}</span>}
+        <span class="rest" />
+        {!source.live && <span class="tag">{source.ofTotal === null ? "exported" : `${count(source.held)} of ${plural(source.ofTotal, "trajectory", "trajectories")}, exported`}</span>}
         {error && runs && <span class="tag error" role="alert">{error}</span>}
-        <label class="theme">
+        <label class="theme" title="colours: as the system has them, light or dark">
           <span class="unseen">colours</span>
           <select value={theme} onChange={(event) => choose(event.currentTarget.value as Theme)}>
-            {THEMES.map((each) => <option key={each} value={each}>{each === "system" ? "as the system" : each}</option>)}
+            {THEMES.map((each) => <option key={each} value={each}>{each}</option>)}
           </select>
         </label>
       </header>

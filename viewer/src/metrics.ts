@@ -1,5 +1,6 @@
 /** The metrics of the shown runs: asked for step by step while a run goes on, and kept as columns. */
 import { useRef, useState } from "preact/hooks";
+import { plural } from "./format";
 import { sentence, useEvery } from "./hooks";
 import type { Source } from "./source";
 import type { Alarm, Evaluation, Interval, MetricName, MetricsAnswer, Run } from "./types";
@@ -127,19 +128,18 @@ export function raised(alarms: Alarm[]): Alarm[] {
   return [...newest.values()].filter((alarm) => alarm.state === "raised");
 }
 
-/** The interval of a share: the server's, or Wilson's 95% interval from the number of episodes. */
+/** The 95% interval that the run logged; null where it logged none. */
 export function intervalOf(evaluation: Evaluation, name: string): Interval | null {
-  const given = evaluation.metrics.intervals?.[name] ?? evaluation.intervals?.[name];
-  if (given) return given;
-  const { [name]: share, episodes } = evaluation.metrics;
-  if (name !== "success" || typeof share !== "number" || typeof episodes !== "number" || episodes < 1) return null;
-  return wilson(share, episodes);
+  return evaluation.metrics.intervals?.[name] ?? null;
 }
 
-/** Wilson (1927): the 95% interval of a share that was seen in n independent trials. */
-export function wilson(share: number, n: number): Interval {
-  const z = 1.959964;
-  const middle = (share + (z * z) / (2 * n)) / (1 + (z * z) / n);
-  const half = (z * Math.sqrt((share * (1 - share)) / n + (z * z) / (4 * n * n))) / (1 + (z * z) / n);
-  return [Math.max(0, middle - half), Math.min(1, middle + half)];
+/** How much was played. */
+export function playedOf({ metrics: { examples, episodes } }: Evaluation): string {
+  return [[examples, "example"], [episodes, "episode"]].flatMap(([n, what]) => (typeof n === "number" ? [plural(n, String(what))] : [])).join(", ");
+}
+
+/** Whether the mean reward of an evaluation says nothing beside its success; failed episodes have no reward. */
+export function rewardIsSuccess({ metrics: { "reward/mean": reward, success, episodes, failed } }: Evaluation): boolean {
+  if (typeof reward !== "number" || typeof success !== "number") return true;
+  return Math.abs(reward * (1 - (failed ?? 0) / Math.max(1, episodes ?? 1)) - success) <= 1e-6;
 }

@@ -10,6 +10,8 @@ export interface Source {
   live: boolean;
   /** How many trajectories there were when this was exported; null = this is no exported file. */
   ofTotal: number | null;
+  /** How many of them an exported file holds. */
+  held: number;
   runs(): Promise<Run[]>;
   metrics(run: number, after: number | null): Promise<MetricsAnswer>;
   config(run: number): Promise<{ toml: string }>;
@@ -31,6 +33,7 @@ export class Refused extends Error {}
 class Server implements Source {
   live = true;
   ofTotal = null;
+  held = 0;
 
   private async ask(path: string, signal?: AbortSignal): Promise<Response> {
     let response: Response;
@@ -77,6 +80,7 @@ class Server implements Source {
 class Exported implements Source {
   live = false;
   ofTotal: number | null = null;
+  held = 0;
   private allRows = new Map<number, Promise<Row[]>>();
   private searched = new Map<string, Promise<string>>();
   private blocks = new Map<string, Element>();
@@ -84,7 +88,11 @@ class Exported implements Source {
   constructor(about: string) {
     const { of_total: total } = JSON.parse(about) as { of_total?: number };
     this.ofTotal = total ?? null;
-    for (const block of document.querySelectorAll("script[data-url]")) this.blocks.set(block.getAttribute("data-url") ?? "", block);
+    for (const block of document.querySelectorAll("script[data-url]")) {
+      const url = block.getAttribute("data-url") ?? "";
+      this.blocks.set(url, block);
+      if (url.includes("/trajectories/")) this.held += 1;
+    }
   }
 
   private async json<T>(path: string): Promise<T> {

@@ -40,7 +40,6 @@ export interface Evaluation {
   step: number;
   env: string;
   metrics: Record<string, number | null> & { intervals?: Record<string, Interval> };
-  intervals?: Record<string, Interval>;
 }
 
 export interface MetricName {
@@ -80,8 +79,7 @@ export interface Row {
   truncated: boolean;
   num_turns: number;
   num_sampled_tokens: number;
-  /** Null where fates were not kept: an earlier version wrote it. */
-  num_trained_tokens: number | null;
+  num_trained_tokens: number;
   num_breaks: number;
 }
 
@@ -152,8 +150,7 @@ export interface TokenPart {
 export interface Turn extends TokenPart {
   index: number;
   agent: string;
-  /** Null where fates were not kept. */
-  fate: string | null;
+  fate: string;
   trained?: boolean;
   advantage: number | null;
   reward: number | null;

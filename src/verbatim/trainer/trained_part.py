@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,9 +40,9 @@ def batch_metrics(samples: Sequence[TrainingSample], parts: Sequence[TrainedPart
     computed = num_tokens(packed)
     return {
         **replayed_share(packed),
-        "loss": sum(part.loss_sum for part in parts) / max(1, sum(part.denominator for part in parts)),
-        "grad_norm": sum(part.grad_norm for part in parts) / max(1, len(parts)),
-        "lr": parts[-1].lr if parts else 0.0,
+        "loss": sum(part.loss_sum for part in parts) / sum(part.denominator for part in parts) if parts else math.nan,
+        "grad_norm": sum(part.grad_norm for part in parts) / len(parts) if parts else math.nan,
+        "lr": parts[-1].lr if parts else math.nan,
         "trained_tokens": num_trained,
         "num_tokens": computed,
         "num_micro_batches": len(packed),

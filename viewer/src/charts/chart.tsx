@@ -18,6 +18,8 @@ export interface Line {
   ys: (number | null)[];
   /** What the legend says of each value, where it is not the height that is drawn. */
   says?: (string | null)[];
+  /** What stands behind the value and its interval in the legend. */
+  note?: string[];
   points?: boolean;
   low?: (number | null)[];
   high?: (number | null)[];
@@ -69,8 +71,8 @@ function said(line: Line, x: number | null): string {
   const text = line.says?.[i];
   if (text) return text;
   const [low, high] = [line.low?.[i], line.high?.[i]];
-  const interval = typeof low === "number" && typeof high === "number" ? ` [${figure(low)}, ${figure(high)}]` : "";
-  return `${figure(line.ys[i])}${interval}`;
+  const interval = typeof low === "number" && typeof high === "number" ? ` [${low.toFixed(3)}, ${high.toFixed(3)}]` : "";
+  return `${figure(line.ys[i])}${interval}${line.note?.[i] ? `, ${line.note[i]}` : ""}`;
 }
 
 export function Chart(props: ChartProps) {

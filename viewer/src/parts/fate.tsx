@@ -21,7 +21,6 @@ export function Fate({ fate }: { fate: string }) {
 export function RowFate({ row }: { row: Row }) {
   if (row.reason) return <Fate fate={row.reason} />;
   const { num_trained_tokens: trained, num_sampled_tokens: sampled } = row;
-  if (trained === null) return <span class="none" title="fates were not kept: an earlier version wrote this">not kept</span>;
   if (sampled === 0) return <span class="none">nothing sampled</span>;
   if (trained === sampled) return <Fate fate="trained" />;
   return <span class="fate f0" title={`${trained} of ${sampled} tokens`}>{percent(trained / sampled)} trained</span>;

@@ -39,8 +39,8 @@ export function Inspector({ trajectory, turns, hover, chosen }: Props) {
       <p class="token-text">{token.kind === "unknown" ? missing("the tokenizer has no text for it") : <Text value={token.kind === "bytes" ? token.text : JSON.stringify(token.text)} />}{token.kind === "bytes" && <span class="of"> bytes, no whole character</span>}{token.kind === "special" && <span class="of"> control token</span>}</p>
       <dl>
         <dt>place</dt><dd>{token.position} <span class="of">in the context of turn {place.turn}, {token.sampled ? `sampled token ${token.index - tokens.numPrompt}` : "in its prompt"}</span></dd>
-        <dt>fate</dt><dd>{fate === "context" ? "context" : fate === "unknown" ? missing("not kept") : fate === "masked" ? <><span class="fate fm">trained, no gradient</span></> : <Fate fate={fate} />}
-          <span class="of means">{fate === "context" ? "given to the model, not sampled in this turn" : fate === "unknown" ? "an earlier version wrote this" : fate === "masked" ? "masked by the loss, or an advantage of 0" : FATE_MEANS[fate] ?? "dropped by this filter"}</span></dd>
+        <dt>fate</dt><dd>{fate === "context" ? "context" : fate === "masked" ? <><span class="fate fm">trained, no gradient</span></> : <Fate fate={fate} />}
+          <span class="of means">{fate === "context" ? "given to the model, not sampled in this turn" : fate === "masked" ? "masked by the loss, or an advantage of 0" : FATE_MEANS[fate] ?? "dropped by this filter"}</span></dd>
         {token.sampled && (
           <>
             <dt>sampler</dt><dd>{logprob === null ? missing("the sampler gave none") : <>{figure(logprob)} <span class="of">probability {figure(Math.exp(logprob))}</span></>}</dd>

@@ -1,6 +1,6 @@
 /** The runs with the figures that one looks at first. */
 import { count, figure, percent, plural } from "../format";
-import { intervalOf, last, raised, type Metrics, type RunData } from "../metrics";
+import { intervalOf, last, playedOf, raised, type Metrics, type RunData } from "../metrics";
 import { link } from "../route";
 import { categorical } from "../views/overview";
 import { Text } from "./text";
@@ -86,7 +86,7 @@ function LastEvaluation({ metrics }: { metrics: Metrics | null }) {
       {found.slice(0, 3).map((each) => {
         const interval = intervalOf(each, "success");
         return (
-          <span key={each.env} class="evaluation" title={`${each.env}, step ${each.step}`}>
+          <span key={each.env} class="evaluation" title={`${each.env}, step ${each.step}: ${playedOf(each)}`}>
             {figure(round(each.metrics.success))}
             {interval && <span class="of"> [{round(interval[0])}, {round(interval[1])}]</span>}
           </span>

@@ -54,7 +54,7 @@ function Head({ trajectory, turn, tokens }: Props & { turn: Turn }) {
     <header class="turn-head">
       <h3>Turn {turn.index}</h3>
       {turn.agent !== "main" && <span class="tag"><Text value={turn.agent} /></span>}
-      {turn.fate !== null && <Fate fate={turn.fate} />}
+      <Fate fate={turn.fate} />
       {advantage !== null && <span>advantage <b>{signed(advantage)}</b></span>}
       {turn.reward !== null && <span>reward <b>{figure(turn.reward)}</b></span>}
       <span title="tokens that are new in its prompt, and tokens it sampled"><b>{count(tokens?.numPrompt ?? 0)}</b> + <b>{count(tokens?.numSampled ?? 0)}</b> tokens</span>

@@ -77,7 +77,7 @@ export function scales(trajectory: Trajectory, turns: TurnTokens[]): Scales {
   const [trainer, teacher, gradient, advantage]: number[][] = [[], [], [], []];
   let [logprobs, masked] = [false, false];
   for (const tokens of turns) {
-    if (tokens.turn.fate !== null) fates.add(tokens.turn.fate);
+    fates.add(tokens.turn.fate);
     const own = advantageOf(trajectory, tokens);
     if (own !== null) advantage?.push(Math.abs(own));
     for (const part of tokens.sampled()) {
@@ -106,7 +106,6 @@ export function advantageOf(trajectory: Trajectory, tokens: TurnTokens): number 
 
 export function fateOfToken(token: Token, tokens: TurnTokens): string {
   if (!token.sampled) return "context";
-  if (tokens.turn.fate === null) return "unknown";
   return tokens.turn.fate === "trained" && token.gradient === 0 ? "masked" : tokens.turn.fate;
 }
 
@@ -125,7 +124,7 @@ export function mode(name: ModeName, trajectory: Trajectory, found: Scales): Mod
   switch (name) {
     case "fate":
       return {
-        ...base, missing: found.fates.length ? null : "Fates were not kept: an earlier version wrote this.",
+        ...base,
         legend: [
           ...found.fates.map((fate) => ({ colour: `f${fateColour(fate)}`, label: fate, about: FATE_MEANS[fate] ?? "dropped by this filter" })),
           ...(found.masked ? [{ colour: "fm", label: "trained, no gradient", about: "its gradient is 0: masked by the loss, or an advantage of 0" }] : []),
@@ -133,7 +132,7 @@ export function mode(name: ModeName, trajectory: Trajectory, found: Scales): Mod
         ],
         of: sampled((token, turn) => {
           const fate = fateOfToken(token, turn);
-          return fate === "masked" ? "fm" : fate === "unknown" ? "" : `f${fateColour(fate)}`;
+          return fate === "masked" ? "fm" : `f${fateColour(fate)}`;
         }),
       };
     case "logprob":

@@ -4,7 +4,7 @@ import { Chart, type ChartProps, type Line } from "../charts/chart";
 import { stack } from "../charts/layers";
 import { ledger, sections, sides, type Spec } from "../charts/specs";
 import { mark } from "../marks";
-import { intervalOf, type RunData } from "../metrics";
+import { intervalOf, playedOf, rewardIsSuccess, type RunData } from "../metrics";
 import { AlarmList } from "../parts/alarms";
 import { Empty } from "../parts/empty";
 import { RunTable } from "../parts/run_table";
@@ -36,17 +36,17 @@ export function linesOf(spec: Spec, runs: RunData[]): Line[] {
   }));
 }
 
-function evaluationLines(runs: RunData[]): Line[] {
+function evaluationLines(runs: RunData[], metric: "success" | "reward/mean"): Line[] {
   const several = runs.length > 1;
   return runs.flatMap(({ run, metrics }) => {
     const envs = [...new Set(metrics?.evals.map(({ env }) => env))];
     return envs.map((env, i) => {
       const found = (metrics?.evals ?? []).filter((each) => each.env === env).sort((a, b) => a.step - b.step);
-      const intervals = found.map((each) => intervalOf(each, "success"));
+      const intervals = found.map((each) => intervalOf(each, metric));
       return {
         label: several ? (envs.length > 1 ? `${run.name} · ${env}` : run.name) : env,
         colour: categorical(several ? run.id : i), dash: several ? DASHES[i % DASHES.length] : undefined, points: true,
-        xs: found.map(({ step }) => step), ys: found.map((each) => each.metrics.success ?? null),
+        xs: found.map(({ step }) => step), ys: found.map((each) => each.metrics[metric] ?? null), note: found.map(playedOf),
         low: intervals.map((each) => each?.[0] ?? null), high: intervals.map((each) => each?.[1] ?? null),
       };
     });
@@ -142,7 +142,11 @@ function watch(runs: RunData[]): unknown[] {
 }
 
 function EvaluationCard({ runs, common }: { runs: RunData[]; common: Common }) {
-  const lines = useMemo(() => evaluationLines(runs), watch(runs));
+  const lines = useMemo(() => evaluationLines(runs, "success"), watch(runs));
+  const rewards = useMemo(
+    () => (runs.every(({ metrics }) => metrics?.evals.every(rewardIsSuccess) ?? true) ? [] : evaluationLines(runs, "reward/mean")),
+    watch(runs),
+  );
   if (lines.length === 0) {
     const why = runs.map(({ metrics }) => metrics?.evalsWhy).find(Boolean);
     return (
@@ -152,8 +156,16 @@ function EvaluationCard({ runs, common }: { runs: RunData[]; common: Common }) {
       </section>
     );
   }
-  return <Chart {...common} smooth={0} title="Evaluation" unit="success, 95% interval" about="success of each evaluation with its 95% interval"
-    lines={lines} low={0} high={1} metrics={["eval/success"]} />;
+  return (
+    <>
+      <Chart {...common} smooth={0} title="Evaluation" unit="success, 95% interval" about="success of each evaluation with its 95% interval"
+        lines={lines} low={0} high={1} metrics={["eval/success"]} />
+      {rewards.length > 0 && (
+        <Chart {...common} smooth={0} title="Evaluated reward" unit="mean, 95% interval" about="mean reward of each evaluation with its 95% interval"
+          lines={rewards} metrics={["eval/reward/mean"]} />
+      )}
+    </>
+  );
 }
 
 function Ledger({ data, common, several }: { data: RunData; common: Common; several: boolean }) {

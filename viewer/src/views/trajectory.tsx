@@ -59,6 +59,7 @@ function Shown({ source, route, trajectory, part }: { source: Source; route: Rou
   const found = useMemo(() => scales(trajectory, [...turns.values()]), [trajectory]);
   const name = (MODES as readonly string[]).includes(route.params.get("color") ?? "") ? (route.params.get("color") as ModeName) : "fate";
   const shownMode = useMemo(() => mode(name, trajectory, found), [name, found]);
+  const missing = useMemo(() => new Map(MODES.map((each) => [each, mode(each, trajectory, found).missing])), [found]);
   const linked = useMemo(() => readPlace(route.params.get("token")), []);
   const hover = useMemo(() => new Cell<Place | null>(null), []);
   const chosen = useMemo(() => new Cell<Place | null>(linked), []);
@@ -100,7 +101,7 @@ function Shown({ source, route, trajectory, part }: { source: Source; route: Rou
           <b><Text value={trajectory.trajectory_id} /></b>
         </nav>
         <Facts trajectory={trajectory} load={load} />
-        <ColourChoice mode={shownMode} choose={colourBy} context={context} show={showContext} />
+        <ColourChoice mode={shownMode} missing={missing} choose={colourBy} context={context} show={showContext} />
         <div class="turns">
           {list.map((scene, i) => (
             <TurnView
@@ -128,13 +129,19 @@ function Shown({ source, route, trajectory, part }: { source: Source; route: Rou
   );
 }
 
+/** What scrolls: the column, or on a narrow screen the whole view. */
+function scroller(): Element | null {
+  const column = document.querySelector(".main-column");
+  return column && getComputedStyle(column).overflowY === "visible" ? document.getElementById("main") : column;
+}
+
 /** To the turn after the one that is at the top of the window, or before it. */
 function jump(way: 1 | -1): void {
   const turns = [...document.querySelectorAll<HTMLElement>(".turn-head")];
   const top = 190;
   const now = turns.findLastIndex((turn) => turn.getBoundingClientRect().top <= top + 4);
   const next = turns[Math.max(0, Math.min(turns.length - 1, now + way))];
-  const box = document.querySelector(".main-column");
+  const box = scroller();
   if (next && box) box.scrollBy({ top: next.getBoundingClientRect().top - top });
 }
 
@@ -144,17 +151,17 @@ function Facts({ trajectory: t, load }: { trajectory: Trajectory; load: (path: s
     <>
       <dl class="facts">
         <div><dt>reward</dt><dd class="big">{t.reward === null ? <span class="none">not scored</span> : figure(t.reward)}</dd></div>
+        {parts.map(([name, value]) => <div key={name} class="part"><dt><Text value={name} /></dt><dd>{figure(value)}</dd></div>)}
         <div><dt>advantage</dt><dd class="big">{t.advantage === null ? <span class="none">none</span> : signed(t.advantage)}</dd></div>
         <div><dt>fate</dt><dd><RowFate row={t} /></dd></div>
         <div><dt>ended by</dt><dd><Text value={t.stop_reason ?? "–"} />{t.truncated && <span class="tag warn">cut</span>}</dd></div>
         <div><dt>turns</dt><dd>{count(t.num_turns)}</dd></div>
-        <div><dt>tokens trained</dt><dd>{t.num_trained_tokens === null ? "not kept" : count(t.num_trained_tokens)} <span class="of">of {count(t.num_sampled_tokens)}</span></dd></div>
+        <div><dt>tokens trained</dt><dd>{count(t.num_trained_tokens)} <span class="of">of {count(t.num_sampled_tokens)}</span></dd></div>
         <div><dt>breaks</dt><dd>{t.num_breaks ? <span class="tag warn">{t.num_breaks}</span> : "0"}</dd></div>
         <div><dt>environment</dt><dd class="id"><Text value={t.env} /></dd></div>
         <div><dt>example</dt><dd class="id"><Text value={t.example_id} title={t.example_id ?? ""} /></dd></div>
         <div><dt>step</dt><dd>{count(t.step)}{t.kind === "eval" && t.reason !== "evaluation" && <> <span class="tag">evaluation</span></>}</dd></div>
         {t.flags.length > 0 && <div><dt>flagged by</dt><dd>{t.flags.map((flag) => <span key={flag} class="tag"><Text value={flag} /></span>)}</dd></div>}
-        {parts.map(([name, value]) => <div key={name}><dt><Text value={name} /></dt><dd>{figure(value)}</dd></div>)}
       </dl>
       {t.problems?.map((problem) => <div key={problem} class="error-note" role="note"><Text value={problem} /></div>)}
       {t.error && <div class="error-note" role="note"><b>Error</b> <LongText value={t.error} load={load} /></div>}
@@ -164,18 +171,20 @@ function Facts({ trajectory: t, load }: { trajectory: Trajectory; load: (path: s
 
 interface ColourProps {
   mode: Mode;
+  /** Why there is nothing to colour by; null where there is. */
+  missing: Map<ModeName, string | null>;
   choose: (name: ModeName) => void;
   context: boolean;
   show: () => void;
 }
 
-function ColourChoice({ mode: shown, choose, context, show }: ColourProps) {
+function ColourChoice({ mode: shown, missing, choose, context, show }: ColourProps) {
   return (
     <div class="colours">
       <div class="segments" role="radiogroup" aria-label="Colour of the tokens">
         <span class="label">colour</span>
         {MODES.map((name, i) => (
-          <button key={name} type="button" role="radio" aria-checked={shown.name === name} title={`key ${i + 1}`} onClick={() => choose(name)}>{LABELS[name]}</button>
+          <button key={name} type="button" role="radio" aria-checked={shown.name === name} class={missing.get(name) ? "nothing" : ""} title={missing.get(name) ?? `key ${i + 1}`} onClick={() => choose(name)}>{LABELS[name]}</button>
         ))}
         <button type="button" class="apart" aria-pressed={context} title="key c: the tokens that are new in each prompt" onClick={show}>context</button>
       </div>
@@ -191,7 +200,7 @@ function TurnList({ trajectory, turns }: { trajectory: Trajectory; turns: Map<nu
   if (trajectory.turns.length < 2) return null;
   const show = (index: number) => (event: Event) => {
     event.preventDefault(); // the fragment names the view
-    const box = document.querySelector(".main-column");
+    const box = scroller();
     const head = document.querySelector(`#turn-${index} .turn-head`);
     if (box && head) box.scrollBy({ top: head.getBoundingClientRect().top - 190 });
   };
@@ -203,7 +212,7 @@ function TurnList({ trajectory, turns }: { trajectory: Trajectory; turns: Map<nu
           <li key={turn.index}>
             <a href={`#turn-${turn.index}`} onClick={show(turn.index)}>
               <b>{turn.index}</b>
-              <span class="bar"><i class={turn.fate === null ? "" : `f${fateColour(turn.fate)}`} style={{ width: `${Math.max(3, (100 * (turns.get(turn.index)?.numSampled ?? 0)) / longest(turns))}%` }} /></span>
+              <span class="bar"><i class={`f${fateColour(turn.fate)}`} style={{ width: `${Math.max(3, (100 * (turns.get(turn.index)?.numSampled ?? 0)) / longest(turns))}%` }} /></span>
               <span class="amount">{count(turns.get(turn.index)?.numSampled ?? 0)}</span>
               {turn.agent !== "main" && <Text class="agent" value={turn.agent} />}
               {turn.break && <span class="tag warn">break</span>}
