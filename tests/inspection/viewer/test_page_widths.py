@@ -1,4 +1,4 @@
-"""Every view at the widths of a telephone, a tablet and two screens, light and dark: nothing lies over anything else."""
+"""Every view at the widths of a telephone, a tablet and two screens, light and dark: nothing lies over anything."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.realtime]
 
 WIDTHS = (480, 768, 1024, 1440)
 OVER = """(() => {
-  const boxes = [...document.querySelectorAll('#main .message, #main .stream, .side-column > *, .card, .bar > *')]
-    .map(e => [e, e.getBoundingClientRect()]).filter(([e, b]) => b.width && b.height && e.className !== 'skip');
-  const apart = (a, b) => a.right <= b.left + 1 || b.right <= a.left + 1 || a.bottom <= b.top + 1 || b.bottom <= a.top + 1;
-  return boxes.flatMap(([e, a], i) => boxes.slice(i + 1).filter(([o, b]) => !e.contains(o) && !o.contains(e) && !apart(a, b))
+  const shown = '#main .message, #main .stream, .side-column > *, .card, .bar > *';
+  const boxes = [...document.querySelectorAll(shown)].filter(e => e.className !== 'skip')
+    .map(e => [e, e.getBoundingClientRect()]).filter(([e, b]) => b.width && b.height);
+  const beside = (a, b) => a.right <= b.left + 1 || b.right <= a.left + 1;
+  const apart = (a, b) => beside(a, b) || a.bottom <= b.top + 1 || b.bottom <= a.top + 1;
+  return boxes.flatMap(([e, a], i) => boxes.slice(i + 1)
+    .filter(([o, b]) => !e.contains(o) && !o.contains(e) && !apart(a, b))
     .map(([o]) => `${e.className} over ${o.className}`));
 })()"""
 """Pairs of elements that lie over each other, as far as they are to be apart."""
@@ -27,6 +30,16 @@ OUTSIDE = """[...document.querySelectorAll('.bar > *, .bar nav a, .leaves li > *
     || (e.closest('.leaves') && e.getBoundingClientRect().right > e.closest('.tree').getBoundingClientRect().right))
   .map(e => `${e.className || e.tagName} ${e.textContent}`)"""
 """Elements that end beyond the window, or beside the box that they are in."""
+
+HOLES = """[...document.querySelectorAll('.cards')].flatMap(box => {
+  const rows = new Map();
+  for (const card of box.querySelectorAll('.card')) {
+    const { top, right } = card.getBoundingClientRect();
+    rows.set(Math.round(top), Math.max(right, rows.get(Math.round(top)) ?? 0));
+  }
+  return [...rows.values()].filter(right => right < box.getBoundingClientRect().right - 2);
+})"""
+"""Rows of cards that end before their box does."""
 
 
 @pytest.fixture(scope="module")
@@ -66,4 +79,5 @@ def test_nothing_lies_over_anything_or_beyond_the_window(page: Page, url: str, p
         page.screenshot(pictures / f"{name}_{width}_{scheme}.png")
         assert page.evaluate(OVER) == [], name
         assert page.evaluate(OUTSIDE) == [], name
+        assert page.evaluate(HOLES) == [], name
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), name

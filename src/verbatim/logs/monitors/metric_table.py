@@ -98,7 +98,8 @@ _GROUPS: Mapping[str, tuple[Metric, ...]] = {
                "them or when it was built"),
     ),
     "Training": (
-        Metric("loss", "", "the loss divided by its normaliser; NaN where no optimizer step was taken, as grad_norm and lr"),
+        Metric("loss", "", "the loss divided by its normaliser; NaN where no optimizer step was taken, as grad_norm "
+               "and lr"),
         Metric("grad_norm", "", "the gradient's norm before clipping, mean over the optimizer steps"),
         Metric("lr", "", "the learning rate of the last optimizer step"),
         Metric("entropy", "nats", "mean entropy of the policy's distribution at the trained tokens"),
