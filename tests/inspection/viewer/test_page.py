@@ -407,3 +407,49 @@ def test_an_exported_file_opens_from_disk_and_answers_filters_itself(page: Page,
     page.wait("document.querySelectorAll('.tree .node').length === 5")
     assert {request.split(":")[0] for request in page.requests} <= {"file", "data", "blob"}
     assert page.evaluate("window.hacked") is None
+
+
+@pytest.mark.slow
+def test_an_export_says_how_many_of_the_trajectories_it_holds(page: Page, run: Path, tmp_path: Path):
+    """It said how many the run has, over a table of fewer."""
+    from verbatim.cli.main import main
+
+    file = tmp_path / "run.html"
+    assert main(["view", str(run), "--export", str(file), "--no-open", "--trajectories", "3"]) == 0
+    page.open(file.as_uri())
+    page.wait("document.querySelector('.bar .tag')")
+    assert text_of(page, ".bar .tag") == f"3 of {30 + len(HOSTILE)} trajectories, exported"
+
+
+@pytest.mark.slow
+def test_parts_of_the_reward_stand_behind_it_and_a_colour_without_values_is_marked(page: Page, tmp_path: Path):
+    folder = make_page_run(tmp_path / "parts", steps=1)
+    parts = {"style": 0.5, "length": -0.25}
+    scored = fate(episode(encoder(folder / "model"), "scored", group_id="scored", reward_parts=parts))
+    FateFolder(folder / "trajectories").write(2, [scored])
+    with serving_to(page, folder) as address:
+        page.open(f"{address}/#/trajectory/0/scored")
+        page.wait("document.querySelector('.facts')")
+        facts = page.evaluate("[...document.querySelectorAll('.facts dt')].map(e => e.textContent)")
+        assert facts[:4] == ["reward", "style", "length", "advantage"]
+        marked = page.evaluate(
+            "[...document.querySelectorAll('.segments .nothing')].map(e => [e.textContent, e.title])"
+        )
+        assert marked == [["teacher − sampler", "No teacher scored this run."]]
+
+
+@pytest.mark.slow
+def test_an_evaluation_says_how_much_was_played_and_its_reward_where_that_is_another_figure(page: Page, tmp_path: Path):
+    played = {"examples": 5, "episodes": 10, "failed": 0, "success/low": 0.125, "success/high": 0.5}
+    for name, reward, titles in (("same", 0.25, ["Evaluation"]), ("other", 0.75, ["Evaluation", "Evaluated reward"])):
+        folder = make_page_run(tmp_path / name, steps=1)
+        log = MetricsLog(folder / "metrics.jsonl", now=lambda: 0.0)
+        log.on_eval(1, "game", {"success": 0.25, "reward/mean": reward, **played})
+        log.close()
+        with serving_to(page, folder) as address:
+            page.open(f"{address}/#/overview/0")
+            cards = "[...document.querySelectorAll('.chart')].filter(e => e.textContent.startsWith('Evaluat'))"
+            page.expect(f"{cards}.map(e => e.querySelector('h3').textContent)", titles)
+            said = f"{cards}.map(e => e.querySelector('.legend output')?.textContent)"
+            figures = ["0.25 [0.125, 0.500], 5 examples, 10 episodes", "0.75, 5 examples, 10 episodes"]
+            page.expect(said, figures[: len(titles)])
