@@ -86,6 +86,7 @@ def test_json_has_one_object_for_each_step_evaluation_and_the_end_and_nothing_el
     ]
     end = records[-1]
     assert (end["state"], end["steps"], end["results"]["steps"]) == ("finished", 2, 2)
+    assert end["folder"] == str((place / "run").resolve())
     assert end["ledger"]["sampled"] == end["ledger"]["trained"] + sum(
         count for name, count in end["ledger"].items() if name.startswith("dropped/")
     )

@@ -116,9 +116,9 @@ def test_an_evaluation_is_one_line_of_the_figures_that_are_read_first():
     monitor.on_eval(40, "essays", {"success": 0.25, "reward/mean": 0.75, "turns": 2.5, **scored, **beside, "failed": 3})
     monitor.close()
     assert out.getvalue().splitlines() == [
-        "eval  guess_number  after step 20  success 0.910  15 examples  300 episodes",
-        "eval  essays  after step 40  success 0.250  reward/mean 0.750  style 0.500  turns 2.50  15 examples  "
-        "300 episodes  3 failed",
+        "eval  guess_number  after step 20  success 0.910  15 examples, 300 episodes",
+        "eval  essays  after step 40  success 0.250  reward/mean 0.750  15 examples, 300 episodes, 3 failed  "
+        "style 0.500  turns 2.50",
     ]
 
 

@@ -115,6 +115,7 @@ def _from_metrics(env: str, metrics: Metrics) -> EnvResult:
             value=metrics.get(name, math.nan),
             low=metrics.get(f"{stem}/low", math.nan),
             high=metrics.get(f"{stem}/high", math.nan),
+            num_examples=int(metrics.get("examples", 0)),
             num_values=episodes,
         )
 

@@ -176,14 +176,14 @@ def eval_line(step: int, env: str, metrics: Metrics, width: int | None = None) -
 
     >>> eval_line(20, "game", {"success": 0.91, "success/low": 0.85, "success/high": 0.95, "turns": 2.5, "lr": 0.1,
     ...                        "examples": 15, "episodes": 30, "failed": 0})
-    'eval  game  after step 20  success 0.910 [0.850, 0.950]  turns 2.50  15 examples  30 episodes'
+    'eval  game  after step 20  success 0.910 [0.850, 0.950]  15 examples, 30 episodes  turns 2.50'
     """
     known = {name: value for name, value in metrics.items() if not math.isnan(value)}
     values = [f"{name} {number(known[name])}{_interval(name, known)}" for name in _main(known)]
+    values += [", ".join(f"{known[name]:,} {name}" for name in ("examples", "episodes", "failed") if known.get(name))]
     values += [f"{name} {number(value)}" for name, value in reward_parts(known).items()]
     values += [f"turns {known['turns']:.2f}"] if "turns" in known else []
-    values += [f"{known[name]:,} {name}" for name in ("examples", "episodes", "failed") if known.get(name)]
-    return _fit([f"eval  {env}  after step {step}", *values], width)
+    return _fit([f"eval  {env}  after step {step}", *filter(None, values)], width)
 
 
 def _main(metrics: Metrics) -> list[str]:
