@@ -1,4 +1,4 @@
-"""`verbatim config` prints what a run would use, or what is wrong with it, without torch."""
+"""`verbatim config` prints what a run would use, or what is wrong with it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e.tiny_runs import SIZES
+from e2e.tiny_runs import SIZES, build_tiny_model
 from inspection.doctor.corpus import tokenizer
 from verbatim.cli.main import main
 from verbatim.models.build import build_model
@@ -17,16 +17,21 @@ from verbatim.models.renderers.continuations import told
 
 FILE = """\
 [model]
-build = { hidden_size = 64 }
+name = "{model}"
 [[orchestrator.train.env]]
 id = "guess_number"
 """
 
 
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return FILE.format(model=build_tiny_model(tmp_path_factory.mktemp("model") / "tiny", context_length=2048))
+
+
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "run.toml"
-    path.write_text(FILE)
+    path.write_text(text)
     return path
 
 
@@ -38,8 +43,8 @@ def test_the_resolved_configuration_is_printed_as_toml(file: Path, capsys):
     assert printed["orchestrator"]["train"]["env"][0]["id"] == "guess_number"
 
 
-def test_a_misspelt_knob_of_a_built_in_is_refused_with_its_line(file: Path, capsys):
-    file.write_text(FILE + "[trainer.loss]\nkl_tao = 0.1\n")
+def test_a_misspelt_knob_of_a_built_in_is_refused_with_its_line(file: Path, text: str, capsys):
+    file.write_text(text + "[trainer.loss]\nkl_tao = 0.1\n")
     assert main(["config", str(file)]) == 2
     message = f'error: {file}:6: trainer.loss.kl_tao: unknown knob "kl_tao"; did you mean "kl_tau"?'
     assert capsys.readouterr().err.startswith(message)
@@ -106,11 +111,18 @@ def test_which_turns_of_the_model_continue_is_told(retention: str, outcome: str)
     assert found[5].startswith("a system message starts a new sample")
 
 
-@pytest.mark.parametrize("retention", ["tool_cycle", "all"])
-@pytest.mark.parametrize("history", ["verbatim", "template"])
+@pytest.mark.slow
+@pytest.mark.parametrize(("retention", "history"), [("tool_cycle", "template"), ("all", "verbatim")])
 def test_which_turns_of_a_model_that_is_built_continue_is_told(file: Path, capsys, retention, history):
     renderer = create_renderer("auto", tokenizer(), thinking_retention=retention, history=history)
-    keys = ["--orchestrator.renderer.thinking-retention", retention, "--orchestrator.renderer.history", history]
+    keys = [
+        "--model",
+        "{ build = {} }",
+        "--orchestrator.renderer.thinking-retention",
+        retention,
+        "--orchestrator.renderer.history",
+        history,
+    ]
     assert main(["config", str(file), *keys]) == 0
     notes = capsys.readouterr().err.splitlines()
     assert notes[-7:-1] == [f"note: {sentence}" for sentence in told(renderer, retention, history)]
