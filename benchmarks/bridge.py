@@ -97,13 +97,13 @@ class Meter:
 
     def __init__(self, renderer: Any) -> None:
         self.characters = 0
-        encode = renderer._tokenizer.encode
+        encode = renderer.tokenizer.encode
 
         def counted(text: str) -> Any:
             self.characters += len(text)
             return encode(text)
 
-        renderer._tokenizer.encode = counted
+        renderer.tokenizer.encode = counted
 
 
 @dataclass(frozen=True)
