@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from verbatim.inference.embedded.sampling import Truncation, draw, seed_key, uniforms
+from verbatim.inference.embedded.sampling import Truncation, draw, kept_sets, seed_key, uniforms
 
 HALF = torch.tensor([0.5], dtype=torch.float64)
 
 
 def one(logits, u, temperature=1.0, truncation=None):
-    tokens, logprobs = draw(
+    tokens, logprobs, _ = draw(
         torch.tensor([logits]), torch.tensor([temperature]), torch.tensor([u], dtype=torch.float64), truncation
     )
     return int(tokens), float(logprobs)
@@ -66,7 +66,7 @@ def test_rows_are_drawn_independently_of_each_other():
     logits = torch.randn(5, 11, generator=torch.Generator().manual_seed(0))
     temperatures = torch.tensor([1.0, 0.0, 0.5, 1.0, 2.0])
     u = torch.tensor([0.1, 0.2, 0.5, 0.9, 0.7], dtype=torch.float64)
-    tokens, logprobs = draw(logits, temperatures, u)
+    tokens, logprobs, _ = draw(logits, temperatures, u)
     for i in range(5):
         assert one(logits[i].tolist(), float(u[i]), float(temperatures[i])) == (
             int(tokens[i]),
@@ -86,7 +86,7 @@ def test_frequencies_follow_the_probabilities():
     n = 20_000
     u = uniforms(np.array([seed_key(s) for s in range(n)], np.uint64), np.full(n, 7))
     logits = torch.tensor(np.log(probs), dtype=torch.float32).expand(n, 4)
-    tokens, _ = draw(logits, torch.ones(n), torch.from_numpy(u))
+    tokens, _, _ = draw(logits, torch.ones(n), torch.from_numpy(u))
     share = np.bincount(tokens.numpy(), minlength=4) / n
     assert np.all(np.abs(share - probs) < 4 * np.sqrt(probs * (1 - probs) / n))
 
@@ -118,14 +118,64 @@ def test_truncation_renormalises_what_is_kept(truncation, kept):
         assert seen[token] == pytest.approx(math.log(probability), abs=1e-6)
 
 
-def test_top_k_keeps_exactly_k_of_equal_tokens():
-    seen = {one([1.0] * 6, float(u), truncation=cut(top_k=2))[0] for u in np.linspace(0.01, 0.99, 50)}
-    assert seen == {0, 1}
+def kept_of(logits, truncation):
+    kept = draw(torch.tensor([logits]), torch.ones(1), HALF, truncation)[2]
+    return kept_sets(kept)[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("truncation", "kept"),
+    [
+        (cut(top_k=2), [1, 2]),
+        (cut(top_p=0.75), [1, 2, 3]),
+        (cut(min_p=0.6), [1, 2]),
+        (cut(top_k=3, top_p=0.9, min_p=0.6), [1, 2]),
+        (cut(top_k=9), []),  # nothing is cut
+        (cut(), []),
+    ],
+)
+def test_kept_sets_are_the_ids_that_could_be_drawn(truncation, kept):
+    assert kept_of(LOGITS, truncation) == kept
+
+
+def test_equal_tokens_at_the_edge_are_kept_together():
+    assert kept_of([1.0, 3.0, 1.0, 0.0, 1.0], cut(top_k=2)) == [0, 1, 2, 4]
+    assert kept_of([1.0, 3.0, 1.0, 0.0, 1.0], cut(top_p=0.8)) == [0, 1, 2, 4]
+    seen = {one([1.0, 3.0, 1.0, 0.0, 1.0], float(u), truncation=cut(top_k=2))[0] for u in np.linspace(0.01, 0.99, 50)}
+    assert seen == {0, 1, 2, 4}
+
+
+def by_sorting(logits, top_k, top_p, min_p):
+    """By the definition: rank, keep k, of them the fewest with mass p, of them those with a share of the top."""
+    order = sorted(range(len(logits)), key=lambda v: -logits[v])
+    kept = order[: top_k or len(order)]
+    weights = {v: math.exp(logits[v] - logits[order[0]]) for v in kept}
+    mass, nucleus = 0.0, []
+    for v in kept:
+        if mass < top_p * math.fsum(weights.values()) or top_p == 1:
+            nucleus.append(v)
+        mass += weights[v]
+    return sorted(v for v in nucleus if weights[v] >= min_p)
+
+
+@pytest.mark.parametrize("vocab", [5, 300, 5000])
+def test_sets_found_without_a_sort_are_those_of_a_sort(vocab):
+    rng = np.random.default_rng(vocab)
+    settings = [(0, 0.9, 0.0), (0, 0.999, 0.0), (3, 1.0, 0.0), (40, 0.95, 0.02), (0, 1.0, 0.1), (700, 0.5, 0.0)]
+    logits = torch.tensor(rng.standard_normal((len(settings), vocab)) * 2, dtype=torch.float32)
+    together = Truncation(
+        top_k_N=torch.tensor([k for k, _, _ in settings]),
+        top_p_N=torch.tensor([p for _, p, _ in settings]),
+        min_p_N=torch.tensor([m for _, _, m in settings]),
+    )
+    kept = together.kept(logits)
+    for row, (top_k, top_p, min_p) in enumerate(settings):
+        assert kept[row].nonzero()[:, 0].tolist() == by_sorting(logits[row].tolist(), top_k, top_p, min_p)
 
 
 def test_a_row_without_truncation_is_left_alone_beside_one_with():
     both = Truncation(top_k_N=torch.tensor([1, 0]), top_p_N=torch.ones(2), min_p_N=torch.zeros(2))
-    _, logprobs = draw(torch.tensor([LOGITS, LOGITS]), torch.ones(2), HALF.expand(2), both)
+    _, logprobs, _ = draw(torch.tensor([LOGITS, LOGITS]), torch.ones(2), HALF.expand(2), both)
     plain = one(LOGITS, 0.5)[1]
     assert logprobs.tolist() == [0.0, pytest.approx(plain, abs=1e-7)]
 
@@ -134,6 +184,6 @@ def test_a_row_without_truncation_is_left_alone_beside_one_with():
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_row_that_is_not_finite_has_a_nan_logprob_and_spoils_no_other(bad, temperature):
     logits = torch.tensor([[0.0, bad, 0.0], [0.0, 0.0, 0.0]])
-    _, logprobs = draw(logits, torch.tensor([temperature, 1.0]), HALF.expand(2))
+    _, logprobs, _ = draw(logits, torch.tensor([temperature, 1.0]), HALF.expand(2))
     assert math.isnan(logprobs[0])
     assert float(logprobs[1]) == pytest.approx(math.log(1 / 3), abs=1e-7)

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from verbatim.core.types import KeptSets
 from verbatim.inference import SampleRequest, SamplingParams
 from verbatim.inference.embedded.slots import WAIT_FOR_PREFIX, SlotTable
 
@@ -79,7 +80,7 @@ def test_new_weights_leave_exact_ids_to_be_processed_again():
     run(table, 1, ids(7, 7, 7), "old")
     table.start(0, request(ids(1, 2, 3)), 0, 0)
     table.computed[0] = 3
-    table.append(np.array([0]), np.array([5]), np.array([-1.0], np.float32), 0)
+    table.append(np.array([0]), (np.array([5]), np.array([-1.0], np.float32), None), 0)
     table.rebuild_all(1)
     assert table.length[0] - table.computed[0] == 4
     assert table.ids[0, :4].tolist() == [1, 2, 3, 5]
@@ -91,7 +92,7 @@ def test_each_sequence_has_its_own_stop_ids_and_limit():
     table.start(0, request(ids(1), stop_token_ids=(5,)), 0, 0)
     table.start(1, request(ids(1), stop_token_ids=(6, 7, 8)), 0, 0)
     table.start(2, request(ids(1, 1, 1, 1, 1, 1, 1), max_tokens=50), 0, 0)  # the context has room for one more
-    ended = table.append(np.arange(3), np.array([8, 8, 8]), np.zeros(3, np.float32), 0)
+    ended = table.append(np.arange(3), (np.array([8, 8, 8]), np.zeros(3, np.float32), None), 0)
     assert ended.tolist() == [1, 2]
     assert table.stopped(np.arange(3)).tolist() == [False, True, False]
 
@@ -139,3 +140,15 @@ def test_old_records_are_for_the_session_alone():
     assert (place.slot, place.source, place.reused) == (0, 1, 2)
     table.forget(0)
     assert table.old_records[0] == 0
+
+
+def test_a_pass_that_is_repeated_leaves_one_kept_set_for_each_token():
+    table = SlotTable(1, 0, 8)
+    table.start(0, request(ids(1), top_k=2, return_kept_sets=True), 0, 0)
+    before = table.snapshot()
+    for kept in ([3, 4], [4, 5]):
+        table.restore(before)
+        table.append(np.array([0]), (np.array([4]), np.zeros(1, np.float32), KeptSets.of([kept])), 0)
+    table.append(np.array([0]), (np.array([6]), np.zeros(1, np.float32), KeptSets.of([[6]])), 0)
+    found = table.kept_sets(0)
+    assert [found[place].tolist() for place in range(len(found))] == [[4, 5], [6]]

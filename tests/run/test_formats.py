@@ -165,7 +165,8 @@ def test_each_reader_refuses_another_number_by_name(run: Path, tmp_path: Path, k
     for path in files_of(tmp_path / "run", kind):
         with_number(path, 9)
     name = re.escape(kind).replace(r"\*", ".*")
-    expected = rf"{name}(:1)? has format 9; this version of Verbatim reads format 1 of {re.escape(kind)}\. Another"
+    reads = rf"this version of Verbatim reads format {FORMATS[kind]} of {re.escape(kind)}\. Another"
+    expected = rf"{name}(:1)? has format 9; {reads}"
     with pytest.raises(UsageError, match=expected):
         READERS[kind][reader](tmp_path / "run")
 
@@ -175,7 +176,9 @@ def test_a_file_without_a_number_is_refused_too(run: Path, tmp_path: Path, kind:
     shutil.copytree(run, tmp_path / "run", symlinks=True)
     for path in files_of(tmp_path / "run", kind):
         with_number(path, None)
-    with pytest.raises(UsageError, match="has no number of a format; this version of Verbatim reads format 1 of"):
+    with pytest.raises(
+        UsageError, match=f"has no number of a format; this version of Verbatim reads format {FORMATS[kind]} of"
+    ):
         next(iter(READERS[kind].values()))(tmp_path / "run")
 
 
@@ -201,7 +204,8 @@ def test_the_page_and_a_comparison_tell_of_files_in_other_formats_and_show_the_r
         "trajectories/step-000001.parquet",
         "forked_from.json",
     ):
-        assert f"{name} has format 9; this version of Verbatim reads format 1 of" in told
+        number = FORMATS["step-*.parquet"] if name.endswith(".parquet") else 1
+        assert f"{name} has format 9; this version of Verbatim reads format {number} of" in told
     said = " ".join(read_run(tmp_path / "run").problems)
     for name in ("line 1 of metrics.jsonl", "line 1 of alarms.jsonl", "summary.json", "forked_from.json"):
         assert f"{name} has format 9; this version of Verbatim reads format 1 of" in said

@@ -81,6 +81,8 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     """Stop strings: a turn ends with the token that completes one of them. Samplers know ids alone and refuse them; who
     has the tokenizer ends turns with them (`AgentLoop`), or a chat server does. At most 16."""
+    return_kept_sets: bool = False
+    """Return the ids among which each token was drawn, where `top_p`, `top_k` or `min_p` cut the others off."""
 
     def __post_init__(self) -> None:
         for name, ok, expected in (
@@ -106,5 +108,10 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """Whether top-p, top-k or min-p cut the distribution (a trainer cannot reproduce that)."""
+        """Whether top-p, top-k or min-p cut the distribution (a trainer needs the kept sets to reproduce that)."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @property
+    def needs_kept_sets(self) -> bool:
+        """Whether a completion has to come with its kept sets; greedy tokens are drawn from none."""
+        return self.return_kept_sets and self.truncates and self.temperature > 0

@@ -123,6 +123,10 @@ def _turn_to_json(turn: Turn, earlier: Sequence[Turn]) -> dict[str, Any]:
         del record["routed_experts"]
     else:
         record["routed_experts"] = experts_to_text(turn.routed_experts)
+    if turn.kept_sets is None:
+        del record["kept_sets"]
+    else:
+        record["kept_sets"] = [turn.kept_sets[place] for place in range(len(turn.kept_sets))]
     record["prompt"] = prompt_to_json(turn, earlier)
     record["tool_calls"] = [dict(vars(call)) for call in turn.tool_calls]
     record["timing"] = dict(vars(turn.timing)) if turn.timing else None

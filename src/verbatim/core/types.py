@@ -3,6 +3,7 @@
 from verbatim.core.records.experts import Experts, RoutedExperts
 from verbatim.core.records.fields import Bool, Float32
 from verbatim.core.records.identity import RolloutIdentity
+from verbatim.core.records.kept import KeptSets
 from verbatim.core.records.messages import (
     PARSE_STATUSES,
     Example,
@@ -31,6 +32,7 @@ __all__ = [
     "Group",
     "Ids",
     "Int32",
+    "KeptSets",
     "Message",
     "MessageToolCall",
     "MicroBatch",

@@ -12,7 +12,7 @@ import numpy as np
 
 from verbatim.core.errors import EngineDead
 from verbatim.core.sampling import SamplingParams
-from verbatim.core.types import Experts, Float32, Int32, StopReason
+from verbatim.core.types import Experts, Float32, Int32, KeptSets, StopReason
 
 _LOOK_EVERY = 0.2
 """Seconds between two checks that the engine lives."""
@@ -53,6 +53,8 @@ class Completion:
     routed_experts: Experts | None = None
     """The experts that computed each token from `routed_experts_start` of the request on, but for the last one, which
     is sampled and not computed: [N, D, K]. None = the engine returns none."""
+    kept_sets: KeptSets | None = None
+    """The ids among which each token was drawn, of C ids, where the request asks for them (`needs_kept_sets`)."""
     num_cached_tokens: int | None = None
     """Tokens of the prompt that the engine did not compute for this request, because a prefix cache had them; None =
     the engine does not say."""

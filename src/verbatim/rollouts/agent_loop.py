@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from verbatim.core.episode_limits import EpisodeLimits
+from verbatim.core.errors import RecordError
 from verbatim.core.sampling import SamplingParams
 from verbatim.core.types import Int32, Message, StopReason, Turn, TurnTiming
 from verbatim.inference.base import Completion, Sampler, SampleRequest, Watch
@@ -276,6 +277,11 @@ class AgentLoop(EpisodeLoop):
             self._num_promised_tokens -= most
         completion = end_with_stop(completion, request, params.stop, self.renderer.decode)
         self._num_completion_tokens += len(completion.ids)
+        if params.needs_kept_sets and completion.kept_sets is None and len(completion.ids):
+            raise RecordError(
+                f"a completion of {len(completion.ids)} ids came without its kept sets, so nothing says among which "
+                "ids they were drawn; expected a sampler that returns them where top_p, top_k or min_p cut"
+            )
         return completion
 
     def _num_routed(self, prompt_ids: Int32, agent: str) -> int:
@@ -324,6 +330,7 @@ class AgentLoop(EpisodeLoop):
             policy_versions=completion.policy_versions,
             temperature=params.temperature,
             routed_experts=completion.routed_experts,
+            kept_sets=completion.kept_sets,
             timing=TurnTiming(queued=completion.queued_seconds, generated=completion.generated_seconds),
         )
 
@@ -351,6 +358,7 @@ class AgentLoop(EpisodeLoop):
             logprobs=reply.logprobs,
             policy_versions=reply.policy_versions,
             routed_experts=None if experts is None else experts[: len(prompt_ids) + len(reply.ids) - 1 - routed_from],
+            kept_sets=None if completion.kept_sets is None else completion.kept_sets.first(len(reply.ids)),
             temperature=temperature,
             timing=TurnTiming(queued=completion.queued_seconds, generated=completion.generated_seconds),
         )

@@ -10,7 +10,17 @@ from typing import Any
 from verbatim.core.episode_limits import EpisodeLimits
 from verbatim.core.errors import EnvironmentFault, VerbatimError
 from verbatim.core.token_tree import Ids
-from verbatim.core.types import Experts, Float32, Int32, Message, ParseStatus, StopReason, ToolCall, TurnTiming
+from verbatim.core.types import (
+    Experts,
+    Float32,
+    Int32,
+    KeptSets,
+    Message,
+    ParseStatus,
+    StopReason,
+    ToolCall,
+    TurnTiming,
+)
 from verbatim.environments.tools.base import Tool
 from verbatim.models.renderers.conversation import BreakReason, Conversation
 from verbatim.rollouts.copies import Others, begins_with, copied, others_in, schema_and_text
@@ -73,13 +83,15 @@ class Answer:
     """One for each of `completion_ids`; None = unknown."""
     routed_experts: Experts | None = None
     """As a `Turn` has them; None = not recorded."""
+    kept_sets: KeptSets | None = None
+    """One for each of `completion_ids`; None = nothing was cut."""
     temperature: float = 1.0
     timing: TurnTiming = field(default_factory=TurnTiming)
 
     def let_go(self) -> None:
         """Free the arrays: the turn is recorded, and the prompt that continues it is made."""
         self.prompt_ids = self.completion_ids = self.logprobs = self.policy_versions = self.routed_experts = None
-        self.conversation = None
+        self.conversation = self.kept_sets = None
 
     def turn_fields(self, prompt: Prompt, state_key: str | None) -> dict[str, Any]:
         """The fields of the `Turn` that do not depend on whose ids it is recorded in."""
@@ -298,6 +310,7 @@ class EpisodeLoop(abc.ABC):
             policy_versions=answer.policy_versions,
             temperature=answer.temperature,
             routed_experts=answer.routed_experts,
+            kept_sets=answer.kept_sets,
             **answer.turn_fields(prompt, state_key),
         )
 

@@ -39,6 +39,7 @@ class Recorder:
     ) -> None:
         self._on_sampled, self._on_dropped, self._trajectory_id = on_sampled, on_dropped, trajectory_id
         self._routing = routing
+        self._vocab_size = vocab_size
         self._tree = TokenTree(vocab_size)
         self._closed = False
         self.turns: list[Turn] = []
@@ -65,6 +66,8 @@ class Recorder:
         try:
             path, stored = self._tree.add(as_ids(prompt_ids, "prompt_ids"), as_ids(completion_ids, "completion_ids"))
             turn = Turn(path=path, completion_ids=stored, **fields)
+            if turn.kept_sets is not None and turn.kept_sets.ids.max(initial=0) >= self._vocab_size:
+                raise RecordError(f"kept_sets: an id is outside the vocabulary of {self._vocab_size} ids")
             if extends is not None:
                 _check_extends(turn, self.turns[extends], extends)
         except RecordError as error:

@@ -36,6 +36,7 @@ def end_with_stop(completion: Completion, request: SampleRequest, stops: Sequenc
         policy_versions=None if versions is None else versions[:size],
         stop_reason=StopReason.STOP,
         routed_experts=experts,
+        kept_sets=None if completion.kept_sets is None else completion.kept_sets.first(size),
     )
 
 

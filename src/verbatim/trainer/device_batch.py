@@ -23,6 +23,9 @@ from verbatim.trainer.last_layer import Wanted
 from verbatim.trainer.linear import ROW_MULTIPLE
 from verbatim.trainer.parallel.sequence import SequenceGroup, SequencePlan
 
+_RAGGED = ("logprob_streams", "kept_sets")
+"""Fields of `Targets` that are no arrays."""
+
 
 class DeviceTargets:
     """The targets of a micro-batch on a device: ids and offsets as int64, logprobs, advantages and temperatures as
@@ -159,9 +162,11 @@ class DeviceBatch(DeviceTargets):
 
 
 def _picked(targets: Targets, numbers: np.ndarray) -> Targets:
-    arrays = {f.name: getattr(targets, f.name)[numbers] for f in fields(targets) if f.name != "logprob_streams"}
+    arrays = {f.name: getattr(targets, f.name)[numbers] for f in fields(targets) if f.name not in _RAGGED}
     return Targets(
-        **arrays, logprob_streams={name: stream[numbers] for name, stream in targets.logprob_streams.items()}
+        **arrays,
+        logprob_streams={name: stream[numbers] for name, stream in targets.logprob_streams.items()},
+        kept_sets=None if targets.kept_sets is None else targets.kept_sets.picked(numbers),
     )
 
 

@@ -41,6 +41,7 @@ FIRST = Turn(
     timing=TurnTiming(queued=0.1, generated=0.2, tools=0.3),
     stop_reason="length",
     routed_experts=np.arange(4 * 2 * 3, dtype=np.uint8).reshape(4, 2, 3),
+    kept_sets=[[4, 2**31 - 1, 0], []],
 )
 SECOND = Turn(prompt_ids=[1, 2, 3, 4, 5, 9], completion_ids=[8])
 PLAYED = Turn(prompt_ids=[1, 2, 99], completion_ids=[7, 7], logprobs=[-1.0, -1.0], trained=False)
@@ -279,12 +280,12 @@ def test_what_cannot_be_read_is_named(tmp_path: Path):
         list(read_fates(tmp_path))
     pq.write_table(pa.table({"a": [1]}), path)
     with pytest.raises(
-        UsageError, match=r"step-000001\.parquet has no number of a format; this version of Verbatim reads format 1"
+        UsageError, match=r"step-000001\.parquet has no number of a format; this version of Verbatim reads format 2"
     ):
         list(read_fates(path))
     table = SCHEMA.with_metadata({b"verbatim_format": b"9"}).empty_table()
     pq.write_table(table, path)
-    with pytest.raises(UsageError, match="has format 9; this version of Verbatim reads format 1"):
+    with pytest.raises(UsageError, match="has format 9; this version of Verbatim reads format 2"):
         list(read_fates(path))
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from verbatim.core.records.experts import RoutedExperts
-from verbatim.core.types import TrainingSample
+from verbatim.core.types import KeptSets, TrainingSample
 
 NAN_WITH_A_MESSAGE = np.array([0x7FC0BEEF], dtype=np.uint32).view(np.float32)[0]
 
@@ -31,6 +31,7 @@ def make_sample(length, *, name="t", teacher=False, seed=0):
         env=f"env-{name}",
         part=length,
         routed_experts=_experts(length, rng) if teacher else None,
+        kept_sets=KeptSets.of(np.flatnonzero(rng.random(40) < 0.2 * is_kept) for is_kept in mask) if teacher else None,
     )
 
 
@@ -47,7 +48,7 @@ def assert_same_sample(found, sent):
     fields = [
         (name, getattr(found, name), value)
         for name, value in vars(sent).items()
-        if name not in ("logprob_streams", "routed_experts")
+        if name not in ("logprob_streams", "routed_experts", "kept_sets")
     ]
     streams = [(name, found.logprob_streams[name], stream) for name, stream in sent.logprob_streams.items()]
     experts = (
@@ -55,7 +56,9 @@ def assert_same_sample(found, sent):
         if sent.routed_experts is None
         else [(name, getattr(found.routed_experts, name), value) for name, value in vars(sent.routed_experts).items()]
     )
-    for name, value, expected in fields + streams + experts:
+    assert (found.kept_sets is None) == (sent.kept_sets is None)
+    kept = [] if sent.kept_sets is None else [(n, vars(found.kept_sets)[n], v) for n, v in vars(sent.kept_sets).items()]
+    for name, value, expected in fields + streams + experts + kept:
         if isinstance(expected, np.ndarray):
             assert (value.dtype, value.tobytes()) == (expected.dtype, expected.tobytes()), name
         else:

@@ -9,6 +9,7 @@ import numpy as np
 
 from verbatim.core.records.experts import RoutedExperts
 from verbatim.core.records.fields import Float32
+from verbatim.core.records.kept import KeptSets
 from verbatim.core.token_tree import Int32
 
 
@@ -37,6 +38,8 @@ class Targets:
     """Place of the target in its trajectory's samples laid one after the other: int32 [M]."""
     logprob_streams: Mapping[str, Float32] = field(default_factory=dict)
     """Logprobs of other models, by the model's role: float32 [M]."""
+    kept_sets: KeptSets | None = None
+    """The ids among which each target was drawn, of M targets; None = nothing was cut."""
 
     def __len__(self) -> int:
         return len(self.target_ids)

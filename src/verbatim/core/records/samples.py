@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from verbatim.core.records.experts import RoutedExperts
 from verbatim.core.records.fields import NO_STREAMS, TEACHER, Bool, Float32, fill, read_only
+from verbatim.core.records.kept import KeptSets
 from verbatim.core.records.spans import OUTSIDE, Span, expanded, of_trained, trained_places
 from verbatim.core.token_tree import Int32
 
@@ -48,6 +49,8 @@ class TrainingSample:
     """Logprobs that other models give to the tokens under the mask, by the model's role ("teacher"): float32 [L]."""
     routed_experts: RoutedExperts | None = None
     """The experts of a mixture that computed its tokens when it was sampled, of L tokens; None = not recorded."""
+    kept_sets: KeptSets | None = None
+    """The ids among which each token was drawn, of L tokens; empty outside the mask. None = nothing was cut."""
     trajectory_id: str = ""
     """The trajectory it comes from."""
     group_id: str = ""
@@ -71,6 +74,7 @@ class TrainingSample:
         teacher_logprobs: Float32 | None = None,
         logprob_streams: Mapping[str, Float32] = NO_STREAMS,
         routed_experts: RoutedExperts | None = None,
+        kept_sets: KeptSets | None = None,
         trajectory_id: str = "",
         group_id: str = "",
         env: str = "",
@@ -89,12 +93,14 @@ class TrainingSample:
         for name, array in (*arrays.items(), *streams.items()):
             assert array.shape == token_ids.shape, f"{name}: {array.shape} != {token_ids.shape}"
         assert routed_experts is None or len(routed_experts) == len(token_ids), "experts of another sample"
+        assert kept_sets is None or len(kept_sets) == len(token_ids), "kept sets of another sample"
         assert not (len(loss_mask) and loss_mask[0]), "the first token has no context to be trained in"
         fill(
             self,
             **{name: read_only(array) for name, array in arrays.items()},
             logprob_streams={name: read_only(array) for name, array in streams.items()},
             routed_experts=routed_experts,
+            kept_sets=kept_sets,
             trajectory_id=trajectory_id,
             group_id=group_id,
             env=env,
@@ -108,6 +114,7 @@ class TrainingSample:
         spans: Sequence[Span],
         *,
         routed_experts: RoutedExperts | None = None,
+        kept_sets: KeptSets | None = None,
         trajectory_id: str = "",
         group_id: str = "",
         env: str = "",
@@ -117,11 +124,13 @@ class TrainingSample:
         sample = cls.__new__(cls)
         assert not spans or (spans[0].start > 0 and spans[-1].end <= len(token_ids))
         assert routed_experts is None or len(routed_experts) == len(token_ids), "experts of another sample"
+        assert kept_sets is None or len(kept_sets) == len(token_ids), "kept sets of another sample"
         vars(sample).update(
             token_ids=read_only(token_ids),
             _spans=tuple(spans),
             logprob_streams={},
             routed_experts=routed_experts,
+            kept_sets=kept_sets,
             trajectory_id=trajectory_id,
             group_id=group_id,
             env=env,

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from verbatim.core.errors import RecordError
 from verbatim.core.records.experts import Experts, as_experts
 from verbatim.core.records.fields import Float32, as_number
+from verbatim.core.records.kept import KeptSets, as_kept_sets
 from verbatim.core.records.messages import ParseStatus, StopReason, ToolCall
 from verbatim.core.token_tree import LARGEST_ID, Ids, Int32, TokenPath, TokenTree, as_ids, of_list
 
@@ -48,7 +49,7 @@ class Turn:
 
     Raises:
         RecordError: lengths that do not match, ids that are no ids, a logprob that is NaN, infinite or above 0, a
-            reward or an advantage that is not one number.
+            kept set without the id that was drawn, a reward or an advantage that is not one number.
     """
 
     path: TokenPath
@@ -63,6 +64,8 @@ class Turn:
     routed_experts: Experts | None = None
     """The experts that computed the N tokens before the last one, which is sampled and not computed: [N, D, K]. Of the
     tokens before those, earlier turns know them. None = not recorded."""
+    kept_sets: KeptSets | None = None
+    """The ids among which each completion id was drawn, of C ids; None = nothing was cut, or it is not known."""
     stop_reason: StopReason = StopReason.STOP
     """Why the completion ended."""
     temperature: float = 1.0
@@ -95,6 +98,7 @@ class Turn:
         logprobs: Float32 | Sequence[float] | None = None,
         policy_versions: Int32 | Sequence[int] | None = None,
         routed_experts: Experts | None = None,
+        kept_sets: KeptSets | Sequence[Sequence[int]] | None = None,
         stop_reason: StopReason = StopReason.STOP,
         temperature: float = 1.0,
         reward: float | None = None,
@@ -126,6 +130,7 @@ class Turn:
         _set_logprobs(self, None if logprobs is None else _as_logprobs(logprobs, count))
         _set_policy_versions(self, None if policy_versions is None else _as_versions(policy_versions, count))
         _set_routed_experts(self, None if routed_experts is None else as_experts(routed_experts, path.length - 1))
+        _set_kept_sets(self, None if kept_sets is None else as_kept_sets(kept_sets, completion))
         _set_stop_reason(self, stop_reason if type(stop_reason) is StopReason else StopReason(stop_reason))
         _set_temperature(self, temperature)
         _set_reward(self, None if reward is None else as_number(reward, "reward"))
@@ -183,9 +188,9 @@ _SETTERS: dict[str, Callable[[Turn, Any], None]] = {
     field.name: getattr(Turn, field.name).__set__ for field in dataclasses.fields(Turn)
 }
 """Set a field of a turn that is being made: several times as fast as by the field's name."""
-(_set_path, _set_completion_ids, _set_logprobs, _set_policy_versions, _set_routed_experts, _set_stop_reason,
- _set_temperature, _set_reward, _set_advantage, _set_state_key, _set_agent, _set_parse_status, _set_tool_calls,
- _set_timing, _set_trained, _set_attachments) = _SETTERS.values()  # fmt: skip
+(_set_path, _set_completion_ids, _set_logprobs, _set_policy_versions, _set_routed_experts, _set_kept_sets,
+ _set_stop_reason, _set_temperature, _set_reward, _set_advantage, _set_state_key, _set_agent, _set_parse_status,
+ _set_tool_calls, _set_timing, _set_trained, _set_attachments) = _SETTERS.values()  # fmt: skip
 _values_of = operator.attrgetter(*_SETTERS)
 _BESIDE = frozenset({"reward", "advantage", "timing", "parse_status", "state_key", "agent", "trained"})
 """Fields that ids and logprobs do not depend on."""

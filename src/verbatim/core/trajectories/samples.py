@@ -14,6 +14,7 @@ import numpy as np
 from verbatim.core.errors import ComponentError
 from verbatim.core.imports import import_object, is_import_path
 from verbatim.core.records.experts import RoutedExperts
+from verbatim.core.records.kept import KeptSets
 from verbatim.core.records.samples import TrainingSample
 from verbatim.core.records.spans import Span
 from verbatim.core.records.turn import Turn
@@ -208,6 +209,7 @@ def _sample(
         token_ids,
         spans,
         routed_experts=routed,
+        kept_sets=_kept_sets(trained, len(token_ids)),
         trajectory_id=trajectory.trajectory_id,
         group_id=trajectory.group_id,
         env=trajectory.env,
@@ -232,6 +234,16 @@ def _add_spans(spans: list[Span], index: int, turn: Turn, advantage: float | Non
         own = None if logprobs is None else logprobs[first:last]
         version = versions.item(first)
         spans.append(_span((start + first, start + last, index, version, advantage, turn.temperature, own)))
+
+
+def _kept_sets(trained: Sequence[tuple[int, Turn]], length: int) -> KeptSets | None:
+    """The kept sets of a sample's trained tokens; None where nothing was cut."""
+    turns = [turn for _, turn in trained]
+    joined = KeptSets.joined([turn.kept_sets for turn in turns], [len(turn.completion_ids) for turn in turns])
+    if joined is None:
+        return None
+    places = np.concatenate([np.arange(turn.num_prompt_tokens, turn.path.length) for turn in turns])
+    return joined.spread(places, length)
 
 
 def _routed(trained: Sequence[tuple[int, Turn]], turns: Sequence[Turn]) -> RoutedExperts:

@@ -142,7 +142,7 @@ def _plain_sample(sample: TrainingSample) -> dict[str, Any]:
     Each logprob stream stands under its name with "_logprobs" behind it; `teacher_logprobs` is there without one too.
     """
     streams = {TEACHER: None, **sample.logprob_streams}
-    names = {f.name for f in dataclasses.fields(sample)} - {"logprob_streams", "routed_experts"}
+    names = {f.name for f in dataclasses.fields(sample)} - {"logprob_streams", "routed_experts", "kept_sets"}
     fields = {name: _plain(getattr(sample, name)) for name in names}
     fields |= {f"{name}_logprobs": _plain(stream) for name, stream in streams.items()}
     for name in ("logprobs", *(f"{stream}_logprobs" for stream in streams)):

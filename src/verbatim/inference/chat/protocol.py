@@ -45,7 +45,8 @@ class RequestedSampling:
 
         >>> RequestedSampling(temperature=0.5).params(SamplingParams(top_p=0.9), room=100, end_ids=[2])
         ... # doctest: +NORMALIZE_WHITESPACE
-        SamplingParams(temperature=0.5, max_tokens=100, top_p=0.9, top_k=0, min_p=0.0, stop_token_ids=(2,), stop=())
+        SamplingParams(temperature=0.5, max_tokens=100, top_p=0.9, top_k=0, min_p=0.0, stop_token_ids=(2,), stop=(),
+        return_kept_sets=False)
         """
 
         def given(name: str) -> Any:
@@ -57,6 +58,7 @@ class RequestedSampling:
             **{name: given(name) for name in ("temperature", "top_p", "top_k", "min_p")},
             max_tokens=room if self.max_tokens is None else min(self.max_tokens, room),
             stop_token_ids=tuple(dict.fromkeys(ends)),
+            return_kept_sets=defaults.return_kept_sets,
         )
 
 

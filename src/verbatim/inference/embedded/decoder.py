@@ -338,8 +338,10 @@ class Decoder:
         slots = slots[done]
         if not len(slots):
             return slots, slots
-        tokens, logprobs = self.forward.draw(hidden, layout, counts, done, table, slots)
+        tokens, logprobs, kept = self.forward.draw(hidden, layout, counts, done, table, slots)
         finite = np.isfinite(logprobs)
         self.counts.sampled_tokens += int(finite.sum())
-        ended = table.append(slots[finite], tokens[finite], logprobs[finite], self.version)
+        if kept is not None:
+            kept = kept.picked(np.flatnonzero(finite))
+        ended = table.append(slots[finite], (tokens[finite], logprobs[finite], kept), self.version)
         return ended, slots[~finite]

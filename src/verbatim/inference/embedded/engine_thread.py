@@ -325,6 +325,7 @@ class EngineThread:
             routed_experts=self._decoder.routed_experts(slot, job.request.routed_experts_start)
             if table.num_new(slot)
             else None,
+            kept_sets=table.kept_sets(slot),
             queued_seconds=job.started - job.submitted,
             generated_seconds=time.perf_counter() - job.started,
         )

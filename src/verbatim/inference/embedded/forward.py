@@ -19,7 +19,7 @@ from verbatim.inference.embedded.expert_record import ExpertRecord
 from verbatim.inference.embedded.fast_forward import compared_backbone, known_backbone, probe
 from verbatim.inference.embedded.pass_layout import PassLayout, Rows
 from verbatim.inference.embedded.settings import TorchSettings
-from verbatim.inference.embedded.slots import Slots, SlotTable
+from verbatim.inference.embedded.slots import Drawn, Slots, SlotTable
 from verbatim.inference.embedded.torch_forward import TorchForward
 from verbatim.models.head import CausalLM
 from verbatim.models.native import find_compiler
@@ -100,9 +100,8 @@ class Forward(Protocol):
 
     def draw(
         self, hidden: Tensor, layout: PassLayout, counts: Rows, done: NDArray[np.bool_], table: SlotTable, slots: Slots
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """The next token of each of `slots`, which are those of the pass that are `done`, and its logprob; NaN where
-        the logits are not finite numbers."""
+    ) -> Drawn:
+        """The next token of each of `slots`, which are those of the pass that are `done`."""
 
 
 def open_forward(

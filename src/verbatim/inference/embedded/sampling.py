@@ -9,6 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from verbatim.core.types import KeptSets
+
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: the increment of splitmix64
 
@@ -38,6 +40,11 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return z ^ (z >> np.uint64(31))
 
 
+_RANKED = 256
+"""Logits of a row that are ranked at first to find the edge of its nucleus; eight times as many while they do not
+reach it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Truncation:
     """Truncation of each row: top-k, then top-p of the rest, then min-p."""
@@ -49,27 +56,40 @@ class Truncation:
     min_p_N: Tensor
     """float32 [N]; 0 = off."""
 
-    def __call__(self, logits_NV: Tensor) -> Tensor:
-        """The logits with everything outside the kept sets at -inf: float32 [N, V].
+    def kept(self, logits_NV: Tensor) -> Tensor:
+        """The kept sets: bool [N, V].
 
-        Equal logits are ranked by id, so that top-k keeps exactly k. The most likely token is always kept.
+        Equal logits stay together, so those at the edge make a set larger. The most likely token is always kept.
         """
+        weights_NV = (logits_NV - logits_NV.amax(-1, keepdim=True)).exp()
+        kept_NV = weights_NV >= self.min_p_N[:, None]
+        if bool((self.top_k_N > 0).any() | (self.top_p_N < 1).any()):
+            kept_NV &= logits_NV >= self._least(logits_NV, weights_NV)[:, None]
+        return kept_NV
+
+    def _least(self, logits_NV: Tensor, weights_NV: Tensor) -> Tensor:
+        """The smallest logit that top-k and then top-p keep: [N]. Weights are probabilities over the largest one."""
         vocab = logits_NV.shape[-1]
-        ranked, order = logits_NV.sort(dim=-1, descending=True, stable=True)
-        rank = torch.arange(vocab, device=logits_NV.device)
-        top_k = torch.where(self.top_k_N > 0, self.top_k_N, vocab)[:, None]
-        cut = rank >= top_k
-        probs = ranked.masked_fill(cut, -torch.inf).softmax(-1)
-        before = probs.cumsum(-1, dtype=torch.float64) - probs
-        cut |= before >= torch.where(self.top_p_N < 1, self.top_p_N, torch.inf)[:, None]
-        cut |= probs < self.min_p_N[:, None] * probs[:, :1]
-        cut[:, 0] = False
-        return logits_NV.masked_fill(torch.zeros_like(cut).scatter(-1, order, cut), -torch.inf)
+        is_limited_N, has_nucleus_N = self.top_k_N > 0, self.top_p_N < 1
+        top_k_N = self.top_k_N.clamp(min=1, max=vocab)
+        count = max(_RANKED, int(top_k_N.max()))
+        while True:
+            ranked_NR, order_NR = logits_NV.topk(min(count, vocab), dim=-1)
+            least_N = ranked_NR.gather(-1, top_k_N[:, None] - 1)[:, 0].where(is_limited_N, -torch.inf)
+            mass_N = weights_NV.where(logits_NV >= least_N[:, None], 0.0).sum(-1, dtype=torch.float64) * self.top_p_N
+            ranked_weights_NR = weights_NV.gather(-1, order_NR).where(ranked_NR >= least_N[:, None], 0.0)
+            sums_NR = ranked_weights_NR.cumsum(-1, dtype=torch.float64)
+            if count >= vocab or not bool((has_nucleus_N & ~(sums_NR[:, -1] >= mass_N)).any()):
+                break
+            count *= 8
+        edge_N = (sums_NR < mass_N[:, None]).sum(-1).clamp(max=ranked_NR.shape[-1] - 1)
+        nucleus_N = ranked_NR.gather(-1, edge_N[:, None])[:, 0].where(has_nucleus_N, -torch.inf)
+        return torch.maximum(least_N, nucleus_N)
 
 
 def draw(
     logits_NV: Tensor, temperatures_N: Tensor, uniforms_N: Tensor, truncation: Truncation | None = None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Draw one token per row by the inverse CDF, with its logprob under the distribution that it was drawn from.
 
     Args:
@@ -79,15 +99,18 @@ def draw(
         truncation: per row; None when no row is cut.
 
     Returns:
-        tokens int64 [N]; logprobs float32 [N], <= 0, NaN where the row's logits are not finite numbers.
+        tokens int64 [N]; logprobs float32 [N], <= 0, NaN where the row's logits are not finite numbers; the kept sets
+        bool [N, V], None when no row is cut.
 
     Example:
         logits log([1, 2, 1]) at temperature 1 have the CDF [0.25, 0.75, 1]: 0.5 draws token 1, logprob log(0.5).
     """
     greedy = temperatures_N == 0
     logits = logits_NV.float() / torch.where(greedy, 1.0, temperatures_N)[:, None]
+    kept = None
     if truncation is not None:
-        logits = truncation(logits)
+        kept = truncation.kept(logits)
+        logits = logits.masked_fill(~kept, -torch.inf)
     top = logits.amax(-1, keepdim=True)
     logits -= top  # in place: the division above made a copy
     # The sum in float64: a float32 CDF of a large vocabulary would lose its tail.
@@ -99,4 +122,11 @@ def draw(
         tokens = torch.where(greedy[:, None], logits.argmax(-1, keepdim=True), tokens)
     logprobs = (logits.gather(-1, tokens).double() - total.log()).clamp_(max=0.0)
     logprobs = torch.where(greedy[:, None] & total.isfinite(), 0.0, logprobs)
-    return tokens[:, 0], logprobs[:, 0].float()
+    return tokens[:, 0], logprobs[:, 0].float(), kept
+
+
+def kept_sets(kept_NV: Tensor) -> KeptSets:
+    """The kept sets of some rows, bool [N, V]; an empty one where nothing was cut."""
+    rows = kept_NV.cpu().numpy()
+    rows = rows & ~rows.all(axis=1, keepdims=True)
+    return KeptSets.of_counts(rows.nonzero()[1].astype(np.int32), rows.sum(axis=1))

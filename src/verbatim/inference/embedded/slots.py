@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from verbatim.core.token_tree import common_prefix_length
-from verbatim.core.types import Int32
+from verbatim.core.types import Int32, KeptSets
 from verbatim.inference.base import SampleRequest
 from verbatim.inference.embedded.sampling import seed_key
 
 Slots = NDArray[np.intp]
+Drawn: TypeAlias = tuple[NDArray[np.int64], NDArray[np.float32], KeptSets | None]
+"""Tokens and their logprobs, NaN where the logits are not finite numbers, of some slots; and their kept sets, where one
+of them has to have any."""
 
 WAIT_FOR_PREFIX = 32
 """A request waits a step to copy a prefix if another sequence is about to compute at least this many more tokens."""
@@ -66,6 +70,8 @@ class SlotTable:
         self.top_p = np.ones(slots, dtype=np.float32)
         self.min_p = np.zeros(slots, dtype=np.float32)
         self.truncates = np.zeros(slots, dtype=np.bool_)
+        self.needs_kept_sets = np.zeros(slots, dtype=np.bool_)
+        self._kept: list[list[Int32]] = [[] for _ in range(slots)]
         self.stop_ids: list[frozenset[int]] = [frozenset()] * slots
         self._clock = 0
 
@@ -177,6 +183,7 @@ class SlotTable:
         self.temperature[slot] = params.temperature
         self.top_k[slot], self.top_p[slot], self.min_p[slot] = params.top_k, params.top_p, params.min_p
         self.truncates[slot] = params.truncates
+        self.needs_kept_sets[slot], self._kept[slot] = params.needs_kept_sets, []
         self.stop_ids[slot] = frozenset(params.stop_token_ids)
         self.active[slot] = True
         self._clock += 1
@@ -194,14 +201,24 @@ class SlotTable:
         self.rebuild_until = np.where(self.active, np.maximum(self.rebuild_until, self.computed), 0)
         self.computed[:] = 0
 
-    def append(self, slots: Slots, tokens: NDArray[np.int64], logprobs: NDArray[np.float32], version: int) -> Slots:
+    def append(self, slots: Slots, drawn: Drawn, version: int) -> Slots:
         """Add one sampled token to each sequence; returns those that end with it."""
+        tokens, logprobs, kept = drawn
         at = self.length[slots]
+        if kept is not None:
+            for place in np.flatnonzero(self.needs_kept_sets[slots]).tolist():
+                own = self._kept[slots[place]]
+                del own[self.num_new(slots[place]) :]  # those of a pass that failed
+                own.append(kept[place])
         self.ids[slots, at] = tokens
         self.logprobs[slots, at] = logprobs
         self.versions[slots, at] = version
         self.length[slots] = at + 1
         return slots[self.stopped(slots) | (at + 1 >= self.limit[slots])]
+
+    def kept_sets(self, slot: int) -> KeptSets | None:
+        """Those of the tokens that were drawn for the sequence of this slot; None where it needs none."""
+        return KeptSets.of(self._kept[slot][: self.num_new(slot)]) if self.needs_kept_sets[slot] else None
 
     def num_new(self, slot: int) -> int:
         """Tokens that were drawn for the sequence of this slot."""

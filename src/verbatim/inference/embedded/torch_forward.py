@@ -14,9 +14,9 @@ from verbatim.inference.embedded.expert_record import ExpertRecord
 from verbatim.inference.embedded.fast_forward import FastBackbone
 from verbatim.inference.embedded.kv_cache import BLOCK, CachePlan, KeyValueCache, KeyValueShape, up_to
 from verbatim.inference.embedded.pass_layout import PassLayout, Rows, as_tensor, fixed_groups, group, ragged_groups
-from verbatim.inference.embedded.sampling import Truncation, draw, uniforms
+from verbatim.inference.embedded.sampling import Truncation, draw, kept_sets, uniforms
 from verbatim.inference.embedded.settings import TorchSettings
-from verbatim.inference.embedded.slots import Slots, SlotTable
+from verbatim.inference.embedded.slots import Drawn, Slots, SlotTable
 from verbatim.inference.embedded.whole_sequence import sequence_logprobs
 from verbatim.models.head import CausalLM
 from verbatim.models.native.freed_memory import keep_freed_memory
@@ -125,8 +125,8 @@ class TorchForward:
 
     def draw(
         self, hidden: Tensor, layout: PassLayout, counts: Rows, done: NDArray[np.bool_], table: SlotTable, slots: Slots
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """A token and its logprob for each of `slots`, which are those of the pass that are `done`.
+    ) -> Drawn:
+        """The next token of each of `slots`, which are those of the pass that are `done`.
 
         A deterministic pass computes and draws in every row, because shapes decide bits.
         """
@@ -151,8 +151,12 @@ class TorchForward:
             )
         randomness = per_row(uniforms(table.keys[slots], table.length[slots]), 0.5)
         temperatures = per_row(table.temperature[slots], 1)
-        drawn = draw(self._model.logits(hidden), temperatures, randomness, truncation)
-        return drawn[0].cpu().numpy()[rows], drawn[1].cpu().numpy()[rows]
+        tokens, logprobs, kept = draw(self._model.logits(hidden), temperatures, randomness, truncation)
+        needs = np.flatnonzero(table.needs_kept_sets[slots])
+        sets = None
+        if kept is not None and len(needs):
+            sets = kept_sets(kept[as_tensor(rows[needs], device)]).spread(needs, len(slots))
+        return tokens.cpu().numpy()[rows], logprobs.cpu().numpy()[rows], sets
 
     @torch.inference_mode()
     def _refuse_row_dependent_kernels(self) -> None:

@@ -45,6 +45,8 @@ _ROW_GROUP_BYTES = 4 * 2**20
 """Bytes in memory from which on a row group has fewer rows."""
 _SLICE_TOKENS = 2**19
 """Sampled tokens from which on a table has no further row: the memory for it is used again by the next table."""
+_KEPT_IDS_OF_TOKEN = 64
+"""Ids of kept sets that count as one sampled token there."""
 _PART = 2**20
 """Bytes of a file that are read at once."""
 _NAME = re.compile(r"step-(\d{6,})\.parquet")
@@ -63,6 +65,9 @@ _NUMBERS = [
     *(f"turns.list.element.seconds_{part}" for part in ("queued", "generated", "tools")),
 ]
 """Columns of numbers that hardly repeat: their bytes are grouped by place instead of looked up in a dictionary."""
+_KEPT = "turns.list.element.kept_sets.list.element.list.element"
+"""Ids that ascend: their differences are written."""
+_ENCODINGS = {**dict.fromkeys(_NUMBERS, "BYTE_STREAM_SPLIT"), _KEPT: "DELTA_BINARY_PACKED"}
 
 
 @functools.cache
@@ -278,8 +283,8 @@ def _write(path: Path, step: int, fates: Sequence[Fate]) -> int:
             sink,
             SCHEMA,
             compression="zstd",
-            use_dictionary=[name for name in _leaves() if name not in _NUMBERS],
-            column_encoding=dict.fromkeys(_NUMBERS, "BYTE_STREAM_SPLIT"),
+            use_dictionary=[name for name in _leaves() if name not in _ENCODINGS],
+            column_encoding=_ENCODINGS,
             write_statistics=[name for name in _leaves() if "." not in name],
         ) as writer,
     ):
@@ -299,7 +304,8 @@ def _slices(fates: Sequence[Fate]) -> Iterator[Sequence[Fate]]:
         if place - start == _ROWS or total > _SLICE_TOKENS:
             yield fates[start:place]
             start, total = place, 0
-        total += fate.trajectory.num_sampled_tokens
+        kept = sum(len(turn.kept_sets.ids) for turn in fate.trajectory.turns if turn.kept_sets is not None)
+        total += fate.trajectory.num_sampled_tokens + kept // _KEPT_IDS_OF_TOKEN
     yield fates[start:]
 
 
@@ -313,6 +319,8 @@ def weights(table: pa.Table) -> list[int]:
     in_turns = np.zeros(len(turns.values) + 1, dtype=np.int64)
     for name, size in (("prompt_new_ids", 4), ("completion_ids", 20)):
         in_turns[1:] += size * np.diff(np.asarray(turns.values.field(name).offsets))
+    kept = turns.values.field("kept_sets")
+    in_turns[1:] += 4 * np.diff(np.asarray(kept.values.offsets)[np.asarray(kept.offsets)])
     experts, calls = turns.values.field("routed_experts"), turns.values.field("tool_calls")
     in_turns[1:] += sum(np.asarray(pc.fill_null(pc.binary_length(column), 0)) for column in (experts, calls))
     ends = np.cumsum(in_turns)

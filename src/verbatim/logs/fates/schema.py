@@ -36,6 +36,11 @@ TURN = pa.struct(
         _field(
             "routed_experts", pa.binary(), "the experts that computed its tokens, a file of numpy; null = not recorded"
         ),
+        _field(
+            "kept_sets",
+            pa.list_(pa.list_(pa.int32())),
+            "the ids among which each completion id was drawn, none = all; null = nothing was cut, or not known",
+        ),
         _field("advantage", pa.float64(), "of its tokens; null = the trajectory's"),
         _field("reward", pa.float64(), "its own reward; null = it has none"),
         _field("stop_reason", NAME, "why the completion ended"),

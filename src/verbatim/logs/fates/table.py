@@ -18,7 +18,7 @@ from verbatim.core.texts import error_text
 from verbatim.core.trajectories import Fate
 from verbatim.core.trajectories.record import TrajectoryRecord
 from verbatim.core.trajectory_json import NOT_WRITTEN, plain, prompt_to_json, trajectory_from_json
-from verbatim.core.types import Experts, Turn
+from verbatim.core.types import Experts, KeptSets, Turn
 from verbatim.logs.fates.schema import NAME, SCHEMA, TURN
 
 _NUMBERS = ("reward_parts", "agent_rewards")
@@ -124,6 +124,7 @@ def _turns(fates: Sequence[Fate]) -> pa.StructArray:
         "teacher_logprobs": lambda: _token_lists(_each(fates, "teacher_logprobs"), np.float32),
         "policy_versions": lambda: _token_lists([turn.policy_versions for turn in turns], np.int32),
         "routed_experts": lambda: [_experts_to_bytes(turn.routed_experts) for turn in turns],
+        "kept_sets": lambda: _set_lists([turn.kept_sets for turn in turns]),
         "tool_calls": lambda: [
             _json([vars(call) for call in turn.tool_calls]) if turn.tool_calls else "[]" for turn in turns
         ],
@@ -168,6 +169,15 @@ def _token_lists(arrays: Sequence[NDArray[Any] | None], dtype: type) -> pa.ListA
     missing = pa.array([array is None for array in arrays], pa.bool_())
     values = pa.array(values.astype(dtype, copy=False))
     return _lists([0 if array is None else len(array) for array in arrays], values, missing)
+
+
+def _set_lists(kept: Sequence[KeptSets | None]) -> pa.ListArray:
+    """A list of sets for each turn; null for None."""
+    present = [each for each in kept if each is not None]
+    ids = pa.array(np.concatenate([each.ids for each in present]) if present else np.empty(0, dtype=np.int32))
+    sets = _lists([count for each in present for count in each.counts.tolist()], ids)
+    missing = pa.array([each is None for each in kept], pa.bool_())
+    return _lists([0 if each is None else len(each) for each in kept], sets, missing)
 
 
 def _lists(lengths: Sequence[int], values: pa.Array, missing: pa.Array | None = None) -> pa.ListArray:
@@ -254,11 +264,15 @@ def _read_turns(column: pa.Array | pa.ChunkedArray) -> Iterator[tuple[str, dict[
     chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
     for chunk in chunks:
         turns = chunk.flatten()
-        names = [field.name for field in TURN if field.name not in _TOKENS]
+        names = [field.name for field in TURN if field.name not in (*_TOKENS, "kept_sets")]
         tokens = {name: _read_lists(turns.field(name)) for name in _TOKENS}
+        kept = _read_sets(turns.field("kept_sets"))
         for index, row in enumerate(pa.Table.from_arrays([turns.field(name) for name in names], names).to_pylist()):
             found = {name: lists[index] for name, lists in tokens.items()}
-            yield row["fate"], _turn_record(row, found), found
+            record = _turn_record(row, found)
+            if kept[index] is not None:
+                record["kept_sets"] = kept[index]
+            yield row["fate"], record, found
 
 
 def _read_lists(column: pa.ListArray) -> list[NDArray[Any] | None]:
@@ -266,6 +280,17 @@ def _read_lists(column: pa.ListArray) -> list[NDArray[Any] | None]:
     ends, values = column.offsets.to_numpy(), column.values.to_numpy(zero_copy_only=True)
     present = column.is_valid().to_numpy(zero_copy_only=False)
     return [values[ends[i] : ends[i + 1]] if present[i] else None for i in range(len(column))]
+
+
+def _read_sets(column: pa.ListArray) -> list[KeptSets | None]:
+    """The kept sets of each turn."""
+    sets, ends = column.values, column.offsets.to_numpy()
+    ids, offsets = sets.values.to_numpy(zero_copy_only=True), sets.offsets.to_numpy().astype(np.int64)
+    found: list[KeptSets | None] = []
+    for is_there, start, end in zip(column.is_valid().to_pylist(), ends[:-1].tolist(), ends[1:].tolist(), strict=True):
+        own = offsets[start : end + 1]
+        found.append(KeptSets(ids=ids[own[0] : own[-1]], offsets=own - own[0]) if is_there else None)
+    return found
 
 
 def _turn_record(row: Mapping[str, Any], tokens: _Tokens) -> dict[str, Any]:

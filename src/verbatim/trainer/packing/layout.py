@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from verbatim.core.errors import UsageError
 from verbatim.core.records.experts import RoutedExperts
 from verbatim.core.records.samples import assert_same_streams
-from verbatim.core.types import Float32, Int32, Targets, TrainingSample
+from verbatim.core.types import Float32, Int32, KeptSets, Targets, TrainingSample
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -131,4 +131,11 @@ def targets_of(rows: Sequence[Row], *, sources: Sequence[Int32], trajectory_ids:
         ),
         offsets=np.concatenate([row.offset + at for row, at in zip(rows, places, strict=True)]),
         logprob_streams={name: np.concatenate(values) for name, values in streams.items()},
+        kept_sets=KeptSets.joined(
+            [
+                None if row.sample.kept_sets is None else row.sample.kept_sets.picked(at)
+                for row, at in zip(rows, places, strict=True)
+            ],
+            [len(at) for at in places],
+        ),
     )

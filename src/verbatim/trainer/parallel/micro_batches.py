@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from verbatim.core.types import MicroBatch, RoutedExperts, Targets
+from verbatim.core.types import KeptSets, MicroBatch, RoutedExperts, Targets
 from verbatim.trainer.parallel.ranks import Ranks
 
 _TOKENS = ("input_ids", "position_ids", "starts", "ends", "trajectory_lengths")
@@ -41,7 +41,7 @@ def take_in(ranks: Ranks) -> list[MicroBatch]:
     heads, arrays = ranks.receive(0)
     found = []
     for head in heads:
-        count = len(_TOKENS) + len(_TARGETS) + len(head["streams"]) + 2 * bool(head["experts"])
+        count = len(_TOKENS) + len(_TARGETS) + len(head["streams"]) + 2 * (bool(head["experts"]) + head["kept"])
         found.append(_made(head, arrays[:count]))
         del arrays[:count]
     return found
@@ -53,6 +53,7 @@ def _head(micro_batch: MicroBatch) -> dict[str, Any]:
         "is_rows": micro_batch.is_rows,
         "num_repeated_tokens": micro_batch.num_repeated_tokens,
         "streams": list(micro_batch.targets.logprob_streams),
+        "kept": micro_batch.targets.kept_sets is not None,
         "experts": None if micro_batch.routed_experts is None else micro_batch.routed_experts.experts.dtype.name,
     }
 
@@ -63,6 +64,7 @@ def _arrays(micro_batch: MicroBatch) -> list[np.ndarray]:
         *(getattr(micro_batch, name) for name in _TOKENS),
         *(getattr(targets, name) for name in _TARGETS),
         *targets.logprob_streams.values(),
+        *([] if targets.kept_sets is None else [targets.kept_sets.ids, targets.kept_sets.offsets]),
         *_bytes(micro_batch.routed_experts),
     ]
 
@@ -84,11 +86,13 @@ def _made(head: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> MicroBatch:
     tokens, rest = arrays[: len(_TOKENS)], arrays[len(_TOKENS) :]
     targets, rest = rest[: len(_TARGETS)], rest[len(_TARGETS) :]
     streams, rest = rest[: len(head["streams"])], rest[len(head["streams"]) :]
+    kept, rest = rest[: 2 * head["kept"]], rest[2 * head["kept"] :]
     return MicroBatch(
         **dict(zip(_TOKENS, tokens, strict=True)),
         targets=Targets(
             **dict(zip(_TARGETS, targets, strict=True)),
             logprob_streams=dict(zip(head["streams"], streams, strict=True)),
+            kept_sets=KeptSets(ids=kept[0], offsets=kept[1]) if head["kept"] else None,
         ),
         trajectory_ids=tuple(head["trajectory_ids"]),
         is_rows=head["is_rows"],

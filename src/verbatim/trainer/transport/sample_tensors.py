@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from verbatim.core.records.samples import assert_same_streams
 from verbatim.core.records.spans import Span
-from verbatim.core.types import RoutedExperts, TrainingSample
+from verbatim.core.types import KeptSets, RoutedExperts, TrainingSample
 
 Parts = Sequence[NDArray[Any]]
 """A tensor as the arrays that it is joined of, along the first dimension."""
@@ -25,6 +25,8 @@ _STREAM = "_logprobs"
 """Suffix of a logprob stream's tensor name: the stream "teacher" is the tensor "teacher_logprobs"."""
 _EXPERTS, _KNOWN = "routed_experts", "routed_experts_known"
 """Tensors of the samples that have them, one after the other."""
+_KEPT_IDS, _KEPT_COUNTS = "kept_ids", "kept_counts"
+"""The same: the ids of all kept sets, and how many each token's has."""
 _NAMES = ("trajectory_id", "group_id", "env", "part")
 _COUNTS, _PLACES, _NUMBERS, _SPAN_LOGPROBS = "span_counts", "span_places", "span_numbers", "span_sampled"
 """Tensors of the samples of spans: how many each has [S]; start, end, chunk, version and whether it has logprobs
@@ -49,7 +51,10 @@ def samples_to_tensors(samples: Sequence[TrainingSample]) -> tuple[dict[str, Par
         tensors[stream + _STREAM] = [sample.logprob_streams[stream] for sample in samples]
     routed = [sample.routed_experts for sample in samples if sample.routed_experts is not None]
     tensors |= {_EXPERTS: [r.experts for r in routed], _KNOWN: [r.known for r in routed]}
+    kept = [sample.kept_sets for sample in samples if sample.kept_sets is not None]
+    tensors |= {_KEPT_IDS: [k.ids for k in kept], _KEPT_COUNTS: [k.counts.astype(np.int32) for k in kept]}
     head = {
+        "kept": [sample.kept_sets is not None for sample in samples],
         "routed": [sample.routed_experts is not None for sample in samples],
         "of_arrays": [sample.spans is None for sample in samples],
         **{name: [getattr(sample, name) for sample in samples] for name in _NAMES},
@@ -75,16 +80,17 @@ def samples_from_tensors(tensors: Mapping[str, NDArray[Any]], head: Mapping[str,
         if name.endswith(_STREAM)
     }
     experts = _read_experts(tensors, lengths, head["routed"])
+    kept = _read_kept(tensors, lengths, head["kept"])
     spans = iter(_read_spans(tensors))
     samples = []
     for i, is_array in enumerate(head["of_arrays"]):
-        names = {name: head[name][i] for name in _NAMES}
+        names = {name: head[name][i] for name in _NAMES} | {"routed_experts": experts[i], "kept_sets": kept[i]}
         own = next(spans)
         if is_array:
             fields: dict[str, Any] = {name: next(found) for name, found in arrays.items()}
-            sample = TrainingSample(token_ids=ids[i], **fields, routed_experts=experts[i], **names)
+            sample = TrainingSample(token_ids=ids[i], **fields, **names)
         else:
-            sample = TrainingSample.of_spans(ids[i], own, routed_experts=experts[i], **names)
+            sample = TrainingSample.of_spans(ids[i], own, **names)
         own_streams = {name: next(found) for name, found in streams.items()}
         samples.append(sample.with_streams(own_streams) if own_streams else sample)
     return tuple(samples)
@@ -116,6 +122,18 @@ def _read_experts(
     return [
         RoutedExperts(**dict(zip(("experts", "known"), next(found), strict=True))) if has else None for has in routed
     ]
+
+
+def _read_kept(
+    tensors: Mapping[str, NDArray[Any]], lengths: NDArray[np.int32], has: Sequence[bool]
+) -> list[KeptSets | None]:
+    """The kept sets of each sample."""
+    if not any(has):
+        return [None] * len(has)
+    counts = _split(tensors[_KEPT_COUNTS], lengths[np.array(has)])
+    ids = _split(tensors[_KEPT_IDS], np.array([each.sum() for each in counts]))
+    found = map(KeptSets.of_counts, ids, counts)
+    return [next(found) if each else None for each in has]
 
 
 def _split(array: NDArray[Any], lengths: NDArray[np.int32]) -> list[NDArray[Any]]:

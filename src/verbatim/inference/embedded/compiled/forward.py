@@ -15,14 +15,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from verbatim.core.types import KeptSets
 from verbatim.inference.embedded.compiled.paged_cache import PagedCache
 from verbatim.inference.embedded.compiled.structures import UNIT, DrawFields, KernelModel, PassFields
 from verbatim.inference.embedded.expert_record import ExpertRecord
 from verbatim.inference.embedded.fast_forward import FastBackbone
 from verbatim.inference.embedded.kv_cache import KeyValueShape, up_to
 from verbatim.inference.embedded.pass_layout import PassLayout, Rows
-from verbatim.inference.embedded.sampling import Truncation, draw, uniforms
-from verbatim.inference.embedded.slots import Slots, SlotTable
+from verbatim.inference.embedded.sampling import Truncation, draw, kept_sets, uniforms
+from verbatim.inference.embedded.slots import Drawn, Slots, SlotTable
 from verbatim.models.attention import AttentionCall, WholeSequencePlan
 from verbatim.models.head import CausalLM
 
@@ -116,8 +117,8 @@ class CompiledForward:
 
     def draw(
         self, hidden: Tensor, layout: PassLayout, counts: Rows, done: NDArray[np.bool_], table: SlotTable, slots: Slots
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """A token and its logprob for each of `slots`, which are those of the pass that are `done`."""
+    ) -> Drawn:
+        """The next token of each of `slots`, which are those of the pass that are `done`."""
         if not done.all():
             hidden = hidden[torch.from_numpy(np.flatnonzero(done))]
         num = len(slots)
@@ -129,9 +130,14 @@ class CompiledForward:
         cut = np.flatnonzero(table.truncates[slots])
         drawn = [(row, *self._draw_cut(row, given.stride, slots, randomness, table)) for row in cut.tolist()]
         self._kernel.verbatim_draw(ctypes.addressof(given))
-        for row, token, logprob in drawn:
+        for row, token, logprob, _ in drawn:
             tokens[row], logprobs[row] = token, logprob
-        return tokens, logprobs
+        needed = [(row, kept) for row, _, _, kept in drawn if table.needs_kept_sets[slots[row]]]
+        if not needed:
+            return tokens, logprobs, None
+        kept = KeptSets.joined([kept for _, kept in needed], [1] * len(needed))
+        assert kept is not None
+        return tokens, logprobs, kept.spread(np.array([row for row, _ in needed]), num)
 
     def _head(self, hidden: Tensor) -> DrawFields:
         """Write the logits of hidden states, [rows, W], into `_logits`: row r begins at r times the stride."""
@@ -151,7 +157,7 @@ class CompiledForward:
 
     def _draw_cut(
         self, row: int, stride: int, slots: Slots, randomness: NDArray[np.float64], table: SlotTable
-    ) -> tuple[int, float]:
+    ) -> tuple[int, float, KeptSets]:
         """The draw of one row whose distribution is truncated: by itself, so that no bit depends on the others."""
         one = slots[row : row + 1]
         logits = self._logits[row * stride : row * stride + self._model.fields.vocab][None]
@@ -161,8 +167,9 @@ class CompiledForward:
             min_p_N=torch.from_numpy(table.min_p[one]),
         )
         uniform = torch.from_numpy(randomness[row : row + 1])
-        token, logprob = draw(logits, torch.from_numpy(table.temperature[one]), uniform, truncation)
-        return int(token), float(logprob)
+        token, logprob, kept = draw(logits, torch.from_numpy(table.temperature[one]), uniform, truncation)
+        assert kept is not None
+        return int(token), float(logprob), kept_sets(kept)
 
     def prompt_logprobs(self, ids: Rows, temperature: float) -> NDArray[np.float32]:
         """Logprob of each token given those before it, by the functions that sample: float32 [L]; the first is NaN.

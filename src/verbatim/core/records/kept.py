@@ -1,0 +1,126 @@
+"""Defines the record of the ids among which each token was drawn, where top-p, top-k or min-p cut the others off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verbatim.core.errors import RecordError
+from verbatim.core.records.fields import read_only
+from verbatim.core.token_tree import LARGEST_ID, Int32
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KeptSets:
+    """The kept set of each of N tokens, one after the other; an empty one says that nothing was cut.
+
+    Example: of three tokens, the first was drawn among the ids 3 and 7, the second among all, the third could only be
+    7: `ids = [3, 7, 7]`, `offsets = [0, 2, 2, 3]`.
+    """
+
+    ids: Int32
+    """The ids of all sets, ascending in each: int32 [K]."""
+    offsets: NDArray[np.int64]
+    """Set i is `ids[offsets[i]:offsets[i + 1]]`: int64 [N + 1]."""
+
+    @classmethod
+    def of(cls, sets: Iterable[Sequence[int] | Int32]) -> KeptSets:
+        """The record of these sets, in which ids may stand in any order.
+
+        Raises:
+            RecordError: something in them is no id.
+        """
+        try:
+            arrays = [np.asarray(each) for each in sets]
+            known = [array for array in arrays if array.size]
+            if not all(array.ndim == 1 and array.dtype.kind in "iu" for array in known):
+                raise RecordError("kept_sets: expected a list of token ids for each completion id")
+            found = np.concatenate([np.sort(array) for array in known]) if known else np.empty(0, np.int32)
+        except (TypeError, ValueError) as error:
+            raise RecordError(f"kept_sets: expected a list of token ids for each completion id ({error})") from None
+        if found.size and not 0 <= found.min() <= found.max() <= LARGEST_ID:
+            raise RecordError(f"kept_sets: ids from {found.min()} to {found.max()}; expected 0 to {LARGEST_ID}")
+        return cls.of_counts(found.astype(np.int32), [array.size for array in arrays])
+
+    @classmethod
+    def of_counts(cls, ids: Int32, counts: Sequence[int] | NDArray[np.integer]) -> KeptSets:
+        """The record of sets of so many ids each."""
+        offsets = np.zeros(len(counts) + 1, dtype=np.int64)
+        np.cumsum(counts, out=offsets[1:])
+        assert offsets[-1] == len(ids), f"{len(ids)} ids for sets of {offsets[-1]}"
+        return cls(ids=read_only(ids), offsets=read_only(offsets))
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """The size of each set, 0 where nothing was cut: int64 [N]."""
+        counts: NDArray[np.int64] = np.diff(self.offsets)
+        return counts
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, place: int) -> Int32:
+        """The set of one token, from 0."""
+        return self.ids[self.offsets[place] : self.offsets[place + 1]]
+
+    def first(self, count: int) -> KeptSets:
+        """The sets of the first tokens."""
+        offsets = self.offsets[: count + 1]
+        return KeptSets(ids=self.ids[: offsets[-1]], offsets=offsets)
+
+    def picked(self, places: NDArray[np.integer]) -> KeptSets:
+        """The sets of some tokens, in this order."""
+        counts = self.counts[places]
+        ends = np.cumsum(counts)
+        at = np.arange(counts.sum()) + np.repeat(self.offsets[:-1][places] - (ends - counts), counts)
+        return KeptSets.of_counts(self.ids[at], counts)
+
+    def spread(self, places: NDArray[np.integer], length: int) -> KeptSets:
+        """The same sets at these places, ascending, of so many; elsewhere nothing was cut."""
+        counts = np.zeros(length, dtype=np.int64)
+        counts[places] = self.counts
+        return KeptSets.of_counts(self.ids, counts)
+
+    @staticmethod
+    def joined(parts: Sequence[KeptSets | None], lengths: Sequence[int]) -> KeptSets | None:
+        """The sets of several runs of tokens, one after the other; None where no run has any.
+
+        Args:
+            parts: None = nothing was cut in this run.
+            lengths: Tokens of each.
+        """
+        known = [part for part in parts if part is not None]
+        if not known:
+            return None
+        counts = [
+            np.zeros(length, dtype=np.int64) if part is None else part.counts
+            for part, length in zip(parts, lengths, strict=True)
+        ]
+        return KeptSets.of_counts(np.concatenate([part.ids for part in known]), np.concatenate(counts))
+
+
+def as_kept_sets(given: KeptSets | Sequence[Sequence[int]], completion_ids: Int32) -> KeptSets:
+    """The kept sets of a completion, checked: a set that is not empty holds the id that was drawn.
+
+    Raises:
+        RecordError: another number of sets, one that is no ascending run of ids, or one without the id that was drawn.
+    """
+    kept = given if isinstance(given, KeptSets) else KeptSets.of(given)
+    if len(kept) != len(completion_ids):
+        raise RecordError(f"kept_sets: {len(kept)} for {len(completion_ids)} completion ids")
+    counts = kept.counts
+    owners = np.repeat(np.arange(len(kept)), counts)
+    if kept.ids.size and (kept.ids.min() < 0 or (np.diff(kept.ids)[np.diff(owners) == 0] <= 0).any()):
+        raise RecordError("kept_sets: expected each id of a set once, ascending and not below 0")
+    found = np.bincount(owners[kept.ids == completion_ids[owners]], minlength=len(kept))
+    missing = np.flatnonzero((counts > 0) & (found == 0))
+    if missing.size:
+        place = int(missing[0])
+        raise RecordError(
+            f"kept_sets: the {counts[place]} ids kept at position {place} are without the id {completion_ids[place]} "
+            "that was drawn there"
+        )
+    return kept
