@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -314,8 +315,9 @@ def print_peak_memory() -> None:
     model: Any = head
 
     def run(count: int) -> None:
+        asked = SimpleNamespace(target_ids_M=ids[:count], temperatures_M=torch.ones(count), kept_sets=None)
         TargetLogprobs(model, TrainerConfig().logprob_chunk).backward(
-            hidden[:count] * 1, ids[:count], torch.ones(count), lambda at, found: -torch.ones_like(found.logprobs_M)
+            hidden[:count] * 1, asked, lambda at, found: -torch.ones_like(found.logprobs_M)
         )
 
     run(8)  # libraries load and threads start

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from verbatim.algorithms.losses import LossInputs
-from verbatim.core.types import MicroBatch, Targets
+from verbatim.core.types import KeptSets, MicroBatch, Targets
 from verbatim.models.attention import AttentionPlan
 from verbatim.models.experts import Choices, RouterPass
 from verbatim.models.head import CausalLM
@@ -27,9 +27,26 @@ _RAGGED = ("logprob_streams", "kept_sets")
 """Fields of `Targets` that are no arrays."""
 
 
+class DeviceKeptSets:
+    """The kept sets of targets on a device. Offsets stay on the host, because a chunk's are cut out of them."""
+
+    def __init__(self, kept: KeptSets, device: torch.device) -> None:
+        self._offsets = kept.offsets
+        self._ids_K = torch.tensor(kept.ids, dtype=torch.int64, device=device)
+
+    def outside(self, at: slice, vocab_size: int) -> Tensor:
+        """The ids that none of these targets was drawn among: bool [chunk, V]; none, where nothing was cut."""
+        offsets = self._offsets[at.start : at.stop + 1]
+        counts = torch.from_numpy(np.diff(offsets)).to(self._ids_K.device)
+        rows = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+        outside = (counts > 0)[:, None].repeat(1, vocab_size)
+        outside[rows, self._ids_K[offsets[0] : offsets[-1]]] = False
+        return outside
+
+
 class DeviceTargets:
     """The targets of a micro-batch on a device: ids and offsets as int64, logprobs, advantages and temperatures as
-    float32, [M] each."""
+    float32, [M] each; and the ids among which each was drawn."""
 
     def __init__(self, micro_batch: MicroBatch, device: torch.device) -> None:
         targets = micro_batch.targets
@@ -49,6 +66,7 @@ class DeviceTargets:
         self.chunk_ids_M = ids(targets.chunk_ids)
         self.logprob_streams_M = {name: floats(stream) for name, stream in targets.logprob_streams.items()}
         self.offsets_M = ids(targets.offsets)
+        self.kept_sets = None if targets.kept_sets is None else DeviceKeptSets(targets.kept_sets, device)
 
     def __len__(self) -> int:
         return len(self.host.targets)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from verbatim.core.types import Int32, MicroBatch, TrainingSample
 from verbatim.models.attention import WholeSequencePlan
 from verbatim.models.head import CausalLM
-from verbatim.trainer.device_batch import DeviceBatch
+from verbatim.trainer.device_batch import DeviceBatch, DeviceKeptSets
 from verbatim.trainer.parallel.sequence import SequenceGroup
 
 BLOCKS_PER_CHUNK = 8
@@ -25,9 +26,20 @@ class ChunkLogprobs:
     """The results of one chunk of targets."""
 
     logprobs_M: Tensor
-    """Logprob of each target at its temperature: float32 (float64 if the logits are), no graph."""
+    """Logprob of each target at its temperature, over its kept set: float32 (float64 if the logits are), no graph."""
     entropy_M: Tensor
     """Entropy of that distribution, in nats."""
+
+
+class AskedTargets(Protocol):
+    """What is asked of each target: the fields of `DeviceTargets` that logprobs depend on."""
+
+    target_ids_M: Tensor
+    """int64."""
+    temperatures_M: Tensor
+    """They divide the logits, and are above 0."""
+    kept_sets: DeviceKeptSets | None
+    """The ids that each target is normalised over; None = the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +47,7 @@ class TargetLogprobs:
     """A model, asked for logprobs of targets.
 
     Legend: M targets, D width, V vocabulary. Arguments of the methods: `hidden_MD` is the last hidden state that
-    predicts each target; `target_ids_M` is int64; `temperatures_M` divide the logits and are above 0.
+    predicts each target.
     """
 
     model: CausalLM
@@ -57,23 +69,22 @@ class TargetLogprobs:
             return batch.hidden(self.model)
 
     @torch.no_grad()
-    def forward(self, hidden_MD: Tensor, target_ids_M: Tensor, temperatures_M: Tensor) -> ChunkLogprobs:
+    def forward(self, hidden_MD: Tensor, targets: AskedTargets) -> ChunkLogprobs:
         """Logprobs and entropies without a graph."""
-        if not len(target_ids_M):
+        if not len(targets.target_ids_M):
             none = hidden_MD.new_zeros(0, dtype=torch.promote_types(hidden_MD.dtype, torch.float32))
             return ChunkLogprobs(none, none)
         parts = []
-        for at in _chunks(len(target_ids_M), self.chunk):
+        for at in _chunks(len(targets.target_ids_M), self.chunk):
             logits_MV = self._logits(hidden_MD[at])
-            parts.append(_log_softmax(logits_MV, target_ids_M[at], temperatures_M[at]).result)
+            parts.append(_log_softmax(logits_MV, targets, at).result)
             del logits_MV  # before the next ones are made
         return ChunkLogprobs(torch.cat([p.logprobs_M for p in parts]), torch.cat([p.entropy_M for p in parts]))
 
     def backward(
         self,
         hidden_MD: Tensor,
-        target_ids_M: Tensor,
-        temperatures_M: Tensor,
+        targets: AskedTargets,
         gradient: Callable[[slice, ChunkLogprobs], Tensor],
     ) -> None:
         """Forward and backward, chunk by chunk: adds to the `grad` of the head and of everything behind `hidden_MD`,
@@ -88,13 +99,13 @@ class TargetLogprobs:
             """One chunk's gradient; a function, so that its logits are gone before the next ones are made."""
             leaf_MD = hidden_MD[at].detach().requires_grad_()
             logits_MV = self._logits(leaf_MD)
-            softmax = _log_softmax(logits_MV.detach(), target_ids_M[at], temperatures_M[at])
+            softmax = _log_softmax(logits_MV.detach(), targets, at)
             grad_M = gradient(at, softmax.result)
             torch.autograd.backward(logits_MV, softmax.backward(grad_M))
             assert leaf_MD.grad is not None
             return leaf_MD.grad
 
-        grads = [down(at) for at in _chunks(len(target_ids_M), self.chunk)]
+        grads = [down(at) for at in _chunks(len(targets.target_ids_M), self.chunk)]
         torch.autograd.backward(hidden_MD, torch.cat(grads) if grads else torch.zeros_like(hidden_MD))
 
     def _logits(self, hidden_MD: Tensor) -> Tensor:
@@ -156,15 +167,22 @@ class _Softmax:
         return grad_MV
 
 
-def _log_softmax(logits_MV: Tensor, target_ids_M: Tensor, temperatures_M: Tensor) -> _Softmax:
-    """Log-softmax at each row's temperature, in at least float32; destroys the logits."""
+def _log_softmax(logits_MV: Tensor, targets: AskedTargets, chunk: slice) -> _Softmax:
+    """Log-softmax of a chunk at each row's temperature over its kept set, in at least float32; destroys the logits."""
+    target_ids_M, temperatures_M, kept = targets.target_ids_M[chunk], targets.temperatures_M[chunk], targets.kept_sets
     dtype = torch.promote_types(logits_MV.dtype, torch.float32)
     logprobs, entropies, sums = [], [], []
     block = -(-len(logits_MV) // BLOCKS_PER_CHUNK)
     for at in _chunks(len(logits_MV), block):
         scaled_MV = logits_MV[at].to(dtype) / temperatures_M[at, None].to(dtype)
+        outside_MV = None
+        if kept is not None:
+            outside_MV = kept.outside(slice(chunk.start + at.start, chunk.start + at.stop), scaled_MV.shape[1])
+            scaled_MV.masked_fill_(outside_MV, -torch.inf)
         scaled_MV -= scaled_MV.amax(dim=1, keepdim=True)
         exp_MV = scaled_MV.exp()
+        if outside_MV is not None:
+            scaled_MV.masked_fill_(outside_MV, 0.0)  # in the entropy, 0 times -inf would be NaN
         sum_M = exp_MV.sum(dim=1)
         log_sum_M = sum_M.log()
         logprobs.append(scaled_MV.gather(1, target_ids_M[at, None])[:, 0] - log_sum_M)

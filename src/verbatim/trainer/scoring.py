@@ -26,7 +26,7 @@ def target_logprobs(lm: TargetLogprobs, own: Sequence[MicroBatch], ranks: Ranks 
     most = len(own) if ranks is None else ranks.most(len(own))[0]
     for micro_batch in own:
         batch = lm.batch(micro_batch)
-        logprobs = lm.forward(lm.hidden(batch), batch.target_ids_M, batch.temperatures_M)
+        logprobs = lm.forward(lm.hidden(batch), batch)
         found.append(batch.gathered(logprobs.logprobs_M).cpu().numpy())
     for _ in range(most - len(own)):
         lm.idle_pass()

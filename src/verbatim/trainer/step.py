@@ -106,7 +106,7 @@ class GradientPass:
     def _add_streams(self, batches: Sequence[DeviceBatch], num_idle: int) -> None:
         for name, lm in self.frozen.items():
             for batch in batches:
-                found = lm.forward(lm.hidden(batch), batch.target_ids_M, batch.temperatures_M)
+                found = lm.forward(lm.hidden(batch), batch)
                 batch.add_stream(name, found.logprobs_M)
             for _ in range(num_idle):
                 lm.idle_pass()
@@ -167,7 +167,7 @@ class GradientPass:
 
     def _logprobs(self, batch: DeviceBatch, hidden_MD: Tensor) -> Tensor:
         """The logprobs of all targets of the micro-batch, on each of the ranks that share it."""
-        result = self.lm.forward(hidden_MD, batch.target_ids_M, batch.temperatures_M)
+        result = self.lm.forward(hidden_MD, batch)
         if len(batch):
             self._observe(batch, slice(0, len(batch)), result)
         return batch.gathered(result.logprobs_M)
@@ -212,7 +212,7 @@ class GradientPass:
         if hidden_MD is None:
             self.before_pass()
             hidden_MD = self.lm.hidden(batch)
-        self.lm.backward(hidden_MD, batch.target_ids_M, batch.temperatures_M, gradient)
+        self.lm.backward(hidden_MD, batch, gradient)
         self.num_trained += len(batch)
 
     def _gradient(

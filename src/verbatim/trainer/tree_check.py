@@ -140,7 +140,7 @@ def _backward(lm: TargetLogprobs, micro_batches: Sequence[MicroBatch], sharding:
         def weighted(at: slice, found: ChunkLogprobs, weights_M: Tensor = weights_M) -> Tensor:
             return weights_M[at].to(found.logprobs_M.dtype)
 
-        lm.backward(lm.hidden(batch), batch.target_ids_M, batch.temperatures_M, weighted)
+        lm.backward(lm.hidden(batch), batch, weighted)
     for _ in range(most - len(micro_batches)):
         lm.idle_pass()
     if sharding is not None:
