@@ -12,8 +12,8 @@ WEIGHT_SYNC = (
     Fault(
         name="the canary compares a version with itself",
         file="run/orchestrator/weight_sync.py",
-        old="        canary = Canary(report.probes, before=self._probes, tolerance=self._allowed)\n",
-        new="        canary = Canary(report.probes, before=report.probes, tolerance=self._allowed)\n",
+        old="        canary = Canary(report.probes, before=self._probes, tolerance=self._allowed, cuts=self._cuts)\n",
+        new="        canary = Canary(report.probes, before=report.probes, tolerance=self._allowed, cuts=self._cuts)\n",
         harm="A sampler that kept all of its old weights is not found out while the steps are small.",
         tests=_SYNC,
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
@@ -52,12 +53,18 @@ class SamplingConfig(Section):
     """Stop strings, a text or a list of at most 16: a turn ends with the token that completes one. That token is part
     of the turn, and trained; the text that the environment gets ends before the string. Not sent to a teacher."""
     accept_truncation_mismatch: bool = False
-    """Train although top-p, top-k or min-p cut a distribution that the trainer cannot reproduce."""
+    """Train under the whole distribution although top-p, top-k or min-p cut the one that was sampled from: for a
+    sampler that does not return the ids that it kept. That is a bias, the metric `truncation_mismatch`."""
 
     @property
     def params(self) -> SamplingParams:
         """What a sampler is given."""
         return SamplingParams(**self.model_dump(exclude={"accept_truncation_mismatch"}))
+
+    @property
+    def training_params(self) -> SamplingParams:
+        """The same for episodes that are trained: with the ids among which tokens were drawn."""
+        return dataclasses.replace(self.params, return_kept_sets=not self.accept_truncation_mismatch)
 
 
 FORMULATE_MODES = {"traj": "interleaved", "step": "branching"}

@@ -379,6 +379,24 @@ class RunConfig(Section):
                 )
         return self
 
+    @property
+    def needs_kept_sets(self) -> bool:
+        """Whether something that is trained is drawn from a cut distribution, and not under an accepted bias."""
+        samplings = [self.orchestrator.sampling, *(env.sampling for env in self.orchestrator.train.env)]
+        is_cut = any(sampling is not None and sampling.training_params.needs_kept_sets for sampling in samplings)
+        return is_cut and self.orchestrator.training_mode != "sft"
+
+    @property
+    def _lacks_kept_sets(self) -> str | None:
+        """What keeps a cut distribution from being trained as it was sampled."""
+        if self.orchestrator.training_mode == "sft":
+            return None  # a chat server samples, and nothing is compared with its logprobs
+        if self.inference.backend == "vllm":
+            return 'inference.backend = "vllm" does not return the ids that it kept; inference.backend = "torch" does'
+        if self.orchestrator.teacher is not None:
+            return "orchestrator.teacher gives logprobs of the whole one"
+        return None
+
     @model_validator(mode="after")
     def _trainable_sampling(self) -> Self:
         places = [("orchestrator.sampling", self.orchestrator.sampling)]
@@ -398,9 +416,9 @@ class RunConfig(Section):
                     f"{where}.temperature = {sampling.temperature}: a teacher's server gives logprobs at temperature 1 "
                     "only; use 1.0, or a teacher that is loaded here (remove orchestrator.teacher.base_url)"
                 )
-            if sampling.params.truncates and not sampling.accept_truncation_mismatch:
+            if sampling.training_params.needs_kept_sets and (reason := self._lacks_kept_sets) is not None:
                 raise ValueError(
-                    f"{where} cuts the distribution (top_p, top_k or min_p), which the trainer cannot reproduce; "
-                    "remove it, or accept the mismatch with accept_truncation_mismatch = true"
+                    f"{where} cuts the distribution (top_p, top_k or min_p), and {reason}; remove it, or accept a bias "
+                    "with accept_truncation_mismatch = true"
                 )
         return self

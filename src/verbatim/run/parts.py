@@ -75,6 +75,7 @@ def make_rules(config: RunConfig, environments: Environments) -> dict[str, Group
     rules = {}
     for label, (env, _) in environments.train.items():
         component = env.advantage or orchestrator.advantage
+        sampling = env.sampling or orchestrator.sampling
         advantage = resolve(component, tables.advantages, what="advantage", where="orchestrator.advantage")
         rules[label] = GroupRules(
             advantage=advantage,
@@ -91,7 +92,9 @@ def make_rules(config: RunConfig, environments: Environments) -> dict[str, Group
                 or not getattr(advantage, "compares_rewards", False)
             ),
             truncated_sampling=(
-                orchestrator.training_mode != "sft" and (env.sampling or orchestrator.sampling).params.truncates
+                orchestrator.training_mode != "sft"
+                and sampling.accept_truncation_mismatch
+                and sampling.params.truncates
             ),
         )
     return rules
@@ -186,6 +189,7 @@ def make_schedule(config: RunConfig, eval_setups: Mapping[str, RolloutSetup]) ->
             config.inference.canary_tolerance
             or tolerance_of(config.trainer.dtype, inference_settings(config).precision)
         ),
+        checks_kept_sets=config.needs_kept_sets,
         shares_device=inference_settings(config).shares_device,
     )
 

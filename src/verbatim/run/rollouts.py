@@ -14,6 +14,7 @@ from verbatim.config.schema import EnvConfig, OrchestratorConfig, RendererConfig
 from verbatim.config.sections import table_of
 from verbatim.core.errors import ComponentError, UsageError
 from verbatim.core.records.experts import Routing
+from verbatim.core.sampling import SamplingParams
 from verbatim.environments.base import Environment
 from verbatim.inference import SAMPLERS, BackendInputs
 from verbatim.inference.backends import SERVERS
@@ -39,9 +40,12 @@ def make_setups(
     tally: EpisodeTally | None = None,
     run_id: str = "",
     routing: Routing | None = None,
+    *,
+    trains: bool = False,
 ) -> dict[str, RolloutSetup]:
     """How each environment's episodes are run; a `teacher` speaks instead of the sampler, a `runner` runs them
-    elsewhere, and one `tally` counts the episodes of all environments. Recorded experts have to fit `routing`."""
+    elsewhere, and one `tally` counts the episodes of all environments. Recorded experts have to fit `routing`. Where
+    it `trains` on them, tokens come with the ids among which they were drawn."""
     tally = tally or EpisodeTally()
     return {
         label: RolloutSetup(
@@ -49,7 +53,7 @@ def make_setups(
             environment=environment,
             sampler=sampler,
             renderer=renderer,
-            params=(env.sampling or orchestrator.sampling).params,
+            params=_params(orchestrator, env, trains),
             limits=limits_of(orchestrator, env),
             slots=slots,
             teacher=teacher,
@@ -74,6 +78,11 @@ def limits_of(orchestrator: OrchestratorConfig, env: EnvConfig) -> EpisodeLimits
         tool_error=orchestrator.tool_error,
         max_malformed_retries=orchestrator.max_malformed_retries,
     )
+
+
+def _params(orchestrator: OrchestratorConfig, env: EnvConfig, trains: bool) -> SamplingParams:
+    sampling = env.sampling or orchestrator.sampling
+    return sampling.training_params if trains else sampling.params
 
 
 @contextlib.asynccontextmanager
@@ -112,7 +121,7 @@ async def open_runner(
             env=label,
             name=env.id or str(env.import_path),
             args=env.args,
-            params=(env.sampling or orchestrator.sampling).params,
+            params=_params(orchestrator, env, purpose == "train"),
             limits=limits_of(orchestrator, env),
             teacher=teacher if purpose == "train" else None,
         )

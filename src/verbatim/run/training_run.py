@@ -230,6 +230,7 @@ class TrainingRun:
                 tallies[purpose],
                 run_id=self.folder.path.name,
                 routing=routing,
+                trains=purpose == "train",
             )
             for purpose, writer in (("train", chat_teacher), ("eval", None))
         )

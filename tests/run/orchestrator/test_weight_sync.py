@@ -1,12 +1,14 @@
 """New weights reach every replica, and the canary looks at each of them, past its prefix cache and over it."""
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
 
 from verbatim.core.errors import RunStopped
-from verbatim.inference.base import as_replicated
+from verbatim.core.types import KeptSets
+from verbatim.inference.base import Completion, as_replicated
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.run.orchestrator.weight_sync import Canary, WeightSync
 from verbatim.trainer.transport import StepReport
@@ -133,6 +135,50 @@ async def test_what_rounding_explains_is_allowed_at_the_start_and_after_updates(
     assert sync.metrics() == {}
     await sync.load(dataclasses.replace(report(7, tmp_path), probes=later))
     assert sync.metrics() == pytest.approx({"weights/canary": 0.01, "weights/canary_allowed": 0.0104}, rel=1e-3)
+
+
+class Cutting(Engine):
+    """Draws the id 9 of three that it keeps, whose probabilities are 1/2, 1/4 and 1/8."""
+
+    def __init__(self, *, kept, drawn):
+        super().__init__()
+        self.answer = Completion(
+            ids=np.array([9], np.int32),
+            logprobs=np.array([math.log(drawn)], np.float32),
+            policy_versions=None,
+            stop_reason="length",
+            kept_sets=kept and KeptSets.of([kept]),
+        )
+
+    async def generate(self, request):
+        assert request.params.needs_kept_sets and len(request.prompt_ids) == 3
+        return self.answer
+
+    async def prompt_logprobs(self, token_ids, temperature=1.0):
+        scores = await super().prompt_logprobs(token_ids, temperature)
+        if len(token_ids) == 4:
+            scores[-1] = math.log({7: 1 / 2, 9: 1 / 4, 12: 1 / 8}[int(token_ids[-1])])
+        return scores
+
+
+@pytest.mark.parametrize(
+    ("kept", "drawn", "said"),
+    [
+        ([7, 9, 12], 2 / 7, None),  # 1/4 of 7/8
+        ([7, 9, 12], 1 / 4, "differ by 0.13 on average from those over the ids that it says it kept"),
+        ([7, 9], 2 / 7, "differ by 0.15 on average"),  # 1/3
+        (None, 2 / 7, "returns no kept set of a token that it draws with top_k = 4"),
+    ],
+)
+async def test_a_cut_distribution_is_that_of_the_ids_that_were_kept(kept, drawn, said):
+    engine = Cutting(kept=kept, drawn=drawn)
+    sync = WeightSync(engine, probes(0), 1e-3, cuts=True)
+    if said is None:
+        await sync.check_first()
+    else:
+        with pytest.raises(RunStopped, match=said):
+            await sync.check_first()
+    await WeightSync(engine, probes(0), 1e-3).check_first()
 
 
 async def test_without_probes_nothing_is_asked(tmp_path):

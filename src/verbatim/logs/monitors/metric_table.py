@@ -50,7 +50,12 @@ _GROUPS: Mapping[str, tuple[Metric, ...]] = {
         Metric("breaks/{reason}", "turns", "those whose prompts were rendered anew, by reason"),
         Metric("truncation_mismatch", "share", "with accept_truncation_mismatch = true: trained tokens that were drawn "
                "from a distribution cut by top-p, top-k or min-p. The trainer's logprobs are of the whole one, so "
-               "importance_ratio_mean is below 1 and mismatch_kl above 0 by what was cut"),
+               "importance_ratio_mean is below 1 and mismatch_kl above 0 by what was cut: a bias"),
+        Metric("kept_ids/mean", "ids per token", "where top-p, top-k or min-p cut: mean number of ids among which a "
+               "trained token was drawn, of those of which some were cut off. Each takes 4 bytes",
+               see="algorithms.md#cut-distributions"),
+        Metric("kept_ids/max", "ids per token", "the most of them"),
+        Metric("kept_ids/cut", "share", "trained tokens of which something was cut off"),
     ),
     "Rewards": (
         Metric("reward/mean", "reward", "mean raw reward"),

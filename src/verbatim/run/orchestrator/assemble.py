@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from verbatim.algorithms.credit import AdvantageFunction, assign_advantages
 from verbatim.algorithms.filters import Filter, apply_filters
 from verbatim.config.schema import LengthPenaltyConfig
@@ -47,8 +49,8 @@ class GroupRules:
     reads_turn_rewards: bool = True
     """Whether the advantage reads the turns' own rewards."""
     truncated_sampling: bool = False
-    """Whether top-p, top-k or min-p cut the distribution that is sampled from: the trainer's logprobs are of the whole
-    one."""
+    """Whether top-p, top-k or min-p cut the distribution that is sampled from, and the trainer's logprobs are of the
+    whole one."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -196,9 +198,27 @@ def break_metrics(completed: Sequence[Trajectory]) -> dict[str, float]:
     return {f"breaks/{reason}": float(reasons[reason]) for reason in BreakReason if reasons[reason]}
 
 
+def kept_set_metrics(groups: Sequence[AssembledGroup]) -> dict[str, float]:
+    """`kept_ids/mean` and `kept_ids/max`, over the trained tokens that were drawn from a cut distribution, and
+    `kept_ids/cut`, their share of all; empty where nothing was cut."""
+    counts = [sample.kept_sets.counts for g in groups for sample in g.samples if sample.kept_sets is not None]
+    if not counts:
+        return {}
+    sizes = np.concatenate(counts)
+    sizes = sizes[sizes > 0]
+    if not sizes.size:
+        return {"kept_ids/cut": 0.0}
+    trained = sum(g.num_trained_tokens for g in groups)
+    return {
+        "kept_ids/cut": sizes.size / trained,
+        "kept_ids/mean": float(sizes.mean()),
+        "kept_ids/max": float(sizes.max()),
+    }
+
+
 def truncation_metrics(groups: Sequence[AssembledGroup], rules: Mapping[str, GroupRules]) -> dict[str, float]:
     """`truncation_mismatch`: the share of the trained tokens that were drawn from a distribution that top-p, top-k or
-    min-p had cut, whose logprobs the trainer cannot reproduce. There only where the mismatch was accepted."""
+    min-p had cut, and trained under the whole one: a bias. There only where it was accepted."""
     if not any(rule.truncated_sampling for rule in rules.values()):
         return {}
     cut = sum(g.num_trained_tokens for g in groups if rules[g.group.env].truncated_sampling)

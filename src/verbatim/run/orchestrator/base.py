@@ -76,6 +76,8 @@ class RunSchedule:
     """Whether a token with the advantage 0 teaches nothing: no teacher is followed, and the loss is one of ours."""
     canary_tolerance: float = 1e-4
     """Largest mean difference of the sampler's logprobs from the trainer's after a weight update."""
+    checks_kept_sets: bool = False
+    """Whether kept sets are compared there too: something that is trained is drawn from a cut distribution."""
     shares_device: bool = False
     """Whether sampler and trainer take turns on one device."""
 

@@ -91,7 +91,9 @@ class Orchestrator:
             turns=self._turns,
             stopping=self._stopping,
         )
-        self._weight_sync = WeightSync(self.sampler, self.probes, self.schedule.canary_tolerance)
+        self._weight_sync = WeightSync(
+            self.sampler, self.probes, self.schedule.canary_tolerance, cuts=self.schedule.checks_kept_sets
+        )
         self._metrics = StepMetrics(
             sampler=self.sampler,
             dispatcher=self.dispatcher,

@@ -16,7 +16,7 @@ from verbatim.core.trajectories import Fate, Ledger
 from verbatim.core.types import Float32, Group, TrainingSample
 from verbatim.environments.base import Environment, succeeded
 from verbatim.inference.base import Sampler
-from verbatim.run.orchestrator.assemble import GroupRules, rollout_metrics, truncation_metrics
+from verbatim.run.orchestrator.assemble import GroupRules, kept_set_metrics, rollout_metrics, truncation_metrics
 from verbatim.run.orchestrator.base import Observer
 from verbatim.run.orchestrator.dispatcher import Dispatcher
 from verbatim.run.orchestrator.loop_lag import LoopLag
@@ -101,6 +101,7 @@ class StepMetrics:
         everything = {
             **rollout_metrics(batch, number, successes, oldest),
             **truncation_metrics(batch, self.rules),
+            **kept_set_metrics(batch),
             **metrics,
         }
         counts = {(env, kind): 0 for env in self.rules for kind in get_args(Flatness)}

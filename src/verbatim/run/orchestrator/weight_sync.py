@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+
+import numpy as np
 
 from verbatim.core.errors import RunStopped
-from verbatim.inference.base import AsksPrefixCache, Sampler, as_replicated
+from verbatim.core.sampling import SamplingParams
+from verbatim.core.types import Int32
+from verbatim.inference.base import AsksPrefixCache, Sampler, SampleRequest, as_replicated
 from verbatim.trainer.transport import StepReport
 from verbatim.trainer.transport.canary import (
     Probes,
@@ -15,6 +20,9 @@ from verbatim.trainer.transport.canary import (
     find_stale_prefix,
     mean_difference,
 )
+
+CUT = SamplingParams(max_tokens=1, top_k=4, top_p=0.95, return_kept_sets=True)
+"""How tokens are drawn whose kept sets are compared: each of the few ids of a set costs a request."""
 
 
 class WeightSync:
@@ -26,13 +34,15 @@ class WeightSync:
         sampler: Whose weights are updated.
         probes: Logprobs of the weights that it begins with; None = nothing is compared then.
         tolerance: Largest mean difference of logprobs, where the probes tell of no larger rounding.
+        cuts: Whether top-p, top-k or min-p cut what is trained: kept sets are compared too.
     """
 
-    def __init__(self, sampler: Sampler, probes: Probes | None, tolerance: float) -> None:
+    def __init__(self, sampler: Sampler, probes: Probes | None, tolerance: float, *, cuts: bool = False) -> None:
         self._sampler = sampler
         self._replicated = as_replicated(sampler)
         self._probes = probes
         self._tolerance = tolerance
+        self._cuts = cuts
         self._difference = self._allowed = math.nan
 
     async def check_first(self) -> None:
@@ -41,7 +51,8 @@ class WeightSync:
         Raises:
             RunStopped: they are not the trainer's.
         """
-        canary = Canary(self._probes, before=None, tolerance=allowed_difference(self._tolerance, self._probes))
+        allowed = allowed_difference(self._tolerance, self._probes)
+        canary = Canary(self._probes, before=None, tolerance=allowed, cuts=self._cuts)
         if self._replicated is not None:
             await self._replicated.check_replicas(canary)
         else:
@@ -54,7 +65,7 @@ class WeightSync:
             RunStopped: the sampler's logprobs of the probes are not the trainer's.
         """
         self._allowed = allowed_difference(self._tolerance, report.probes)
-        canary = Canary(report.probes, before=self._probes, tolerance=self._allowed)
+        canary = Canary(report.probes, before=self._probes, tolerance=self._allowed, cuts=self._cuts)
         self._probes = report.probes
         if self._replicated is not None:
             await self._replicated.update_replicas(report.weights, report.version, canary)
@@ -94,12 +105,17 @@ class Canary:
         published: The trainer's logprobs of the version to check; None = nothing is compared.
         before: Those of the version before it; None at the start.
         tolerance: Largest mean difference of logprobs.
+        cuts: Whether tokens are drawn from a cut distribution too, and their logprobs compared with those that the
+            sampler gives to all ids of their kept sets.
     """
 
-    def __init__(self, published: Probes | None, *, before: Probes | None, tolerance: float) -> None:
+    def __init__(
+        self, published: Probes | None, *, before: Probes | None, tolerance: float, cuts: bool = False
+    ) -> None:
         self._published = published
         self._before = before
         self._tolerance = tolerance
+        self._cuts = cuts
         self.difference = math.nan
         """The largest mean difference found, over samplers; NaN = nothing was compared."""
 
@@ -122,4 +138,24 @@ class Canary:
         fault = find_mismatch(published, found, before=self._before, tolerance=self._tolerance)
         if fault is None and cached:
             fault = find_stale_prefix(published, cached, found[-1], before=self._before, tolerance=self._tolerance)
+        if fault is None and self._cuts:
+            fault = await self._find_wrong_cut(sampler, published.token_ids[:-1])
         return fault
+
+    async def _find_wrong_cut(self, sampler: Sampler, prompts: Sequence[Int32]) -> str | None:
+        differences = []
+        for prompt in prompts:
+            drawn = await sampler.generate(SampleRequest(prompt_ids=prompt, params=CUT, seed=0))
+            if drawn.kept_sets is None or drawn.logprobs is None or not len(drawn.ids):
+                return f"it returns no kept set of a token that it draws with top_k = {CUT.top_k}"
+            kept, token = drawn.kept_sets[0], drawn.ids[0]
+            asked = kept.tolist() or range(sampler.vocab_size)  # nothing was cut of a vocabulary that small
+            scores = [(await sampler.prompt_logprobs(np.append(prompt, i).astype(np.int32)))[-1] for i in asked]
+            over_kept = float(scores[list(asked).index(int(token))]) - math.log(math.fsum(map(math.exp, scores)))
+            differences.append(abs(over_kept - float(drawn.logprobs[0])))
+        if not (difference := sum(differences) / len(differences)) <= self._tolerance:
+            return (
+                f"logprobs of tokens that it draws with top_k = {CUT.top_k} differ by {difference:.2g} on average from "
+                f"those over the ids that it says it kept, more than {self._tolerance:g}"
+            )
+        return None

@@ -28,7 +28,8 @@ _OFF_POLICY = {
     ),
     "cut distribution": Why(
         cause="tokens are sampled from a distribution that top_p, top_k or min_p cut, and scored under the whole one",
-        advice="remove {orchestrator.sampling.top_p}, top_k and min_p",
+        advice="remove {orchestrator.sampling.accept_truncation_mismatch}, with a sampler that returns the ids that it "
+        "kept (the embedded one), or remove top_p, top_k and min_p",
     ),
     "old rollouts": Why(
         cause="rollouts are {staleness/mean:.2f} steps old",

@@ -1,0 +1,74 @@
+"""A run that samples from a cut distribution trains on that distribution."""
+
+from __future__ import annotations
+
+import pytest
+
+from e2e.tiny_runs import LOTS, TOML, assert_ledger_adds_up, build_tiny_model, train_lines, workplace
+from verbatim.cli.exit_status import FINISHED
+from verbatim.cli.main import main
+from verbatim.logs.monitors.trajectory_log import read_trajectories
+
+SETTINGS = {
+    "top_k": "top_k = 20",
+    "top_p": "top_p = 0.8",
+    "min_p": "min_p = 0.5",
+    "all": "top_k = 9, top_p = 0.9, min_p = 0.1",
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    with workplace(tmp_path_factory.mktemp("cut"), {"lots": LOTS}) as folder:
+        model = build_tiny_model(folder / "model")
+        (folder / "run.toml").write_text(TOML.format(model=model) + 'import_path = "lots.Lots"\n')
+        yield folder
+
+
+def run(name, sampling, *options):
+    given = ["--run-dir", name, "--orchestrator.sampling", f"{{ max_tokens = 8, temperature = 0.7, {sampling} }}"]
+    return main(["rl", "run.toml", *given, *options])
+
+
+@pytest.mark.slow
+@pytest.mark.realtime
+@pytest.mark.parametrize("name", SETTINGS)
+def test_sampler_and_trainer_agree_on_tokens_of_a_cut_distribution(place, name):
+    assert run(name, SETTINGS[name]) == FINISHED
+    lines = train_lines(place / name)
+    for line in lines:
+        metrics = line["metrics"]
+        assert abs(metrics["mismatch_kl"]) < 1e-8
+        assert metrics["importance_ratio_mean"] == pytest.approx(1, abs=5e-5)
+        assert metrics["kept_ids/cut"] > 0.5 and "truncation_mismatch" not in metrics
+    assert_ledger_adds_up(place / name)
+    kept = [turn.kept_sets for _, trajectory in read_trajectories(place / name) for turn in trajectory.turns]
+    assert all(sets is not None for sets in kept) and len(kept) > 0
+    assert max(int(sets.counts.max()) for sets in kept) >= lines[0]["metrics"]["kept_ids/max"] > 1
+
+
+@pytest.mark.slow
+@pytest.mark.realtime
+def test_logprobs_of_the_whole_vocabulary_are_a_bias_that_is_named(place):
+    assert run("biased", "top_p = 0.8, accept_truncation_mismatch = true") == FINISHED
+    for line in train_lines(place / "biased"):
+        assert line["metrics"]["mismatch_kl"] > 0.005 and line["metrics"]["truncation_mismatch"] == 1
+        assert line["metrics"]["importance_ratio_mean"] < 0.9
+        assert not any(name.startswith("kept_ids") for name in line["metrics"])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--inference.backend", "vllm"], 'inference.backend = "vllm" does not return the ids that it kept'),
+        (
+            ["--orchestrator.training-mode", "opd", "--orchestrator.teacher.model", "model"],
+            "orchestrator.teacher gives logprobs of the whole one",
+        ),
+        (["--inference.torch.urls", '["http://127.0.0.1:1"]'], "inference.torch.urls do not return the ids"),
+    ],
+)
+def test_where_kept_sets_cannot_be_had_the_run_is_refused_by_name(place, capsys, options, said):
+    assert run("refused", "top_p = 0.8", *options) not in (FINISHED, None)
+    printed = " ".join(capsys.readouterr().err.split())
+    assert said in printed and "accept_truncation_mismatch = true" in printed
