@@ -26,7 +26,7 @@ def by_definition(logits, *, top_k=0, top_p=1.0, min_p=0.0):
     weights = {v: math.exp(logits[v] - logits[order[0]]) for v in order}
     nucleus, mass, total = [], 0.0, math.fsum(weights.values())
     for v in order:
-        if mass < top_p * total:
+        if top_p == 1 or mass < top_p * total:
             nucleus.append(v)
         mass += weights[v]
     return sorted(v for v in nucleus if weights[v] >= min_p)

@@ -15,14 +15,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from verbatim.core.types import KeptSets
 from verbatim.inference.embedded.compiled.paged_cache import PagedCache
 from verbatim.inference.embedded.compiled.structures import UNIT, DrawFields, KernelModel, PassFields
 from verbatim.inference.embedded.expert_record import ExpertRecord
 from verbatim.inference.embedded.fast_forward import FastBackbone
 from verbatim.inference.embedded.kv_cache import KeyValueShape, up_to
 from verbatim.inference.embedded.pass_layout import PassLayout, Rows
-from verbatim.inference.embedded.sampling import Truncation, draw, kept_sets, uniforms
+from verbatim.inference.embedded.sampling import kept_sets, uniforms
 from verbatim.inference.embedded.slots import Drawn, Slots, SlotTable
 from verbatim.models.attention import AttentionCall, WholeSequencePlan
 from verbatim.models.head import CausalLM
@@ -127,17 +126,19 @@ class CompiledForward:
         given = self._head(hidden)
         given.temperatures, given.uniforms = temperatures.ctypes.data, randomness.ctypes.data
         given.tokens, given.logprobs = tokens.ctypes.data, logprobs.ctypes.data
-        cut = np.flatnonzero(table.truncates[slots])
-        drawn = [(row, *self._draw_cut(row, given.stride, slots, randomness, table)) for row in cut.tolist()]
-        self._kernel.verbatim_draw(ctypes.addressof(given))
-        for row, token, logprob, _ in drawn:
-            tokens[row], logprobs[row] = token, logprob
-        needed = [(row, kept) for row, _, _, kept in drawn if table.needs_kept_sets[slots[row]]]
-        if not needed:
+        if not table.truncates[slots].any():
+            self._kernel.verbatim_draw(ctypes.addressof(given))
             return tokens, logprobs, None
-        kept = KeptSets.joined([kept for _, kept in needed], [1] * len(needed))
-        assert kept is not None
-        return tokens, logprobs, kept.spread(np.array([row for row, _ in needed]), num)
+        cuts = [np.ascontiguousarray(column[slots]) for column in (table.top_k, table.top_p, table.min_p)]
+        given.top_k, given.top_p, given.min_p = (column.ctypes.data for column in cuts)
+        scratch = torch.empty(given.threads * given.stride)
+        given.scratch = scratch.data_ptr()
+        self._kernel.verbatim_draw(ctypes.addressof(given))
+        needs = np.flatnonzero(table.needs_kept_sets[slots])
+        if not len(needs):
+            return tokens, logprobs, None
+        logits = self._logits[: num * given.stride].view(num, given.stride)[:, : self._model.fields.vocab]
+        return tokens, logprobs, kept_sets(logits[torch.from_numpy(needs)] > -torch.inf).spread(needs, num)
 
     def _head(self, hidden: Tensor) -> DrawFields:
         """Write the logits of hidden states, [rows, W], into `_logits`: row r begins at r times the stride."""
@@ -154,22 +155,6 @@ class CompiledForward:
         )
         self._kernel.verbatim_logits(ctypes.addressof(given))
         return given
-
-    def _draw_cut(
-        self, row: int, stride: int, slots: Slots, randomness: NDArray[np.float64], table: SlotTable
-    ) -> tuple[int, float, KeptSets]:
-        """The draw of one row whose distribution is truncated: by itself, so that no bit depends on the others."""
-        one = slots[row : row + 1]
-        logits = self._logits[row * stride : row * stride + self._model.fields.vocab][None]
-        truncation = Truncation(
-            top_k_N=torch.from_numpy(table.top_k[one]),
-            top_p_N=torch.from_numpy(table.top_p[one]),
-            min_p_N=torch.from_numpy(table.min_p[one]),
-        )
-        uniform = torch.from_numpy(randomness[row : row + 1])
-        token, logprob, kept = draw(logits, torch.from_numpy(table.temperature[one]), uniform, truncation)
-        assert kept is not None
-        return int(token), float(logprob), kept_sets(kept)
 
     def prompt_logprobs(self, ids: Rows, temperature: float) -> NDArray[np.float32]:
         """Logprob of each token given those before it, by the functions that sample: float32 [L]; the first is NaN.

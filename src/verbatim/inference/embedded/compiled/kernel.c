@@ -992,6 +992,9 @@ typedef struct {
     int64_t *tokens;
     float *logprobs;            /* NaN where logits are not finite numbers */
     int64_t threads;
+    const int64_t *top_k;       /* [rows], 0 = off; NULL = no row is cut */
+    const float *top_p, *min_p; /* [rows], 1 and 0 = off */
+    float *scratch;             /* [threads][stride], where rows are cut */
 } Draw;
 
 static void head(void *arg, int64_t index, int64_t count)
@@ -1005,8 +1008,91 @@ static void head(void *arg, int64_t index, int64_t count)
                 d->logits + t * d->stride, d->stride, smaller(most, d->rows - t), first, last, 0);
 }
 
+/* The largest of some numbers that, with all that are larger, weighs `target` or more; the smallest where none does.
+   Each weighs exp(a - top), or 1. Quickselect: reorders the numbers. */
+static float heavy(float *a, int64_t n, double target, float top, int by_mass)
+{
+    double above = 0.0;
+    float least = top;
+    while (n > 0) {
+        float x = a[0], y = a[n / 2], z = a[n - 1];
+        float pivot = x < y ? (y < z ? y : x < z ? z : x) : (x < z ? x : y < z ? z : y);
+        double more = 0.0, same = 0.0;
+        int64_t larger_end = 0, i = 0, end = n;
+        while (i < end) {
+            float v = a[i];
+            double weight = by_mass ? (double)expf(v - top) : 1.0;
+            if (v > pivot) {
+                a[i++] = a[larger_end], a[larger_end++] = v;
+                more += weight;
+            } else if (v < pivot) {
+                a[i] = a[--end], a[end] = v;
+            } else {
+                same += weight;
+                i++;
+            }
+        }
+        if (larger_end > 0 && above + more >= target) {
+            n = larger_end;
+            continue;
+        }
+        least = pivot;
+        above += more + same;
+        if (above >= target) break;
+        a += end, n -= end;
+    }
+    return least;
+}
+
+static double weight_from(const float *x, int64_t end, float low, float top, int by_mass)
+{
+    if (!by_mass) {
+        int64_t count = 0;
+        for (int64_t i = 0; i < end; i++) count += x[i] >= low;
+        return (double)count;
+    }
+    double total = 0.0;
+    for (int64_t i = 0; i < end; i += 16) {
+        vec sixteen = all(0.0f);
+        for (int64_t j = i; j < i + 16; j += LANES) {
+            vec some = load(x + j);
+            sixteen += (vec)((ivec)vexp(some - all(top)) & (ivec)(some >= all(low)));
+        }
+        total += (double)sum(sixteen);
+    }
+    return total;
+}
+
+/* `heavy` over a row, of which it looks at no more than the few largest numbers where these suffice. */
+static float heavy_in_row(const float *x, int64_t end, double target, float top, int by_mass, float *scratch)
+{
+    float low = top - 2.0f;
+    while (low > -INFINITY && weight_from(x, end, low, top, by_mass) < target) low = top + 2.0f * (low - top);
+    int64_t n = 0;
+    for (int64_t i = 0; i < end; i++) {
+        scratch[n] = x[i];
+        n += x[i] >= low;
+    }
+    return heavy(scratch, n, target, top, by_mass);
+}
+
+/* The smallest logit of a row that is kept: top-k, then top-p of the rest, then min-p. Equal ones stay together. */
+static float edge(const Draw *d, int64_t row, const float *x, int64_t end, float top, float *scratch)
+{
+    float least = -INFINITY, share = d->min_p[row];
+    if (d->top_k[row] > 0 && d->top_k[row] < d->m->vocab)
+        least = heavy_in_row(x, end, (double)d->top_k[row], top, 0, scratch);
+    if (d->top_p[row] < 1.0f) {
+        double target = d->top_p[row] * weight_from(x, end, least, top, 1);
+        float nucleus = heavy_in_row(x, end, target, top, 1, scratch);
+        least = nucleus > least ? nucleus : least;
+    }
+    if (share > 0.0f && top + logf(share) > least) least = top + logf(share);
+    return least;
+}
+
 /* Inverse CDF: the first token whose cumulative probability is above the row's uniform number. */
-static void draw_row(const Draw *d, int64_t row)
+static void draw_row(const Draw *d, int64_t row, float *scratch)
 {
     int64_t vocab = d->m->vocab, end = ROUND(vocab);
     float *x = d->logits + row * d->stride, temperature = d->temperatures[row];
@@ -1030,6 +1116,10 @@ static void draw_row(const Draw *d, int64_t row)
         while (x[token] != top) token++;
         d->tokens[row] = token, d->logprobs[row] = 0.0f;
         return;
+    }
+    if (d->top_k != NULL) {
+        float least = edge(d, row, x, end, top, scratch);
+        for (int64_t i = 0; i < end; i++) x[i] = x[i] >= least ? x[i] : -INFINITY;
     }
     double total = 0.0;
     for (int64_t i = 0; i < end; i += 16) {
@@ -1073,11 +1163,12 @@ static void draw_rows(void *arg, int64_t index, int64_t count)
 {
     Draw *d = arg;
     SHARE(first, last, d->rows, 1);
-    for (int64_t row = first; row < last; row++) draw_row(d, row);
+    for (int64_t row = first; row < last; row++) draw_row(d, row, d->scratch + index * d->stride);
 }
 
 /* The logits of all rows. */
 void verbatim_logits(Draw *d) { run(d->threads, head, d); }
 
-/* A token of each row and its logprob, from the logits that are there. */
+/* A token of each row and its logprob, from the logits that are there. Of a row that is cut, those of other ids than it
+   was drawn among are -INFINITY behind it. */
 void verbatim_draw(Draw *d) { run(d->threads, draw_rows, d); }

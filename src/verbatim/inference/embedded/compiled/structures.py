@@ -95,6 +95,10 @@ class DrawFields(ctypes.Structure):
         ("tokens", _POINTER),
         ("logprobs", _POINTER),
         ("threads", _INT),
+        ("top_k", _POINTER),
+        ("top_p", _POINTER),
+        ("min_p", _POINTER),
+        ("scratch", _POINTER),
     )
 
 
