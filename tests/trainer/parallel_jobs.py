@@ -12,7 +12,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from trainer_helpers import make_batch, make_sample, routed_samples, shared_prefixes
+from trainer_helpers import cut_samples, make_batch, make_sample, routed_samples, shared_prefixes
 from transformers import AutoModelForCausalLM
 
 from verbatim.algorithms.losses import LOSSES, Loss
@@ -50,6 +50,8 @@ def batch_of(kind, seed=0):
         return shared_prefixes(seed)
     if kind == "taught":
         return [_taught(sample, seed + i) for i, sample in enumerate(shared_prefixes(seed))]
+    if kind == "cut":
+        return cut_samples(seed)
     if kind == "routed":
         return routed_samples(0.8)
     if kind == "one":

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from trainer_helpers import gradients, largest_difference, loaded, shared_prefixes, write_llama, write_model
+from trainer_helpers import cut_samples, gradients, largest_difference, loaded, write_llama, write_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from verbatim.algorithms.losses import LOSSES, Loss, LossInputs
@@ -126,19 +126,11 @@ def test_the_expected_gradient_is_that_of_the_expected_reward_of_the_cut_policy(
     assert (largest_difference(biased, closed_form) > 0.01) == is_cut, "what logprobs of the whole vocabulary do"
 
 
-def cut_samples(folder):
-    """Samples that share prefixes, with kept sets of 1 to 30 of 61 ids, and some tokens of which nothing was cut. Their
-    inference logprobs are off the policy by about 0.2."""
+def off_policy(folder):
+    """`cut_samples`, whose inference logprobs are off the policy by about 0.2, with a teacher's."""
     rng = np.random.default_rng(1)
     model, samples = plain_model(folder), []
-    for sample in shared_prefixes():
-        sets = [
-            []
-            if not trained or rng.random() < 0.2
-            else sorted({token, *rng.integers(0, 61, rng.integers(30)).tolist()})
-            for token, trained in zip(sample.token_ids.tolist(), sample.loss_mask.tolist(), strict=True)
-        ]
-        sample = dataclasses.replace(sample, kept_sets=KeptSets.of(sets))
+    for sample in cut_samples():
         with torch.no_grad():
             own = dense_logprobs(model, sample).numpy()
         noise = 0.2 * rng.standard_normal(len(own))
@@ -188,7 +180,7 @@ def dense_gradient(folder, samples, loss):
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_has_the_gradient_over_kept_sets_in_rows_and_trees(tmp_path, name):
     folder = write_llama(tmp_path)
-    samples = cut_samples(folder)
+    samples = off_policy(folder)
     expected = dense_gradient(folder, samples, LOSSES[name])
     for settings in ({}, {"packing": "tree"}, {"packing": "tree", "micro_batch_tokens": 24, "chunk": 5}, {"chunk": 3}):
         found, _, _ = gradients(folder, samples, loss=LOSSES[name], denominator=1, **settings)
@@ -200,7 +192,7 @@ def test_every_loss_has_the_gradient_over_kept_sets_in_rows_and_trees(tmp_path, 
 
 def test_trees_share_prefixes_whatever_the_kept_sets_are(tmp_path):
     folder = write_model(tmp_path)
-    samples = cut_samples(folder)
+    samples = cut_samples()
     (cut,) = pack_tree(samples, micro_batch_tokens=10_000, keep_whole=False)
     (whole,) = pack_tree(
         [dataclasses.replace(sample, kept_sets=None) for sample in samples], micro_batch_tokens=10_000, keep_whole=False

@@ -74,6 +74,21 @@ def test_two_processes_have_the_gradient_and_the_metrics_of_one(two, qwen, slidi
 SHARED = {"parallel": {"sequence": 2}}
 
 
+@pytest.mark.parametrize("how", [{}, SHARED], ids=["micro-batches of their own", "shared micro-batches"])
+def test_kept_sets_go_where_their_targets_go(two, qwen, sliding_qwen, tmp_path, how):
+    """To a reference's logprobs too, which are over the same sets."""
+    llama = write_llama(tmp_path / "llama")
+    reference = {"loss": {"type": "gspo", "kl_ref_tau": 0.5}, "frozen": {"reference": str(llama)}}
+    cut = [
+        case(qwen, [["cut", 0], ["usual", 1]], micro_batch_tokens=40),
+        case(sliding_qwen, [["cut", 0]], packing="tree", micro_batch_tokens=30),
+        case(qwen, [["cut", 3]], loss="ipa", packing="tree", micro_batch_tokens=24),
+        case(qwen, [["cut", 6]], **reference),
+    ]
+    for found in two.run(jobs.compare, [{**one, **how} for one in cut]):
+        assert_as_one(found)
+
+
 def test_two_processes_that_share_micro_batches_have_the_gradient_and_the_metrics_of_one(
     two, qwen, sliding_qwen, tmp_path
 ):

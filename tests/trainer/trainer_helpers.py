@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from verbatim.algorithms.losses import LOSSES
-from verbatim.core.types import RoutedExperts, TrainingSample
+from verbatim.core.types import KeptSets, RoutedExperts, TrainingSample
 from verbatim.models.float64 import keep_float64
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model
@@ -186,6 +186,20 @@ def routed_samples(known=1.0):
             experts, is_known = by_prefix.setdefault(key, (own.experts[at].copy(), bool(own.known[at])))
             own.experts[at], own.known[at] = experts, is_known
         samples.append(replace(sample, routed_experts=own))
+    return samples
+
+
+def cut_samples(seed=0):
+    """Samples that share prefixes, with kept sets of 1 to 30 of the ids, and some tokens of which nothing was cut."""
+    rng, samples = np.random.default_rng([seed, 1]), []
+    for sample in shared_prefixes(seed):
+        sets = [
+            []
+            if not trained or rng.random() < 0.2
+            else sorted({token, *rng.integers(0, VOCAB, rng.integers(30)).tolist()})
+            for token, trained in zip(sample.token_ids.tolist(), sample.loss_mask.tolist(), strict=True)
+        ]
+        samples.append(replace(sample, kept_sets=KeptSets.of(sets)))
     return samples
 
 
