@@ -4,7 +4,7 @@ folder."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from verbatim.config.schema import RunConfig, TeacherConfig
