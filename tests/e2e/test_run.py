@@ -218,11 +218,14 @@ def test_the_summary_says_what_was_measured(finished: Finished):
         "trained_tokens",
         "gain",
         "gain_interval_95",
+        "evaluated_examples",
+        "evaluated_episodes",
     }
     evals = {m["step"]: m["metrics"] for m in lines(finished.folder / "metrics.jsonl") if m["kind"] == "eval"}
     assert summary["success_before_rl"] == evals[0]["success"]
     assert summary["valid_format_before_rl"] == evals[0]["valid_format"]
     assert summary["success_after_rl"] == evals[3]["success"]
+    assert (summary["evaluated_examples"], summary["evaluated_episodes"]) == (SECRETS, SECRETS)
     assert summary["success_best_constant_policy"] == pytest.approx(4 / 15)
     assert (summary["steps"], summary["rollouts"], summary["failed_rollouts"]) == (STEPS, STEPS * BATCH, 0)
     assert summary["sampled_tokens"] == sum(map(num_sampled, trajectory_lines(finished.folder)))

@@ -88,7 +88,7 @@ function LastEvaluation({ metrics }: { metrics: Metrics | null }) {
         return (
           <span key={each.env} class="evaluation" title={`${each.env}, step ${each.step}: ${playedOf(each)}`}>
             {figure(round(each.metrics.success))}
-            {interval && <span class="of"> [{round(interval[0])}, {round(interval[1])}]</span>}
+            {interval && <span class="of"> [{interval[0].toFixed(3)}, {interval[1].toFixed(3)}]</span>}
           </span>
         );
       })}
