@@ -137,7 +137,7 @@ class Recorder:
         """Add what became known after the completion: tool results, timing, reward, whether it is trained. Never ids or
         logprobs."""
         assert changes.keys() <= {"reward", "timing", "parse_status", "trained"}
-        self.turns[index] = self.turns[index].amended(**changes)
+        self.turns[index] = self.turns[index].replace(**changes)
 
     def close(self) -> None:
         """The episode has ended: nothing is recorded any more."""

@@ -3,10 +3,12 @@
 import doctest
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from drawn import drawn
+from verbatim import TrainingSample
 from verbatim.core.records import spans as module
 from verbatim.core.records.spans import OUTSIDE, Span, expanded, of_trained, trained_places
 
@@ -35,6 +37,13 @@ def samples(draw):
             )
         )
     return spans, end + draw(st.integers(0, 2))
+
+
+@pytest.mark.parametrize("places", [[(0, 2)], [(1, 6)], [(1, 3), (2, 4)], [(3, 4), (1, 2)]])
+def test_a_sample_is_not_made_of_spans_outside_of_it_or_over_each_other(places):
+    spans = [Span(start, end, 0, 1, 0.5, 1.0, None) for start, end in places]
+    with pytest.raises(AssertionError, match="spans"):
+        TrainingSample.of_spans(np.arange(5, dtype=np.int32), spans)
 
 
 @given(samples())

@@ -120,9 +120,11 @@ class TrainingSample:
         env: str = "",
         part: int = -1,
     ) -> Self:
-        """The sample of these spans of trained tokens, in ascending order. Its arrays are made when they are read."""
+        """The sample of these spans of trained tokens, in ascending order. Its arrays are made when they are read: of
+        what `__init__` checks, that they are parallel follows from how they are made, and the rest is checked here."""
         sample = cls.__new__(cls)
-        assert not spans or (spans[0].start > 0 and spans[-1].end <= len(token_ids))
+        assert not spans or (spans[0].start > 0 and spans[-1].end <= len(token_ids)), "spans outside of the sample"
+        assert all(one.end <= other.start for one, other in pairwise(spans)), "spans that overlap"
         assert routed_experts is None or len(routed_experts) == len(token_ids), "experts of another sample"
         assert kept_sets is None or len(kept_sets) == len(token_ids), "kept sets of another sample"
         vars(sample).update(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -162,26 +162,22 @@ class Turn:
         assert path.tree is before.tree
         return before.length <= path.length - len(self.completion_ids) and path.starts_with(before)
 
-    def amended(self, **changes: Any) -> Turn:
-        """A copy with another reward, timing or parse status; nothing else is checked again."""
-        return self._with(changes)
-
     def replace(self, **changes: Any) -> Turn:
-        """A copy with some fields changed; ids that do not change are stored once."""
+        """A copy with some fields changed; ids that do not change are stored once.
+
+        Where only fields of `_BESIDE` change, ids and logprobs are not looked at again: they were when this turn was
+        made.
+        """
         if changes.keys() <= _BESIDE:
-            return self._with(changes)
+            turn = object.__new__(type(self))
+            for set_field, value in zip(_SETTERS.values(), _values_of(self), strict=True):
+                set_field(turn, value)
+            for name, value in changes.items():
+                _SETTERS[name](turn, as_number(value, name) if name in ("reward", "advantage") else value)
+            return turn
         if changes.keys() & {"prompt_ids", "completion_ids"} and "path" not in changes:
             changes = {"prompt_ids": self.prompt_ids, "path": None, **changes}
         return dataclasses.replace(self, **changes)
-
-    def _with(self, changes: Mapping[str, Any]) -> Turn:
-        """A copy with changes of `_BESIDE`; ids and logprobs were looked at when this turn was made."""
-        turn = object.__new__(type(self))
-        for set_field, value in zip(_SETTERS.values(), _values_of(self), strict=True):
-            set_field(turn, value)
-        for name, value in changes.items():
-            _SETTERS[name](turn, as_number(value, name) if name in ("reward", "advantage") else value)
-        return turn
 
 
 _SETTERS: dict[str, Callable[[Turn, Any], None]] = {
