@@ -72,8 +72,9 @@ def _find(text: str, make_api: Callable[[str, str], OpenAI]) -> EvalModel:
     folder, _, which = text.rpartition("@")
     if folder and not Path(text).exists():
         if not holds_run(Path(folder)):
+            found = "no run" if Path(folder).is_dir() else "no folder"
             raise UsageError(
-                f"--model {text}: {folder} is {_what_is(Path(folder))}; expected the folder of a run "
+                f"--model {text}: {folder} is {found}; expected the folder of a run "
                 "before @, and latest, best or a step behind it, or NAME@http://... for an "
                 "API"
             )
@@ -105,10 +106,6 @@ def _final(text: str, run: Path) -> EvalModel:
     if not isinstance(steps, int):
         steps = max(CheckpointStore(run / "checkpoints", read_only=True).steps(), default=0)
     return EvalModel(label=text, source=str(run / "final"), step=steps, fingerprint=fingerprint(run / "final"))
-
-
-def _what_is(path: Path) -> str:
-    return "no run" if path.is_dir() else "no folder"
 
 
 def fingerprint(folder: Path) -> str:

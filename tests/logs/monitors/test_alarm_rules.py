@@ -110,9 +110,9 @@ def test_mismatch_kl_is_the_median_of_eight_steps(values: list[float], expected:
         ({"weights/canary": 0.04, "weights/canary_allowed": 0.2, "truncation_mismatch": 0.5}, {}, "top_p", "top_p"),
         (
             {"truncation_mismatch": 0.5},
-            {"orchestrator.sampling.top_p": 0.9},
+            {"orchestrator.sampling.accept_truncation_mismatch": True},
             "top_p",
-            "orchestrator.sampling.top_p (now 0.9)",
+            "orchestrator.sampling.accept_truncation_mismatch (now true)",
         ),
         (
             {"staleness/mean": 2.6},

@@ -58,7 +58,7 @@ def test_training_does_not_wait_for_the_end_of_an_evaluation_and_no_place_is_emp
 
     ended, result, played = on_virtual_time(run())
     assert ended == 2016 / 8
-    assert result.num_episodes == 2000 and result.success == 1.0
+    assert result.num_episodes == 2000 and result.metrics["success"] == 1.0
     evaluated = [name for name in played.began if name.startswith("eval")]
     assert evaluated == [f"eval-{index}-{k}" for index in range(1000) for k in range(2)]  # in the order of the examples
 

@@ -32,11 +32,6 @@ class Evaluation:
     over examples, `reward/low` and `reward/high` that of the mean reward, NaN where all rewards are equal."""
     trajectories: tuple[Trajectory, ...]
 
-    @property
-    def success(self) -> float:
-        """Share of all episodes that reached their goal."""
-        return self.metrics["success"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
