@@ -14,6 +14,7 @@ from pathlib import Path
 from verbatim.config import BackendSettings
 from verbatim.config.sections import PositiveInt
 from verbatim.core.tasks import run_together
+from verbatim.core.texts import numbered
 from verbatim.core.types import Trajectory
 from verbatim.rollouts.backends import RunnerInputs
 from verbatim.rollouts.draws import CountingSampler
@@ -68,18 +69,15 @@ async def process_runner(
 
 
 def log_names(labels: list[str]) -> list[str]:
-    """A file name for each environment.
+    """A file name for each environment, none of them twice.
 
-    >>> log_names(["guess_number", "my env/2", "my env 2"])
-    ['guess_number.log', 'my_env_2.log', 'my_env_2-2.log']
+    >>> log_names(["guess_number", "my env", "my/env", "my_env_2"])
+    ['guess_number.log', 'my_env.log', 'my_env_2.log', 'my_env_2_2.log']
     """
-    taken: Counter[str] = Counter()
-    names = []
+    names: list[str] = []
     for label in labels:
-        plain = re.sub(r"[^\w-]+", "_", label)[:80]
-        taken[plain] += 1
-        names.append(f"{plain}.log" if taken[plain] == 1 else f"{plain}-{taken[plain]}.log")
-    return names
+        names.append(numbered(re.sub(r"[^\w-]+", "_", label)[:80], names))
+    return [f"{name}.log" for name in names]
 
 
 class ProcessRunner:
