@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from verbatim.algorithms.curriculum import ExampleSchedule, PoolRules
 from verbatim.algorithms.losses import Loss
 from verbatim.config import resolve
-from verbatim.config.schema import ComponentConfig, CriterionConfig, RunConfig, TeacherConfig
+from verbatim.config.schema import ComponentConfig, RunConfig, TeacherConfig
 from verbatim.config.sections import table_of
 from verbatim.core.errors import ComponentError
 from verbatim.core.records.failed import MAX_FAILED
@@ -196,19 +196,14 @@ def make_schedule(config: RunConfig, eval_setups: Mapping[str, RolloutSetup]) ->
 
 def make_progress(config: RunConfig) -> EvalProgress:
     """What follows from the evaluations."""
-    from verbatim.run.orchestrator.eval_progress import BestEvaluation, Criterion, EarlyStopping, EvalProgress
+    from verbatim.run.orchestrator.eval_progress import BestEvaluation, EarlyStopping, EvalProgress
 
     keep, evaluation = config.checkpoint.keep_best, config.orchestrator.eval
     stop = evaluation.early_stopping if evaluation is not None else None
 
-    def criterion(given: CriterionConfig) -> Criterion:
-        return Criterion(metric=given.metric, mode=given.mode, env=given.env)
-
     return EvalProgress(
-        best=BestEvaluation(criterion=criterion(keep)) if keep is not None else None,
-        early_stopping=EarlyStopping(criterion=criterion(stop), patience=stop.patience, min_delta=stop.min_delta)
-        if stop is not None
-        else None,
+        best=BestEvaluation(criterion=keep) if keep is not None else None,
+        early_stopping=EarlyStopping(rule=stop) if stop is not None else None,
         played=_played(config),
         max_failed=max_failed(config),
     )

@@ -1,5 +1,7 @@
 """Rewards that differ by rounding alone are equal, for every advantage, filter, pool and verdict."""
 
+from functools import partial
+
 import pytest
 
 from algorithms.credit.groups import advantages, group, group_of, rollout, turn
@@ -8,9 +10,10 @@ from verbatim.algorithms.credit import ADVANTAGES
 from verbatim.algorithms.credit.length_penalty import with_relative_bonus
 from verbatim.algorithms.curriculum import PoolRules, flatness
 from verbatim.algorithms.filters.zero_advantage import ZeroAdvantage
+from verbatim.config.schema import CriterionConfig
 from verbatim.core.records.equality import are_equal, deviation
 from verbatim.run.evaluation.intervals import mean_interval, unpaired_mean
-from verbatim.run.orchestrator.eval_progress import Criterion
+from verbatim.run.orchestrator.eval_progress import improves
 
 NEARLY = [[0.7 + 0.1, 0.8], [0.1 + 0.2, 0.3, 0.3, 0.3], [0.5, 0.5 + 1e-8], [3e6, 3e6 + 1]]
 """In the first two, a sum misses the number that it is meant to be by a bit."""
@@ -68,7 +71,7 @@ def test_the_best_rollouts_of_a_length_bonus_are_those_that_are_equal_to_the_bes
 
 
 def test_rounding_is_no_improvement_of_an_evaluation():
-    better = Criterion(metric="reward/mean").improves
+    better = partial(improves, CriterionConfig(metric="reward/mean"))
     assert not better(0.1 + 0.2, 0.3)
     assert not better(0.8, 0.7, by=0.1)  # 0.8 - 0.7 is 0.10000000000000009
     assert better(0.31, 0.3)

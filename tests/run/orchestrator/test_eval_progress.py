@@ -13,10 +13,10 @@ import pytest
 from run.orchestrator.loop_runs import GROUP, GROUPS, FakeTrainer, GatedTrainer, Notes, make, nothing_left_behind, until
 from run.orchestrator.test_difficulty_pools import RULES, Uneven
 from verbatim import Example
-from verbatim.config.orchestrator import EVAL_METRICS
 from verbatim.rollouts import EpisodeTally
+from verbatim.config.orchestrator import EVAL_METRICS, CriterionConfig, EarlyStoppingConfig
 from verbatim.run.orchestrator import eval_progress, loop
-from verbatim.run.orchestrator.eval_progress import BestEvaluation, Criterion, EarlyStopping, EvalProgress
+from verbatim.run.orchestrator.eval_progress import BestEvaluation, EarlyStopping, EvalProgress, measured
 from verbatim.run.orchestrator.evaluate import Evaluation, plan
 
 
@@ -26,12 +26,11 @@ def evaluation(value: float | None, *, env: str = "coins", episodes: int = 10, f
 
 
 def watched(*, best: bool = True, patience: int | None = None, min_delta: float = 0.0, **criterion) -> EvalProgress:
-    which = Criterion(metric="success", **criterion)
+    stopping = None
+    if patience is not None:
+        stopping = EarlyStopping(rule=EarlyStoppingConfig(patience=patience, min_delta=min_delta, **criterion))
     return EvalProgress(
-        best=BestEvaluation(criterion=which) if best else None,
-        early_stopping=None
-        if patience is None
-        else EarlyStopping(criterion=which, patience=patience, min_delta=min_delta),
+        best=BestEvaluation(criterion=CriterionConfig(**criterion)) if best else None, early_stopping=stopping
     )
 
 
@@ -44,7 +43,7 @@ def test_the_examples_of_the_docstrings_hold():
 
 
 @pytest.mark.parametrize(
-    ("env", "measured", "value"),
+    ("env", "evaluations", "value"),
     [
         (None, {"a": evaluation(0.25), "b": evaluation(0.75)}, 0.5),
         ("b", {"a": evaluation(0.25), "b": evaluation(0.75)}, 0.75),
@@ -55,12 +54,12 @@ def test_the_examples_of_the_docstrings_hold():
         (None, {"a": evaluation(math.nan, episodes=0)}, None),
     ],
 )
-def test_a_figure_that_one_environment_did_not_measure_is_no_figure(env, measured, value):
-    assert Criterion(metric="success", env=env).value(measured) == value
+def test_a_figure_that_one_environment_did_not_measure_is_no_figure(env, evaluations, value):
+    assert measured(CriterionConfig(metric="success", env=env), evaluations) == value
 
 
 def test_of_equal_evaluations_the_first_is_the_best_and_less_is_better_where_that_is_asked():
-    more, less = (BestEvaluation(criterion=Criterion(metric="turns", mode=mode)) for mode in ("max", "min"))
+    more, less = (BestEvaluation(criterion=CriterionConfig(metric="turns", mode=mode)) for mode in ("max", "min"))
     values = [(0, 3.0), (5, 3.0), (10, 2.0), (15, 4.0), (20, 2.0)]
     assert [more.observe(*value) for value in values] == [True, False, False, True, False]
     assert [less.observe(*value) for value in values] == [True, False, True, False, False]
@@ -68,14 +67,14 @@ def test_of_equal_evaluations_the_first_is_the_best_and_less_is_better_where_tha
 
 
 def test_an_improvement_of_just_min_delta_is_none_and_many_small_ones_add_up():
-    stopping = EarlyStopping(criterion=Criterion(metric="success"), patience=3, min_delta=0.25)
+    stopping = EarlyStopping(rule=EarlyStoppingConfig(patience=3, min_delta=0.25))
     for step, value in ((0, 0.0), (1, 0.25), (2, 0.25), (3, 0.375)):
         stopping.observe(step, value)
     assert (stopping.best_step, stopping.since, stopping.reason) == (3, [], None)
 
 
 def test_what_comes_after_the_end_does_not_take_it_back():
-    stopping = EarlyStopping(criterion=Criterion(metric="success"), patience=1)
+    stopping = EarlyStopping(rule=EarlyStoppingConfig(patience=1))
     for step, value in ((0, 0.5), (1, 0.5), (2, 1.0)):
         stopping.observe(step, value)
     assert stopping.reason == "success did not rise above 0.500 (step 0) in the evaluation after step 1"

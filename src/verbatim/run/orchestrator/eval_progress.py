@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, TypeGuard
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
 
+from verbatim.config.orchestrator import CriterionConfig, EarlyStoppingConfig
 from verbatim.core.records.equality import is_at_most
 from verbatim.core.records.failed import MAX_FAILED, too_many_failed
 from verbatim.run.orchestrator.evaluate import Evaluation
@@ -15,39 +16,35 @@ from verbatim.run.orchestrator.evaluate import Evaluation
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Criterion:
-    """Which figure of an evaluation says how good a policy is."""
+def measured(criterion: CriterionConfig, evaluations: Mapping[str, Evaluation]) -> float | None:
+    """The figure of a criterion; None where it was not measured in one of the environments: it was left out, or the
+    metric is missing, NaN or infinite there."""
+    values = []
+    for evaluation in _counted(criterion, evaluations):
+        value = float(evaluation.metrics.get(criterion.metric, math.nan))
+        if not evaluation.num_episodes or not math.isfinite(value):
+            return None
+        values.append(value)
+    return sum(values) / len(values) if values else None
 
-    metric: str
-    """A metric of evaluations."""
-    mode: Literal["max", "min"] = "max"
-    """Whether more of it is better, or less."""
-    env: str | None = None
-    """The environment that counts; None = the mean over all of them."""
 
-    def value(self, evaluations: Mapping[str, Evaluation]) -> float | None:
-        """The figure; None where it was not measured in one of the environments: it was left out, or the metric is
-        missing, NaN or infinite there."""
-        values = []
-        for evaluation in self.counted(evaluations):
-            value = float(evaluation.metrics.get(self.metric, math.nan))
-            if not evaluation.num_episodes or not math.isfinite(value):
-                return None
-            values.append(value)
-        return sum(values) / len(values) if values else None
+def _counted(criterion: CriterionConfig, evaluations: Mapping[str, Evaluation]) -> list[Evaluation]:
+    """Those of the environments that count."""
+    return [evaluations[criterion.env]] if criterion.env is not None else list(evaluations.values())
 
-    def counted(self, evaluations: Mapping[str, Evaluation]) -> list[Evaluation]:
-        """Those of the environments that count."""
-        return [evaluations[self.env]] if self.env is not None else list(evaluations.values())
 
-    def improves(self, value: float, best: float | None, by: float = 0.0) -> bool:
-        """Whether a value is better than the best before, by more than this. An equal one is not: what differs
-        by rounding alone is equal."""
-        if best is None:
-            return True
-        gain = value - best if self.mode == "max" else best - value
-        return not is_at_most(gain, by)
+def improves(criterion: CriterionConfig, value: float, best: float | None, by: float = 0.0) -> bool:
+    """Whether a value is better than the best before, by more than this. An equal one is not: what differs by rounding
+    alone is equal."""
+    if best is None:
+        return True
+    gain = value - best if criterion.mode == "max" else best - value
+    return not is_at_most(gain, by)
+
+
+def _named(criterion: CriterionConfig) -> dict[str, Any]:
+    """What is measured, as plain JSON values."""
+    return {"metric": criterion.metric, "mode": criterion.mode, "env": criterion.env}
 
 
 @dataclass(kw_only=True)
@@ -55,21 +52,21 @@ class BestEvaluation:
     """The best evaluation so far; of equal ones the first.
 
     Example:
-        >>> best = BestEvaluation(criterion=Criterion(metric="success"))
+        >>> best = BestEvaluation(criterion=CriterionConfig(metric="success"))
         >>> [best.observe(step, value) for step, value in ((0, 0.25), (10, 0.5), (20, 0.5), (30, 0.75))]
         [True, True, False, True]
         >>> best.step, best.value
         (30, 0.75)
     """
 
-    criterion: Criterion
+    criterion: CriterionConfig
     step: int | None = None
     """The step that it came after; None = nothing was measured yet."""
     value: float | None = None
 
     def observe(self, step: int, value: float) -> bool:
         """An evaluation was measured. Returns whether it is the best."""
-        if not self.criterion.improves(value, self.value):
+        if not improves(self.criterion, value, self.value):
             return False
         self.step, self.value = step, value
         return True
@@ -78,7 +75,7 @@ class BestEvaluation:
         """Plain JSON values: the step, the value, and what it is the best of; None before the first."""
         if self.step is None:
             return None
-        return {"step": self.step, "value": self.value, **asdict(self.criterion)}
+        return {"step": self.step, "value": self.value, **_named(self.criterion)}
 
 
 @dataclass(kw_only=True)
@@ -86,18 +83,14 @@ class EarlyStopping:
     """Counts evaluations in a row that are no improvement (Prechelt 1998, "Early stopping, but when?").
 
     Example:
-        >>> stopping = EarlyStopping(criterion=Criterion(metric="success"), patience=2, min_delta=0.1)
+        >>> stopping = EarlyStopping(rule=EarlyStoppingConfig(metric="success", patience=2, min_delta=0.1))
         >>> for step, value in ((0, 0.25), (10, 0.5), (20, 0.5625), (30, 0.375)):
         ...     stopping.observe(step, value)
         >>> stopping.reason
         'success did not rise by more than 0.1 above 0.500 (step 10) in the evaluations after the steps 20, 30'
     """
 
-    criterion: Criterion
-    patience: int
-    """That many of them end the run."""
-    min_delta: float = 0.0
-    """An improvement is larger than this."""
+    rule: EarlyStoppingConfig
     best: float | None = None
     """The value of the last improvement."""
     best_step: int | None = None
@@ -109,7 +102,7 @@ class EarlyStopping:
         """An evaluation was measured. Those after the run was to end change nothing."""
         if self.reason is not None:
             return
-        if self.criterion.improves(value, self.best, self.min_delta):
+        if improves(self.rule, value, self.best, self.rule.min_delta):
             self.best, self.best_step, self.since = value, step, []
         else:
             self.since.append(step)
@@ -117,20 +110,20 @@ class EarlyStopping:
     @property
     def reason(self) -> str | None:
         """Why the run ends; None where it goes on."""
-        if len(self.since) < self.patience:
+        if len(self.since) < self.rule.patience:
             return None
         assert self.best is not None
-        criterion = self.criterion
+        criterion = self.rule
         which = f"{criterion.metric} of {criterion.env}" if criterion.env is not None else criterion.metric
         verb, beyond = ("rise", "above") if criterion.mode == "max" else ("fall", "below")
-        by = f" by more than {self.min_delta:g}" if self.min_delta else ""
+        by = f" by more than {criterion.min_delta:g}" if criterion.min_delta else ""
         steps = ", ".join(map(str, self.since))
         name = "evaluation after step" if len(self.since) == 1 else "evaluations after the steps"
         return f"{which} did not {verb}{by} {beyond} {self.best:.3f} (step {self.best_step}) in the {name} {steps}"
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {"best": self.best, "best_step": self.best_step, "since": list(self.since), **asdict(self.criterion)}
+        return {"best": self.best, "best_step": self.best_step, "since": list(self.since), **_named(self.rule)}
 
 
 @dataclass(kw_only=True)
@@ -158,14 +151,14 @@ class EvalProgress:
         else:
             is_best = False
         watch = self.early_stopping
-        if watch is not None and (value := self._value(watch.criterion, step, evaluations)) is not None:
+        if watch is not None and (value := self._value(watch.rule, step, evaluations)) is not None:
             watch.observe(step, value)
         return is_best
 
-    def _value(self, criterion: Criterion, step: int, evaluations: Mapping[str, Evaluation]) -> float | None:
+    def _value(self, criterion: CriterionConfig, step: int, evaluations: Mapping[str, Evaluation]) -> float | None:
         failed = {
             one.env: too_many_failed(one.num_failed, one.num_episodes, self.max_failed)
-            for one in criterion.counted(evaluations)
+            for one in _counted(criterion, evaluations)
         }
         if said := [f"{clause} in {env}" for env, clause in failed.items() if clause is not None]:
             logger.warning(
@@ -177,7 +170,7 @@ class EvalProgress:
                 self.max_failed,
             )
             return None
-        value = criterion.value(evaluations)
+        value = measured(criterion, evaluations)
         if value is None and criterion.metric not in self._warned:
             self._warned.add(criterion.metric)
             names = ", ".join(sorted({name for evaluation in evaluations.values() for name in evaluation.metrics}))
@@ -217,14 +210,14 @@ class EvalProgress:
         if self.best is not None and _fits(best, self.best.criterion, "checkpoint.keep_best"):
             self.best.step, self.best.value = best["step"], best["value"]
         watch = self.early_stopping
-        if watch is not None and _fits(stopping, watch.criterion, "orchestrator.eval.early_stopping"):
+        if watch is not None and _fits(stopping, watch.rule, "orchestrator.eval.early_stopping"):
             watch.best, watch.best_step, watch.since = stopping["best"], stopping["best_step"], list(stopping["since"])
 
 
-def _fits(state: Mapping[str, Any] | None, criterion: Criterion, where: str) -> TypeGuard[Mapping[str, Any]]:
+def _fits(state: Mapping[str, Any] | None, criterion: CriterionConfig, where: str) -> TypeGuard[Mapping[str, Any]]:
     if state is None:
         return False
-    if any(state.get(name) != value for name, value in asdict(criterion).items()):
+    if any(state.get(name) != value for name, value in _named(criterion).items()):
         logger.warning("%s has changed: the evaluations before are not compared with", where)
         return False
     return True
