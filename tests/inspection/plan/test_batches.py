@@ -7,7 +7,7 @@ from verbatim.config import make_config
 from verbatim.core.errors import UsageError
 from verbatim.core.trajectories import Fate
 from verbatim.core.types import Trajectory, Turn
-from verbatim.inspection.plan.batches import assumed_batch, batch_of_run
+from verbatim.inspection.plan.batches import assumed_batch, batch_of_run, kept_set_bytes
 from verbatim.logs.fates.files import FateFolder
 
 
@@ -40,8 +40,23 @@ def test_branching_has_a_sample_for_each_turn():
     assert batch.prompt_tokens == 4 * 512
 
 
-def trajectory(prompt, sampled, name, error=None):
-    turn = Turn(prompt_ids=list(range(prompt)), completion_ids=list(range(sampled)), logprobs=[-1.0] * sampled)
+@pytest.mark.parametrize(("sampling", "each"), [({"top_k": 20, "top_p": 0.9}, 20), ({"top_p": 0.9}, 100), ({}, 0)])
+def test_kept_sets_have_top_k_ids_or_a_hundred_of_four_bytes(sampling, each):
+    cut = config(seq_len=1000, max_turns=2, sampling={"max_tokens": 100, **sampling})
+    assert kept_set_bytes(cut, assumed_batch(cut)) == 4 * 200 * each * 4
+
+
+def test_kept_sets_of_a_run_are_counted(tmp_path):
+    kept = trajectory(9, 3, "a", kept_sets=[[0, 5], [1, 7, 8], [2]])
+    FateFolder(tmp_path / "trajectories").write(0, [Fate(trajectory=kept, turns=("trained",))])
+    cut = config(sampling={"top_k": 50})
+    assert kept_set_bytes(cut, batch_of_run(cut, tmp_path)) == 4 * 6
+
+
+def trajectory(prompt, sampled, name, error=None, **fields):
+    turn = Turn(
+        prompt_ids=list(range(prompt)), completion_ids=list(range(sampled)), logprobs=[-1.0] * sampled, **fields
+    )
     return Trajectory(example_id=name, turns=(turn,), reward=1.0, trajectory_id=name, error=error)
 
 

@@ -28,6 +28,7 @@ FIRST = Turn(
     completion_ids=[4, 5],
     logprobs=[-0.5, -0.25],
     policy_versions=[3, 4],
+    kept_sets=[[4, 6, 9], []],
     timing=TurnTiming(queued=0.5, generated=1.0, tools=2.0),
     temperature=0.5,
 )
@@ -265,6 +266,7 @@ async def test_a_trajectory_with_every_token(folder: Path):
     assert second["advantage"] == 0.75 and second["trainer_logprobs"] is None and second["num_prompt_tokens"] == 6
     assert (third["prompt_of_turn"], third["prompt_shared"], third["prompt_new_ids"]) == (1, 2, [9])
     assert third["extends"] is None and third["policy_versions"] is None and third["teacher_logprobs"] is None
+    assert first["kept_counts"] == [3, 0] and third["kept_counts"] is None
     # Two tokens are the same as in turn 1; what follows is computed again: all three of the prompt.
     assert third["break"]["reason"] == "unknown"
     assert "differs from token 2 on" in third["break"]["words"][1]

@@ -133,6 +133,15 @@ def test_mismatch_kl_names_the_cause_that_other_metrics_point_to(metrics, config
     assert cause in found.cause and key in found.advice
 
 
+@pytest.mark.parametrize(("cut", "expected"), [(0.9, False), (1.0, True)])
+def test_kept_sets_of_more_than_a_kilobyte_a_token_are_an_alarm(cut: float, expected: bool):
+    """270 ids of 4 bytes, of so many of the tokens: 972 and 1080 bytes."""
+    steps = steps_of({"kept_ids/mean": 270.0, "kept_ids/cut": cut}, count=8)
+    assert (level("kept_set_bytes", steps) >= 1) is expected
+    (found,) = findings("kept_set_bytes", steps, {"orchestrator.sampling.top_k": 0})
+    assert f"{1080 * cut:,.0f} bytes" in found.message and "orchestrator.sampling.top_k (now 0)" in found.advice
+
+
 def test_mismatch_kl_that_grows_later_is_a_matter_of_the_learning_rate():
     steps = steps_of({"mismatch_kl": [0.001] * 15 + [0.2] * 8})
     (found,) = findings("mismatch_kl", steps, {"trainer.optim.lr": 0.0008})

@@ -45,5 +45,6 @@ def plan_as_json(plan: Plan, changes: Sequence[Change]) -> dict[str, Any]:
         "sampler": asdict(plan.sampler),
         "seconds": plan.seconds,
         "update_bytes": plan.update_bytes,
+        "kept_set_bytes": plan.kept_set_bytes,
         "changes": [asdict(change) for change in changes],
     }

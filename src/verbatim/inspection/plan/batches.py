@@ -15,6 +15,8 @@ from verbatim.core.trajectories import build
 from verbatim.core.types import TrainingSample, Trajectory, Turn
 from verbatim.logs.monitors.trajectory_log import TRAJECTORIES, read_trajectories
 
+KEPT_IDS = 100
+"""Ids of a kept set where nothing says how many: `top_p` or `min_p` without `top_k`, and no run to look at."""
 PROMPT_SHARE = 0.25
 """Share of a trajectory's tokens that its prompt has, where the turns could fill all of them."""
 
@@ -107,6 +109,16 @@ def batch_of_run(config: RunConfig, run: Path) -> PlannedBatch:
     )
     found = _batch(config, kept, f"the last {len(kept):,} trajectories of {path}{few}")
     return replace(found, is_assumed=False)
+
+
+def kept_set_bytes(config: RunConfig, batch: PlannedBatch) -> int:
+    """Bytes of the kept sets of a batch, 4 for each id: as many as those of the run it is from, else `top_k` or
+    `KEPT_IDS` for each token; 0 where nothing is cut."""
+    if not config.needs_kept_sets:
+        return 0
+    found = sum(len(sample.kept_sets.ids) for sample in batch.samples if sample.kept_sets is not None)
+    samplings = [env.sampling or config.orchestrator.sampling for env in config.orchestrator.train.env]
+    return 4 * (found or batch.sampled_tokens * max(sampling.top_k or KEPT_IDS for sampling in samplings))
 
 
 def _vocabulary(config: RunConfig) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verbatim.config.schema import RunConfig, TrainerConfig
-from verbatim.inspection.plan.batches import PlannedBatch
+from verbatim.inspection.plan.batches import PlannedBatch, kept_set_bytes
 from verbatim.inspection.plan.devices import Device
 from verbatim.inspection.plan.fake_step import StepCase, StepMemory, measure
 from verbatim.inspection.plan.live_memory import ACTIVATIONS, BATCH, LOGITS
@@ -73,6 +73,8 @@ class Plan:
     """The sampler's part of a step."""
     update_bytes: int
     """Published with each step."""
+    kept_set_bytes: int
+    """Of the ids among which tokens are drawn, in each step's records and batch; 0 where nothing is cut."""
     needed: int
     """Bytes on the device that holds the trainer's process; on a CPU of all that computes there."""
     usable: int
@@ -147,6 +149,7 @@ def predict(case: Case) -> Plan:
         needed=needed,
         usable=int(device.memory * case.assumed.memory_share),
         update_bytes=_MASTER * memory.num_trained,
+        kept_set_bytes=kept_set_bytes(config, case.batch),
         trainer=trainer_speed(
             memory.dealt,
             cost,

@@ -165,6 +165,9 @@ def _speed(plan: Plan) -> RenderableType:
         f"{trainer.tokens:,} tokens, {trainer.tokens_per_second:,.0f} per second{exchange}",
     )
     table.add_row("weights published", "", f"{_gib(plan.update_bytes)} in each step")
+    if plan.kept_set_bytes:
+        each = plan.kept_set_bytes / plan.case.batch.sampled_tokens
+        table.add_row("kept sets", "", f"{_gib(plan.kept_set_bytes)} in each step, {each:,.0f} bytes for each token")
     return table
 
 

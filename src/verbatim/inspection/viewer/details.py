@@ -17,7 +17,7 @@ MOST_OF_A_TURN, MOST_OF_ALL = 20_000, 60_000
 """Tokens of one turn, and of all turns, in one answer."""
 LONGEST_TEXT = 200_000
 """Characters of a text in an answer."""
-_PARALLEL = ("logprobs", "trainer_logprobs", "gradients", "teacher_logprobs", "policy_versions")
+_PARALLEL = ("logprobs", "trainer_logprobs", "gradients", "teacher_logprobs", "policy_versions", "kept_counts")
 """Values of each completion id."""
 _LARGEST_INTEGER = 2**53
 _PLAIN = ("stop_reason", "temperature", "parse_status", "tool_calls", "state_key", "timing")

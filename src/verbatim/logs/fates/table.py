@@ -226,7 +226,8 @@ class StoredFate:
     fates: tuple[str, ...]
     """The fate of each turn's completion."""
     turns: tuple[Mapping[str, NDArray[Any] | None], ...]
-    """The arrays of each turn, by column; those of `_SAID` are in no trajectory."""
+    """The arrays of each turn, by column, and `kept_counts`, the sizes of its kept sets; those of `_SAID` are in no
+    trajectory."""
 
 
 def records_of(table: pa.Table | pa.RecordBatch) -> Iterator[StoredFate]:
@@ -270,9 +271,10 @@ def _read_turns(column: pa.Array | pa.ChunkedArray) -> Iterator[tuple[str, dict[
         for index, row in enumerate(pa.Table.from_arrays([turns.field(name) for name in names], names).to_pylist()):
             found = {name: lists[index] for name, lists in tokens.items()}
             record = _turn_record(row, found)
-            if kept[index] is not None:
-                record["kept_sets"] = kept[index]
-            yield row["fate"], record, found
+            sets = kept[index]
+            if sets is not None:
+                record["kept_sets"] = sets
+            yield row["fate"], record, found | {"kept_counts": None if sets is None else sets.counts.astype(np.int32)}
 
 
 def _read_lists(column: pa.ListArray) -> list[NDArray[Any] | None]:

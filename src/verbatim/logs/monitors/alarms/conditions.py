@@ -48,6 +48,14 @@ def masked_tokens(window: Window, *, share: Fraction, steps: PositiveInt) -> Ite
         yield Sight(level=over(value, share), values={"value": value}, why=_why_off_policy(window))
 
 
+def kept_set_bytes(window: Window, *, bound: FinitePositive, steps: PositiveInt) -> Iterator[Sight]:
+    """The ids among which tokens were drawn take more than `bound` bytes for each trained token, 4 for an id, as the
+    median of the last steps. They are in every record, file and batch of the run."""
+    if sizes := window.together(("kept_ids/mean", "kept_ids/cut"), steps):
+        value = statistics.median(4 * mean * cut for mean, cut in sizes)
+        yield Sight(level=value / bound, values={"value": value})
+
+
 def _why_off_policy(window: Window) -> str:
     """The cause that the other metrics point to, the surest first."""
     canary, allowed = window.metric("weights/canary") or 0.0, window.metric("weights/canary_allowed") or 0.0

@@ -214,6 +214,19 @@ _ROWS = (
         trajectories=figures.oldest,
     ),
     AlarmRow(
+        name="kept_set_bytes",
+        function=conditions.kept_set_bytes,
+        knobs={"bound": 1000.0, "steps": 8},
+        limits=_WINDOW,
+        message="kept sets take {value:,.0f} bytes for each trained token, the median of {steps} steps; the bound is "
+        "{bound:,.0f}",
+        why=Why(
+            cause="top_p and min_p keep many ids where the distribution is flat",
+            advice="set {orchestrator.sampling.top_k} to 100, or lower {orchestrator.sampling.temperature}",
+        ),
+        evidence=("kept_ids/mean", "kept_ids/max", "kept_ids/cut", "entropy"),
+    ),
+    AlarmRow(
         name="tool_format",
         function=conditions.tool_format,
         knobs={"share": 0.3, "gone": 0.5, "steps": 3},
