@@ -57,13 +57,30 @@ def test_logprobs_of_the_whole_vocabulary_are_a_bias_that_is_named(place):
         assert not any(name.startswith("kept_ids") for name in line["metrics"])
 
 
+@pytest.mark.slow
+@pytest.mark.realtime
+def test_a_teacher_that_is_loaded_here_scores_over_the_same_sets(place):
+    """The policy's own weights as its teacher: before the first update the two agree on every token."""
+    teacher = f'{{ model = "{place / "model"}", device = "cpu" }}'
+    assert (
+        run("taught", "top_p = 0.8", "--orchestrator.training-mode", "opd", "--orchestrator.teacher", teacher)
+        == FINISHED
+    )
+    first = train_lines(place / "taught")[0]["metrics"]
+    assert abs(first["teacher_kl"]) < 1e-5 and first["kept_ids/cut"] > 0.5
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         (["--inference.backend", "vllm"], 'inference.backend = "vllm" does not return the ids that it kept'),
         (
-            ["--orchestrator.training-mode", "opd", "--orchestrator.teacher.model", "model"],
-            "orchestrator.teacher gives logprobs of the whole one",
+            [
+                *("--orchestrator.training-mode", "opd"),
+                *("--orchestrator.teacher", '{ model = "m", base_url = "http://127.0.0.1:1/v1" }'),
+                *("--orchestrator.sampling", "{ top_p = 0.8 }"),
+            ],
+            "orchestrator.teacher.base_url gives logprobs of the whole one",
         ),
         (["--inference.torch.urls", '["http://127.0.0.1:1"]'], "inference.torch.urls do not return the ids"),
     ],

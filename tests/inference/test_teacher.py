@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 import verbatim.inference.teacher as teachers
 from verbatim.config.schema import TeacherConfig
 from verbatim.core.errors import ModelError, RunStopped, UsageError
+from verbatim.core.types import KeptSets
 from verbatim.inference.http import client, protocol
 from verbatim.inference.teacher import LocalTeacher, make_teacher
 
@@ -180,6 +181,23 @@ async def test_a_local_teacher_gives_the_logprobs_of_transformers(models):
         np.testing.assert_allclose(found[1:], expected.numpy(), atol=2e-6)
     with pytest.raises(RunStopped, match="does not know what the policy sampled"):
         await teacher.logprobs(ids(1, 10**6), 1.0)
+    kept = KeptSets.of([[], [9, 0, 5], [], [4, 8], [1]])
+    found = await teacher.logprobs(tokens, 0.5, kept)
+    scaled, over_all = logits / 0.5, found.copy()
+    over_all[1] = scaled[0, 9] - scaled[0, [0, 5, 9]].logsumexp(0)
+    over_all[3] = scaled[2, 4] - scaled[2, [4, 8]].logsumexp(0)
+    over_all[4] = 0.0
+    np.testing.assert_allclose(found[1:], over_all[1:], atol=2e-6)
+    assert found[2] == (await teacher.logprobs(tokens, 0.5))[2]
+    with pytest.raises(RunStopped, match="does not know what the policy sampled"):
+        await teacher.logprobs(tokens, 1.0, KeptSets.of([[], [10**6], [], [], []]))
+
+
+async def test_a_server_that_scores_the_whole_vocabulary_is_not_asked_about_cut_tokens():
+    teacher = make_teacher(TeacherConfig(model="big", base_url="http://127.0.0.1:1/v1"))
+    with pytest.raises(RunStopped, match="gives logprobs over the whole vocabulary"):
+        await teacher.logprobs(ids(3, 9), 1.0, KeptSets.of([[], [9]]))
+    await teacher.close()
 
 
 def test_a_teacher_that_is_not_there_is_refused(tmp_path):

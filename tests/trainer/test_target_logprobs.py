@@ -8,8 +8,8 @@ from torch import nn
 from models.other_models import write_other
 from verbatim.core.types import KeptSets
 from verbatim.models.head import CausalLM
+from verbatim.models.kept_sets import DeviceKeptSets
 from verbatim.models.loading import load_model
-from verbatim.trainer.device_batch import DeviceKeptSets
 from verbatim.trainer.logprobs import TargetLogprobs
 
 

@@ -393,8 +393,8 @@ class RunConfig(Section):
             return None  # a chat server samples, and nothing is compared with its logprobs
         if self.inference.backend == "vllm":
             return 'inference.backend = "vllm" does not return the ids that it kept; inference.backend = "torch" does'
-        if self.orchestrator.teacher is not None:
-            return "orchestrator.teacher gives logprobs of the whole one"
+        if self.orchestrator.teacher is not None and self.orchestrator.teacher.base_url is not None:
+            return "orchestrator.teacher.base_url gives logprobs of the whole one; a teacher that is loaded here can"
         return None
 
     @model_validator(mode="after")

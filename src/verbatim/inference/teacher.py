@@ -9,7 +9,7 @@ import numpy as np
 
 from verbatim.config.schema import TeacherConfig
 from verbatim.core.errors import RunStopped, SamplerFault
-from verbatim.core.types import Float32, Int32
+from verbatim.core.types import Float32, Int32, KeptSets
 from verbatim.inference.http.client import Answer, HttpClient, encode, read_json
 from verbatim.inference.http.connection_settings import named_key
 from verbatim.inference.http.protocol import GENERATE
@@ -25,8 +25,8 @@ TIMEOUT = 120.0
 class Teacher(Protocol):
     """Scores sequences. All methods may be called concurrently from one event loop."""
 
-    async def logprobs(self, token_ids: Int32, temperature: float) -> Float32:
-        """Logprob of each token given those before it: float32 [L]; the first is NaN.
+    async def logprobs(self, token_ids: Int32, temperature: float, kept_sets: KeptSets | None = None) -> Float32:
+        """Logprob of each token given those before it, over its kept set: float32 [L]; the first is NaN.
 
         Raises:
             RunStopped: it cannot be had, and a run without it makes no sense.
@@ -47,7 +47,7 @@ class LocalTeacher:
         self._model = CausalLM(load_model(config.model, device=config.device))
         self._one_at_a_time = asyncio.Lock()
 
-    async def logprobs(self, token_ids: Int32, temperature: float) -> Float32:
+    async def logprobs(self, token_ids: Int32, temperature: float, kept_sets: KeptSets | None = None) -> Float32:
         """At this temperature, as `Teacher.logprobs`.
 
         Raises:
@@ -55,22 +55,24 @@ class LocalTeacher:
         """
         try:
             ids = check_ids(token_ids, self._model.vocab_size, "token_ids")
+            if kept_sets is not None and len(kept_sets.ids):
+                check_ids(kept_sets.ids, self._model.vocab_size, "kept_sets")
         except ValueError as error:
             raise RunStopped(
                 f"the teacher does not know what the policy sampled ({error}); expected a teacher with "
                 "the policy's tokenizer"
             ) from error
         async with self._one_at_a_time:
-            return await asyncio.to_thread(self._score, ids, temperature)
+            return await asyncio.to_thread(self._score, ids, temperature, kept_sets)
 
-    def _score(self, ids: Int32, temperature: float) -> Float32:
+    def _score(self, ids: Int32, temperature: float, kept_sets: KeptSets | None) -> Float32:
         import torch
 
         from verbatim.inference.embedded.whole_sequence import sequence_logprobs
 
         with torch.inference_mode():
             tokens = torch.from_numpy(ids.astype(np.int64)).to(self._model.device)
-            scored: Float32 = sequence_logprobs(self._model, tokens, temperature).cpu().numpy()
+            scored: Float32 = sequence_logprobs(self._model, tokens, temperature, kept_sets).cpu().numpy()
         return scored
 
     async def close(self) -> None:
@@ -100,13 +102,20 @@ class ServerTeacher:
             remote_api=True,
         )
 
-    async def logprobs(self, token_ids: Int32, temperature: float) -> Float32:
-        """As `Teacher.logprobs`, at temperature 1.
+    async def logprobs(self, token_ids: Int32, temperature: float, kept_sets: KeptSets | None = None) -> Float32:
+        """As `Teacher.logprobs`, at temperature 1 and over the vocabulary.
 
         Raises:
-            RunStopped: the server cannot be reached, refuses, or answers without the logprobs of these ids.
+            RunStopped: the server cannot be reached, refuses, or answers without the logprobs of these ids; or tokens
+                were drawn from a cut distribution.
         """
         assert temperature == 1.0, "the configuration admits no other temperature"
+        if kept_sets is not None:
+            raise RunStopped(
+                f"the teacher at {self._config.base_url} gives logprobs over the whole vocabulary, and a client of the "
+                "gateway cut the distribution with top_p, top_k or min_p; let the run's sampling hold, or load the "
+                "teacher here (remove orchestrator.teacher.base_url)"
+            )
         try:
             answer = await self._ask(token_ids)
         except SamplerFault as fault:

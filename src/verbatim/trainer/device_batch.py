@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from verbatim.algorithms.losses import LossInputs
-from verbatim.core.types import KeptSets, MicroBatch, Targets
+from verbatim.core.types import MicroBatch, Targets
 from verbatim.models.attention import AttentionPlan
 from verbatim.models.experts import Choices, RouterPass
 from verbatim.models.head import CausalLM
+from verbatim.models.kept_sets import DeviceKeptSets
 from verbatim.trainer.attention.flex import BLOCK as FLEX_BLOCK
 from verbatim.trainer.attention.forest import forest_plan
 from verbatim.trainer.attention.rows import RowsPlan
@@ -25,23 +26,6 @@ from verbatim.trainer.parallel.sequence import SequenceGroup, SequencePlan
 
 _RAGGED = ("logprob_streams", "kept_sets")
 """Fields of `Targets` that are no arrays."""
-
-
-class DeviceKeptSets:
-    """The kept sets of targets on a device. Offsets stay on the host, because a chunk's are cut out of them."""
-
-    def __init__(self, kept: KeptSets, device: torch.device) -> None:
-        self._offsets = kept.offsets
-        self._ids_K = torch.tensor(kept.ids, dtype=torch.int64, device=device)
-
-    def outside(self, at: slice, vocab_size: int) -> Tensor:
-        """The ids that none of these targets was drawn among: bool [chunk, V]; none, where nothing was cut."""
-        offsets = self._offsets[at.start : at.stop + 1]
-        counts = torch.from_numpy(np.diff(offsets)).to(self._ids_K.device)
-        rows = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
-        outside = (counts > 0)[:, None].repeat(1, vocab_size)
-        outside[rows, self._ids_K[offsets[0] : offsets[-1]]] = False
-        return outside
 
 
 class DeviceTargets:

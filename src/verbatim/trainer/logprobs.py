@@ -14,7 +14,8 @@ from torch import Tensor
 from verbatim.core.types import Int32, MicroBatch, TrainingSample
 from verbatim.models.attention import WholeSequencePlan
 from verbatim.models.head import CausalLM
-from verbatim.trainer.device_batch import DeviceBatch, DeviceKeptSets
+from verbatim.models.kept_sets import DeviceKeptSets
+from verbatim.trainer.device_batch import DeviceBatch
 from verbatim.trainer.parallel.sequence import SequenceGroup
 
 BLOCKS_PER_CHUNK = 8

@@ -16,7 +16,7 @@ class Counting:
     def __init__(self, fails=False, shift=0):
         self.fails, self.shift, self.asked = fails, shift, []
 
-    async def logprobs(self, token_ids, temperature):
+    async def logprobs(self, token_ids, temperature, kept_sets=None):
         if self.fails:
             raise RunStopped("the teacher is away")
         self.asked.append((token_ids.tolist(), temperature))

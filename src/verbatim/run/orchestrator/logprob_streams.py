@@ -17,8 +17,8 @@ MOST_REQUESTS = 32
 
 
 async def add_logprob_streams(batch: Sequence[AssembledGroup], models: Mapping[str, Teacher]) -> list[AssembledGroup]:
-    """The batch with one logprob stream per model on its samples: the trained tokens, each at its own temperature.
-    Models are given by the name of their stream ("teacher").
+    """The batch with one logprob stream per model on its samples: the trained tokens, each at its own temperature and
+    over its kept set. Models are given by the name of their stream ("teacher").
 
     Raises:
         RunStopped: a model failed for good.
@@ -30,7 +30,8 @@ async def add_logprob_streams(batch: Sequence[AssembledGroup], models: Mapping[s
         for temperature in np.unique(sample.temperatures[sample.loss_mask]).tolist():
             here = sample.loss_mask & (sample.temperatures == np.float32(temperature))
             async with slots[name]:
-                scored[here] = (await models[name].logprobs(sample.token_ids, temperature))[here]
+                found = await models[name].logprobs(sample.token_ids, temperature, sample.kept_sets)
+            scored[here] = found[here]
         return scored
 
     async def with_streams(sample: TrainingSample) -> TrainingSample:
