@@ -13,8 +13,8 @@ import pytest
 from run.orchestrator.loop_runs import GROUP, GROUPS, FakeTrainer, GatedTrainer, Notes, make, nothing_left_behind, until
 from run.orchestrator.test_difficulty_pools import RULES, Uneven
 from verbatim import Example
-from verbatim.rollouts import EpisodeTally
 from verbatim.config.orchestrator import EVAL_METRICS, CriterionConfig, EarlyStoppingConfig
+from verbatim.rollouts import EpisodeTally
 from verbatim.run.orchestrator import eval_progress, loop
 from verbatim.run.orchestrator.eval_progress import BestEvaluation, EarlyStopping, EvalProgress, measured
 from verbatim.run.orchestrator.evaluate import Evaluation, plan
