@@ -161,7 +161,7 @@ CHECK = "env check my_env:MyEnv --examples 2"
 TOOLS = "\n\n    @property\n    def tools(self): return [self.look]"
 DATA = {"tasks.jsonl": ROWS, "my_rewards.py": REWARD}
 MISTAKES = (
-    Mistake("A key is misspelt", "config run.toml --trainer.optim.learning-rate 1e-4", files=my_env()),
+    Mistake("A key is that of another trainer", "config run.toml --trainer.optim.learning-rate 1e-4", files=my_env()),
     Mistake("A table is misspelt", "config run.toml", files=my_env(), tables="[trainer.optimizer]\nlr = 1e-4\n"),
     Mistake("A number is a text", "config run.toml --orchestrator.batch-size many", files=my_env()),
     Mistake("group_size does not divide batch_size", "rl run.toml --orchestrator.group-size 3", files=my_env()),

@@ -413,27 +413,30 @@ def test_a_rollout_that_fails_fails_alone_and_is_counted(typed, place: Path, fau
     assert last["ledger/trained"] > 0
 
 
+def every(fault: str) -> list[str]:
+    """A run in which each episode has the fault."""
+    environment = ["--orchestrator.train.env.0.import_path", "faulty.Faulty"]
+    arguments = ["--orchestrator.train.env.0.args", f'{{fault = "{fault}", every = 1}}']
+    return ["--run-dir", "mine", "--max-steps", "50", *environment, *arguments]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fault", "reason"),
-    [("start", "start raised RuntimeError: start broke"), ("none", "no reward: `score` returned None")],
-)
-def test_a_run_in_which_every_rollout_fails_stops_and_says_why(typed, place: Path, fault: str, reason: str):
-    status, said = typed(
-        "--run-dir",
-        "mine",
-        "--max-steps",
-        "50",
-        "--orchestrator.train.env.0.import_path",
-        "faulty.Faulty",
-        "--orchestrator.train.env.0.args",
-        f'{{fault = "{fault}", every = 1}}',
-    )
+def test_a_run_in_which_every_rollout_fails_stops_and_says_why(typed, place: Path):
+    status, said = typed(*every("none"))
     assert status == 1
     assert "every rollout of the last" in said
-    assert reason in said
+    assert "no reward: `score` returned None" in said
     assert not (place / "mine" / "final").exists()
     assert not (place / "mine" / "summary.json").exists()
+
+
+@pytest.mark.slow
+def test_a_run_of_which_no_episode_can_begin_is_refused_before_it_has_a_folder(typed, place: Path):
+    status, said = typed(*every("start"))
+    assert status == 2
+    assert "no episode can begin: example" in said
+    assert "start raised RuntimeError: start broke" in said
+    assert not (place / "mine").exists()
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 
 from e2e.tiny_runs import TOML, assert_ledger_adds_up, build_tiny_model, train_lines, workplace
 from verbatim.cli import exit_status
-from verbatim.cli.exit_status import FINISHED, NOTHING_TRAINED, STOPPED
+from verbatim.cli.exit_status import FINISHED, NOTHING_TRAINED, STOPPED, USAGE
 from verbatim.cli.main import main
 from verbatim.logs.checkpoints import read_json
 from verbatim.logs.monitors.metric_table import about
@@ -199,20 +199,10 @@ def test_a_teacher_that_the_loss_reads_teaches_whatever_was_earned(run, environm
 
 
 @pytest.mark.slow
-def test_a_context_in_which_no_turn_has_room(run):
-    status, printed, _ = run("Unscored", "--orchestrator.seq-len", "2", "--max-steps", "1")
-    assert status == NOTHING_TRAINED
-    printed = " ".join(printed.split())
-    assert "8 of 8 train episodes failed: 8 x no_turns: the policy sampled nothing" in printed
-    assert "leaves no room in a context of # (orchestrator.seq_len); raise that" in printed
-
-
-@pytest.mark.slow
-def test_a_context_in_which_no_turn_has_room_stops_a_longer_run(run):
-    status, printed, _ = run("Flat", "--orchestrator.seq-len", "2", "--max-steps", "50")
-    assert status == STOPPED
-    printed = " ".join(printed.split())
-    assert re.search(r"the last one said: no_turns: .* leaves no room in a context of 2 \(orchestrator", printed)
+def test_a_context_in_which_no_turn_has_room_is_refused_before_anything_starts(run):
+    status, printed, folder = run("Unscored", "--orchestrator.seq-len", "2", "--max-steps", "1")
+    assert (status, folder.exists()) == (USAGE, False)
+    assert "examples leave no room in seq_len = 2, tools included: " in " ".join(printed.split())
 
 
 @pytest.mark.slow
