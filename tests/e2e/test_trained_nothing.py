@@ -95,7 +95,8 @@ def run(place, capsys, request):
             ]
         )
         printed = capsys.readouterr()
-        log = (place / folder / "logs" / "orchestrator.log").read_text()
+        file = place / folder / "logs" / "orchestrator.log"  # none where the run was refused
+        log = file.read_text() if file.exists() else ""
         return status, " ".join((printed.out + printed.err + log).split()), place / folder
 
     return go
