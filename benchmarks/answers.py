@@ -39,8 +39,9 @@ from verbatim.inference.http.packed import PACKED, pack
 from verbatim.inference.http.sampler import HttpSampler
 from verbatim.inference.vllm.process import free_port, make_process
 from verbatim.inference.vllm.settings import VllmSettings
-from verbatim.models.build import build_tokenizer, random_model
+from verbatim.models.build import random_model
 from verbatim.models.loading import save_model
+from verbatim.models.trained_tokenizer import build_tokenizer
 
 TOKENS, PROMPT, VOCAB = 1_533, 2_048, 151_936
 AT_ONCE = 16

@@ -29,8 +29,8 @@ from verbatim.inference.scripted import ScriptedSampler
 from verbatim.logs.fates.files import FateFolder
 from verbatim.logs.monitors.jsonl import JsonlWriter
 from verbatim.logs.monitors.metrics_log import MetricsLog
-from verbatim.models.build import END_OF_TURN, build_tokenizer
 from verbatim.models.renderers import create_renderer
+from verbatim.models.trained_tokenizer import END_OF_TURN, build_tokenizer
 from verbatim.rollouts import MultiTurnRollout
 
 PER_STEP, GROUP = 128, 16

@@ -44,8 +44,9 @@ from verbatim.environments.guess_number import GuessNumber
 from verbatim.inference import SampleRequest, SamplingParams
 from verbatim.inference.embedded.engine import TorchSampler
 from verbatim.inference.embedded.settings import TorchSettings
-from verbatim.models.build import build_model, chat_text
+from verbatim.models.build import build_model
 from verbatim.models.catalog import folder_of
+from verbatim.models.trained_tokenizer import chat_text
 
 CONTEXT = 2048
 RECIPE = Path(__file__).parents[1] / "recipes" / "guess_number.toml"

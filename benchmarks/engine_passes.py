@@ -35,10 +35,11 @@ from verbatim.environments.guess_number import GuessNumber
 from verbatim.inference import SampleRequest, SamplingParams
 from verbatim.inference.embedded.decoder import Decoder
 from verbatim.inference.embedded.settings import TorchSettings
-from verbatim.models.build import build_model, chat_text
+from verbatim.models.build import build_model
 from verbatim.models.catalog import folder_of
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model
+from verbatim.models.trained_tokenizer import chat_text
 
 CONTEXT = 1024
 GROUPS, SIZE = 8, 16

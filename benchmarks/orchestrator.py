@@ -183,8 +183,8 @@ class GuessScript:
 
 def guess_setup(load: Load) -> tuple[Any, Any, ReadySampler]:
     """The environment, the renderer, the sampler."""
-    from verbatim.models.build import END_OF_TURN, build_tokenizer, chat_text
     from verbatim.models.renderers import create_renderer
+    from verbatim.models.trained_tokenizer import END_OF_TURN, build_tokenizer, chat_text
 
     environment = GuessNumber()
     texts = [chat_text(shown.messages, shown.tools) for shown in environment.demonstrations(200, 0)]

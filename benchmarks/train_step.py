@@ -36,9 +36,10 @@ from verbatim.config.schema import OptimConfig, TrainerConfig
 from verbatim.core.trajectories import build
 from verbatim.core.types import TrainingSample
 from verbatim.environments.guess_number import GuessNumber
-from verbatim.models.build import build_model, chat_text
+from verbatim.models.build import build_model
 from verbatim.models.loading import load_tokenizer
 from verbatim.models.renderers import create_renderer
+from verbatim.models.trained_tokenizer import chat_text
 from verbatim.rollouts import trajectory_from_messages
 from verbatim.trainer.linear import use_onednn
 from verbatim.trainer.logprobs import TargetLogprobs

@@ -74,7 +74,8 @@ def distil(inputs: LossInputs, scale: float = 2.0) -> LossOutputs:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     from verbatim.environments.guess_number import GuessNumber
-    from verbatim.models.build import build_model, chat_text
+    from verbatim.models.build import build_model
+    from verbatim.models.trained_tokenizer import chat_text
 
     with workplace(tmp_path_factory.mktemp("distillation"), {"lots": LOTS, "sums": SUMS}) as folder:
         student = build_tiny_model(folder / "student")

@@ -65,7 +65,8 @@ args = {{{{ delay = 0.05 }}}}
 def model(tmp_path_factory) -> Path:
     """Heads of 32, because vLLM's kernels for CPUs know none of 16."""
     from verbatim.environments.guess_number import GuessNumber
-    from verbatim.models.build import build_model, chat_text
+    from verbatim.models.build import build_model
+    from verbatim.models.trained_tokenizer import chat_text
 
     sizes = BuildConfig(
         hidden_size=64,

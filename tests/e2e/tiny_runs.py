@@ -101,7 +101,8 @@ SIZES = BuildConfig(
 def build_tiny_model(folder: Path, context_length: int = SIZES.context_length) -> Path:
     """Random weights, and a tokenizer that knows how guess_number is written."""
     from verbatim.environments.guess_number import GuessNumber
-    from verbatim.models.build import build_model, chat_text
+    from verbatim.models.build import build_model
+    from verbatim.models.trained_tokenizer import chat_text
 
     texts = [chat_text(shown.messages, shown.tools) for shown in GuessNumber().demonstrations(100, seed=0)]
     build_model(folder, SIZES.model_copy(update={"context_length": context_length}), texts, seed=0)

@@ -28,7 +28,8 @@ SHORT = 1
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     from verbatim.environments.guess_number import GuessNumber
-    from verbatim.models.build import build_model, chat_text
+    from verbatim.models.build import build_model
+    from verbatim.models.trained_tokenizer import chat_text
 
     folder: Path = tmp_path_factory.mktemp("vllm") / "model"
     texts = [chat_text(shown.messages, shown.tools) for shown in GuessNumber().demonstrations(100, seed=0)]

@@ -12,8 +12,9 @@ from verbatim.config.schema import BuildConfig
 from verbatim.core.errors import ModelError
 from verbatim.environments.guess_number import GuessNumber
 from verbatim.environments.resolve import corpus
-from verbatim.models.build import build_model, chat_text
+from verbatim.models.build import build_model
 from verbatim.models.loading import load_model
+from verbatim.models.trained_tokenizer import chat_text
 
 SMALL = BuildConfig(
     hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=24, vocab_size=600, context_length=256

@@ -21,9 +21,10 @@ from verbatim.environments.guess_number import GuessNumber
 from verbatim.inference import SamplingParams
 from verbatim.inference.embedded.engine import TorchSampler
 from verbatim.inference.embedded.settings import TorchSettings
-from verbatim.models.build import build_model, chat_text
+from verbatim.models.build import build_model
 from verbatim.models.loading import load_tokenizer
 from verbatim.models.renderers import create_renderer
+from verbatim.models.trained_tokenizer import chat_text
 from verbatim.rollouts import EpisodeLimits, GroupRun, RolloutSetup, trajectory_from_messages
 from verbatim.trainer.trainer import Trainer
 from verbatim.trainer.warm_start import warm_start

@@ -61,9 +61,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from verbatim.algorithms.losses import LOSSES
     from verbatim.config.schema import TrainerConfig
     from verbatim.core.trajectories import build
-    from verbatim.models.build import build_model, chat_text
+    from verbatim.models.build import build_model
     from verbatim.models.loading import load_tokenizer
     from verbatim.models.renderers import create_renderer
+    from verbatim.models.trained_tokenizer import chat_text
     from verbatim.trainer.trainer import Trainer
     from verbatim.trainer.warm_start import warm_start
 

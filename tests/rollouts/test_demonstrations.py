@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from verbatim.environments import tool_call, tool_exchange
 from verbatim.environments.tools import FunctionTool
-from verbatim.models.build import build_tokenizer, chat_text
 from verbatim.models.renderers import create_renderer
+from verbatim.models.trained_tokenizer import build_tokenizer, chat_text
 from verbatim.rollouts import trajectory_from_messages
 
 

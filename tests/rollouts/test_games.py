@@ -23,7 +23,8 @@ from verbatim.environments.global_random import OwnRandom
 from verbatim.environments.resolve import create_environment
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
-from verbatim.models.build import build_model, chat_text
+from verbatim.models.build import build_model
+from verbatim.models.trained_tokenizer import chat_text
 from verbatim.rollouts import AgentLoop, EpisodeLimits, GroupRun, Recorder, RolloutSetup, run_episode
 from verbatim.rollouts.games import game as game_module
 from verbatim.rollouts.games import package

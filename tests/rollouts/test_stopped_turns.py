@@ -15,8 +15,8 @@ from verbatim.inference.chat.request import chat_body
 from verbatim.inference.http.sampler import HttpSampler
 from verbatim.inference.proxy import SamplerProxy
 from verbatim.inference.scripted import ScriptedSampler
-from verbatim.models.build import build_tokenizer
 from verbatim.models.renderers import create_renderer
+from verbatim.models.trained_tokenizer import build_tokenizer
 from verbatim.rollouts import EpisodeLimits
 from verbatim.rollouts.agent_loop import AgentLoop
 from verbatim.rollouts.recorder import Recorder

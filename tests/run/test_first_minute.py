@@ -3,6 +3,7 @@ refuses, `verbatim rl` refuses before it makes a folder."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import re
@@ -293,14 +294,23 @@ def test_what_a_start_keeps_in_the_check_is_not_kept_for_the_run(models: Path, t
 
 
 @pytest.mark.slow
-def test_conversations_are_tried_for_a_while_and_the_rest_is_the_trainers(models: Path, tmp_path: Path):
+@pytest.mark.parametrize(("conversations", "refused"), [(40, True), (120, False)])
+def test_fifty_conversations_are_tried_and_the_rest_is_the_trainers(
+    models: Path, tmp_path: Path, conversations: int, refused: bool
+):
+    """Number 37 is wrong; of 120 every third is tried."""
     with workplace(tmp_path, {"task": TASK}):
-        (tmp_path / "run.toml").write_text(SHOWN.format(model=models / "its-own", demonstrated="no question"))
-        config = load_config("run.toml", tables=component_tables())
+        text = SHOWN.format(model=models / "its-own", demonstrated="no question")
+        (tmp_path / "run.toml").write_text(text)
+        overrides = ["--warm-start.conversations", str(conversations)]
+        config = load_config("run.toml", overrides, tables=component_tables())
         environments = make_environments(config)
-        given = config, to_imitate(config, environments), renderer_of(config, environments)
-        with pytest.raises(ComponentError, match=r"number 37 of demonstrations\(40, "):
-            check_imitation(*given, clock=lambda: 0.0)
-        ticks = itertools.count()
-        check_imitation(*given, clock=lambda: float(next(ticks)))  # one look at the clock begins, the 20th is too late
-        assert next(ticks) == 21
+        given = to_imitate(config, environments)
+        assert len(given) == conversations
+        renderer = renderer_of(config, environments)
+        with (
+            pytest.raises(ComponentError, match=rf"number 37 of demonstrations\({conversations}, ")
+            if refused
+            else contextlib.nullcontext()
+        ):
+            check_imitation(config, given, renderer)

@@ -151,7 +151,7 @@ def examples_of(environment: Environment, name: str, split: str) -> Sequence[Exa
 
 def corpus(demonstrations: Sequence[Demonstration]) -> list[str]:
     """Demonstrations rendered by the chat template: texts on which `[model.build]` trains a tokenizer."""
-    from verbatim.models.build import chat_text  # imports torch and transformers
+    from verbatim.models.trained_tokenizer import chat_text  # imports torch and transformers
 
     return [chat_text(shown.messages, shown.tools) for shown in demonstrations]
 

@@ -258,14 +258,14 @@ def renderer_of(config: RunConfig, environments: Environments) -> Renderer:
     """
     if config.model.name is not None:
         find_source(config.model.name)  # a folder or id that is not there is refused before torch is imported
-    from verbatim.models.build import build_tokenizer
-    from verbatim.models.loading import check_model_config, check_weights, load_tokenizer
+        from verbatim.models.loading import check_model_config, check_weights, load_tokenizer
 
-    if config.model.name is not None:
         check_weights(config.model.name)
         check_model_config(config.model.name, context_length=config.orchestrator.seq_len)
         tokenizer = load_tokenizer(config.model.name)
     else:
+        from verbatim.models.trained_tokenizer import build_tokenizer  # torch is not imported
+
         assert config.model.build is not None
         texts = corpus(demonstrations(environments, CORPUS, config.seed))
         tokenizer = build_tokenizer(

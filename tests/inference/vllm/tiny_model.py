@@ -11,9 +11,10 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from verbatim.config.schema import BuildConfig
 from verbatim.inference.embedded.whole_sequence import sequence_logprobs
-from verbatim.models.build import build_tokenizer, random_model
+from verbatim.models.build import random_model
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import save_model
+from verbatim.models.trained_tokenizer import build_tokenizer
 
 CONTEXT = 16384
 """Tokens: a request of nearly all of them goes on for as long as a test looks at it."""

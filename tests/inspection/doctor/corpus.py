@@ -13,7 +13,7 @@ from pathlib import Path
 
 from verbatim import Trajectory, Turn
 from verbatim.inspection.doctor import BreakClass, LoggedTrajectory
-from verbatim.models.build import build_tokenizer
+from verbatim.models.trained_tokenizer import build_tokenizer
 
 QWEN3 = Path(__file__).parents[2] / "models" / "renderers" / "data" / "trl_templates" / "qwen3.jinja"
 

@@ -8,7 +8,7 @@ from inspection.doctor.corpus import QWEN3
 from verbatim.core.errors import ModelError
 from verbatim.inspection.doctor import BreakClass
 from verbatim.inspection.doctor.template_lines import template_lines
-from verbatim.models.build import chat_template
+from verbatim.models.trained_tokenizer import chat_template
 
 CUT_ALWAYS = """\
 {%- for message in messages %}

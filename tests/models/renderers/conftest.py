@@ -4,8 +4,8 @@ import pytest
 
 from verbatim.environments.guess_number import GuessNumber
 from verbatim.environments.resolve import corpus
-from verbatim.models.build import build_tokenizer
 from verbatim.models.renderers import create_renderer
+from verbatim.models.trained_tokenizer import build_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerFast
 
 from drawn import drawn, is_found
 from verbatim.core.errors import EnvironmentFault, ModelError
-from verbatim.models.build import CONTROL_TOKENS, MARKUP_TOKENS
 from verbatim.models.renderers import create_renderer
 from verbatim.models.renderers.guard import BREAK, Guard, GuardedTokenizer
+from verbatim.models.trained_tokenizer import CONTROL_TOKENS, MARKUP_TOKENS
 
 CONTROL = CONTROL_TOKENS + MARKUP_TOKENS
 # Whole control tokens, halves of them, the guard's own noncharacters, and spaces that templates strip.
