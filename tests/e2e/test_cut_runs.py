@@ -82,7 +82,6 @@ def test_a_teacher_that_is_loaded_here_scores_over_the_same_sets(place):
             ],
             "orchestrator.teacher.base_url gives logprobs of the whole one",
         ),
-        (["--inference.torch.urls", '["http://127.0.0.1:1"]'], "inference.torch.urls do not return the ids"),
     ],
 )
 def test_where_kept_sets_cannot_be_had_the_run_is_refused_by_name(place, capsys, options, said):

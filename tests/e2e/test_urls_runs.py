@@ -63,6 +63,26 @@ def test_a_run_goes_on_while_one_of_two_servers_is_lost_and_started_again(tmp_pa
     assert versions == set(range(14))
 
 
+@pytest.mark.slow
+def test_servers_of_ours_return_the_kept_sets_of_a_cut_distribution(tmp_path, monkeypatch):
+    monkeypatch.setenv("SERVERS_KEY", "a-secret-key")
+    model = build_tiny_model(tmp_path / "model")
+    one, other = (TorchServer(model, context_length=384, api_key="a-secret-key").start() for _ in range(2))
+    toml = TOML.replace("[inference.torch]\nmax_batch_size = 8\n", SERVERS.format(one=one.url, other=other.url))
+    toml = toml.replace("max_tokens = 8", "max_tokens = 8, top_p = 0.8")
+    run = tmp_path / "run"
+    with workplace(tmp_path, {"lots": LOTS}):
+        Path("run.toml").write_text(toml.format(model=model) + 'import_path = "lots.Lots"\n')
+        try:
+            assert main(["rl", "run.toml", "--run-dir", str(run)]) == 0
+        finally:
+            for server in (one, other):
+                server.stop()
+    assert_ledger_adds_up(run)
+    for line in train_lines(run):
+        assert line["metrics"]["mismatch_kl"] < 1e-8 and line["metrics"]["kept_ids/cut"] > 0.5
+
+
 def test_servers_are_asked_before_anything_is_prepared(tmp_path, monkeypatch, capsys):
     """Not after a warm start of hours."""
     monkeypatch.setattr("verbatim.inference.http.client.FIRST_PAUSE", 0.002)

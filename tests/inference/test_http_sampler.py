@@ -148,6 +148,40 @@ async def test_recorded_experts_come_over_http(tmp_path):
     assert np.array_equal(direct[0].routed_experts[6:], direct[3].routed_experts)
 
 
+async def test_kept_sets_are_those_of_the_engine(models: dict[str, Path]):
+    from verbatim.inference.embedded.engine import TorchSampler
+
+    settings = TorchSettings(device="cpu", deterministic=True)
+    engine = TorchSampler(models["tied"], config=settings, context_length=64)
+    asked = [request(1, 2, seed=k, max_tokens=6, top_p=0.7, return_kept_sets=True) for k in range(3)]
+    asked.append(request(1, 2, max_tokens=6, top_p=0.7))
+    try:
+        direct = [await engine.generate(r) for r in asked]
+        async with behind_http(engine) as client:
+            over_http = [await client.generate(r) for r in asked]
+    finally:
+        await engine.close()
+    assert direct[-1].kept_sets is None and over_http[-1].kept_sets is None
+    for one, other in zip(direct[:-1], over_http[:-1], strict=True):
+        assert_same(one, other)
+        for name in ("ids", "offsets"):
+            assert np.array_equal(getattr(one.kept_sets, name), getattr(other.kept_sets, name))
+
+
+def test_kept_sets_without_the_id_that_was_drawn_are_no_answer():
+    found = Completion(ids=np.array([4, 5], np.int32), logprobs=None, policy_versions=None, stop_reason=StopReason.STOP)
+    body = protocol.completion_body(
+        found, request_id="r", model="m", seed=0, num_prompt_tokens=1, policy_version=0, logprobs=None
+    )
+    for mask in ([[4], [6]], [[4]], 7, [[4], None], [[4], ["5"]]):
+        body["choices"][0]["sampling_mask"] = mask
+        with pytest.raises(ValueError, match=r"kept_sets: |sampling_mask: "):
+            protocol.read_completion(body)
+    body["choices"][0]["sampling_mask"] = [[4, 1], []]
+    read, _ = protocol.read_completion(body)
+    assert [read.kept_sets[place].tolist() for place in range(2)] == [[1, 4], []]
+
+
 def test_experts_of_other_tokens_are_no_answer():
     asked = request(1, 2, 3)
     found = Completion(

@@ -4,7 +4,7 @@ folder."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from verbatim.config.schema import RunConfig, TeacherConfig
@@ -104,21 +104,9 @@ def check_run(
 def _check_inference(config: RunConfig, starts_both: bool) -> None:
     check_turns(config, inference_settings(config))
     settings = check_backend(config)
-    _refuse_missing_kept_sets(config, settings)
     check_broadcast(config, is_trainers_host=starts_both)
     if starts_both:
         check_placement(config, settings)
-
-
-def _refuse_missing_kept_sets(config: RunConfig, settings: BackendSettings) -> None:
-    urls: Sequence[str] = getattr(settings, "urls", ())
-    if config.needs_kept_sets and urls:
-        where = f"inference.{config.inference.backend}.urls"
-        raise UsageError(
-            f"orchestrator.sampling cuts the distribution (top_p, top_k or min_p), and the servers in {where} do not "
-            "return the ids that they kept; remove it, remove urls (the embedded sampler returns them), or accept "
-            "a bias with accept_truncation_mismatch = true"
-        )
 
 
 def _check_loss(config: RunConfig) -> None:

@@ -26,8 +26,9 @@ from verbatim.core.errors import (
     VerbatimError,
 )
 from verbatim.core.records.experts import experts_from_text, experts_to_text
+from verbatim.core.records.kept import as_kept_sets
 from verbatim.core.sampling import INT32_END
-from verbatim.core.types import Experts, Float32, Int32, StopReason
+from verbatim.core.types import Experts, Float32, Int32, KeptSets, StopReason
 from verbatim.inference.base import Completion, SampleRequest
 from verbatim.inference.http.packed import PACKED, pack, read_packed
 
@@ -59,6 +60,9 @@ _NUMBER = re.compile(r"[0-9]{1,10}")
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxlong = _REPR.maxother = 80
 
+KEPT_SETS = "kept_sets"
+"""In a request, under `OURS`: true = return the ids among which each token was drawn, where some are cut off, as the
+choice's `sampling_mask`: a list of ids for each token, an empty one where nothing was cut."""
 LogprobStyle: TypeAlias = Literal["objects", "packed"] | None
 """Logprobs as vLLM writes them, an object for each token; or packed, with the ids, a tenth of the size; or none."""
 
@@ -102,7 +106,12 @@ def request_body(
             **seed,
             **({"routed_experts_prompt_start": start} if start else {}),
         },
-        OURS: {"session": request.session, PACKED: True, "seed": request.seed},
+        OURS: {
+            "session": request.session,
+            PACKED: True,
+            "seed": request.seed,
+            **({KEPT_SETS: True} if params.needs_kept_sets else {}),
+        },
     }
     if cache_salt is not None:
         body["cache_salt"] = cache_salt
@@ -173,6 +182,8 @@ def completion_body(
     }
     if completion.routed_experts is not None:
         choice["routed_experts"] = experts_to_text(completion.routed_experts)
+    if (kept := completion.kept_sets) is not None:
+        choice["sampling_mask"] = [kept[place].tolist() for place in range(len(kept))]
     if values is not None and logprobs == "objects":
         content = [
             {"token": f"token_id:{token}", "token_id": token, "logprob": logprob, "bytes": None, "top_logprobs": []}
@@ -280,6 +291,7 @@ def read_completion(body: object, told_version: int | None = None) -> tuple[Comp
         generated_seconds=generated,
         num_cached_tokens=read_cached_tokens(body),
         routed_experts=_read_experts(choice.get("routed_experts")),
+        kept_sets=_read_kept_sets(choice.get("sampling_mask"), ids),
     )
     return completion, ours if isinstance(ours, dict) else None
 
@@ -302,6 +314,14 @@ def _read_experts(text: object) -> Experts | None:
     if not isinstance(text, str):
         raise ValueError(f"routed_experts: expected an array as base64, found {brief(text)}")
     return experts_from_text(text)
+
+
+def _read_kept_sets(sets: object, ids: Int32) -> KeptSets | None:
+    if sets is None:
+        return None
+    if not isinstance(sets, list):
+        raise ValueError(f"sampling_mask: expected a list of ids for each token, found {brief(sets)}")
+    return as_kept_sets(sets, ids)
 
 
 def check_experts(completion: Completion, request: SampleRequest) -> Completion:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from verbatim.inference.chat.fields import (
 from verbatim.inference.http.json_size import MOST_VALUES
 from verbatim.inference.http.json_text import read_value
 from verbatim.inference.http.packed import PACKED
-from verbatim.inference.http.protocol import OURS, LogprobStyle, brief, read_ids
+from verbatim.inference.http.protocol import KEPT_SETS, OURS, LogprobStyle, brief, read_ids
 from verbatim.inference.http.refused import Refused
 
 _EXPERTS_START = "routed_experts_prompt_start"
@@ -44,7 +45,7 @@ PARAMS = Fields(
     },
 )  # fmt: skip
 """And with each of its `sampling_params`; those about text change no token."""
-_OURS = Fields(honoured={"session", PACKED, "seed"})
+_OURS = Fields(honoured={"session", PACKED, "seed", KEPT_SETS})
 
 
 def read_json(data: bytes | bytearray, most_values: int = MOST_VALUES) -> dict[str, Any]:
@@ -96,9 +97,10 @@ def read_request(
         )
     ends = () if read_flag(given, "ignore_eos") else end_ids
     asked = read_sampling(given, ours, max_tokens=("max_tokens",), most_stop_ids=MOST_STOP_IDS - len(ends))
+    params = asked.params(SamplingParams(), room=asked.max_tokens or max(1, room - len(ids)), end_ids=ends)
     request = SampleRequest(
         prompt_ids=ids,
-        params=asked.params(SamplingParams(), room=asked.max_tokens or max(1, room - len(ids)), end_ids=ends),
+        params=dataclasses.replace(params, return_kept_sets=read_flag(ours, KEPT_SETS)),
         seed=seed if asked.seed is None else asked.seed,
         session=read_session(ours, headers or {}),
         routed_experts_start=read_integer(given, _EXPERTS_START, least=0, most=len(ids)) or 0,
