@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from byte_renderer import END, VOCAB_SIZE, ByteRenderer, call, say, text
 from verbatim.core.errors import RecordError
-from verbatim.core.types import StopReason
+from verbatim.core.types import KeptSets, StopReason
 from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler, default_logprob
 from verbatim.rollouts import AgentLoop, EpisodeLimits, EpisodeOver
@@ -90,6 +91,69 @@ async def test_what_the_sampler_returned_is_checked_here_too():
     loop = loop_over(say("ab"), trouble={0: "wrong_length"})
     with pytest.raises(RecordError):
         await loop.complete(ids(1), PARAMS)
+
+
+class Cutting(ScriptedSampler):
+    """Says of each token that it was drawn among these ids."""
+
+    kept: list[list[int]] | None = None
+
+    async def generate_watched(self, request, watch):
+        completion = await super().generate_watched(request, watch)
+        return dataclasses.replace(completion, kept_sets=None if self.kept is None else KeptSets.of(self.kept))
+
+    async def generate(self, request):
+        return await self.generate_watched(request, lambda _: False)
+
+
+CUT = dataclasses.replace(PARAMS, top_k=2, return_kept_sets=True)
+
+
+async def cut_turn(kept: list[list[int]] | None, params: SamplingParams = CUT) -> AgentLoop:
+    loop = loop_over(say("ab"))
+    loop.sampler = Cutting(script=[say("ab")], vocab_size=VOCAB_SIZE, context_length=100)
+    loop.sampler.kept = kept
+    await loop.complete(ids(1), params)
+    return loop
+
+
+async def test_a_turn_of_a_cut_distribution_has_the_ids_that_were_kept():
+    a, b, end = say("ab")
+    loop = await cut_turn([[a, 7], [], [end]])
+    kept = loop.turns[0].kept_sets
+    assert [kept[place].tolist() for place in range(3)] == [[7, a], [], [end]]
+    stopped = await cut_turn([[a, 7], [b, 9], [end]], dataclasses.replace(CUT, stop=("a",)))
+    assert stopped.turns[0].completion_ids.tolist() == [a] and len(stopped.turns[0].kept_sets) == 1
+
+
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [
+        (None, "a completion of 3 ids came without its kept sets"),
+        ([[5], [6], [7]], "are without the id"),
+        ([[5]], "kept_sets: 1 for 3 completion ids"),
+        ([[ord("a"), VOCAB_SIZE], [], []], "kept_sets: an id is outside the vocabulary"),
+    ],
+)
+async def test_kept_sets_that_are_missing_or_wrong_fail_the_turn_and_its_tokens_are_counted(kept, said):
+    counted: list[int] = []
+    loop = AgentLoop(
+        sampler=Cutting(script=[say("ab")], vocab_size=VOCAB_SIZE, context_length=100),
+        renderer=ByteRenderer(),
+        params=SamplingParams(),
+        seed=3,
+        limits=EpisodeLimits(max_context=100),
+        recorder=Recorder(VOCAB_SIZE, counted.append),
+    )
+    loop.sampler.kept = kept
+    with pytest.raises(RecordError, match=said):
+        await loop.complete(ids(1), CUT)
+    assert counted == [3] and loop.recorder.num_unrecorded_tokens == 3 and not loop.turns
+
+
+async def test_without_a_cut_or_where_the_bias_is_accepted_no_kept_sets_are_needed():
+    for params in (dataclasses.replace(CUT, top_k=0), dataclasses.replace(CUT, return_kept_sets=False)):
+        assert (await cut_turn(None, params)).turns[0].kept_sets is None
 
 
 async def test_messages_are_those_that_were_told():

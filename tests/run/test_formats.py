@@ -220,12 +220,14 @@ def test_a_run_of_another_version_is_not_resumed(run: Path, tmp_path: Path, monk
     shutil.copytree(run, tmp_path / "run", symlinks=True)
     (tmp_path / "run" / "alarms.jsonl").unlink()
     kept = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    monkeypatch.setitem(FORMATS, kind, 2)
+    number = FORMATS[kind]
+    monkeypatch.setitem(FORMATS, kind, number + 1)
     steps = str(FORKABLE_STEPS + 1)
     status = main(["rl", str(run.parent / "run.toml"), "--resume", str(tmp_path / "run"), "--max-steps", steps])
     assert status == 2
     said = capfd.readouterr()
-    assert f"has format 1; this version of Verbatim reads format 2 of {kind}. Another version wrote it" in said.err
+    reads = f"this version of Verbatim reads format {number + 1} of {kind}. Another version wrote it"
+    assert f"has format {number}; {reads}" in said.err
     assert "Traceback" not in said.out + said.err
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == kept
 
@@ -238,5 +240,6 @@ def test_commands_tell_of_another_format_in_a_sentence(run: Path, tmp_path: Path
         with_number(path, 9)
     assert main([command[0], "run", *command[1:]]) == 2
     said = capfd.readouterr()
-    assert "step-000001.parquet has format 9; this version of Verbatim reads format 1" in said.err
+    reads = f"this version of Verbatim reads format {FORMATS['step-*.parquet']}"
+    assert f"step-000001.parquet has format 9; {reads}" in said.err
     assert "Traceback" not in said.out + said.err
