@@ -88,3 +88,13 @@ def test_where_kept_sets_cannot_be_had_the_run_is_refused_by_name(place, capsys,
     assert run("refused", "top_p = 0.8", *options) not in (FINISHED, None)
     printed = " ".join(capsys.readouterr().err.split())
     assert said in printed and "accept_truncation_mismatch = true" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.realtime
+def test_a_replay_trains_over_the_stored_sets(place, capsys):
+    assert run("replayed", SETTINGS["all"], "--checkpoint.interval", "1") == FINISHED
+    capsys.readouterr()
+    assert main(["rl", "--replay", "2", "--run-dir", "replayed"]) == FINISHED
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "step 2 replays bit for bit" in printed
