@@ -209,7 +209,17 @@ def _wrong_demonstration(item: object) -> str | None:
     """The fault of one demonstration as a sentence, or None; a user's messages and schemas are unchecked before."""
     if not isinstance(item, Demonstration):
         return f"found {_a(item)}; expected a verbatim.environments.Demonstration"
-    return wrong_conversation(item.messages, item.tools)
+    if (why := wrong_conversation(item.messages, item.tools)) is not None:
+        return why
+    offered = {_name_of(tool) for tool in item.tools}
+    for message in item.messages:
+        for name in map(_name_of, message.get("tool_calls") or ()):
+            if name not in offered:
+                return (
+                    f"it calls {name!r}, which is not among its tools ({', '.join(map(str, offered)) or 'none'}); "
+                    "give the schemas that an episode offers: tools=[tool.schema for tool in episode.tools]"
+                )
+    return None
 
 
 def wrong_conversation(messages: Any, tools: Any) -> str | None:
@@ -244,14 +254,6 @@ def wrong_conversation(messages: Any, tools: Any) -> str | None:
             return f"tool {number} is {_a(tool)}; expected a tool schema, a mapping{hint}"
         if (why := why_refused(tool)) is not None:
             return f"tool {number}: {why}"
-    offered = {_name_of(tool) for tool in tools}
-    for message in messages:
-        for name in map(_name_of, message.get("tool_calls") or ()):
-            if name not in offered:
-                return (
-                    f"it calls {name!r}, which is not among its tools ({', '.join(map(str, offered)) or 'none'}); "
-                    "give the schemas that an episode offers: tools=[tool.schema for tool in episode.tools]"
-                )
     return None
 
 
