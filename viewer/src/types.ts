@@ -145,6 +145,8 @@ export interface TokenPart {
   gradients: Numbers;
   policy_versions: Numbers;
   teacher_logprobs: Numbers;
+  /** How many ids each token was drawn among; 0 where nothing was cut. */
+  kept_counts: Numbers;
 }
 
 export interface Turn extends TokenPart {

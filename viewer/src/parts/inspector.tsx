@@ -1,6 +1,6 @@
 /** What is known of the token under the pointer, or else of the chosen one. */
 import { useEffect, useState } from "preact/hooks";
-import { figure, signed } from "../format";
+import { count, figure, signed } from "../format";
 import { FATE_MEANS, Fate } from "./fate";
 import { Text } from "./text";
 import { useCell, type Cell } from "../tokens/cell";
@@ -30,7 +30,7 @@ export function Inspector({ trajectory, turns, hover, chosen }: Props) {
     return <section class="inspector"><h2>Token</h2><p class="hint">Point at a token, or press Tab to reach a stream and the arrow keys to walk along it.</p></section>;
   }
   const fate = fateOfToken(token, tokens);
-  const { logprob, trainer, teacher, gradient, version } = token;
+  const { logprob, trainer, teacher, gradient, version, drawnAmong } = token;
   const difference = logprob !== null && trainer !== null ? trainer - logprob : null;
   const advantage = token.sampled ? advantageOf(trajectory, tokens) : null;
   return (
@@ -50,6 +50,7 @@ export function Inspector({ trajectory, turns, hover, chosen }: Props) {
             <dt>gradient</dt><dd>{gradient === null ? missing("not trained") : signed(gradient)}</dd>
             <dt>teacher</dt><dd>{teacher === null ? missing("none") : <>{figure(teacher)} <span class="of">{logprob === null ? "" : `${signed(teacher - logprob)} to the sampler`}</span></>}</dd>
             <dt>version</dt><dd>{version === null ? missing("unknown") : version}</dd>
+            {drawnAmong !== null && <><dt>drawn among</dt><dd>{drawnAmong === 0 ? "the whole vocabulary" : <>{count(drawnAmong)} <span class="of">{drawnAmong === 1 ? "id" : "ids"} that top_p, top_k and min_p kept</span></>}</dd></>}
           </>
         )}
       </dl>

@@ -19,6 +19,7 @@ export interface Token {
   teacher: number | null;
   gradient: number | null;
   version: number | null;
+  drawnAmong: number | null;
 }
 
 /** The texts of ids, as far as the tokenizer has told them. */
@@ -102,6 +103,7 @@ export class TurnTokens {
       index, position: this.turn.prompt_shared + index, sampled, id, ...this.texts.of(id),
       logprob: value(part.logprobs), trainer: value(part.trainer_logprobs), teacher: value(part.teacher_logprobs),
       gradient: value(part.gradients), version: value(part.policy_versions),
+      drawnAmong: value(part.kept_counts),
     };
   }
 
