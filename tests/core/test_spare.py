@@ -25,7 +25,7 @@ def child(arguments):
     print("error", file=sys.stderr, flush=True)
     Path("seen.json").write_text(json.dumps({
         "arguments": arguments, "pid": os.getpid(), "parent": os.getppid(), "session": os.getsid(0),
-        "folder": os.getcwd(), "input": sys.stdin.read(), "comm": Path("/proc/self/comm").read_text().strip()}))
+        "folder": os.getcwd(), "input": sys.stdin.read() if sys.stdin else "", "comm": Path("/proc/self/comm").read_text().strip()}))
     if "wait" in arguments:
         time.sleep(1000)
     sys.exit(7)
@@ -83,6 +83,14 @@ def test_a_copy_becomes_the_command_that_it_is_told_to_be(tmp_path: Path, quiet:
     }
     assert ("out" in lines, (tmp_path / "errors").read_text()) == (not quiet, "error\n")
     assert lines[-1] == "None 7 7 None"  # still running, its status twice, and no second copy
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="copies are made on Linux only")
+def test_a_command_whose_streams_are_closed_has_a_copy_too(tmp_path: Path):
+    program = PROGRAM.replace("    PARENT", STARTS.replace("QUIET", "True").replace("WAIT", "").strip("\n"))
+    command = ["bash", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, program]
+    assert subprocess.run(command, cwd=tmp_path, timeout=HANGS, check=False).returncode == 0
+    assert json.loads((tmp_path / "seen.json").read_text())["arguments"] == ["trainer", "a b"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="copies are made on Linux only")

@@ -14,6 +14,7 @@ spare.start(arguments, ...)      ->       raises Become through the frames that 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -52,8 +53,8 @@ class Spare:
     def __init__(self) -> None:
         reads, self._writes = os.pipe()
         parent = os.getpid()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in filter(None, (sys.stdout, sys.stderr)):  # None where it was closed before Python began
+            stream.flush()
         self.pid = os.fork()
         self.returncode: int | None = None
         if not self.pid:
@@ -108,8 +109,9 @@ def is_allowed() -> bool:
 
 
 def keep() -> None:
-    """Fork this process; the copy is for the next `take`."""
-    _kept.append(Spare())
+    """Fork this process; the copy is for the next `take`. Where the system allows no further process there is none."""
+    with contextlib.suppress(OSError):
+        _kept.append(Spare())
 
 
 def take() -> Spare | None:
