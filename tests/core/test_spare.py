@@ -25,7 +25,8 @@ def child(arguments):
     print("error", file=sys.stderr, flush=True)
     Path("seen.json").write_text(json.dumps({
         "arguments": arguments, "pid": os.getpid(), "parent": os.getppid(), "session": os.getsid(0),
-        "folder": os.getcwd(), "input": sys.stdin.read() if sys.stdin else "", "comm": Path("/proc/self/comm").read_text().strip()}))
+        "folder": os.getcwd(), "input": sys.stdin.read() if sys.stdin else "",
+        "comm": Path("/proc/self/comm").read_text().strip()}))
     if "wait" in arguments:
         time.sleep(1000)
     sys.exit(7)
