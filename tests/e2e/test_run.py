@@ -365,7 +365,7 @@ class Impatient(GuessNumber):
     interruptions = 1
 
     def demonstrations(self, count, seed):
-        if count > 1 and Impatient.interruptions:
+        if os.path.exists("impatient/config.toml") and Impatient.interruptions:  # the checks before the run are over
             Impatient.interruptions -= 1
             os.kill(os.getpid(), signal.SIGINT)
         return super().demonstrations(count, seed)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -116,17 +117,26 @@ async def test_requests_in_flight_end_with_their_adapter(adapted: Served[Adapted
         await replica.close()
 
 
+def there(path: Path) -> Any:
+    """What has been published stands at this path of the server's host."""
+
+    async def found(*given: object, **about: object) -> str:
+        return str(path)
+
+    return mock.patch("verbatim.inference.vllm.replica.path_there", found)
+
+
 async def test_another_adapter_than_the_published_one_is_named(adapted: Served[AdaptedModel], tmp_path: Path):
     replica, trainer = replica_of(adapted), adapted.trainer
     try:
         other, path = trainer.adapter_step(), trainer.adapter_step(1e-6)
         with (
-            mock.patch.object(replica._transport, "there", lambda _: str(other)),
+            there(other),
             pytest.raises(SamplerFault, match=r"other values: .*lora_A.* and \d+ more"),
         ):
             await replica.update_weights(path, 21)
         with (
-            mock.patch.object(replica._transport, "there", lambda _: str(tmp_path / "nothing")),
+            there(tmp_path / "nothing"),
             pytest.raises(SamplerFault, match=r"replica 0: load adapter: .*No adapter found"),
         ):
             await replica.update_weights(path, 21)

@@ -229,7 +229,10 @@ def test_the_environments_of_a_run_are_checked_with_its_settings(mine: Path, cap
         + '[orchestrator.renderer]\nthinking_retention = "all"\n'
     )
     assert main(["env", "check", str(run)]) == 1
-    assert "note: a user's message, after a thought continues what was sampled" in capsys.readouterr().err
+    said = capsys.readouterr().err  # the tokenizer of a model that is built is trained on demonstrations
+    assert (
+        "the tokens of opening prompts are estimated: environment 'echo_of_mine.Echoes' shows no demonstrations" in said
+    )
     run.write_text(run.read_text() + '[orchestrator.advantage]\ntype = "chunk_returns"\ngama = 0.5\n')
     assert main(["env", "check", str(run)]) == 2
     assert 'did you mean "gamma"' in capsys.readouterr().err
