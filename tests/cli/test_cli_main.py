@@ -204,6 +204,9 @@ class Clock:
     def cancel(self) -> None:
         self.cancelled = True
 
+    def join(self) -> None:
+        pass
+
 
 @pytest.mark.parametrize("is_over", [True, False])
 def test_what_takes_long_is_told_on_standard_error(capsys, is_over: bool):

@@ -20,6 +20,9 @@ class Timer(Protocol):
     def cancel(self) -> None:
         """Do not."""
 
+    def join(self) -> None:
+        """Wait for its thread."""
+
 
 @contextlib.contextmanager
 def told_if_slow(
@@ -39,3 +42,4 @@ def told_if_slow(
         yield
     finally:
         waiting.cancel()
+        waiting.join()  # no thread is left behind
