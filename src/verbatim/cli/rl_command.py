@@ -162,10 +162,10 @@ def train(
 
     fork, is_finished = _fork(args), False
     config = load(args, fork)
-    if not trainer_elsewhere:
-        keep_trainer(config)
     if args.file in recipes().values() and not args.resume:
         console.print(f"{args.file.stem}: {about(args.file)}", soft_wrap=True)
+    if not trainer_elsewhere:
+        keep_trainer(config)
     with own_stdout() if args.json else contextlib.nullcontext(sys.stdout) as stdout:
         try:
             training = execute(

