@@ -3,7 +3,8 @@
     python benchmarks/curves.py "embedded sampler=runs/guess_number/latest" \
         "vLLM=runs/guess_number_vllm/latest" --out docs/guess_number_vllm.png
 
-Prints one JSON line: for each run its steps, and success in the first and the last evaluation.
+Runs of one name (other seeds) have one color. Prints one JSON line: of each name the steps of its runs, and success in
+the first and the last evaluation of each.
 """
 
 from __future__ import annotations
@@ -63,10 +64,15 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", metavar="NAME=RUN")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    named = dict(run.split("=", 1) for run in args.runs)
-    curves = {name: read_curve(Path(folder) / "metrics.jsonl") for name, folder in named.items()}
-    draw({name: [curve] for name, curve in curves.items()}, args.out)
-    print(json.dumps({name: {"steps": len(c.rewards), "success": success(c)} for name, c in curves.items()}))
+    curves: dict[str, list[Curve]] = {}
+    for name, folder in (run.split("=", 1) for run in args.runs):
+        curves.setdefault(name, []).append(read_curve(Path(folder) / "metrics.jsonl"))
+    draw(curves, args.out)
+    found = {
+        name: {"steps": [len(c.rewards) for c in runs], "success": [success(c) for c in runs]}
+        for name, runs in curves.items()
+    }
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
