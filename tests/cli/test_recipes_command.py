@@ -69,7 +69,7 @@ def test_a_program_or_a_notebook_is_copied_without_a_checkout(name: str, file: s
     [
         (["copy"], "which one? There are alphabet_sort, calculator,"),
         (["copy", "chess"], "there is no recipe 'chess'. There are alphabet_sort, calculator,"),
-        (["copy", "gues_number"], "there is no recipe 'gues_number'; did you mean guess_number?"),
+        (["copy", "gues_number"], "there is no recipe 'gues_number'; did you mean \"guess_number\"?"),
         (["list", "guess_number"], "verbatim recipes list takes no name, found guess_number"),
         (["list", "--json"], "verbatim recipes has no option --json"),
     ],

@@ -187,7 +187,7 @@ def test_settings_are_overridden_for_one_call():
 @pytest.mark.parametrize(
     ("trajectories", "overrides", "said"),
     [
-        ([ask("5")], {"max_turn": 3}, "no setting 'max_turn'; did you mean max_turns"),
+        ([ask("5")], {"max_turn": 3}, "no setting 'max_turn'; did you mean \"max_turns\""),
         ([ask("5")], {"max_turns": 0}, "max_turns = 0"),
         ([ask("5")], {"tool_manager": [add]}, "expected a ToolManager"),
         ([ask("5")], {"tool_error": "ignore"}, 'expected "message" or "stop"'),

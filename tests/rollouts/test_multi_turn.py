@@ -310,7 +310,7 @@ def test_what_is_no_conversation_is_refused_with_its_place(given, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_turn": 3}, "no setting 'max_turn'; did you mean max_turns"),
+        ({"max_turn": 3}, "no setting 'max_turn'; did you mean \"max_turns\""),
         ({"max_turns": 0}, "max_turns = 0; expected a number above 0"),
         ({"tool_error": "ignore"}, 'expected "message" or "stop"'),
     ],

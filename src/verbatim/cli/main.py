@@ -144,7 +144,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         known = parser.commands[typed]._option_string_actions
         rest, overrides = split_overrides(arguments, known)
         if overrides and typed not in (*KEYED, *_REFUSE_THEMSELVES) and not {"-h", "--help"} & {*rest}:
-            from verbatim.config.fields import nearest  # takes a third of the time of `verbatim --help`
+            from verbatim.core.texts import nearest  # takes a third of the time of `verbatim --help`
 
             there = ", ".join(option for option in known if option.startswith("--") and option != "--help")
             raise UsageError(

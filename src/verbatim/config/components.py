@@ -12,13 +12,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from verbatim.config.fields import nearest
 from verbatim.config.knobs import check_knobs, is_made_of_knobs
 from verbatim.config.known_names import known_elsewhere
 from verbatim.config.origins import KeyPath, dotted
 from verbatim.config.schema import ComponentConfig, EnvConfig, RunConfig
 from verbatim.core.errors import ComponentError
 from verbatim.core.imports import import_object, is_import_path
+from verbatim.core.texts import nearest
 
 Table = Mapping[str, Any]
 """Name to component: a function, a class whose fields are its knobs, a record with a `function`, or the import path

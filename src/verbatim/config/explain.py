@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic_core import ErrorDetails
 
-from verbatim.config.fields import backend_tables_with, field_at, nearest, section_at, sections_with
+from verbatim.config.fields import backend_tables_with, field_at, section_at, sections_with
 from verbatim.config.known_keys import key_elsewhere
 from verbatim.config.origins import KeyPath, dotted
 from verbatim.config.overrides import Override
@@ -17,6 +17,7 @@ from verbatim.config.schema import RunConfig
 from verbatim.config.sections import BackendSection
 from verbatim.core.errors import ConfigError
 from verbatim.core.redaction import without_secrets
+from verbatim.core.texts import nearest
 
 _AN_ENVIRONMENT = ' Type for example: [[orchestrator.train.env]] and below it id = "guess_number"'
 _TO_TYPE = {name: _AN_ENVIRONMENT for name in ("orchestrator", "orchestrator.train", "orchestrator.train.env")}

@@ -1,10 +1,9 @@
-"""Looks up the schema for error messages: the keys of a table, their types, the nearest name."""
+"""Looks up the schema for error messages: the keys of a table, their types."""
 
 from __future__ import annotations
 
-import difflib
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import BaseModel
@@ -64,12 +63,6 @@ def backend_tables_with(section: type[BaseModel], key: str) -> list[str]:
     return [
         name for name, record in _records(section) if issubclass(record, BackendSettings) and key in record.model_fields
     ]
-
-
-def nearest(found: str, expected: Iterable[str]) -> str:
-    """`; did you mean "x"?`, or an empty string where nothing is near."""
-    near = difflib.get_close_matches(found, list(expected), n=1)
-    return f'; did you mean "{near[0]}"?' if near else ""
 
 
 def _sections(model: type[BaseModel], name: str) -> Iterator[tuple[str, type[BaseModel]]]:

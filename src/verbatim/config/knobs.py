@@ -11,8 +11,8 @@ from typing import Any
 
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
-from verbatim.config.fields import nearest
 from verbatim.config.known_keys import key_elsewhere
+from verbatim.core.texts import nearest
 
 
 def check_knobs(

@@ -16,7 +16,7 @@ from verbatim.core.ctrl_c import is_ctrl_c
 from verbatim.core.errors import ComponentError, FormatError, UsageError
 from verbatim.core.formats import content_of
 from verbatim.core.known_imports import ours_for
-from verbatim.core.texts import error_text
+from verbatim.core.texts import error_text, nearest
 
 MODULE_FOLDERS = "module_folders.json"
 """The file of a run's folder that names the folders of its modules, where these are not the current one."""
@@ -99,9 +99,8 @@ def import_object(import_path: str) -> Any:
         return getattr(module, attribute)
     except AttributeError:
         names = [name for name in vars(module) if not name.startswith("_")]
-        near = difflib.get_close_matches(attribute, names, n=1)
         own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module_name]
-        hint = f'; did you mean "{near[0]}"?' if near else f"; it has {', '.join(own[:8])}" if own else ""
+        hint = nearest(attribute, names) or (f"; it has {', '.join(own[:8])}" if own else "")
         if attribute == "py":
             hint = f"; an import_path has the name behind the module, without .py: {module_name}.MyClass"
         raise ComponentError(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import math
 import re
 import reprlib
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 
 from verbatim.core.redaction import without_secrets
@@ -114,6 +115,12 @@ def first_of(names: Sequence[str], most: int) -> str:
     """
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def nearest(found: str, expected: Iterable[str]) -> str:
+    """`; did you mean "x"?`, or an empty string where nothing is near."""
+    near = difflib.get_close_matches(found, list(expected), n=1)
+    return f'; did you mean "{near[0]}"?' if near else ""
 
 
 def end_of_file(path: Path, *, since: int = 0, most: int = 2**20) -> list[str]:

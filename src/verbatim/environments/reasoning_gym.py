@@ -7,11 +7,10 @@ import os
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any
 
 from verbatim.core.errors import ComponentError, NoDemonstrations, UsageError
-from verbatim.core.texts import error_text
+from verbatim.core.texts import error_text, nearest
 from verbatim.core.types import Example, Message, Trajectory
 from verbatim.environments.base import Demonstration, Episode, Reply
 from verbatim.environments.global_random import OwnRandom
@@ -189,8 +188,7 @@ def _check_task(task: str) -> None:
         raise UsageError(f"reasoning_gym needs the package reasoning-gym: {INSTALL}")
     names: Iterable[str] = [name for name, _ in ReasoningGym.listing()]
     if task not in names:
-        near = get_close_matches(task, names, n=1)
-        hint = f'; did you mean "{near[0]}"?' if near else ""
+        hint = nearest(task, names) or "."
         raise UsageError(
             f"reasoning_gym: the package has no task {task!r}{hint} `verbatim env list reasoning_gym` shows them"
         )

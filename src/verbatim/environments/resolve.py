@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 from verbatim.core.ctrl_c import is_ctrl_c
 from verbatim.core.errors import ComponentError, UsageError
 from verbatim.core.imports import import_object, is_import_path, told
-from verbatim.core.texts import shown
+from verbatim.core.texts import nearest, shown
 from verbatim.core.types import Example
 from verbatim.core.user_values import why_refused
 from verbatim.environments import ENVIRONMENTS
@@ -40,11 +39,9 @@ def create_environment(
     """
     name = name if is_import_path(name) else name.replace("-", "_")
     if name not in table and not is_import_path(name):
-        near = get_close_matches(name, table, n=1)
-        hint = f'; did you mean "{near[0]}"?' if near else ""
         raise ComponentError(
-            f"there is no environment {name!r}; bundled: {', '.join(table)}{hint} For one of your own give "
-            'import_path = "my_module.MyEnvironment"'
+            f"there is no environment {name!r}; bundled: {', '.join(table)}{nearest(name, table) or '.'} For one of "
+            'your own give import_path = "my_module.MyEnvironment"'
         )
     entry = table.get(name, name)
     make = import_object(entry) if isinstance(entry, str) else entry

@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
 
 from verbatim.core.errors import ModelError
+from verbatim.core.texts import nearest
 
 FOLDER_VARIABLE = "VERBATIM_MODELS"
 """The environment variable that names the folder in which models are kept."""
@@ -101,10 +101,8 @@ def offered(name: str) -> WheelModel:
         ModelError: no such model; names those that there are.
     """
     if name not in MODELS:
-        near = get_close_matches(name, MODELS, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
         raise ModelError(
-            f"there is no model {name!r} to get; {hint}There are: {', '.join(MODELS)}. A hub id needs no "
-            "such step: set model.name to it"
+            f"there is no model {name!r} to get{nearest(name, MODELS) or '.'} There are: {', '.join(MODELS)}. A hub id "
+            "needs no such step: set model.name to it"
         )
     return MODELS[name]

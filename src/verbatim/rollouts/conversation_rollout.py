@@ -13,7 +13,6 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
@@ -33,6 +32,7 @@ from verbatim.core.errors import UsageError
 from verbatim.core.plain_console import PlainConsole
 from verbatim.core.sampling import SamplingParams
 from verbatim.core.tasks import run_together
+from verbatim.core.texts import nearest
 from verbatim.core.types import Example, Message, RolloutIdentity, Trajectory
 from verbatim.environments.base import Environment, Episode, Reply, Score
 from verbatim.environments.tools import Tool, ToolArgumentsError, ToolManager, ToolResult
@@ -273,8 +273,7 @@ class ConversationRollout(abc.ABC):
         names = [f.name for f in dataclasses.fields(self) if not f.name.startswith("_")]
         for name in overrides:
             if name not in names:
-                near = get_close_matches(name, names, n=1)
-                hint = f"; did you mean {near[0]}?" if near else ""
+                hint = nearest(name, names) or "."
                 raise UsageError(f"a rollout has no setting {name!r}{hint} There are {', '.join(names)}")
         return dataclasses.replace(self, **overrides)
 

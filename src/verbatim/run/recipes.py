@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from difflib import get_close_matches
 from itertools import takewhile
 from pathlib import Path
 
 from verbatim.config.recipe_files import programs, recipes
 from verbatim.core.errors import UsageError
+from verbatim.core.texts import nearest
 
 
 def about(recipe: Path) -> str:
@@ -42,8 +42,7 @@ def copy_recipe(name: str, folder: Path) -> list[Path]:
     known = {**recipes(), **programs()}
     found = known.get(Path(name).stem.replace("-", "_"))
     if found is None:
-        near = get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]}?" if near else "."
+        hint = nearest(name, known) or "."
         raise UsageError(f"there is no recipe {name!r}{hint} There are {', '.join(known)}")
     sources = [source for source in dict.fromkeys((found, found.with_suffix(".py"))) if source.is_file()]
     targets = [folder / source.name for source in sources]

@@ -82,7 +82,7 @@ def test_half_a_surrogate_pair_as_an_argument_is_refused():
         ({"place": "a", "days": 2.5}, "days: input should be a valid integer"),
         ({"place": "a", "days": True}, "days: input should be a valid integer, found true"),
         ({"place": "a", "unit": "K"}, "unit: input should be 'C' or 'F', found \"K\""),
-        ({"plcae": "a"}, "unknown argument plcae; expected place, days, unit. Did you mean place?"),
+        ({"plcae": "a"}, 'unknown argument plcae; expected place, days, unit; did you mean "place"?'),
     ],
 )
 async def test_arguments_that_do_not_fit_are_refused_with_what_to_do(arguments, reason):

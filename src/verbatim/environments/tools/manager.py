@@ -11,14 +11,13 @@ import re
 import types
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, ValuesView
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
 
 from verbatim.core.ctrl_c import is_ctrl_c, noticed
 from verbatim.core.errors import ComponentError
-from verbatim.core.texts import cut, error_text, shown
+from verbatim.core.texts import cut, error_text, nearest, shown
 from verbatim.core.types import Message, ToolCall
 from verbatim.core.user_code import is_running, let_go
 from verbatim.core.user_values import as_atom
@@ -174,9 +173,8 @@ class ToolManager(Mapping[str, Tool]):
             return call.status, f"the tool call could not be read: {_UNREADABLE[call.status]}. Send it again."
         if call.name not in self._tools:
             name = str(call.name)[:80]
-            near = get_close_matches(name, self._tools, n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
-            return "unknown_tool", f"there is no tool {name}; there is {', '.join(self._tools) or 'none'}.{hint}"
+            hint = nearest(name, self._tools)
+            return "unknown_tool", f"there is no tool {name}; there is {', '.join(self._tools) or 'none'}{hint}"
         return None
 
 

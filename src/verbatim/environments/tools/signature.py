@@ -11,7 +11,6 @@ import types
 import typing
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import lru_cache
 from typing import Annotated, Any
 
@@ -21,6 +20,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticKnownError, PydanticSerializationError, to_json
 
 from verbatim.core.errors import ComponentError
+from verbatim.core.texts import nearest
 from verbatim.environments.tools.base import ToolArgumentsError
 from verbatim.environments.tools.json_types import ToolSchema, readable, untitled, with_enums_inside
 
@@ -105,10 +105,10 @@ class Signature:
         is wrong where."""
         if not arguments.keys() <= self.names.keys():
             unknown = [name for name in arguments if name not in self.names]
-            near = get_close_matches(unknown[0], self.names, n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
             expected = ", ".join(self.names) or "no arguments"
-            raise ToolArgumentsError(f"unknown argument {unknown[0]}; expected {expected}.{hint}")
+            raise ToolArgumentsError(
+                f"unknown argument {unknown[0]}; expected {expected}{nearest(unknown[0], self.names)}"
+            )
         try:
             checked = self.model.model_validate_json(_written(arguments), strict=True)
         except ValidationError as error:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from verbatim.core.errors import ModelError, TemplateFault, UsageError
+from verbatim.core.texts import nearest
 from verbatim.models.renderers.base import ParsedResponse, Renderer
 from verbatim.models.renderers.conversation import BreakReason, Conversation, History, ThinkingRetention
 from verbatim.models.renderers.message_support import LaterSystem
@@ -86,13 +86,12 @@ def create_renderer(
             raise UsageError(f'{setting} = {value!r}: expected "{first}" or "{second}"')
     known = ALIASES.get(name, name)
     if known != "auto" and known not in RENDERERS:
-        near = get_close_matches(name, ["auto", *RENDERERS, *ALIASES], n=1)
-        hint = f'did you mean "{near[0]}"? ' if near else ""
+        hint = nearest(name, ["auto", *RENDERERS, *ALIASES]) or "."
         spelt = [
             f"{n} (or {', '.join(a for a in ALIASES if ALIASES[a] == n)})" if n in ALIASES.values() else n
             for n in RENDERERS
         ]
-        raise UsageError(f"there is no renderer {name!r}; {hint}There are: auto, {', '.join(spelt)}")
+        raise UsageError(f"there is no renderer {name!r}{hint} There are: auto, {', '.join(spelt)}")
     from verbatim.models.renderers.guard import GuardedTokenizer
     from verbatim.models.renderers.recognise import check_guarded, first_difference
 

@@ -9,12 +9,11 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from verbatim.core.errors import ComponentError, UsageError
-from verbatim.core.texts import error_text
+from verbatim.core.texts import error_text, nearest
 
 INSTALL = "pip install 'verbatim-rl[environments]'"
 WORD_LISTS = {
@@ -79,8 +78,7 @@ def find_game(game: str) -> GameSpec:
     for ending in _VARIANTS:
         game = game.removesuffix(ending)
     if game not in known:
-        near = get_close_matches(game, known, n=1)
-        hint = f'; did you mean "{near[0]}"?' if near else ""
+        hint = nearest(game, known) or "."
         raise UsageError(f"textarena: the package has no game {game!r}{hint} `verbatim env list textarena` shows them")
     spec = known[game]
     if spec.needs is not None:
