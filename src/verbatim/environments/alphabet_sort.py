@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from verbatim.core.errors import UsageError
 from verbatim.core.types import Example, Message, Trajectory
-from verbatim.environments.base import Demonstration, Episode, Reply
+from verbatim.environments.base import Demonstration, Episode, Reply, check_split
 
 NAMES = ("Ada", "Ben", "Cleo", "Dora", "Emil", "Finn", "Gina", "Hugo", "Iris", "Jonas", "Kira", "Leo", "Mara", "Nils",
          "Olga", "Paul", "Rosa", "Sven", "Tara", "Uwe", "Vera", "Willi", "Xenia", "Yann", "Zoe")  # fmt: skip
@@ -54,8 +54,7 @@ class AlphabetSort:
 
     def examples(self, split: str) -> Sequence[Example]:
         """The tasks of a split; no task is in both."""
-        if split not in ("train", "eval"):
-            raise UsageError(f'alphabet_sort has no split {split!r}; there are "train" and "eval"')
+        check_split("alphabet_sort", split)
         rng = random.Random("alphabet_sort")
         seen: dict[tuple[str, ...], None] = {}
         while len(seen) < self.num_train + self.num_eval:

@@ -13,7 +13,7 @@ from typing import Any
 
 from verbatim.core.errors import UsageError
 from verbatim.core.types import Example, Message, Trajectory
-from verbatim.environments.base import Demonstration, Episode, Reply
+from verbatim.environments.base import Demonstration, Episode, Reply, check_split
 from verbatim.environments.sources import HuggingFaceExamples, read_json_lines
 
 SEED = 1337420
@@ -81,8 +81,7 @@ class AlphabetSortTags:
 
     def examples(self, split: str) -> Sequence[Example]:
         """The tasks of a split; no task is in both."""
-        if split not in ("train", "eval"):
-            raise UsageError(f'alphabet_sort_tags has no split {split!r}; there are "train" and "eval"')
+        check_split("alphabet_sort_tags", split)
         return self._tasks[: self.num_train] if split == "train" else self._tasks[self.num_train :]
 
     async def start(self, example: Example, seed: int) -> TaggedSorting:

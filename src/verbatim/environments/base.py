@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from verbatim.core.errors import UsageError
 from verbatim.core.records.equality import is_at_least
 from verbatim.core.types import Example, FunctionCall, Message, MessageToolCall, StopReason, Trajectory
 from verbatim.environments.tools.base import Tool
@@ -170,3 +171,9 @@ class Demonstrates(Protocol):
 
     def demonstrations(self, count: int, seed: int) -> Sequence[Demonstration]:
         """`count` conversations; the same seed gives the same ones."""
+
+
+def check_split(environment: str, split: str) -> None:
+    """Refuse a split that the environment has not."""
+    if split not in ("train", "eval"):
+        raise UsageError(f'{environment} has no split {split!r}; there are "train" and "eval"')

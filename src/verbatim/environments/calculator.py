@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from verbatim.core.errors import UsageError
 from verbatim.core.types import Example, Message, Trajectory
-from verbatim.environments.base import Demonstration, Episode, Reply, tool_call, tool_exchange
+from verbatim.environments.base import Demonstration, Episode, Reply, check_split, tool_call, tool_exchange
 from verbatim.environments.tools import FunctionTool
 
 SLIPS = 0.3
@@ -43,8 +43,7 @@ class Calculator:
 
     def examples(self, split: str) -> Sequence[Example]:
         """The tasks of a split; no task is in both."""
-        if split not in ("train", "eval"):
-            raise UsageError(f'calculator has no split {split!r}; there are "train" and "eval"')
+        check_split("calculator", split)
         numbers = range(1, self.largest + 1)
         tasks = [(kind, a, b, c) for kind in ("sum", "product") for a in numbers for b in numbers for c in numbers]
         random.Random("calculator").shuffle(tasks)

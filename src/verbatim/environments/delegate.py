@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from verbatim.core.errors import UsageError
 from verbatim.core.types import Example, Message, Trajectory
-from verbatim.environments.base import Agent, Demonstration, Episode, tool_call, tool_exchange
+from verbatim.environments.base import Agent, Demonstration, Episode, check_split, tool_call, tool_exchange
 from verbatim.environments.tools import FunctionTool
 
 COLOURS = ("red", "blue", "green", "black", "white", "amber")
@@ -43,8 +43,7 @@ class Delegate:
 
     def examples(self, split: str) -> Sequence[Example]:
         """The tasks of a split; no task is in both."""
-        if split not in ("train", "eval"):
-            raise UsageError(f'delegate has no split {split!r}; there are "train" and "eval"')
+        check_split("delegate", split)
         rng = random.Random("delegate")
         drawn: dict[str, Example] = {}
         while len(drawn) < self.num_train + self.num_eval:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from verbatim.core.errors import UsageError
 from verbatim.core.types import Example, Message, Trajectory
-from verbatim.environments.base import Demonstration, Episode, tool_call, tool_exchange
+from verbatim.environments.base import Demonstration, Episode, check_split, tool_call, tool_exchange
 from verbatim.environments.tools import FunctionTool, ToolResult
 
 FORGETS = 1 / 6
@@ -42,8 +42,7 @@ class GuessNumber:
 
     def examples(self, split: str) -> Sequence[Example]:
         """One example per secret, the same in both splits: the skill to learn is the search."""
-        if split not in ("train", "eval"):
-            raise UsageError(f'guess_number has no split {split!r}; there are "train" and "eval"')
+        check_split("guess_number", split)
         return [Example(id=f"secret-{n}", payload={"secret": n}) for n in range(self.low, self.high + 1)]
 
     async def start(self, example: Example, seed: int) -> Game:

@@ -12,7 +12,7 @@ from typing import Any
 from verbatim.core.errors import ComponentError, NoDemonstrations, UsageError
 from verbatim.core.texts import error_text, nearest
 from verbatim.core.types import Example, Message, Trajectory
-from verbatim.environments.base import Demonstration, Episode, Reply
+from verbatim.environments.base import Demonstration, Episode, Reply, check_split
 from verbatim.environments.global_random import OwnRandom
 
 INSTALL = "pip install 'verbatim-rl[environments]'"
@@ -94,8 +94,7 @@ class ReasoningGym:
 
     def examples(self, split: str) -> Sequence[Example]:
         """The tasks of a split; no task is in both."""
-        if split not in ("train", "eval"):
-            raise UsageError(f'reasoning_gym has no split {split!r}; there are "train" and "eval"')
+        check_split("reasoning_gym", split)
         size = self.num_train + self.num_eval
         indices = range(self.num_train) if split == "train" else range(self.num_train, size)
         return [Example(id=f"{self.task}-{index}", payload={"index": index}) for index in indices]

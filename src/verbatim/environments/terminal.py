@@ -9,7 +9,7 @@ from typing import Any
 
 from verbatim.core.errors import UsageError
 from verbatim.core.types import Example, Message, Trajectory
-from verbatim.environments.base import Demonstration, Episode, tool_call, tool_exchange
+from verbatim.environments.base import Demonstration, Episode, check_split, tool_call, tool_exchange
 from verbatim.environments.tools import FunctionTool, ToolResult
 from verbatim.environments.tools.isolation import SandboxLimits, find_isolation
 from verbatim.environments.tools.sandbox import Sandbox
@@ -69,8 +69,7 @@ class Terminal:
     def examples(self, split: str) -> Sequence[Example]:
         """Tasks made from their names; no task is in both splits."""
         counts = {"train": self.num_train, "eval": self.num_eval}
-        if split not in counts:
-            raise UsageError(f'terminal has no split {split!r}; there are "train" and "eval"')
+        check_split("terminal", split)
         names = [f"{split}-{n}" for n in range(counts[split])]
         return [Example(id=name, payload=asdict(self._task(random.Random(name)))) for name in names]
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from verbatim.core.errors import NoDemonstrations, UsageError
 from verbatim.core.types import Example, Message, Trajectory
-from verbatim.environments.base import Agent, AgentScores, Demonstration, Episode, Score
+from verbatim.environments.base import Agent, AgentScores, Demonstration, Episode, Score, check_split
 from verbatim.rollouts.games.game import Game, fewest_players
 from verbatim.rollouts.games.opponents import Opponent, Plays, PolicyPlays, read_opponent
 from verbatim.rollouts.games.package import GameSpec, find_game, games
@@ -75,8 +75,7 @@ class TextArena:
 
     def examples(self, split: str) -> Sequence[Example]:
         """The games of a split; those of evaluation have other seeds."""
-        if split not in ("train", "eval"):
-            raise UsageError(f'textarena has no split {split!r}; there are "train" and "eval"')
+        check_split("textarena", split)
         size = self.num_train + self.num_eval
         indices = range(self.num_train) if split == "train" else range(self.num_train, size)
         return [Example(id=f"{self._spec.id}-{index}", payload=self._payload(index)) for index in indices]

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from verbatim.core.errors import ComponentError, EnvironmentFault, UsageError
 from verbatim.core.types import Example, StopReason, Trajectory
-from verbatim.environments.base import Episode, Score
+from verbatim.environments.base import Episode, Score, check_split
 from verbatim.models.renderers.renderer_spec import renderer_spec
 from verbatim.rollouts.agent_loop import AgentLoop
 from verbatim.rollouts.gateway.chat import MODEL
@@ -67,8 +67,7 @@ class VerifiersEnvironment:
 
     def examples(self, split: str) -> Sequence[Example]:
         """The tasks that were selected for "train" or "eval"."""
-        if split not in self._selected:
-            raise UsageError(f'verifiers: there is no split {split!r}; there are "train" and "eval"')
+        check_split("verifiers", split)
         return [Example(id=_example_id(task), payload={"key": task.key}) for task in self._selected[split]]
 
     async def start(self, example: Example, seed: int) -> VerifiersEpisode:
