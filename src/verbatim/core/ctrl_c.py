@@ -4,6 +4,7 @@
 CtrlC             presses while an event loop runs its main task: in a program or a notebook, and in a command
 two_presses       a command: the first press asks, the second ends the process at once, even if the code blocks
 is_ctrl_c         tells a KeyboardInterrupt of the keyboard from `raise KeyboardInterrupt` in a user's code
+users_errors      makes one error of all that a user's code raises, and lets Ctrl-C through
 the rest          processes that leave the signals to another one, and what happens before and after a command
 ```
 
@@ -61,6 +62,18 @@ def is_ctrl_c(error: BaseException) -> bool:
     while at is not None and at.tb_frame.f_code not in codes:
         at = at.tb_next
     return at is not None
+
+
+@contextlib.contextmanager
+def users_errors(told: Callable[[BaseException], Exception], *passed: type[BaseException]) -> Iterator[None]:
+    """Raise, in place of whatever a user's code raises in the block (also `sys.exit`), the error that tells of it;
+    Ctrl-C and the errors of the classes `passed` are raised as they are."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, passed) or is_ctrl_c(error):
+            raise
+        raise told(error) from error
 
 
 def _code(handler: object) -> CodeType | None:

@@ -12,7 +12,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from verbatim.core.ctrl_c import is_ctrl_c
+from verbatim.core.ctrl_c import users_errors
 from verbatim.core.errors import ComponentError, FormatError, UsageError
 from verbatim.core.formats import content_of
 from verbatim.core.known_imports import ours_for
@@ -76,7 +76,10 @@ def import_object(import_path: str) -> Any:
         )
     here = _here()
     try:
-        module = importlib.import_module(module_name)
+        with users_errors(
+            lambda error: ComponentError(f"importing {module_name} failed: {told(error)}"), ModuleNotFoundError
+        ):
+            module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             install = (
@@ -91,10 +94,6 @@ def import_object(import_path: str) -> Any:
             f"there is no module {error.name!r}; looked in the current directory, {here}{_beside()}, and in the "
             f"installed packages{_where_else(module_name, attribute)}"
         ) from error
-    except BaseException as error:  # a user's module may raise anything, all of it theirs to mend
-        if is_ctrl_c(error):
-            raise
-        raise ComponentError(f"importing {module_name} failed: {told(error)}") from error
     try:
         return getattr(module, attribute)
     except AttributeError:

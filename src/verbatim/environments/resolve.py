@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from verbatim.core.ctrl_c import is_ctrl_c
+from verbatim.core.ctrl_c import users_errors
 from verbatim.core.errors import ComponentError, UsageError
 from verbatim.core.imports import import_object, is_import_path, told
 from verbatim.core.texts import nearest, shown
@@ -72,14 +72,11 @@ def _made(name: str, make: Callable[[], Any], arguments: Mapping[str, Any]) -> A
     Raises:
         ComponentError: it raised; says what and where.
     """
-    try:
+    with users_errors(
+        lambda error: ComponentError(f"environment {name!r}, made with {shown(arguments)}, raised {told(error)}"),
+        UsageError,
+    ):
         return make()
-    except UsageError:
-        raise
-    except BaseException as error:  # `sys.exit` must not end the run
-        if is_ctrl_c(error):
-            raise
-        raise ComponentError(f"environment {name!r}, made with {shown(arguments)}, raised {told(error)}") from error
 
 
 def demonstrations_of(environment: Environment, name: str, count: int, seed: int) -> Sequence[Demonstration]:
@@ -118,12 +115,8 @@ def examples_of(environment: Environment, name: str, split: str) -> Sequence[Exa
     what = f'environment {name!r}: examples("{split}")'
     if not isinstance(given, Sequence) or isinstance(given, str):
         raise ComponentError(f"{what} gave {_a(given)}; expected a list of verbatim.Example")
-    try:
+    with users_errors(lambda error: ComponentError(f"{what} cannot be read: {told(error)}")):
         rows = list(given)  # lazy sequences fail here, not in the middle of a run
-    except BaseException as error:
-        if is_ctrl_c(error):
-            raise
-        raise ComponentError(f"{what} cannot be read: {told(error)}") from error
     if len(rows) == 0:
         raise ComponentError(
             f'{what} is empty; expected at least one example, as in [Example(id="1", payload={{...}})]'
@@ -188,18 +181,19 @@ def _called(name: str, method: Callable[..., Any], *given: Any) -> Any:
     """Call a user's method; its exceptions become a `ComponentError` that names the call."""
     arguments = ", ".join(f'"{value}"' if isinstance(value, str) else str(value) for value in given)
     what = f"environment {name!r}: {method.__name__}({arguments})"
-    try:
+    with users_errors(functools.partial(_told_of, what)):
         value = method(*given)
-    except UsageError as error:
-        raise type(error)(f"{what}: {error}") from error
-    except BaseException as error:
-        if is_ctrl_c(error):
-            raise
-        raise ComponentError(f"{what} raised {told(error)}") from error
     if inspect.iscoroutine(value):
         value.close()
         raise ComponentError(f"{what} is async; expected a plain `def {method.__name__}`")
     return value
+
+
+def _told_of(what: str, error: BaseException) -> ComponentError | UsageError:
+    """The error of a call that raised; a UsageError keeps its class and its sentence."""
+    if isinstance(error, UsageError):
+        return type(error)(f"{what}: {error}")
+    return ComponentError(f"{what} raised {told(error)}")
 
 
 def _wrong_demonstration(item: object) -> str | None:

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
-from verbatim.core.ctrl_c import is_ctrl_c
+from verbatim.core.ctrl_c import users_errors
 from verbatim.core.errors import ComponentError, EnvironmentFault
 from verbatim.core.imports import import_object, told
 from verbatim.core.texts import shown
@@ -181,14 +181,9 @@ def name_of(environment: Any) -> str:
 
 def made(make: Callable[[], Any], name: str) -> Any:
     """One object; a ComponentError says what was raised."""
-    try:
+    expected = "expected a class that can be made without arguments, or with those of args"
+    with users_errors(lambda error: ComponentError(f"{name}() raised {told(error)}; {expected}")):
         return make()
-    except BaseException as error:  # a user's class may raise anything
-        if is_ctrl_c(error):
-            raise
-        raise ComponentError(
-            f"{name}() raised {told(error)}; expected a class that can be made without arguments, or with those of args"
-        ) from error
 
 
 @contextlib.asynccontextmanager

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from verbatim.core.children import end_with_parent
-from verbatim.core.ctrl_c import end_at_presses, is_ctrl_c, leave_presses_to_the_run
+from verbatim.core.ctrl_c import end_at_presses, leave_presses_to_the_run, users_errors
 from verbatim.core.descriptors import raise_descriptor_limit
 from verbatim.core.errors import SamplerFault, UsageError, VerbatimError
 from verbatim.core.redaction import WithoutSecrets
@@ -116,16 +116,10 @@ class _Child:
 
     async def _begin(self, context: WorkerContext, facts: Mapping[str, int], packed: bytes) -> int:
         """Create everything that episodes need. Returns the id of this process."""
-        try:
+        with users_errors(lambda error: UsageError(error_text(error)), UsageError, asyncio.CancelledError):
             context.apply_exactly()
             sampler = ParentSampler(self.peer.call, **facts)
             self._run_episode = await self.open.enter_async_context(open_episodes(packed, sampler))
-        except (UsageError, asyncio.CancelledError):
-            raise
-        except BaseException as error:  # also `sys.exit` while an environment is created
-            if is_ctrl_c(error):
-                raise
-            raise UsageError(error_text(error)) from error
         return os.getpid()
 
     async def _run(self, label: str, packed: bytes) -> bytes:

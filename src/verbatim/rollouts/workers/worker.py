@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from verbatim.core.ctrl_c import is_ctrl_c
+from verbatim.core.ctrl_c import users_errors
 from verbatim.core.texts import error_text
 from verbatim.rollouts.runner import EpisodeTask
 
@@ -54,22 +54,14 @@ class Worker(Protocol):
 
 def dumped(value: Any) -> bytes:
     """Pickle a value with objects of the user's; a CannotBeSent if one of them raises."""
-    try:
+    with users_errors(lambda error: CannotBeSent(error_text(error, 500))):
         return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-    except BaseException as error:
-        if is_ctrl_c(error):
-            raise
-        raise CannotBeSent(error_text(error, 500)) from error
 
 
 def loaded(packed: bytes) -> Any:
     """Read the result of `dumped`, from a process of this run; a CannotBeSent if an object raises."""
-    try:
+    with users_errors(lambda error: CannotBeSent(error_text(error, 500))):
         return pickle.loads(packed)  # noqa: S301  (from our own process)
-    except BaseException as error:
-        if is_ctrl_c(error):
-            raise
-        raise CannotBeSent(error_text(error, 500)) from error
 
 
 @dataclass(frozen=True, kw_only=True)
