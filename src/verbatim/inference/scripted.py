@@ -78,25 +78,14 @@ class ScriptedSampler:
     """Tokens drawn, those of cancelled calls included."""
     _closed: asyncio.Event = field(default_factory=asyncio.Event, init=False, repr=False)
 
-    async def generate(self, request: SampleRequest) -> Completion:
-        """Return the script's completion.
+    async def generate(self, request: SampleRequest, watch: Watch | None = None) -> Completion:
+        """Return the script's completion; `watch` is called after each token but the last.
 
         Raises:
             RecordError: an invalid prompt, or a script without a completion for this request.
             SamplerFault: the request fails by `trouble`, or the sampler is closed.
             asyncio.CancelledError: the call was cancelled; it holds how many tokens had been drawn.
         """
-        return await self._generate(request, None)
-
-    async def generate_watched(self, request: SampleRequest, watch: Watch) -> Completion:
-        """As `generate`; `watch` is called after each token but the last.
-
-        Raises:
-            RecordError, SamplerFault, asyncio.CancelledError: as `generate`.
-        """
-        return await self._generate(request, watch)
-
-    async def _generate(self, request: SampleRequest, watch: Watch | None) -> Completion:
         check_prompt(request, vocab_size=self.vocab_size, context_length=self.context_length)
         if self._closed.is_set():
             raise SamplerFault("the sampler is closed; make a new one")
@@ -111,6 +100,8 @@ class ScriptedSampler:
             raise cut_off(len(versions)) from None
         finally:
             self.num_in_flight -= 1
+
+    generate_watched = generate
 
     async def _answer(self, index: int, request: SampleRequest, versions: list[int], watch: Watch | None) -> Completion:
         """Append the version of each token to `versions` as it is drawn."""

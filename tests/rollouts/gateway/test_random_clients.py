@@ -47,15 +47,15 @@ class Told:
 
         self.sampler = scripted(draw, trouble=trouble)
         self.returned = {}
-        inner = self.sampler._generate
+        inner = self.sampler.generate
 
-        async def generate(request, watch):
+        async def generate(request, watch=None):
             completion = await inner(request, watch)
             session = request.session.partition("/")[0]
             self.returned.setdefault(session, []).append((request.prompt_ids.tobytes(), completion.ids.tobytes()))
             return completion
 
-        self.sampler._generate = generate
+        self.sampler.generate = self.sampler.generate_watched = generate
 
 
 async def play(seed, num_requests, num_sessions=8, num_agents=2):

@@ -122,27 +122,20 @@ class TorchSampler:
         """Why the engine is dead and answers no more requests; None while it lives."""
         return self._engine.failure
 
-    async def generate(self, request: SampleRequest) -> Completion:
+    async def generate(self, request: SampleRequest, watch: Watch | None = None) -> Completion:
         """Sample one completion. Cancelling the call frees its slot between two steps.
+
+        Args:
+            request: What is sampled.
+            watch: Called on the engine's thread after each step; nothing is drawn after the token with which it ends
+                the completion.
 
         Raises:
             RecordError: an empty or too long prompt, or an id outside the vocabulary.
-            SamplerFault: the engine failed or is closed, memory is not enough for it, or the model's logits are not
-                finite numbers.
+            SamplerFault: the engine failed or is closed, memory is not enough for it, the model's logits are not finite
+                numbers, or `watch` fails.
             asyncio.CancelledError: it was cancelled; holds how many tokens had been drawn (`num_tokens_drawn`).
         """
-        return await self._generate(request, None)
-
-    async def generate_watched(self, request: SampleRequest, watch: Watch) -> Completion:
-        """As `generate`; `watch` is called on the engine's thread after each step, and nothing is drawn after the
-        token with which it ends the completion.
-
-        Raises:
-            RecordError, SamplerFault, asyncio.CancelledError: as `generate`; and SamplerFault where `watch` fails.
-        """
-        return await self._generate(request, watch)
-
-    async def _generate(self, request: SampleRequest, watch: Watch | None) -> Completion:
         check_prompt(request, vocab_size=self.vocab_size, context_length=self.context_length)
         job = Job(
             future=asyncio.get_running_loop().create_future(),
@@ -158,6 +151,8 @@ class TorchSampler:
             raise cut_off(await self._num_drawn(job)) from None
         completion: Completion = job.future.result()
         return completion
+
+    generate_watched = generate
 
     async def update_weights(self, path: Path, version: int) -> None:
         """Load a Hugging Face folder, or an adapter's, which is merged into the base weights that this engine began

@@ -5,7 +5,7 @@ A small model spends more time in the code around its layers than in them. This 
     h += o(attend(rope(norm(q(x))), rope(norm(k(x))), v(x)))   with x = rms_norm(h)
     h += down(silu(gate(x)) * up(x))                           with x = rms_norm(h)
 
-from the model's own parameters, with its own position encoding. `fast_backbone` accepts only the classes in
+from the model's own parameters, with its own position encoding. `compared_backbone` accepts only the classes in
 `_KNOWN`, and only if both forward passes give the same hidden states. Every other model runs its own `forward`.
 """
 

@@ -25,24 +25,19 @@ class TellingSampler(ScriptedSampler):
         self.logprob = self._next_logprob
         self._num_told = 0
 
-    async def generate(self, request: SampleRequest) -> Completion:
+    async def generate(self, request: SampleRequest, watch: Watch | None = None) -> Completion:
         """As `ScriptedSampler.generate`."""
         self.policy_version += 1
-        return self._kept(request, await super().generate(request))
+        completion = await super().generate(request, watch)
+        self.returned.append((request, completion))
+        return completion
 
-    async def generate_watched(self, request: SampleRequest, watch: Watch) -> Completion:
-        """As `ScriptedSampler.generate_watched`."""
-        self.policy_version += 1
-        return self._kept(request, await super().generate_watched(request, watch))
+    generate_watched = generate
 
     def _next_logprob(self, token_id: int) -> float:
         """-k / 2^20 for the k-th token: exact in float32 up to 16 million tokens."""
         self._num_told += 1
         return -self._num_told / 2**20
-
-    def _kept(self, request: SampleRequest, completion: Completion) -> Completion:
-        self.returned.append((request, completion))
-        return completion
 
 
 def num_differences(
