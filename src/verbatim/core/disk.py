@@ -158,9 +158,9 @@ def make_private(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: Path, *, temporary: Path | None = None) -> Iterator[Path]:
+def replacing(path: Path, *, temporary: Path | None = None, lasting: bool = True) -> Iterator[Path]:
     """Context manager for the path of a file that replaces `path` when the block ends without an error: as
-    `write_file`, for what is not written at once.
+    `write_file`, for what is not written at once. Where it need not last, a loss of power may cost the file.
 
     Raises:
         OSError: the system refused to write; the file is as it was.
@@ -169,8 +169,11 @@ def replacing(path: Path, *, temporary: Path | None = None) -> Iterator[Path]:
     try:
         with naming(path):
             yield temporary
-            sync(temporary)
-        rename(temporary, path)
+            if lasting:
+                sync(temporary)
+        os.replace(temporary, path)
+        if lasting:
+            sync(path.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

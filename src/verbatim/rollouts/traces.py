@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import threading
 import uuid
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.core.ctrl_c import is_ctrl_c
+from verbatim.core.disk import replacing
 from verbatim.core.texts import error_text
 from verbatim.core.trajectory_json import plain, trajectory_to_json
 from verbatim.core.types import StopReason, Trajectory
@@ -52,13 +52,11 @@ class TraceFolder:
             success = self._ask("success_callback", self._succeeded, trajectory, errors, otherwise=False)
         name = _file_name(trajectory, success)
         record = {"success": success, "callback_errors": errors, "trajectory": trajectory_to_json(trajectory)}
-        temporary = self.folder / f".{name}.tmp"
         try:
-            temporary.write_text(json.dumps(plain(record), default=str) + "\n", encoding="utf-8")
-            os.replace(temporary, self.folder / name)
+            with replacing(self.folder / name, lasting=False) as new:
+                new.write_text(json.dumps(plain(record), default=str) + "\n", encoding="utf-8")
         except (OSError, ValueError, RecursionError) as error:
             logger.error("no trace of trajectory %s: %s: %s", trajectory.trajectory_id, type(error).__name__, error)
-            temporary.unlink(missing_ok=True)
             return None
         return self.folder / name
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import os
-import tempfile
 import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
@@ -14,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from verbatim.core.disk import replacing, temporary_beside, write_private
 from verbatim.core.errors import JudgeFailed, SamplerFault, UsageError
 from verbatim.core.texts import shown
 
@@ -166,9 +165,8 @@ class Endpoint:
         place = self._place(self._folder, key)
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=place.parent, delete=False) as file:
-                json.dump({"said": said}, file)
-            os.replace(file.name, place)
+            with replacing(place, temporary=temporary_beside(place), lasting=False) as new:
+                write_private(new, json.dumps({"said": said}).encode())
         except OSError as error:
             raise JudgeFailed(
                 f'its answer cannot be kept in {self._folder}: {error.strerror}; free the disk, or set cache = "memory"'

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from verbatim.core.disk import make_private
+from verbatim.core.disk import make_private, replacing
 from verbatim.core.errors import RunStopped
-from verbatim.core.machine_faults import naming
 
 _BUFFER = 2**18
 """Bytes from which on a part is written by itself."""
@@ -27,20 +25,14 @@ def publish_bytes(path: Path, data: bytes | Iterable[memoryview], *, private: bo
     Raises:
         OSError: the system refused to write; no file of this name, or the one before, is there.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with naming(path):
-            if private:
-                make_private(temporary)
-            if isinstance(data, bytes):
-                temporary.write_bytes(data)
-            else:
-                with temporary.open("wb", buffering=_BUFFER) as file:
-                    file.writelines(data)
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    with replacing(path, lasting=False) as temporary:
+        if private:
+            make_private(temporary)
+        if isinstance(data, bytes):
+            temporary.write_bytes(data)
+        else:
+            with temporary.open("wb", buffering=_BUFFER) as file:
+                file.writelines(data)
 
 
 def publish_json(path: Path, value: Any) -> None:
