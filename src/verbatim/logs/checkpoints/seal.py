@@ -8,12 +8,11 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verbatim.core.disk import sync_tree
+from verbatim.core.disk import sha256, sync_tree
 from verbatim.core.errors import CheckpointError, FormatError
 from verbatim.core.machine_faults import describe
 from verbatim.logs.checkpoints.json_files import read_record, write_record
@@ -32,7 +31,7 @@ def seal(folder: Path, more: Mapping[str, Any] | None = None) -> None:
     """
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
     entries = {
-        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": _sha256(path)} for path in files
+        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": sha256(path)} for path in files
     }
     sync_tree(folder)
     write_record(folder / MANIFEST, {**(more or {}), "files": entries})
@@ -66,13 +65,13 @@ def find_damage(folder: Path) -> str | None:
     try:
         manifest = read_manifest(folder)
         files = [(name, entry["size"], entry["sha256"]) for name, entry in manifest["files"].items()]
-        for name, size, sha256 in files:
+        for name, size, expected in files:
             path = folder / name
             if not path.is_file():
                 return f"{name} is missing"
             if path.stat().st_size != size:
                 return f"{name} has {path.stat().st_size} bytes, expected {size}"
-            if _sha256(path) != sha256:
+            if sha256(path) != expected:
                 return f"{name} has another SHA-256 than when it was written"
     except (CheckpointError, OSError) as error:
         cause = error if isinstance(error, OSError) else error.__context__
@@ -91,11 +90,6 @@ def find_damage(folder: Path) -> str | None:
 def was_changed(path: Path) -> bool:
     """Whether a file of a sealed folder is not what its manifest lists; False where the manifest says nothing of it."""
     try:
-        return bool(read_manifest(path.parent)["files"][path.name]["sha256"] != _sha256(path))
+        return bool(read_manifest(path.parent)["files"][path.name]["sha256"] != sha256(path))
     except (CheckpointError, OSError, KeyError, TypeError):
         return False
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
