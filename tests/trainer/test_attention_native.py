@@ -72,7 +72,7 @@ def test_layers_may_differ_in_query_heads_of_each_key_value_head():
 
 def test_more_query_heads_than_a_block_has_rows_are_left_to_torch():
     batch = forest(0)
-    for heads, is_native in ((96, native_tree._library() is not None), (97, False)):
+    for heads, is_native in ((96, native.library(native_tree.SOURCE) is not None), (97, False)):
         qkv, _ = tensors(batch.num_tokens, (heads, 1, 16, 16))
         plan = TreePlan(batch.position_ids, batch.ends)
         plan.attend(0, *qkv, attention_call("plain", None))
@@ -160,10 +160,8 @@ def test_without_it_the_result_is_the_same(monkeypatch):
         found.append([out, *torch.autograd.grad(out, qkv, outside)])
         monkeypatch.setenv(native.SWITCH, "0")
         native.build.cache_clear()
-        native_tree._library.cache_clear()
     monkeypatch.undo()
     native.build.cache_clear()
-    native_tree._library.cache_clear()
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 

@@ -93,7 +93,6 @@ def test_a_family_with_another_norm_is_left_alone():
 def test_nothing_is_replaced_where_nothing_is_compiled(monkeypatch):
     monkeypatch.setenv(native.SWITCH, "0")
     native.build.cache_clear()
-    fused._library.cache_clear()
     try:
         _, other = pair(Qwen3Config)
         fuse_layers(other)
@@ -101,7 +100,6 @@ def test_nothing_is_replaced_where_nothing_is_compiled(monkeypatch):
     finally:
         monkeypatch.undo()
         native.build.cache_clear()
-        fused._library.cache_clear()
 
 
 def test_threads_do_not_change_a_bit():

@@ -15,7 +15,7 @@ import ctypes
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache, partial, wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -48,7 +48,7 @@ def fuse_layers(model: nn.Module) -> None:
     """Let a model's known norms, feed-forward parts and rotations call compiled functions, where there are any; results
     differ by rounding only. A part that computes something else in this `transformers` runs as it is, with a warning.
     """
-    if _library() is None:
+    if native.library(SOURCE) is None:
         return
     for module in model.modules():
         name, home = type(module).__name__, type(module).__module__
@@ -222,9 +222,4 @@ def _call(name: str, *inputs: Any) -> None:
         ctypes.c_void_p(x.data_ptr()) if isinstance(x, Tensor) else ctypes.c_int64(x) if isinstance(x, int) else x
         for x in inputs
     ]
-    getattr(_library(), name)(*given)
-
-
-@cache
-def _library() -> ctypes.CDLL | None:
-    return native.library(SOURCE)
+    getattr(native.library(SOURCE), name)(*given)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ def suits(num_heads: int, key_BKTD: Tensor, value_BKTE: Tensor, call: AttentionC
     on_cpu = type(key_BKTD) is Tensor and key_BKTD.device.type == "cpu"
     fits = rounds and call.is_plain and not any(size % SIZE_MULTIPLE for size in sizes)
     fits = fits and num_heads <= MOST_GROUPS * value_BKTE.shape[1]
-    return on_cpu and fits and _library() is not None
+    return on_cpu and fits and native.library(SOURCE) is not None
 
 
 class NativeForest:
@@ -59,7 +58,7 @@ class NativeForest:
     def __init__(
         self, depths: Int32, ends: Int32, window: int | None, groups: int, queries: Int32 | None = None
     ) -> None:
-        library = _library()
+        library = native.library(SOURCE)
         assert library is not None
         self._depths, self._ends = (np.ascontiguousarray(x, dtype=np.int32) for x in (depths, ends))
         self._window = NO_WINDOW if window is None else window
@@ -167,13 +166,8 @@ def _call(
     shape = forest.shape(*given, scale)
     sizes = (ctypes.c_int64(number) for number in (forest.num_blocks, forest.queries_per_block, *numbers))
     pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (*given, *tensors))
-    if getattr(_library(), name)(ctypes.byref(shape), ctypes.byref(forest.tree), *sizes, *pointers):
+    if getattr(native.library(SOURCE), name)(ctypes.byref(shape), ctypes.byref(forest.tree), *sizes, *pointers):
         raise MemoryError("attention of prefix trees: too little memory for its blocks")
-
-
-@cache
-def _library() -> ctypes.CDLL | None:
-    return native.library(SOURCE)
 
 
 class _Shape(ctypes.Structure):
