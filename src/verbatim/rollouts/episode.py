@@ -126,6 +126,8 @@ class EpisodeRun:
         except NothingSampled as fault:
             self._note(fault)  # how it ended is known
         except RolloutError as fault:
+            with contextlib.suppress(RolloutError, TimeoutError):  # what it has found out; what failed first is told
+                self._take_info()
             self._fail(fault)
         finally:
             await self._close()
@@ -144,7 +146,8 @@ class EpisodeRun:
             run = getattr(episode, "run", None)
         try:
             if run is not None:
-                await self._run_own(episode, run)
+                with calls.guard("run"):
+                    await run(loop)
                 self._stop_reason = StopReason.STOP
             else:
                 self._stop_reason = await dialogue.run(episode)
@@ -157,37 +160,21 @@ class EpisodeRun:
             shown = "main" if "main" in loop.agents else next(iter(loop.agents), "main")
             dialogue.messages = list(loop.messages(shown))
         loop.finish()
-        with calls.guard("info"):
-            dialogue.info.update(_checked_info(getattr(episode, "info", {})))
+        self._take_info()
         if loop.offers_tools:
             dialogue.info[TOOLS_OFFERED] = True
         if (why := loop.why_nothing_sampled(self._stop_reason)) is not None:
             raise NothingSampled(why)
         draft = self.trajectory()
-        try:
-            with calls.guard("score"):
-                score = await awaitable(episode.score(draft), "score(self, trajectory)")
-                scores = read_agent_scores(score, "score")
-        except RolloutError:
-            self._keep_info(episode)
-            raise
-        with calls.guard("info"):  # scoring may add to it: what a judge has spent
-            dialogue.info.update(_checked_info(getattr(episode, "info", {})))
+        with calls.guard("score"):
+            score = await awaitable(episode.score(draft), "score(self, trajectory)")
+            scores = read_agent_scores(score, "score")
+        self._take_info()  # scoring may add to it: what a judge has spent
         self._reward, self._parts, self._agent_rewards = scores
 
-    async def _run_own(self, episode: Episode, run: Callable[[EpisodeLoop], Awaitable[None]]) -> None:
-        """The episode's own control flow; where it fails, what it has found out is kept."""
-        try:
-            with self._calls.guard("run"):
-                await run(self._loop)
-        except RolloutError:
-            self._keep_info(episode)
-            raise
-
-    def _keep_info(self, episode: Episode) -> None:
-        """Copy the info of an episode that has failed; what failed first is told."""
-        with contextlib.suppress(RolloutError), self._calls.guard("info"):
-            self._dialogue.info.update(_checked_info(getattr(episode, "info", {})))
+    def _take_info(self) -> None:
+        with self._calls.guard("info"):
+            self._dialogue.info.update(_checked_info(getattr(self._episode, "info", {})))
 
     def _fail(self, fault: RolloutError) -> None:
         """Record a fault that ends the episode."""
