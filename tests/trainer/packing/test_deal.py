@@ -13,7 +13,7 @@ from drawn import drawn, is_found
 from trainer.packing.test_tree import sample
 from verbatim.trainer.packing import pack_rows, pack_tree
 from verbatim.trainer.packing.cost import CostModel, model_cost
-from verbatim.trainer.packing.deal import Piece, deal, idle_share, lock_step_time
+from verbatim.trainer.packing.deal import Piece, deal, lock_step_time
 
 pieces = st.lists(
     st.builds(
@@ -29,9 +29,8 @@ def of_cost(*costs: float, tokens: int = 1) -> list[Piece]:
 
 def test_a_pass_takes_as_long_as_its_slowest_rank():
     assert lock_step_time([(5, 1), (4, 3)]) == 8
-    assert idle_share([(5, 1), (4, 3)]) == pytest.approx(3 / 16)
-    assert idle_share([(5, 1), ()]) == 0.5
-    assert idle_share([(), ()]) == 0.0
+    assert lock_step_time([(5, 1), ()]) == 6
+    assert lock_step_time([(), ()]) == 0
 
 
 def test_like_meets_like_where_a_rank_has_room_for_one_piece():

@@ -55,15 +55,6 @@ def lock_step_time(costs: Sequence[Sequence[float]]) -> float:
     return sum(max(mine[k] for mine in costs if k < len(mine)) for k in range(passes))
 
 
-def idle_share(costs: Sequence[Sequence[float]]) -> float:
-    """The share of their time for which ranks wait, 0 to 1: of no work, 0.
-
-    Example: ranks of `(5, 1)` and `(4, 3)`: 13 of 2 x 8 are computed, so 3/16.
-    """
-    whole = len(costs) * lock_step_time(costs)
-    return 1 - sum(map(sum, costs)) / whole if whole else 0.0
-
-
 def deal(pieces: Sequence[Piece], *, num_ranks: int, most_tokens: int) -> Deal:
     """Each piece to one rank and pass; a function of the pieces and their order alone.
 

@@ -11,7 +11,7 @@ import numpy as np
 from verbatim.core.types import MicroBatch, TrainingSample
 from verbatim.trainer.packing import WORTH_A_TREE, find_packer
 from verbatim.trainer.packing.cost import CostModel, Int64
-from verbatim.trainer.packing.deal import Piece, deal, idle_share, lock_step_time
+from verbatim.trainer.packing.deal import Piece, deal, lock_step_time
 from verbatim.trainer.packing.layout import Row, rows_of
 from verbatim.trainer.packing.rows import lay_rows, row_items
 from verbatim.trainer.packing.tree import in_order, lay_tree, lengths_of, repeated_tokens, shared_tokens, tree_pieces
@@ -38,19 +38,9 @@ class DealtStep:
     """Predicted cost of each of them."""
 
     @property
-    def num_passes(self) -> int:
-        """Passes that every rank takes part in; ranks with fewer micro-batches have nothing to compute in the last."""
-        return max(map(len, self.costs))
-
-    @property
     def time(self) -> float:
         """Predicted time of all ranks together, in the unit of the costs."""
         return lock_step_time(self.costs)
-
-    @property
-    def idle_share(self) -> float:
-        """Predicted share of the ranks' time for which they wait for each other."""
-        return idle_share(self.costs)
 
 
 @dataclass(frozen=True, kw_only=True)
