@@ -213,7 +213,7 @@ async def check_end_of_memory(models, monkeypatch, kernel, where, error, at):
     decoder = decoder_of(sampler)
     owner, name = {
         "reserve": (decoder.cache, "reserve"),
-        "forward": (decoder, "_forward"),
+        "forward": (decoder.forward, "hidden"),
         "account": (decoder, "_account"),
         "draw": (decoder.forward, "draw"),
         "append": (decoder.table, "append"),
@@ -256,7 +256,7 @@ async def test_an_engine_that_gives_up_another_sequence_is_found_out(models, mon
 async def test_the_room_of_the_sequence_that_failed_is_given_back(models, monkeypatch, kernel):
     sampler = make(models["tied"])
     decoder = decoder_of(sampler)
-    fail_once(monkeypatch, decoder, "_forward", MemoryError(), 3)
+    fail_once(monkeypatch, decoder.forward, "hidden", MemoryError(), 3)
     short, long = await together(sampler, [request(max_tokens=12), request([5] * 200, max_tokens=12)])
     assert isinstance(long, SamplerFault)
     assert len(short.ids) == 12

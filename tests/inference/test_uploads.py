@@ -91,7 +91,7 @@ def same(there: Path, published: Path) -> bool:
 
 
 async def test_a_folder_arrives_byte_for_byte(client, there, published):
-    digests = await uploads.digests_of(published)
+    digests = uploads.digests_of(published)
     assert digests["config.json"] == hashlib.sha256(b'{"model_type": "x"}').hexdigest()
     path = await uploads.upload(client, published, digests, 7)
     assert path == str(there / "v7") and same(there / "v7", published)
@@ -99,7 +99,7 @@ async def test_a_folder_arrives_byte_for_byte(client, there, published):
 
 
 async def test_what_is_there_is_not_sent_again(client, there, published):
-    digests = await uploads.digests_of(published)
+    digests = uploads.digests_of(published)
     (there / "v7").mkdir(parents=True)
     (there / "v7" / "model.safetensors").write_bytes((published / "model.safetensors").read_bytes()[:200_000])
     await uploads.upload(client, published, digests, 7)
@@ -112,25 +112,25 @@ async def test_what_is_there_is_not_sent_again(client, there, published):
 @pytest.mark.parametrize("lost", range(1, 10))
 async def test_an_answer_that_is_lost_changes_nothing(client, there, published, lost):
     client.lose = {lost}
-    await uploads.upload(client, published, await uploads.digests_of(published), 7)
+    await uploads.upload(client, published, uploads.digests_of(published), 7)
     assert same(there / "v7", published)
 
 
 async def test_a_file_with_other_bytes_is_sent_again(client, there, published):
     (there / "v7").mkdir(parents=True)
     (there / "v7" / "model.safetensors").write_bytes(b"x" * 256_000)  # of an earlier run: the size is right
-    await uploads.upload(client, published, await uploads.digests_of(published), 7)
+    await uploads.upload(client, published, uploads.digests_of(published), 7)
     assert same(there / "v7", published)
 
 
 async def test_bytes_that_never_arrive_right_end_the_upload(client, there, published):
-    digests = {**await uploads.digests_of(published), "config.json": "0" * 64}
+    digests = {**uploads.digests_of(published), "config.json": "0" * 64}
     with pytest.raises(SamplerFault, match=r"config\.json of .* arrived with other bytes 3 times"):
         await uploads.upload(client, published, digests, 7)
 
 
 async def test_versions_before_are_removed(client, there, published):
-    digests = await uploads.digests_of(published)
+    digests = uploads.digests_of(published)
     for version in (6, 7):
         await uploads.upload(client, published, digests, version)
     assert [path.name for path in there.iterdir()] == ["v7"]
@@ -140,7 +140,7 @@ async def test_what_else_is_in_the_folder_for_uploads_stays(client, there, publi
     for name in ("thesis", "v", "v6-of-another"):
         (there / name).mkdir(parents=True)
         (there / name / "text").write_text("mine")
-    await uploads.upload(client, published, await uploads.digests_of(published), 7)
+    await uploads.upload(client, published, uploads.digests_of(published), 7)
     assert sorted(path.name for path in there.iterdir()) == ["thesis", "v", "v6-of-another", "v7"]
     assert (there / "thesis" / "text").read_text() == "mine"
 
@@ -201,7 +201,7 @@ async def test_our_server_takes_a_folder_and_loads_it(there, published):
     engine = ScriptedSampler(script=lambda r: [5], vocab_size=10, context_length=16)
     async with serve_sampler(engine, api_key="a-secret-key", uploads=there) as server:
         client = HttpClient(server.url, api_key="a-secret-key", request_timeout=HANGS, max_retries=0)
-        path = await uploads.upload(client, published, await uploads.digests_of(published), 7)
+        path = await uploads.upload(client, published, uploads.digests_of(published), 7)
         assert path == str(there / "v7") and same(there / "v7", published)
         sampler = await HttpSampler.connect(server.url, api_key="a-secret-key")
         await sampler.update_weights(Path(path), 7)

@@ -27,7 +27,7 @@ from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.seeds import derive_seed
 from verbatim.rollouts.stopped_turns import end_with_stop, said_before_stop
 from verbatim.rollouts.turn_arguments import checked_name, checked_trained
-from verbatim.rollouts.turnstile import Turnstile, turnstile
+from verbatim.rollouts.turnstile import turnstile
 
 _LONG_MESSAGES, _LONG_CHARACTERS = 128, 50_000
 """A chat template takes about 5 ms to render more, which is how long Python lets one thread run while others wait."""
@@ -68,10 +68,6 @@ class AgentLoop(EpisodeLoop):
         """Answers that are sampled, or wait to be read."""
         self._num_responses: Counter[bytes] = Counter()
         self._rendered_anew: list[dict[str, Any]] = []
-
-    @functools.cached_property
-    def _turnstile(self) -> Turnstile:
-        return turnstile()
 
     @property
     def info(self) -> Mapping[str, Any]:
@@ -200,7 +196,7 @@ class AgentLoop(EpisodeLoop):
         self._num_under_way += 1
         try:
             completion = await self._sample_ids(prompt_ids, self.params, prompt.agent)
-            await self._turnstile.enter()
+            await turnstile().enter()
         finally:
             self._num_under_way -= 1
         if self._draws.over:

@@ -14,10 +14,6 @@ Move = Callable[[Tensor, torch.device], Tensor]
 HOST = torch.device("cpu")
 
 
-def _to(tensor: Tensor, place: torch.device) -> Tensor:
-    return tensor.to(place)
-
-
 class DeviceMemory:
     """All tensors of a trainer that outlive a step: parameters, gradients, buffers, the optimizer's state.
 
@@ -31,7 +27,7 @@ class DeviceMemory:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, *, move: Move = _to
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, *, move: Move = Tensor.to
     ) -> None:
         self._model, self._optimizer, self._device, self._move = model, optimizer, device, move
 

@@ -285,7 +285,7 @@ class Decoder:
             order = np.argsort(~one, kind="stable")
             slots, counts = slots[order], counts[order]
         layout = self._layout(slots, counts, int(one.sum()))
-        hidden = self._forward(layout, slots, counts)
+        hidden = self.forward.hidden(layout, slots, counts, table, self._record)
         self._account(slots, table.computed[slots], counts)
         return self._sample(hidden, layout, slots, counts)
 
@@ -316,9 +316,6 @@ class Decoder:
         free = np.setdiff1d(np.arange(self.forward.num_rows), single, assume_unique=True)
         rows = np.concatenate([single, free[: len(row_slots) - num_single]])
         return PassLayout(rows=rows, slots=row_slots, positions=positions, num_rows=self.forward.num_rows)
-
-    def _forward(self, layout: PassLayout, slots: Slots, counts: Rows) -> Tensor:
-        return self.forward.hidden(layout, slots, counts, self.table, self._record)
 
     def _account(self, slots: Slots, before: Rows, counts: Rows) -> None:
         table, done = self.table, self.counts

@@ -34,15 +34,11 @@ async def path_there(client: HttpClient, folder: Path, version: int, *, shares_f
     """
     if shares_folders:
         return str(await asyncio.to_thread(folder.absolute))
-    return await upload(client, folder, await digests_of(folder), version)
+    return await upload(client, folder, await asyncio.to_thread(digests_of, folder), version)
 
 
-async def digests_of(folder: Path) -> dict[str, str]:
+def digests_of(folder: Path) -> dict[str, str]:
     """The sha256 of each file of a folder, by name."""
-    return await asyncio.to_thread(_digests_of, folder)
-
-
-def _digests_of(folder: Path) -> dict[str, str]:
     return {path.name: digest for path in sorted(folder.iterdir()) if (digest := sha256(path)) is not None}
 
 

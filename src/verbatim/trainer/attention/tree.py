@@ -63,7 +63,7 @@ class TreePlan:
         """The attention output, [1, U, H, E]. Inputs: [1, H, U, D], [1, K, U, D], [1, K, U, E]; see `AttentionPlan`."""
         assert query_BHTD.shape[0] == 1 and query_BHTD.shape[2] == len(self._depths)
         if suits(query_BHTD.shape[1], key_BKTD, value_BKTD, call):
-            return self._attend_natively(query_BHTD, key_BKTD, value_BKTD, call)
+            return self.attend_some(None, query_BHTD, key_BKTD, value_BKTD, call)
         if call.sliding_window not in self._blocks:
             self._blocks[call.sliding_window] = self._plan(call.sliding_window)
         blocks = self._blocks[call.sliding_window]
@@ -77,25 +77,16 @@ class TreePlan:
         return out_KUGE.transpose(0, 1).flatten(1, 2)[None]
 
     def attend_some(
-        self, tokens: Int32, query_BHQD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, call: AttentionCall
+        self, tokens: Int32 | None, query_BHQD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, call: AttentionCall
     ) -> Tensor:
-        """The attention output of some tokens, ascending: int32 [Q]. Their queries are [1, H, Q, D], keys and values
-        those of all tokens; the output is [1, Q, H, E]. For inputs that compiled functions read (`suits`)."""
-        return self._attend_natively(query_BHQD, key_BKTD, value_BKTD, call, tokens)
-
-    def _attend_natively(
-        self,
-        query_BHQD: Tensor,
-        key_BKTD: Tensor,
-        value_BKTD: Tensor,
-        call: AttentionCall,
-        queries: Int32 | None = None,
-    ) -> Tensor:
+        """The attention output of some tokens, ascending: int32 [Q]; None = of all. Their queries are [1, H, Q, D],
+        keys and values those of all tokens; the output is [1, Q, H, E]. For inputs that compiled functions read
+        (`suits`)."""
         window, groups = call.sliding_window, query_BHQD.shape[1] // key_BKTD.shape[1]
-        kind = (window, groups, queries is None)
+        kind = (window, groups, tokens is None)
         if kind not in self._native:  # layers may differ in these
             depths, ends = (x.astype(np.int32) for x in (self._depths, self._ends))
-            self._native[kind] = NativeForest(depths, ends, window, groups, queries)
+            self._native[kind] = NativeForest(depths, ends, window, groups, tokens)
         query_QHD, key_UKD, value_UKE = (x[0].transpose(0, 1) for x in (query_BHQD, key_BKTD, value_BKTD))
         return self._native[kind].attend(query_QHD, key_UKD, value_UKE, call.scale)[None]
 
