@@ -34,13 +34,8 @@ class DeviceTargets:
 
     def __init__(self, micro_batch: MicroBatch, device: torch.device) -> None:
         targets = micro_batch.targets
-
-        def ids(array: np.ndarray) -> Tensor:
-            return torch.tensor(array, dtype=torch.int64, device=device)
-
-        def floats(array: np.ndarray) -> Tensor:
-            return torch.tensor(array, dtype=torch.float32, device=device)
-
+        ids = partial(torch.tensor, dtype=torch.int64, device=device)
+        floats = partial(torch.tensor, dtype=torch.float32, device=device)
         self.host = micro_batch
         self.target_ids_M = ids(targets.target_ids)
         self.temperatures_M = floats(targets.temperatures)
@@ -91,10 +86,7 @@ class DeviceBatch(DeviceTargets):
         padding = np.arange(num_padding, dtype=np.int32) % longest
         paddings = [min(longest, num_padding - start) for start in range(0, num_padding, longest)]
         position_ids = np.concatenate([micro_batch.position_ids, padding])
-
-        def ids(array: np.ndarray) -> Tensor:
-            return torch.tensor(array, dtype=torch.int64, device=device)
-
+        ids = partial(torch.tensor, dtype=torch.int64, device=device)
         self._make_plan: Callable[[], AttentionPlan]
         if micro_batch.is_rows:
             self._make_plan = partial(RowsPlan, [*micro_batch.row_lengths.tolist(), *paddings], device)
