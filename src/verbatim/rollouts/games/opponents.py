@@ -8,7 +8,7 @@ import random
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, TypeAlias
 
 from verbatim.config.knobs import check_knobs
 from verbatim.core.episode_limits import EpisodeLimits
@@ -32,20 +32,6 @@ FORMS = (
     '"http://localhost:8000/v1" }'
 )
 """What `opponent` may be."""
-
-
-class Opponent(Protocol):
-    """Speaks for one player of one game."""
-
-    async def say(self, talk: Sequence[Message], game: Game) -> str:
-        """The player's next action; an EnvironmentFault where no action is left."""
-
-    @property
-    def info(self) -> Mapping[str, Any]:
-        """What it did and cost, for the trajectory's `info`."""
-
-    async def close(self) -> None:
-        """Let go of what it holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +158,7 @@ class _RandomPlayer:
         return random_move(game, self._rng)
 
     async def close(self) -> None:
-        pass
+        """It holds nothing."""
 
 
 class _Speaker:
@@ -183,9 +169,11 @@ class _Speaker:
 
     @property
     def info(self) -> Mapping[str, Any]:
+        """What it did and cost, for the trajectory's `info`."""
         return self._loop.info if self._loop is not None else {}
 
     async def say(self, talk: Sequence[Message], game: Game) -> str:
+        """The player's next action; an EnvironmentFault where no action is left."""
         assert self._loop is not None
         try:
             message = await self._loop.sample(talk)
@@ -225,6 +213,9 @@ class _ApiPlayer(_Speaker):
             )
         return await super().say(talk, game)
 
+
+Opponent: TypeAlias = _RandomPlayer | _Speaker
+"""Speaks for one player of one game."""
 
 _LOADING = threading.Lock()
 
