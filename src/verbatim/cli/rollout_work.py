@@ -17,7 +17,8 @@ from verbatim.environments.resolve import create_environment, examples_of
 from verbatim.environments.tools import ToolManager
 from verbatim.inference.chat.client import OpenAI
 from verbatim.rollouts import UserSimulator
-from verbatim.rollouts.conversation_rollout import ConversationRollout, Scorer
+from verbatim.rollouts.conversation_episode import Scorer
+from verbatim.rollouts.conversation_rollout import ConversationRollout
 from verbatim.run.evaluation.play import digest_of
 
 Take: TypeAlias = Callable[[int, Trajectory], object]

@@ -7,62 +7,39 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import inspect
-import logging
 import math
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    Task,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from rich.text import Text
-
 from verbatim.core.episode_limits import EpisodeLimits
 from verbatim.core.errors import UsageError
-from verbatim.core.plain_console import PlainConsole
 from verbatim.core.sampling import SamplingParams
 from verbatim.core.tasks import run_together
 from verbatim.core.texts import nearest
-from verbatim.core.types import Example, Message, RolloutIdentity, Trajectory
-from verbatim.environments.base import Environment, Episode, Reply, Score
-from verbatim.environments.tools import Tool, ToolArgumentsError, ToolManager, ToolResult
+from verbatim.core.types import Example, RolloutIdentity, Trajectory
+from verbatim.environments.base import Environment, Episode
+from verbatim.environments.tools import ToolManager
 from verbatim.rollouts.base import Conversation, Opening, read_openings
+from verbatim.rollouts.conversation_episode import ConversationEpisode, Managers, Scorer, offered_tools
 from verbatim.rollouts.episode import EpisodeRun
 from verbatim.rollouts.group import judged, rewarded_by_its_turns
 from verbatim.rollouts.loop import EpisodeLoop
 from verbatim.rollouts.main_loop import run_in_program
+from verbatim.rollouts.progress_bar import progress_bar
 from verbatim.rollouts.seeds import derive_seed
 from verbatim.rollouts.traces import TraceFolder
 from verbatim.rollouts.user_simulator import ConnectedUser, UserSimulator
 
-logger = logging.getLogger(__name__)
-
 Self = TypeVar("Self", bound="ConversationRollout")
 
-Managers: TypeAlias = ToolManager | Sequence[ToolManager | None] | None
-"""One for all conversations, or a list with one for each; None runs nothing: a call is answered with an error."""
-Scorer: TypeAlias = Callable[[Trajectory, Mapping[str, Any]], Any]
-"""A reward from a finished trajectory and the fields of its task beside `messages`."""
 Begin: TypeAlias = Callable[[], Awaitable[Episode]]
 """Starts an episode."""
 Settle: TypeAlias = Callable[[Trajectory], Trajectory]
 """Adds what follows from a finished trajectory: its reward, its success."""
 Start: TypeAlias = Callable[[int, Opening], tuple[EpisodeLoop, int | None]]
 """Makes the loop of the episode at this place in the list; and the seed that its trajectory names."""
-
-
-def _as_it_is(trajectory: Trajectory) -> Trajectory:
-    return trajectory
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -166,10 +143,13 @@ class ConversationRollout(abc.ABC):
         is raised; what is under way then is cancelled, and given to it as such."""
         settings = self._override(overrides)
         openings = read_openings(trajectories)
-        offered = _offered_tools(openings, settings.tool_manager)
-        async with settings._user() as user:
+        offered = offered_tools(openings, settings.tool_manager)
+        simulated: contextlib.AbstractAsyncContextManager[ConnectedUser | None] = (
+            contextlib.nullcontext() if settings.user is None else settings.user.connect()
+        )
+        async with simulated as user:
             begins = [
-                _Conversation(opening, tools, user, settings.score).start
+                ConversationEpisode(opening, tools, user, settings.score).start
                 for opening, tools in zip(openings, offered, strict=True)
             ]
             await settings._run_all(openings, begins, finished)
@@ -218,15 +198,12 @@ class ConversationRollout(abc.ABC):
 
         await self._run_all(openings, begins, finished, settle)
 
-    def _user(self) -> contextlib.AbstractAsyncContextManager[ConnectedUser | None]:
-        return contextlib.nullcontext() if self.user is None else self.user.connect()
-
     async def _run_all(
         self,
         openings: Sequence[Opening],
         begins: Sequence[Begin],
         finished: Callable[[int, Trajectory], object],
-        settle: Settle = _as_it_is,
+        settle: Settle = lambda trajectory: trajectory,
     ) -> None:
         """Run every episode, `concurrency` of them at a time."""
         waiting = iter(zip(range(len(openings)), openings, begins, strict=True))
@@ -235,7 +212,7 @@ class ConversationRollout(abc.ABC):
             traces = TraceFolder(
                 Path(self.trace_dir), trace_callback=self.trace_callback, success_callback=self.success_callback
             )
-        with _progress_bar(len(openings), self.progress) as advance:
+        with progress_bar(len(openings), self.progress) as advance:
 
             def ended(index: int, trajectory: Trajectory) -> None:
                 finished(index, trajectory)
@@ -311,116 +288,3 @@ async def _run(
             await asyncio.to_thread(traces.store, trajectory)
     finally:
         ended(trajectory)
-
-
-class _Conversation(Episode):
-    """Ends when the model answers without calling a tool, or when the simulated user ends it; earns what the scorer
-    gives."""
-
-    def __init__(self, opening: Opening, tools: ToolManager, user: ConnectedUser | None, scorer: Scorer | None) -> None:
-        self.messages = opening.messages
-        self.tools = tools  # type: ignore[assignment]  # a manager is taken as it is
-        self._task, self._user, self._scorer = opening.task, user, scorer
-        self._spoken = [message for message in opening.messages if message["role"] in ("user", "assistant")]
-        self._usage: Counter[str] = Counter()
-        self.info = {} if user is None else {"user_usage": self._usage}
-        self.hears_last_turn = user is None  # a user that is asked costs a request, and nothing could be answered
-
-    async def start(self) -> Episode:
-        return self
-
-    async def reply(self, message: Message) -> Reply:
-        if self._user is None:
-            return Reply(done=True)
-        self._spoken.append(message)
-        said = await self._user.answer(self._spoken, self._task, self._usage)
-        if said is None:
-            return Reply(done=True)
-        self._spoken.append({"role": "user", "content": said})
-        return Reply(messages=[self._spoken[-1]])
-
-    async def score(self, trajectory: Trajectory) -> Score:
-        if self._scorer is None:
-            return None
-        # A plain function runs on a thread: it may ask a judge, or compute.
-        if inspect.iscoroutinefunction(self._scorer):
-            found: Score = await self._scorer(trajectory, self._task)
-        else:
-            found = await asyncio.to_thread(self._scorer, trajectory, self._task)
-        return found
-
-
-def _offered_tools(openings: Sequence[Opening], given: Managers) -> list[ToolManager]:
-    """For each conversation its own schemas, run by the manager's tools of these names; or else the manager's own.
-
-    A schema that no tool of the manager runs is offered all the same; a call of it is answered with an error.
-    """
-    managers = [given] * len(openings) if given is None or isinstance(given, ToolManager) else list(given)
-    if len(managers) != len(openings):
-        raise UsageError(
-            f"tool_manager holds {len(managers)} tool managers for {len(openings)} trajectories; give one "
-            "for each, or a single one for all"
-        )
-    pairs = list(zip(openings, managers, strict=True))
-    idle = sum(bool(opening.tools) and manager is None for opening, manager in pairs)
-    if idle:
-        logger.warning(
-            "%d of %d conversations describe tools that nothing runs; a model that calls one is told so: pass "
-            "tool_manager=ToolManager([...])",
-            idle,
-            len(openings),
-        )
-    found = []
-    for opening, manager in pairs:
-        runs = ToolManager() if manager is None else manager
-        found.append(ToolManager(_Shown(schema, runs) for schema in opening.tools) if opening.tools else runs)
-    return found
-
-
-class _Shown:
-    """A tool whose schema comes with the conversation and whose function comes from the manager."""
-
-    def __init__(self, schema: Mapping[str, Any], manager: ToolManager) -> None:
-        self.name: str = schema["function"]["name"]
-        self.schema = schema
-        self._tool: Tool | None = manager.get(self.name)
-
-    async def __call__(self, arguments: Mapping[str, Any]) -> ToolResult:
-        if self._tool is None:
-            raise ToolArgumentsError("it is described, but nothing runs it here. Answer without it.")
-        return await self._tool(arguments)
-
-
-class _TimeLeft(TimeRemainingColumn):
-    """Told from half of the rollouts on: they go on side by side, and the first to end say nothing of the speed."""
-
-    def render(self, task: Task) -> Text:
-        return super().render(task) if 2 * task.completed >= (task.total or 0) else Text("-:--:--")
-
-
-@contextlib.contextmanager
-def _progress_bar(total: int, shown: bool | None) -> Iterator[Callable[[Trajectory], None]]:
-    """Draws for as long as the block lasts (None = where standard error is a terminal); what it yields is told of each
-    trajectory that ended."""
-    console = PlainConsole(stderr=True)
-    num_failed = 0
-    progress = Progress(
-        TextColumn("rollouts"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[failed]}"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        _TimeLeft(),
-        console=console,
-        disable=not (console.is_terminal if shown is None else shown),
-    )
-    task = progress.add_task("rollouts", total=total, failed="")
-
-    def advance(trajectory: Trajectory) -> None:
-        nonlocal num_failed
-        num_failed += trajectory.error is not None
-        progress.update(task, advance=1, failed=f"{num_failed} failed" if num_failed else "")
-
-    with progress:
-        yield advance

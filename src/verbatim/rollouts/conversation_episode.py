@@ -1,0 +1,102 @@
+"""The episode that plays a given conversation: its tools, the simulated user, and the scorer."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from verbatim.core.errors import UsageError
+from verbatim.core.types import Message, Trajectory
+from verbatim.environments.base import Episode, Reply, Score
+from verbatim.environments.tools import Tool, ToolArgumentsError, ToolManager, ToolResult
+from verbatim.rollouts.base import Opening
+from verbatim.rollouts.user_simulator import ConnectedUser
+
+logger = logging.getLogger(__name__)
+
+Managers: TypeAlias = ToolManager | Sequence[ToolManager | None] | None
+"""One for all conversations, or a list with one for each; None runs nothing: a call is answered with an error."""
+Scorer: TypeAlias = Callable[[Trajectory, Mapping[str, Any]], Any]
+"""A reward from a finished trajectory and the fields of its task beside `messages`."""
+
+
+class ConversationEpisode(Episode):
+    """Ends when the model answers without calling a tool, or when the simulated user ends it; earns what the scorer
+    gives."""
+
+    def __init__(self, opening: Opening, tools: ToolManager, user: ConnectedUser | None, scorer: Scorer | None) -> None:
+        self.messages = opening.messages
+        self.tools = tools  # type: ignore[assignment]  # a manager is taken as it is
+        self._task, self._user, self._scorer = opening.task, user, scorer
+        self._spoken = [message for message in opening.messages if message["role"] in ("user", "assistant")]
+        self._usage: Counter[str] = Counter()
+        self.info = {} if user is None else {"user_usage": self._usage}
+        self.hears_last_turn = user is None  # a user that is asked costs a request, and nothing could be answered
+
+    async def start(self) -> Episode:
+        return self
+
+    async def reply(self, message: Message) -> Reply:
+        if self._user is None:
+            return Reply(done=True)
+        self._spoken.append(message)
+        said = await self._user.answer(self._spoken, self._task, self._usage)
+        if said is None:
+            return Reply(done=True)
+        self._spoken.append({"role": "user", "content": said})
+        return Reply(messages=[self._spoken[-1]])
+
+    async def score(self, trajectory: Trajectory) -> Score:
+        if self._scorer is None:
+            return None
+        # A plain function runs on a thread: it may ask a judge, or compute.
+        if inspect.iscoroutinefunction(self._scorer):
+            found: Score = await self._scorer(trajectory, self._task)
+        else:
+            found = await asyncio.to_thread(self._scorer, trajectory, self._task)
+        return found
+
+
+def offered_tools(openings: Sequence[Opening], given: Managers) -> list[ToolManager]:
+    """For each conversation its own schemas, run by the manager's tools of these names; or else the manager's own.
+
+    A schema that no tool of the manager runs is offered all the same; a call of it is answered with an error.
+    """
+    managers = [given] * len(openings) if given is None or isinstance(given, ToolManager) else list(given)
+    if len(managers) != len(openings):
+        raise UsageError(
+            f"tool_manager holds {len(managers)} tool managers for {len(openings)} trajectories; give one "
+            "for each, or a single one for all"
+        )
+    pairs = list(zip(openings, managers, strict=True))
+    idle = sum(bool(opening.tools) and manager is None for opening, manager in pairs)
+    if idle:
+        logger.warning(
+            "%d of %d conversations describe tools that nothing runs; a model that calls one is told so: pass "
+            "tool_manager=ToolManager([...])",
+            idle,
+            len(openings),
+        )
+    found = []
+    for opening, manager in pairs:
+        runs = ToolManager() if manager is None else manager
+        found.append(ToolManager(_Shown(schema, runs) for schema in opening.tools) if opening.tools else runs)
+    return found
+
+
+class _Shown:
+    """A tool whose schema comes with the conversation and whose function comes from the manager."""
+
+    def __init__(self, schema: Mapping[str, Any], manager: ToolManager) -> None:
+        self.name: str = schema["function"]["name"]
+        self.schema = schema
+        self._tool: Tool | None = manager.get(self.name)
+
+    async def __call__(self, arguments: Mapping[str, Any]) -> ToolResult:
+        if self._tool is None:
+            raise ToolArgumentsError("it is described, but nothing runs it here. Answer without it.")
+        return await self._tool(arguments)

@@ -1,0 +1,55 @@
+"""Draws a progress bar for rollouts that go on side by side."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+from verbatim.core.plain_console import PlainConsole
+from verbatim.core.types import Trajectory
+
+
+class _TimeLeft(TimeRemainingColumn):
+    """Told from half of the rollouts on: they go on side by side, and the first to end say nothing of the speed."""
+
+    def render(self, task: Task) -> Text:
+        return super().render(task) if 2 * task.completed >= (task.total or 0) else Text("-:--:--")
+
+
+@contextlib.contextmanager
+def progress_bar(total: int, shown: bool | None) -> Iterator[Callable[[Trajectory], None]]:
+    """Draws for as long as the block lasts (None = where standard error is a terminal); what it yields is told of each
+    trajectory that ended."""
+    console = PlainConsole(stderr=True)
+    num_failed = 0
+    progress = Progress(
+        TextColumn("rollouts"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[failed]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        _TimeLeft(),
+        console=console,
+        disable=not (console.is_terminal if shown is None else shown),
+    )
+    task = progress.add_task("rollouts", total=total, failed="")
+
+    def advance(trajectory: Trajectory) -> None:
+        nonlocal num_failed
+        num_failed += trajectory.error is not None
+        progress.update(task, advance=1, failed=f"{num_failed} failed" if num_failed else "")
+
+    with progress:
+        yield advance
