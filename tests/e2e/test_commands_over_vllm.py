@@ -116,6 +116,25 @@ def test_conversations_over_a_server_that_is_there(place: Path, model: Path, cap
 
 
 @pytest.mark.slow
+def test_conversations_with_the_settings_of_a_run_that_cuts_need_no_server_that_returns_kept_sets(
+    place: Path, model: Path, capsys
+):
+    """They are not trained, and have no `top_k`."""
+    double = VllmDouble(model)
+    double.key = KEY
+    with serving_on_a_thread(double) as url:
+        write_run(model, at(url))
+        text = Path("run.toml").read_text().replace("max_tokens = 6", "max_tokens = 6, top_p = 0.9, top_k = 20")
+        Path("run.toml").write_text(text)
+        assert main(ROLLOUT) == 0
+        assert_logprobs_are_the_models(model, 2)
+        assert main(EVAL) != 0
+        assert "add --return-sampling-mask" in " ".join(capsys.readouterr().err.split())
+        double.facts["returns_kept_sets"] = True
+        assert main(["eval", "run.toml"]) == 0
+
+
+@pytest.mark.slow
 def test_conversations_with_the_embedded_engine_never_draw_with_a_seed_again(place: Path, model: Path):
     """Seeds are by place in what is left to do: a command that goes on must not begin with the first ones again."""
     write_run(model, "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from e2e.tiny_runs import LOTS, TOML, assert_ledger_adds_up, build_tiny_model, train_lines, workplace
+from inference.vllm.double_server import fake_python
 from verbatim.cli.exit_status import FINISHED
 from verbatim.cli.main import main
 from verbatim.logs.monitors.trajectory_log import read_trajectories
@@ -73,7 +74,11 @@ def test_a_teacher_that_is_loaded_here_scores_over_the_same_sets(place):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--inference.backend", "vllm"], 'inference.backend = "vllm" does not return the ids that it kept'),
+        (
+            ["--inference.backend", "vllm"],
+            "orchestrator.sampling.top_k = 0, and this run trains on a cut distribution (top_p, top_k or min_p): a "
+            "vLLM that returns the ids that it kept takes no request without top_k, which bounds them; set top_k = 512",
+        ),
         (
             [
                 *("--orchestrator.training-mode", "opd"),
@@ -98,3 +103,57 @@ def test_a_replay_trains_over_the_stored_sets(place, capsys):
     assert main(["rl", "--replay", "2", "--run-dir", "replayed"]) == FINISHED
     printed = " ".join(capsys.readouterr().out.split())
     assert "step 2 replays bit for bit" in printed
+
+
+ENVS = """\
+import_path = "lots.Lots"
+name = "few"
+sampling = { max_tokens = 8, top_k = 3 }
+[[orchestrator.train.env]]
+import_path = "lots.Lots"
+name = "many"
+sampling = { max_tokens = 8, top_p = 0.95, top_k = 100, temperature = 1.3 }
+[[orchestrator.train.env]]
+import_path = "lots.Lots"
+name = "rest"
+"""
+
+
+def kept_by_env(folder):
+    """The sizes of all kept sets, by environment."""
+    found = {}
+    for _, trajectory in read_trajectories(folder):
+        for turn in trajectory.turns:
+            sizes = found.setdefault(trajectory.env, [])
+            sizes += [] if turn.kept_sets is None else turn.kept_sets.counts.tolist()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.realtime
+def test_environments_cut_as_they_say_and_are_trained_in_one_batch(place):
+    settings = TOML.replace("batch_size = 8", "batch_size = 24").format(model=place / "model")
+    (place / "envs.toml").write_text(settings + ENVS)
+    assert main(["rl", "envs.toml", "--run-dir", "envs"]) == FINISHED
+    for line in train_lines(place / "envs"):
+        assert abs(line["metrics"]["mismatch_kl"]) < 1e-8 and 0.3 < line["metrics"]["kept_ids/cut"] < 0.9
+    assert_ledger_adds_up(place / "envs")
+    found = kept_by_env(place / "envs")
+    assert set(found["few"]) == {3} and 3 < max(found["many"]) <= 100 and found["rest"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.realtime
+def test_a_run_over_vllm_trains_over_the_sets_that_its_servers_kept(place, tmp_path):
+    """Servers that the run starts with what kept sets need; greedy evaluations ask them too."""
+    servers = f'[inference]\nbackend = "vllm"\n[inference.vllm]\npython = "{fake_python(tmp_path, warm=True)}"\n'
+    settings = TOML.format(model=place / "model").replace("[inference.torch]\nmax_batch_size = 8\n", servers)
+    greedy = '[[orchestrator.eval.env]]\nimport_path = "lots.Lots"\nsampling = { max_tokens = 8, temperature = 0.0 }\n'
+    envs = ENVS + "sampling = { max_tokens = 8, min_p = 0.2, top_k = 50 }\n[orchestrator.eval]\nepisodes = 2\n" + greedy
+    (place / "vllm.toml").write_text(settings.replace("batch_size = 8", "batch_size = 24") + envs)
+    assert main(["rl", "vllm.toml", "--run-dir", "vllm"]) == FINISHED
+    for line in train_lines(place / "vllm"):
+        assert abs(line["metrics"]["mismatch_kl"]) < 1e-8 and line["metrics"]["kept_ids/cut"] == 1
+    assert assert_ledger_adds_up(place / "vllm")["errors"] == 0
+    found = kept_by_env(place / "vllm")
+    assert set(found["few"]) == {3} and 3 < max(found["many"]) <= 100 and 1 < max(found["rest"]) <= 50

@@ -10,17 +10,17 @@ import torch
 from trainer_helpers import cut_samples, gradients, largest_difference, loaded, write_llama, write_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from verbatim.algorithms.losses import LOSSES, Loss, LossInputs
+from verbatim.algorithms.losses import LOSSES, Loss, LossInputs, LossOutputs
 from verbatim.core.types import KeptSets, TrainingSample
 from verbatim.models.float64 import keep_float64
 from verbatim.trainer.packing import pack_tree
 
-VOCAB, PROMPT, LENGTH = 8, 3, 2
+VOCAB, PROMPT, LENGTH = 7, 3, 2
 
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory):
-    """A policy over eight ids, of which some are much more likely than others."""
+    """A policy over seven ids, of which some are much more likely than others."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
@@ -79,6 +79,18 @@ def on_policy(loss: Loss) -> Loss:
     return dataclasses.replace(loss, function=function)
 
 
+def mine(inputs):
+    """A loss as a user writes it: REINFORCE."""
+    return LossOutputs(loss=-(inputs.advantages * inputs.trainer_logprobs)[inputs.loss_mask].sum(), metrics={})
+
+
+POLICY_GRADIENTS = {
+    **{name: LOSSES[name] for name in ("default", "ppo", "gspo", "cispo", "tis", "ipa")},
+    **{f"mine, {level}": Loss(mine, level=level) for level in ("token", "chunk", "sequence")},
+}
+"""Their gradient on the policy's own samples is that of the expected reward."""
+
+
 CUTS = [
     {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.2}, {"top_k": 4, "top_p": 0.9}, {"top_k": 5, "min_p": 0.1},
     {"top_p": 0.95, "min_p": 0.1}, {"top_k": 5, "top_p": 0.9, "min_p": 0.15}, {},
@@ -100,22 +112,9 @@ def test_the_expected_gradient_is_that_of_the_expected_reward_of_the_cut_policy(
     expected_reward = sum(log_q.exp() * reward for (_, _, log_q), reward in zip(drawn, exact, strict=True))
     (-expected_reward / LENGTH).backward()
     closed_form = {name: p.grad for name, p in model.named_parameters()}
-    samples = [
-        TrainingSample(
-            token_ids=np.array([PROMPT, *ids], np.int32),
-            loss_mask=np.array([False, True, True]),
-            logprobs=np.full(1 + LENGTH, -1, np.float32),
-            advantages=np.full(1 + LENGTH, advantage, np.float32),
-            chunk_ids=np.array([-1, 0, 0], np.int32),
-            policy_versions=np.zeros(1 + LENGTH, np.int32),
-            temperatures=np.full(1 + LENGTH, temperature, np.float32),
-            kept_sets=KeptSets.of([[], *sets]) if cut else None,
-            trajectory_id=str(ids),
-        )
-        for (ids, sets, _), advantage in zip(drawn, advantages, strict=True)
-    ]
-    for name in ("default", "ppo", "gspo", "cispo", "tis", "ipa"):
-        loss = on_policy(LOSSES[name])
+    samples = samples_of(drawn, advantages, temperature, is_cut=bool(cut))
+    for name, given in POLICY_GRADIENTS.items():
+        loss = on_policy(given)
         count = len(samples) * (LENGTH if loss.normalizer == "tokens" else 1)
         for packing in ("rows", "tree"):
             found, _, _ = gradients(toy, samples, loss=loss, packing=packing, denominator=count)
@@ -124,6 +123,72 @@ def test_the_expected_gradient_is_that_of_the_expected_reward_of_the_cut_policy(
     biased, _, _ = gradients(toy, whole, loss=on_policy(LOSSES["default"]), denominator=LENGTH * len(samples))
     is_cut = any(len(kept) < VOCAB for _, sets, _ in drawn for kept in sets)
     assert (largest_difference(biased, closed_form) > 0.01) == is_cut, "what logprobs of the whole vocabulary do"
+
+
+def samples_of(drawn, advantages, temperature, *, is_cut, teacher=None):
+    """A training sample of each sequence of `every_sequence`; `teacher` gives the logprobs of its tokens."""
+    return [
+        TrainingSample(
+            token_ids=np.array([PROMPT, *ids], np.int32),
+            loss_mask=np.array([False, True, True]),
+            logprobs=np.full(1 + LENGTH, -1, np.float32),
+            advantages=np.full(1 + LENGTH, advantage, np.float32),
+            chunk_ids=np.array([-1, 0, 0], np.int32),
+            policy_versions=np.zeros(1 + LENGTH, np.int32),
+            temperatures=np.full(1 + LENGTH, temperature, np.float32),
+            kept_sets=KeptSets.of([[], *sets]) if is_cut else None,
+            trajectory_id=str(ids),
+            teacher_logprobs=None if teacher is None else np.float32([0, *teacher(ids)]),
+        )
+        for (ids, sets, _), advantage in zip(drawn, advantages, strict=True)
+    ]
+
+
+def weighed(loss: Loss, weight) -> Loss:
+    """The loss of each trajectory times `weight(inputs)`, where a loss reads no advantages that could hold a share."""
+
+    def function(inputs, **knobs):
+        found = on_policy(loss).function(inputs, **knobs)
+        return dataclasses.replace(found, loss=weight(inputs) * found.loss)
+
+    return dataclasses.replace(loss, function=function, level="sequence")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_distillation_and_imitation_have_the_gradients_of_the_cut_policy(toy, cut, temperature):
+    """On the policy's own samples that of each token's reverse KL to the teacher; on given texts that of their negative
+    log-likelihood, whatever their weights are."""
+    model, rng = plain_model(toy), np.random.default_rng(2)
+    drawn = list(every_sequence(model, cut, temperature))
+    first, second = np.float32(-3 * rng.random(VOCAB)), np.float32(-3 * rng.random((VOCAB, VOCAB)))
+    log_first = {ids[0]: over(sets[0], logits_of(model, [PROMPT])[0] / temperature) for ids, sets, _ in drawn}
+    divergence = sum(q[v].exp() * (q[v] - first[v].item()) for v, q in log_first.items())
+    for ids, _, log_q in drawn:
+        start = log_first[ids[0]][ids[0]]
+        after = log_q - start
+        divergence = divergence + start.exp().detach() * after.exp() * (after - second[ids].item())
+    weights = np.float32(rng.random(len(drawn)))
+    likelihood = -sum(weight.item() * log_q for weight, (_, _, log_q) in zip(weights, drawn, strict=True))
+
+    def teacher(ids):
+        return first[ids[0]], second[ids]
+
+    samples = samples_of(drawn, weights, temperature, is_cut=bool(cut), teacher=teacher)
+    for loss, expected in (
+        (
+            weighed(LOSSES["opd"], lambda inputs: inputs.trainer_logprobs.detach()[inputs.loss_mask].sum().exp()),
+            divergence,
+        ),
+        (weighed(LOSSES["sft"], lambda inputs: inputs.advantages[inputs.loss_mask][0]), likelihood),
+    ):
+        model.zero_grad()
+        expected.backward(retain_graph=True)
+        closed_form = {name: p.grad for name, p in model.named_parameters()}
+        for packing in ("rows", "tree"):
+            found, _, _ = gradients(toy, samples, loss=loss, packing=packing, denominator=1)
+            assert largest_difference(found, closed_form) < 1e-9, packing
 
 
 def off_policy(folder):
@@ -177,16 +242,16 @@ def dense_gradient(folder, samples, loss):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", [*LOSSES, *(name for name in POLICY_GRADIENTS if name not in LOSSES)])
 def test_every_loss_has_the_gradient_over_kept_sets_in_rows_and_trees(tmp_path, name):
-    folder = write_llama(tmp_path)
+    folder, loss = write_llama(tmp_path), {**LOSSES, **POLICY_GRADIENTS}[name]
     samples = off_policy(folder)
-    expected = dense_gradient(folder, samples, LOSSES[name])
+    expected = dense_gradient(folder, samples, loss)
     for settings in ({}, {"packing": "tree"}, {"packing": "tree", "micro_batch_tokens": 24, "chunk": 5}, {"chunk": 3}):
-        found, _, _ = gradients(folder, samples, loss=LOSSES[name], denominator=1, **settings)
+        found, _, _ = gradients(folder, samples, loss=loss, denominator=1, **settings)
         assert largest_difference(found, expected) < 1e-9, settings
     without = [dataclasses.replace(sample, kept_sets=None) for sample in samples]
-    found, _, _ = gradients(folder, without, loss=LOSSES[name], denominator=1)
+    found, _, _ = gradients(folder, without, loss=loss, denominator=1)
     assert largest_difference(found, expected) > 0.05
 
 

@@ -112,7 +112,7 @@ def _over_inference(args: argparse.Namespace) -> Engine:
     rollout(ScriptedSampler(script=[], vocab_size=1, context_length=1), 0)
 
     async def play(work: Work, num_done: int) -> None:
-        sampler = await make_sampler(config, model)
+        sampler = await make_sampler(config, model, kept_sets=False)
         try:
             await work(rollout(sampler, num_done))
         finally:

@@ -5,6 +5,7 @@ Here is the whole file, and what has to fit between its tables; [orchestrator] a
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -379,11 +380,19 @@ class RunConfig(Section):
                 )
         return self
 
+    def _samplings(self, envs: Sequence[EnvConfig], table: str) -> Iterator[tuple[str, SamplingConfig]]:
+        """How tokens are drawn in these environments, each with its place in the file."""
+        if not envs or any(env.sampling is None for env in envs):
+            yield "orchestrator.sampling", self.orchestrator.sampling
+        for i, env in enumerate(envs):
+            if env.sampling is not None:
+                yield f"orchestrator.{table}.env.{i}.sampling", env.sampling
+
     @property
     def needs_kept_sets(self) -> bool:
         """Whether something that is trained is drawn from a cut distribution, and not under an accepted bias."""
-        samplings = [self.orchestrator.sampling, *(env.sampling for env in self.orchestrator.train.env)]
-        is_cut = any(sampling is not None and sampling.training_params.needs_kept_sets for sampling in samplings)
+        samplings = self._samplings(self.orchestrator.train.env, "train")
+        is_cut = any(sampling.training_params.needs_kept_sets for _, sampling in samplings)
         return is_cut and self.orchestrator.training_mode != "sft"
 
     @property
@@ -391,19 +400,13 @@ class RunConfig(Section):
         """What keeps a cut distribution from being trained as it was sampled."""
         if self.orchestrator.training_mode == "sft":
             return None  # a chat server samples, and nothing is compared with its logprobs
-        if self.inference.backend == "vllm":
-            return 'inference.backend = "vllm" does not return the ids that it kept; inference.backend = "torch" does'
         if self.orchestrator.teacher is not None and self.orchestrator.teacher.base_url is not None:
             return "orchestrator.teacher.base_url gives logprobs of the whole one; a teacher that is loaded here can"
         return None
 
     @model_validator(mode="after")
     def _trainable_sampling(self) -> Self:
-        places = [("orchestrator.sampling", self.orchestrator.sampling)]
-        for i, env in enumerate(self.orchestrator.train.env):
-            if env.sampling is not None:
-                places.append((f"orchestrator.train.env.{i}.sampling", env.sampling))
-        for where, sampling in places:
+        for where, sampling in self._samplings(self.orchestrator.train.env, "train"):
             if sampling.temperature == 0:
                 raise ValueError(
                     f"{where}.temperature = 0: greedy tokens have no distribution to train on; use a temperature "
@@ -420,5 +423,23 @@ class RunConfig(Section):
                 raise ValueError(
                     f"{where} cuts the distribution (top_p, top_k or min_p), and {reason}; remove it, or accept a bias "
                     "with accept_truncation_mismatch = true"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _bounded_kept_sets(self) -> Self:
+        """vLLM returns the kept sets of all requests or of none, and of those takes none without `top_k`."""
+        if self.inference.backend != "vllm" or not self.needs_kept_sets:
+            return self
+        places = [*self._samplings(self.orchestrator.train.env, "train")]
+        if self.orchestrator.eval is not None and self.orchestrator.eval.env:
+            places += self._samplings(self.orchestrator.eval.env, "eval")
+        for where, sampling in places:
+            if sampling.temperature > 0 and not sampling.top_k:
+                raise ValueError(
+                    f"{where}.top_k = 0, and this run trains on a cut distribution (top_p, top_k or min_p): a vLLM "
+                    "that returns the ids that it kept takes no request without top_k, which bounds them; set top_k = "
+                    '512, or inference.backend = "torch", which needs none, or accept a bias with '
+                    "accept_truncation_mismatch = true"
                 )
         return self

@@ -31,6 +31,9 @@ class BackendInputs:
     """What happens to the key/value cache of sequences in flight when new weights arrive."""
     return_routed_experts: bool = False
     """Whether completions have the experts of a mixture that computed each token."""
+    return_kept_sets: bool = False
+    """Whether completions have the ids among which each token was drawn, where some were cut off; a backend whose
+    servers return them only where they are told to has to tell them."""
     adapter_rank: int | None = None
     """Rank of the low-rank adapters that updates bring; None = they bring whole weights."""
     sender: WeightSender | None = None

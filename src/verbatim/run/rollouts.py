@@ -170,6 +170,7 @@ async def make_sampler(
     logs: Path | None = None,
     sender: WeightSender | None = None,
     cores: CoreShare | None = None,
+    kept_sets: bool = True,
 ) -> Sampler:
     """The configured rollout engine with the weights in `source`.
 
@@ -182,6 +183,7 @@ async def make_sampler(
         logs: The folder for what an engine in other processes prints.
         sender: The trainer, where it sends its weights to the engine's servers.
         cores: What an engine in this process shares with the trainer.
+        kept_sets: Whether what is sampled may be trained: then it comes with its kept sets, if the run needs them.
 
     Raises:
         ComponentError: the backend gave something that is not a sampler.
@@ -189,7 +191,14 @@ async def make_sampler(
     inference = config.inference
     backend = find_backend(inference.backend, SAMPLERS, what=inference.what)
     inputs = backend_inputs(
-        config, source, policy_version=policy_version, num_threads=num_threads, logs=logs, sender=sender, cores=cores
+        config,
+        source,
+        policy_version=policy_version,
+        num_threads=num_threads,
+        logs=logs,
+        sender=sender,
+        cores=cores,
+        kept_sets=kept_sets,
     )
     settings = settings_for(inference, inference.backend, backend)
     made = backend.function(inputs, settings)
@@ -213,6 +222,7 @@ def backend_inputs(
     logs: Path | None = None,
     sender: WeightSender | None = None,
     cores: CoreShare | None = None,
+    kept_sets: bool = True,
 ) -> BackendInputs:
     lora = config.trainer.lora
     return BackendInputs(
@@ -223,6 +233,7 @@ def backend_inputs(
         cores=cores,
         on_weight_update=config.inference.on_weight_update,
         return_routed_experts=config.inference.return_routed_experts,
+        return_kept_sets=kept_sets and config.needs_kept_sets,
         adapter_rank=lora.r if lora is not None else rank_of(source) if is_adapter(source) else None,
         sender=sender,
         logs=logs,

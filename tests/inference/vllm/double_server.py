@@ -150,6 +150,9 @@ async def serve(options: argparse.Namespace) -> None:
     double = VllmDouble(Path(options.model))
     double.says_calls, double.key = True, os.environ.get("VERBATIM_KEY")
     double.fault = os.environ.get("DOUBLE_FAULT", "")
+    if options.return_sampling_mask and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "1":
+        raise ValueError("sampling distribution replay requires Model Runner V2")
+    double.facts["returns_kept_sets"] = options.return_sampling_mask
     double.facts["weight_transfer"] = json.loads(options.weight_transfer_config)["backend"]
     strike(double)
     if "DOUBLE_RECEIVED" in os.environ:
@@ -169,6 +172,7 @@ if __name__ == "__main__":
     parser.add_argument("--host")
     parser.add_argument("--port", type=int)
     parser.add_argument("--weight-transfer-config")
+    parser.add_argument("--return-sampling-mask", action="store_true")
     known, others = parser.parse_known_args(arguments)
     assert ("--enable-sleep-mode" in others) == ("DOUBLE_SLEEPS" in os.environ)
     asyncio.run(serve(known))

@@ -128,24 +128,44 @@ def test_experts_are_returned_where_the_run_asks_for_them():
     asked = options(VllmSettings(), return_routed_experts=True)
     assert "--enable-return-routed-experts" in asked
     assert [part for part in asked if part != "--enable-return-routed-experts"] == options(VllmSettings())
-    made = server_environment(VllmSettings(), 0, is_local_model=True, return_routed_experts=True)
+    made = server_environment(VllmSettings(), 0, is_local_model=True, needs_second_runner=True)
     assert made["VLLM_USE_V2_MODEL_RUNNER"] == "1"
     assert "VLLM_USE_V2_MODEL_RUNNER" not in server_environment(VllmSettings(), 0, is_local_model=True)
 
 
+def test_kept_sets_are_returned_where_the_run_cuts_the_distribution():
+    asked = options(VllmSettings(), return_kept_sets=True)
+    assert [part for part in asked if part != "--return-sampling-mask"] == options(VllmSettings()) != asked
+
+
+FACTS = ServerFacts(
+    model="m",
+    vocab_size=10,
+    max_model_len=64,
+    logprobs_mode="processed_logprobs",
+    generation_config="vllm",
+    prefix_caching=True,
+    chunked_prefill=True,
+    speculative=False,
+    weight_transfer="x",
+    unsupported_heads=None,
+)
+
+
+def test_kept_sets_that_are_not_returned_or_not_wanted_refuse_a_server():
+    how = {"name": "it", "transfer": "x", "vocab_size": 10, "context_length": 64}
+    returning = replace(FACTS, returns_kept_sets=True)
+    refuse_inexact(returning, **how, return_kept_sets=True)
+    with pytest.raises(
+        UsageError, match=r"add --return-sampling-mask, which vLLM 0\.32 has, and .* VLLM_USE_V2_MODEL_R"
+    ):
+        refuse_inexact(FACTS, **how, return_kept_sets=True)
+    with pytest.raises(UsageError, match="takes no request without top_k: leave out --return-sampling-mask"):
+        refuse_inexact(returning, **how)
+
+
 def test_a_server_that_does_not_return_experts_is_refused_where_they_are_asked_for():
-    facts = ServerFacts(
-        model="m",
-        vocab_size=10,
-        max_model_len=64,
-        logprobs_mode="processed_logprobs",
-        generation_config="vllm",
-        prefix_caching=True,
-        chunked_prefill=True,
-        speculative=False,
-        weight_transfer="x",
-        unsupported_heads=None,
-    )
+    facts = FACTS
     how = {"name": "it", "transfer": "x", "vocab_size": 10, "context_length": 64}
     refuse_inexact(facts, **how)
     with pytest.raises(UsageError, match="add --enable-return-routed-experts, and the environment variable VLLM_USE"):

@@ -106,6 +106,7 @@ class VllmDouble:
             "adapts_head": False,
             "weight_transfer": "verbatim_files",
             "returns_routed_experts": False,
+            "returns_kept_sets": False,
             "nccl": None,
             "unsupported_heads": None,
         }
@@ -390,6 +391,9 @@ class VllmDouble:
         body = await request.json()
         params, ids = body["sampling_params"], list(body["token_ids"])
         salt = "" if self.fault == "stale prefix" else body.get("cache_salt", "")
+        if self.facts["returns_kept_sets"] and (said := _unbounded(params)):
+            error = {"message": said, "type": "BadRequestError", "param": None, "code": 400}
+            return web.json_response({"error": error}, status=400)
         self.in_flight += 1
         self._in_flight_for_ids += "logprob_token_ids" in params
         try:
@@ -405,7 +409,7 @@ class VllmDouble:
     async def _answer(self, params: dict[str, Any], prompt: list[int], salt: str) -> dict[str, Any]:
         scored = params.get("prompt_logprobs") is not None
         cached, weights = (0, None) if scored else self._cached(salt, prompt)
-        content, versions, ids, of_prompt = [], [], list(prompt), None
+        content, versions, masks, ids, of_prompt = [], [], [], list(prompt), None
         rng = np.random.default_rng(params.get("seed", len(self.calls)))
         for _ in range(params["max_tokens"]):
             await asyncio.sleep(0)  # others work
@@ -416,8 +420,11 @@ class VllmDouble:
                     self.num_held -= 1
                 await self.running.wait()
             table = self._logprobs(ids, weights)
-            logprobs, of_prompt = table[-1], table if of_prompt is None else of_prompt
+            logprobs, of_prompt = processed(table[-1], params), table if of_prompt is None else of_prompt
             token = int(rng.choice(len(logprobs), p=np.exp(logprobs) / np.exp(logprobs).sum()))
+            masks.append(np.flatnonzero(logprobs > -np.inf).tolist())
+            if self.fault == "wrong kept sets":
+                masks[-1] = sorted({*masks[-1], int(table[-1].argmin())})
             if self.says:
                 token = self.says.pop(0)
             known = {
@@ -480,7 +487,9 @@ class VllmDouble:
                     "stop_reason": None,
                     "token_ids": ids[len(prompt) :],
                     "routed_experts": None,
-                    "sampling_mask": None,
+                    "sampling_mask": masks
+                    if self.facts["returns_kept_sets"] and self.fault != "no kept sets"
+                    else None,
                     "weight_versions": spans(versions),
                     "logprobs": {"content": content} if params.get("logprobs") is not None else None,
                 }
@@ -509,6 +518,36 @@ class VllmDouble:
         weights = {name: tensor.detach().clone() for name, tensor in self._model.named_parameters()}
         for size in range(BLOCK, len(prompt) + 1, BLOCK):
             self._cache.setdefault((salt, np.array(prompt[:size]).tobytes()), weights)
+
+
+def processed(logprobs: np.ndarray, params: dict[str, Any]) -> np.ndarray:
+    """Logprobs of the distribution that is drawn from, -inf where an id is cut off: temperature, `min_p`, `top_k`,
+    `top_p`, each on what the one before left."""
+    scaled = logprobs / (params.get("temperature") or 1.0)
+    if params.get("min_p"):
+        scaled[scaled < scaled.max() + math.log(params["min_p"])] = -np.inf
+    if 0 < params.get("top_k", 0) < len(scaled):
+        scaled[scaled < np.sort(scaled)[-params["top_k"]]] = -np.inf
+    if params.get("top_p", 1.0) < 1:
+        order = np.argsort(scaled)
+        mass = np.exp(scaled[order] - scaled.max())
+        outside = np.cumsum(mass) <= (1 - params["top_p"]) * mass.sum()
+        scaled[order[outside]] = -np.inf
+    scaled -= scaled.max()
+    found: np.ndarray = scaled - np.log(np.exp(scaled).sum())
+    return found
+
+
+def _unbounded(params: dict[str, Any]) -> str | None:
+    """Why a server with --return-sampling-mask takes no such request, in the words of vLLM 0.32."""
+    if params.get("temperature", 1.0) <= 0:
+        return "sampling distribution replay requires temperature > 0"
+    if params.get("top_k", 0) <= 0:
+        return (
+            "sampling distribution replay requires top_k > 0 to bound sampling mask size, reduce transfer overhead, "
+            "and avoid potential OOMs"
+        )
+    return None
 
 
 def _with_defaults(params: dict[str, Any]) -> SimpleNamespace:

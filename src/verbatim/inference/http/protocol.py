@@ -27,7 +27,7 @@ from verbatim.core.errors import (
 )
 from verbatim.core.records.experts import experts_from_text, experts_to_text
 from verbatim.core.records.kept import as_kept_sets
-from verbatim.core.sampling import INT32_END
+from verbatim.core.sampling import INT32_END, SamplingParams
 from verbatim.core.types import Experts, Float32, Int32, KeptSets, StopReason
 from verbatim.inference.base import Completion, SampleRequest
 from verbatim.inference.http.packed import PACKED, pack, read_packed
@@ -116,6 +116,25 @@ def request_body(
     if cache_salt is not None:
         body["cache_salt"] = cache_salt
     return body if model is None else {**body, "model": model}
+
+
+def bounded(params: SamplingParams) -> SamplingParams:
+    """The same for a vLLM that returns the kept set of every token, and takes no request whose sets have no bound.
+
+    >>> bounded(SamplingParams(temperature=0)).top_k
+    1
+
+    Raises:
+        RecordError: it has no `top_k`.
+    """
+    if params.temperature == 0:
+        return replace(params, temperature=1.0, top_k=1, top_p=1.0, min_p=0.0)
+    if not params.top_k:
+        raise RecordError(
+            "sampling: top_k = 0; a vLLM that returns the ids among which it drew each token takes no request without "
+            "top_k, which bounds them: give one, for example 512"
+        )
+    return params
 
 
 def brief(value: object) -> str:

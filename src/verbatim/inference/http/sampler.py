@@ -60,6 +60,8 @@ class HttpSampler:
         policy_version: Of the weights that the server has now; None asks the server. Over vLLM it is that of the
             weights whose version there is no number, as that of the ones it was started with ("default").
         processed_logprobs: vLLM was started with `--logprobs-mode processed_logprobs`.
+        returns_kept_sets: vLLM was started with `--return-sampling-mask`, and takes no request at temperature 0 or
+            without `top_k`.
         send_seeds: Send the seeds of requests to a vLLM too. Our own servers always get them; vLLM for CPUs (0.32) ends
             at a prompt with a seed that is longer than what it computes at once.
         ours: Whether the server is one of ours; None asks it.
@@ -80,6 +82,7 @@ class HttpSampler:
         vocab_size: int | None = None,
         policy_version: int | None = None,
         processed_logprobs: bool = False,
+        returns_kept_sets: bool = False,
         send_seeds: bool = False,
         ours: bool | None = None,
         request_timeout: float = 3600.0,
@@ -94,7 +97,7 @@ class HttpSampler:
             "vocab_size": vocab_size,
             "policy_version": policy_version,
         }
-        self._processed_logprobs = processed_logprobs
+        self._processed_logprobs, self._returns_kept_sets = processed_logprobs, returns_kept_sets
         self._send_seeds = send_seeds
         self._ours = ours
         self._facts: _Facts | None = None
@@ -145,13 +148,14 @@ class HttpSampler:
         """Sample one completion. Cancelling the call cancels it on the server.
 
         Raises:
-            RecordError: an empty or too long prompt, or an id outside the vocabulary.
+            RecordError: an empty or too long prompt, an id outside the vocabulary, or no `top_k` where it is needed.
             SamplerFault: the engine failed, or the server cannot be reached.
         """
         refuse_stop_strings(request)
+        asked = replace(request, params=protocol.bounded(request.params)) if self._returns_kept_sets else request
         try:
             body = protocol.request_body(
-                request, self._model_name(), seed_for_all=self._send_seeds, cache_salt=self.cache_salt
+                asked, self._model_name(), seed_for_all=self._send_seeds, cache_salt=self.cache_salt
             )
             answer = await self._sampled(protocol.GENERATE, body, if_missing=_NO_TOKEN_ENDPOINT)
         except HungUp:
@@ -166,6 +170,8 @@ class HttpSampler:
             return completion
         if completion.policy_versions is not None and len(completion.ids):
             self._heard({"policy_version": int(completion.policy_versions[-1])})
+        if not request.params.needs_kept_sets:
+            completion = replace(completion, kept_sets=None)
         as_modelled = request.params.temperature == 1 and not request.params.truncates
         return completion if self._processed_logprobs or as_modelled else replace(completion, logprobs=None)
 

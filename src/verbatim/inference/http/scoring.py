@@ -1,4 +1,7 @@
-"""Asks vLLM's token endpoint for the logprobs of exact ids, and reads its answers."""
+"""Asks vLLM's token endpoint for the logprobs of exact ids, and reads its answers.
+
+Every request has a `top_k`: a server that returns kept sets takes none without.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from verbatim.core.sampling import INT32_END
 from verbatim.core.types import Float32, Int32
 from verbatim.inference.http.protocol import UNKNOWN_LOGPROB, brief, number_of
 
 _NEUTRAL: dict[str, Any] = {
     "temperature": 1.0,
     "top_p": 1.0,
-    "top_k": 0,
     "min_p": 0.0,
     "max_tokens": 1,
     "ignore_eos": True,
@@ -22,16 +25,17 @@ _NEUTRAL: dict[str, Any] = {
 
 def scoring_body(token_ids: Int32, model: str | None) -> dict[str, Any]:
     """A request for the logprobs of all ids but the first. vLLM computes them past its prefix cache. One more token is
-    sampled, because vLLM refuses to sample none; so the ids need room for it in the context."""
-    return _named(model, {"token_ids": token_ids, "sampling_params": {**_NEUTRAL, "prompt_logprobs": 0}})
+    sampled, because vLLM refuses to sample none; so the ids need room for it in the context. Its `top_k` of 1 keeps its
+    kept set small, and does not touch the others' logprobs."""
+    return _named(model, {"token_ids": token_ids, "sampling_params": {**_NEUTRAL, "top_k": 1, "prompt_logprobs": 0}})
 
 
 def last_logprob_body(token_ids: Int32, model: str | None, cache_salt: str | None) -> dict[str, Any]:
     """A request for the logprob of the last id: an ordinary one for the others, which reads and writes the prefix
     cache, and asks for one id's logprob beside that of the token that it samples. vLLM 0.32 answers with as many as are
-    asked for, the sampled one first, so the id is asked for twice."""
+    asked for, the sampled one first, so the id is asked for twice. More than the vocabulary as `top_k` cuts nothing."""
     last = int(token_ids[-1])
-    asked = {**_NEUTRAL, "logprobs": 2, "logprob_token_ids": [last, last]}
+    asked = {**_NEUTRAL, "top_k": INT32_END - 1, "logprobs": 2, "logprob_token_ids": [last, last]}
     salt = {} if cache_salt is None else {"cache_salt": cache_salt}
     return _named(model, {"token_ids": token_ids[:-1], "sampling_params": asked, **salt})
 

@@ -28,7 +28,8 @@ MODEL_NAME = "policy"
 """What the model is called in requests, whatever folder its weights are from."""
 
 RETURN_EXPERTS = "--enable-return-routed-experts"
-"""Needs vLLM's second model runner, which is not its default everywhere."""
+RETURN_KEPT_SETS = "--return-sampling-mask"
+"""Both need vLLM's second model runner, which is not its default everywhere."""
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of `--max-lora-rank`."""
@@ -60,6 +61,7 @@ def server_command(
     host: str = "127.0.0.1",
     adapter_rank: int | None = None,
     return_routed_experts: bool = False,
+    return_kept_sets: bool = False,
 ) -> list[str]:
     """The command of one server.
 
@@ -71,6 +73,8 @@ def server_command(
         host: Where it listens.
         adapter_rank: Rank of the low-rank adapters that updates bring; None = they bring whole weights.
         return_routed_experts: Whether it returns the experts of a mixture that computed each token.
+        return_kept_sets: Whether it returns the ids among which it drew each token; then it takes no request without
+            `top_k`.
     """
     transfer = json.dumps({"backend": TRANSFER_ENGINES[settings.weight_transfer]})
     options = [
@@ -101,6 +105,8 @@ def server_command(
         options.append("--enable-sleep-mode")
     if return_routed_experts:
         options.append(RETURN_EXPERTS)
+    if return_kept_sets:
+        options.append(RETURN_KEPT_SETS)
     if settings.gpu_memory_utilization is not None:
         options += ["--gpu-memory-utilization", str(settings.gpu_memory_utilization)]
     if adapter_rank is not None:
@@ -150,7 +156,7 @@ def server_environment(
     num_threads: int | None = None,
     api_key: str | None = None,
     uploads: Path | None = None,
-    return_routed_experts: bool = False,
+    needs_second_runner: bool = False,
 ) -> dict[str, str]:
     """The environment of one server: ours without what belongs to our Python, and what vLLM needs.
 
@@ -161,7 +167,7 @@ def server_environment(
         num_threads: For a server that computes on this machine's processors; None = all of them.
         api_key: What every route but /health needs; None = no key.
         uploads: The folder for weights that arrive over HTTP; None = they cannot.
-        return_routed_experts: As for `server_command`.
+        needs_second_runner: Whether it needs vLLM's second model runner.
     """
     ours = {name: value for name, value in os.environ.items() if name not in _OF_OUR_PYTHON}
     devices = settings.visible_devices(replica, ours.get("CUDA_VISIBLE_DEVICES"))
@@ -176,7 +182,7 @@ def server_environment(
         **({"CUDA_VISIBLE_DEVICES": devices} if devices is not None else {}),
         # A vLLM for CPUs would bind its threads to all cores.
         **({"OMP_NUM_THREADS": str(num_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"} if num_threads else {}),
-        **({"VLLM_USE_V2_MODEL_RUNNER": "1"} if return_routed_experts else {}),
+        **({"VLLM_USE_V2_MODEL_RUNNER": "1"} if needs_second_runner else {}),
         **({"VERBATIM_KEY": api_key} if api_key else {}),
         **({"VERBATIM_UPLOADS": str(uploads)} if uploads is not None else {}),
         **settings.env,

@@ -214,7 +214,8 @@ class VllmControl:
             SamplerFault: the request failed.
         """
         prompt = np.zeros(1, dtype=np.int32)
-        body = request_body(SampleRequest(prompt_ids=prompt, params=SamplingParams(max_tokens=1), seed=0), model)
+        params = SamplingParams(max_tokens=1, top_k=1)  # one that returns kept sets takes none without top_k
+        body = request_body(SampleRequest(prompt_ids=prompt, params=params, seed=0), model)
         async with self._phase("token endpoint"):
             answer = await self._client.ask("POST", GENERATE, encode(body), _read_unless_refused)
         if isinstance(answer, str):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verbatim.core.errors import UsageError
-from verbatim.inference.vllm.command import RETURN_EXPERTS, lora_options
+from verbatim.inference.vllm.command import RETURN_EXPERTS, RETURN_KEPT_SETS, lora_options
 
 _LAYERS = ("q_proj", "k_proj", "...all linear layers but the head...")
 
@@ -39,6 +39,8 @@ class ServerFacts:
     """Highest rank of low-rank adapters; None = it takes none."""
     returns_routed_experts: bool = False
     """Whether completions have the experts of a mixture that computed each token."""
+    returns_kept_sets: bool = False
+    """Whether completions have the ids among which each token was drawn."""
     adapts_head: bool = False
     """Whether it has room for an adapter of the output head."""
 
@@ -52,6 +54,7 @@ def refuse_inexact(
     context_length: int,
     adapter_rank: int | None = None,
     return_routed_experts: bool = False,
+    return_kept_sets: bool = False,
     nccl: str | None = None,
 ) -> None:
     """Refuse a server that does not sample exactly what is asked for, or that cannot load weights.
@@ -64,6 +67,7 @@ def refuse_inexact(
         context_length: Most tokens of prompt and completion together that the run asks for.
         adapter_rank: Rank of the low-rank adapters that it is to load; None = it gets whole weights.
         return_routed_experts: Whether completions have to have the experts of a mixture.
+        return_kept_sets: Whether they have to have the ids among which each token was drawn.
         nccl: Version of the trainer's NCCL, where it sends over NCCL.
 
     Raises:
@@ -128,6 +132,17 @@ def refuse_inexact(
                 facts.returns_routed_experts or not return_routed_experts,
                 f"it does not return the experts that computed each token (inference.return_routed_experts): add "
                 f"{RETURN_EXPERTS}, and the environment variable VLLM_USE_V2_MODEL_RUNNER=1",
+            ),
+            (
+                facts.returns_kept_sets or not return_kept_sets,
+                "it does not return the ids among which it draws each token, and this run cuts the distribution "
+                f"(top_p, top_k or min_p): add {RETURN_KEPT_SETS}, which vLLM 0.32 has, and the environment variable "
+                "VLLM_USE_V2_MODEL_RUNNER=1",
+            ),
+            (
+                return_kept_sets or not facts.returns_kept_sets,
+                "it returns the ids among which it draws each token, and so takes no request without top_k: leave out "
+                f"{RETURN_KEPT_SETS}",
             ),
             (
                 adapter_rank is not None or facts.max_lora_rank is None,

@@ -204,6 +204,7 @@ def make_process(
     uploads: Path | None = None,
     adapter_rank: int | None = None,
     return_routed_experts: bool = False,
+    return_kept_sets: bool = False,
 ) -> ServerProcess:
     """The process of one replica, not yet started; the arguments are those of `server_command` and
     `server_environment`, and the folder for its log."""
@@ -215,6 +216,7 @@ def make_process(
         host=host,
         adapter_rank=adapter_rank,
         return_routed_experts=return_routed_experts,
+        return_kept_sets=return_kept_sets,
     )
     environment = server_environment(
         settings,
@@ -223,7 +225,7 @@ def make_process(
         num_threads=num_threads,
         api_key=api_key,
         uploads=uploads,
-        return_routed_experts=return_routed_experts,
+        needs_second_runner=return_routed_experts or return_kept_sets,
     )
     log = logs / f"replica_{replica}.log"
     return ServerProcess(f"replica {replica}", command, environment, port=port, log=log, host=host)

@@ -78,6 +78,7 @@ class VllmReplica(ServedReplica):
         max_retries: Further attempts of a completion.
         adapter_rank: Rank of the low-rank adapters that updates bring; None = they bring whole weights.
         return_routed_experts: Whether its completions have to have the experts of a mixture.
+        return_kept_sets: Whether they have to have the ids among which each token was drawn.
 
     Raises:
         UsageError: no plain http(s) address, or a limit or key that cannot be used.
@@ -101,6 +102,7 @@ class VllmReplica(ServedReplica):
         max_retries: int = 2,
         adapter_rank: int | None = None,
         return_routed_experts: bool = False,
+        return_kept_sets: bool = False,
     ) -> None:
         self._connect = partial(
             HttpSampler,
@@ -109,13 +111,15 @@ class VllmReplica(ServedReplica):
             context_length=context_length,
             vocab_size=vocab_size,
             processed_logprobs=True,
+            returns_kept_sets=return_kept_sets,
             request_timeout=request_timeout,
             max_retries=max_retries,
             ours=False,
         )
         self._route = _Route(self._connect(model=model, policy_version=policy_version))
         self._former: list[_Route] = []
-        self._adapter_rank, self._return_routed_experts = adapter_rank, return_routed_experts
+        self._adapter_rank = adapter_rank
+        self._return_routed_experts, self._return_kept_sets = return_routed_experts, return_kept_sets
         self._model = model
         super().__init__(
             self._http.url,
@@ -329,6 +333,7 @@ class VllmReplica(ServedReplica):
             context_length=self.context_length,
             adapter_rank=self._adapter_rank,
             return_routed_experts=self._return_routed_experts,
+            return_kept_sets=self._return_kept_sets,
             nccl=self._nccl,
         )
         await self._control.resume()  # a server that was given up in the middle of an update would never answer

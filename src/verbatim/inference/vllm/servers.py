@@ -48,6 +48,7 @@ def vllm_servers(inputs: BackendInputs, settings: VllmSettings) -> Servers:
         adapter_rank=inputs.adapter_rank,
         on_weight_update=inputs.on_weight_update,
         return_routed_experts=inputs.return_routed_experts,
+        return_kept_sets=inputs.return_kept_sets,
         weight_transfer=settings.weight_transfer,
         phase_timeout=settings.update_timeout,
         broadcast=broadcast,
@@ -133,6 +134,7 @@ class StartedServers:
                 api_key=self._key,
                 adapter_rank=self._inputs.adapter_rank,
                 return_routed_experts=self._inputs.return_routed_experts,
+                return_kept_sets=self._inputs.return_kept_sets,
             )
             self._processes[index] = process
             try:

@@ -47,6 +47,7 @@ class StandingVllm:
                 api_key=listening.api_key,
                 adapter_rank=inputs.adapter_rank,
                 return_routed_experts=inputs.return_routed_experts,
+                return_kept_sets=inputs.return_kept_sets,
                 uploads=uploads / f"replica_{replica}" if uploads is not None else None,
             )
             for replica in range(settings.replicas)

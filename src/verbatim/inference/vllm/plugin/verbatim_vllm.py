@@ -58,6 +58,7 @@ class WeightReport:
             "prefix_caching": bool(config.cache_config.enable_prefix_caching),
             "chunked_prefill": bool(config.scheduler_config.enable_chunked_prefill),
             "returns_routed_experts": bool(config.aux_output_config.enable_return_routed_experts),
+            "returns_kept_sets": bool(getattr(model, "return_sampling_mask", False)),  # older releases have it not
             "speculative": config.speculative_config is not None,
             "max_lora_rank": None if config.lora_config is None else int(config.lora_config.max_lora_rank),
             "adapts_head": self._adapts_head(),
