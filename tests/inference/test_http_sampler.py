@@ -25,7 +25,7 @@ from verbatim.core.errors import ModelError, RecordError, SamplerFault, UsageErr
 from verbatim.core.types import StopReason
 from verbatim.inference import Completion, Sampler, SampleRequest, SamplingParams
 from verbatim.inference.embedded.settings import TorchSettings
-from verbatim.inference.http import client, connections, protocol
+from verbatim.inference.http import client, completions, connections, protocol
 from verbatim.inference.http.request_body import read_request
 from verbatim.inference.http.sampler import HttpSampler
 from verbatim.inference.http.server import serve_sampler
@@ -170,15 +170,15 @@ async def test_kept_sets_are_those_of_the_engine(models: dict[str, Path]):
 
 def test_kept_sets_without_the_id_that_was_drawn_are_no_answer():
     found = Completion(ids=np.array([4, 5], np.int32), logprobs=None, policy_versions=None, stop_reason=StopReason.STOP)
-    body = protocol.completion_body(
+    body = completions.completion_body(
         found, request_id="r", model="m", seed=0, num_prompt_tokens=1, policy_version=0, logprobs=None
     )
     for mask in ([[4], [6]], [[4]], 7, [[4], None], [[4], ["5"]]):
         body["choices"][0]["sampling_mask"] = mask
         with pytest.raises(ValueError, match=r"kept_sets: |sampling_mask: "):
-            protocol.read_completion(body)
+            completions.read_completion(body)
     body["choices"][0]["sampling_mask"] = [[4, 1], []]
-    read, _ = protocol.read_completion(body)
+    read, _ = completions.read_completion(body)
     assert [read.kept_sets[place].tolist() for place in range(2)] == [[1, 4], []]
 
 
@@ -192,11 +192,11 @@ def test_experts_of_other_tokens_are_no_answer():
         routed_experts=np.zeros((5, 1, 2), dtype=np.uint8),
     )
     with pytest.raises(ValueError, match="those of 5 tokens, expected those of 4"):
-        protocol.check_experts(found, asked)
+        completions.check_experts(found, asked)
     cancelled = replace(found, stop_reason=StopReason.CANCELLED)
-    assert protocol.check_experts(cancelled, asked).routed_experts is None
+    assert completions.check_experts(cancelled, asked).routed_experts is None
     for text in ("no base64", "AAAA", 7):
-        body = protocol.completion_body(
+        body = completions.completion_body(
             replace(found, routed_experts=None),
             request_id="r",
             model="m",
@@ -207,7 +207,7 @@ def test_experts_of_other_tokens_are_no_answer():
         )
         body["choices"][0]["routed_experts"] = text
         with pytest.raises(ValueError, match="routed_experts: "):
-            protocol.read_completion(body)
+            completions.read_completion(body)
 
 
 @pytest.mark.slow
@@ -228,10 +228,10 @@ def test_every_float32_logprob_survives_the_wire(style: protocol.LogprobStyle, b
     completion = Completion(
         ids=np.arange(len(bits), dtype=np.int32), logprobs=logprobs, policy_versions=None, stop_reason=StopReason.STOP
     )
-    body = protocol.completion_body(
+    body = completions.completion_body(
         completion, request_id="r", model="m", seed=0, num_prompt_tokens=1, policy_version=0, logprobs=style
     )
-    read, _ = protocol.read_completion(json.loads(json.dumps(body)))
+    read, _ = completions.read_completion(json.loads(json.dumps(body)))
     assert read.logprobs is not None
     assert read.logprobs.tobytes() == logprobs.tobytes()
 
@@ -262,7 +262,7 @@ def test_every_request_survives_the_wire(
         min_p=min_p,
         stop_token_ids=tuple(stop),
     )
-    body = json.loads(client.encode(protocol.request_body(sent, "m", seed_for_all=seed_for_all)))
+    body = json.loads(client.encode(completions.request_body(sent, "m", seed_for_all=seed_for_all)))
     read, logprobs = read_request(body, seed=-1, room=16, end_ids=(9,))
     assert (read.prompt_ids.tolist(), read.params, read.seed, read.session, logprobs) == (
         prompt,

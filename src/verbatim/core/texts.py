@@ -17,6 +17,8 @@ MOST_READ = 65_536
 """Most characters of a text in which keys are looked for: a megabyte would take a second."""
 LONGEST_ERROR = 2000
 """Most characters kept of an exception's text."""
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxlong = _REPR.maxother = 80
 
 # C0 without tab and newline, DEL and C1 (terminal sequences begin with them), line separators, marks that reverse the
 # direction of what follows, and lone surrogates, which no encoding can write.
@@ -70,6 +72,15 @@ def shown(value: object, limit: int = 200) -> str:
             return cut(reprlib.repr(value), limit)
     except BaseException as failure:  # noqa: BLE001  as above
         return f"a {type(value).__name__} (its repr raised {type(failure).__name__})"
+
+
+def brief(value: object) -> str:
+    """A short quote of an untrusted value, for a message; its cost does not grow with the value.
+
+    >>> brief("hot"), len(brief([[0] * 10**6] * 10))
+    ("'hot'", 80)
+    """
+    return _REPR.repr(value)[:80]
 
 
 def _is_vast(value: object) -> bool:

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verbatim.inference.http import packed as ours
-from verbatim.inference.http.protocol import UNKNOWN_LOGPROB, read_completion, request_body
+from verbatim.inference.http.completions import read_completion, request_body
+from verbatim.inference.http.protocol import UNKNOWN_LOGPROB
 from verbatim.inference.vllm.plugin import verbatim_vllm_answers as answers
 
 NEUTRAL = {"logprobs": 0, "logprob_token_ids": None, "stop": [], "prompt_logprobs": None, "n": 1}

@@ -38,7 +38,7 @@ from verbatim.core.errors import ModelError, SamplerFault, UsageError
 from verbatim.core.types import StopReason
 from verbatim.inference import SampleRequest, SamplingParams
 from verbatim.inference.http.client import HttpClient, encode, read_json
-from verbatim.inference.http.protocol import read_completion
+from verbatim.inference.http.completions import read_completion
 from verbatim.inference.teacher import make_teacher
 from verbatim.inference.vllm.process import free_port, make_process
 from verbatim.inference.vllm.replica import VllmReplica

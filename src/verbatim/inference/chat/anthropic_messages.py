@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from verbatim.core.texts import brief
 from verbatim.core.types import Message, MessageToolCall
 from verbatim.inference.chat.anthropic_form import UNREADABLE, content_blocks, error_body, stop_of, usage_of
 from verbatim.inference.chat.anthropic_stream import AnthropicStream
@@ -26,7 +27,7 @@ from verbatim.inference.chat.fields import (
 )
 from verbatim.inference.chat.messages import Order, call_of, function_tool, joined_text, refuse_begun
 from verbatim.inference.chat.protocol import ChatReply, ChatRequest, Stamp, ToolChoice
-from verbatim.inference.http.protocol import OURS, brief
+from verbatim.inference.http.protocol import OURS
 
 FIELDS = Fields(
     honoured={

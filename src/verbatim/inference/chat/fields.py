@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from verbatim.core.sampling import LONGEST_STOP, MOST_STOP_IDS, MOST_STOPS, SamplingParams, stop_problem
+from verbatim.core.texts import brief
 from verbatim.inference.chat.protocol import UNENFORCEABLE, Options, RequestedSampling, ToolChoice
 from verbatim.inference.http.lone_surrogates import refuse_lone_surrogates
-from verbatim.inference.http.protocol import brief
 from verbatim.inference.http.refused import Refused
 from verbatim.models.renderers.nesting import MAX_DEPTH, levels
 

@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verbatim.core.texts import brief
 from verbatim.core.types import MessageToolCall
 from verbatim.inference.chat.answer import read_arguments
 from verbatim.inference.chat.fields import MOST_MESSAGES, BadField, object_of, text_of
-from verbatim.inference.http.protocol import brief
 
 _NOT_IN_PROMPTS = ("strict", "cache_control", "defer_loading")
 """Keys of tools that say how to sample or to store; they are no part of what the model reads."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from verbatim.core.texts import brief
 from verbatim.core.types import Message
 from verbatim.inference.chat.base import ChatProtocol
 from verbatim.inference.chat.fields import (
@@ -25,7 +26,7 @@ from verbatim.inference.chat.messages import Order, call_of, function_tool, join
 from verbatim.inference.chat.openai_chat_stream import OpenAIChatStream
 from verbatim.inference.chat.openai_form import choice_body, usage_of
 from verbatim.inference.chat.protocol import ChatReply, ChatRequest, Stamp
-from verbatim.inference.http.protocol import OURS, brief
+from verbatim.inference.http.protocol import OURS
 
 FIELDS = Fields(
     honoured={

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from verbatim.core.texts import brief
 from verbatim.inference.chat.base import ChatProtocol
 from verbatim.inference.chat.fields import (
     BadField,
@@ -19,7 +20,7 @@ from verbatim.inference.chat.responses_form import response_body
 from verbatim.inference.chat.responses_input import read_input
 from verbatim.inference.chat.responses_stream import ResponsesStream
 from verbatim.inference.chat.responses_tools import ReadTools, named
-from verbatim.inference.http.protocol import OURS, brief
+from verbatim.inference.http.protocol import OURS
 
 FIELDS = Fields(
     honoured={

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
+from verbatim.core.texts import brief
 from verbatim.core.types import Message
 from verbatim.inference.chat.fields import MOST_MESSAGES, BadField, Fields, object_of, read_list, read_text, text_of
 from verbatim.inference.chat.messages import Order, call_of, joined_text, refuse_begun
 from verbatim.inference.chat.responses_tools import INPUT, joined_name
-from verbatim.inference.http.protocol import brief
 
 _TEXTS = ("input_text", "output_text", "text")
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from verbatim.core.texts import brief
 from verbatim.inference.chat.fields import (
     MOST_TOOLS,
     BadField,
@@ -24,7 +25,6 @@ from verbatim.inference.chat.fields import (
 )
 from verbatim.inference.chat.messages import function_tool
 from verbatim.inference.chat.protocol import Options, ToolForm
-from verbatim.inference.http.protocol import brief
 
 INPUT = "input"
 """The argument of a custom tool."""

@@ -24,14 +24,14 @@ from starlette.types import Receive, Scope, Send
 
 from verbatim.core.errors import UsageError, VerbatimError
 from verbatim.core.sampling import MOST_STOP_IDS
-from verbatim.core.texts import cut
+from verbatim.core.texts import brief, cut
 from verbatim.inference import elsewhere
 from verbatim.inference.base import Sampler, SaysHow, failure_of
 from verbatim.inference.chat.fields import Fields, read_integer, read_number, read_text
 from verbatim.inference.chat.protocol import Options
 from verbatim.inference.chat.protocols import model_card, model_list
 from verbatim.inference.elsewhere import is_key, key_of
-from verbatim.inference.http import protocol
+from verbatim.inference.http import completions, protocol
 from verbatim.inference.http.chat_desk import ChatDesk
 from verbatim.inference.http.chat_routes import ChatRoutes
 from verbatim.inference.http.exchange import (
@@ -45,7 +45,6 @@ from verbatim.inference.http.exchange import (
 )
 from verbatim.inference.http.json_size import LARGE, MOST_VALUES
 from verbatim.inference.http.limits import ServerLimits
-from verbatim.inference.http.protocol import brief
 from verbatim.inference.http.refused import Refused
 from verbatim.inference.http.request_body import check_model, read_json, read_request
 from verbatim.inference.pool.base import SaysLoad
@@ -193,7 +192,7 @@ class SamplerApp:
             end_ids=ends_within(self._end_ids, vocab_size),
         )
         completion = await while_there(request.receive, self._stopped, self._sampler.generate(sample))
-        return protocol.completion_body(
+        return completions.completion_body(
             completion,
             request_id=read_text(body, "request_id") or str(uuid.uuid4()),
             model=self._model,
@@ -208,7 +207,7 @@ class SamplerApp:
         room = self._sampler.context_length
         body = await self._ids_body(request, room)
         _SCORED.check(body)
-        ids = protocol.read_ids(body.get("token_ids"), "token_ids", room)
+        ids = completions.read_ids(body.get("token_ids"), "token_ids", room)
         ids = check_ids(ids, self._sampler.vocab_size, "token_ids")
         asked = read_number(body, "temperature")
         temperature = 1.0 if asked is None else asked

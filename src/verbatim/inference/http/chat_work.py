@@ -15,8 +15,8 @@ from verbatim.inference.chat.messages import text_of_all
 from verbatim.inference.chat.partial import partial_texts
 from verbatim.inference.chat.protocol import ChatReply, ChatRequest
 from verbatim.inference.chat.reply import read_reply
+from verbatim.inference.http.completions import check_completion
 from verbatim.inference.http.limits import BYTES_OF_A_TOKEN, most_text
-from verbatim.inference.http.protocol import check_completion
 from verbatim.inference.http.request_body import check_model, read_json
 from verbatim.models.renderers.base import Renderer
 from verbatim.models.renderers.stop_ids import ends_within

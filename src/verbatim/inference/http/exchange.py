@@ -12,10 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from verbatim.core.texts import brief
 from verbatim.inference.chat.base import ChatProtocol
 from verbatim.inference.chat.protocol import ChatStream
 from verbatim.inference.http.limits import CONNECTION, TINY_CHUNKS, ConnectionLimits, ServerLimits
-from verbatim.inference.http.protocol import brief
 from verbatim.inference.http.refused import Refused
 
 T = TypeVar("T")

@@ -11,7 +11,6 @@ from typing import Any
 from verbatim.core.errors import UsageError
 from verbatim.inference.http.json_size import MOST_VALUES, check_json_size
 from verbatim.inference.http.keys_twice import check_keys
-from verbatim.inference.http.protocol import refuse_constant
 
 _MARK = b"\xef\xbb\xbf"
 _OTHER_MARKS = (b"\xff\xfe", b"\xfe\xff")
@@ -64,3 +63,8 @@ def without_mark(data: bytes | bytearray) -> bytes | bytearray:
     if data.startswith(_OTHER_MARKS) or 0 in data[:2]:  # JSON begins with two characters of ASCII
         raise UsageError("the body is in UTF-16 or UTF-32; send JSON in UTF-8")
     return data[len(_MARK) :] if data.startswith(_MARK) else data
+
+
+def refuse_constant(constant: str) -> None:
+    """For `parse_constant` of `json.loads`: NaN and Infinity, which Python reads, are refused with a ValueError."""
+    raise ValueError(f"{constant} is not a number of JSON")

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from verbatim.core.errors import ModelError, SamplerFault, UsageError
+from verbatim.core.texts import brief
 from verbatim.core.types import Float32, Int32
 from verbatim.inference.base import Completion, SampleRequest
 from verbatim.inference.http import protocol
 from verbatim.inference.http.client import CONNECT, Answer, HttpClient, encode
-from verbatim.inference.http.protocol import brief
 from verbatim.inference.http.sampler import STARTED_AGAIN, HttpSampler, read_answer
 from verbatim.inference.http.uploads import path_there
 from verbatim.inference.pool.base import ReplicaLoad

@@ -8,6 +8,7 @@ from typing import Any
 
 from verbatim.core.errors import UsageError
 from verbatim.core.sampling import MOST_STOP_IDS, SamplingParams
+from verbatim.core.texts import brief
 from verbatim.inference.base import SampleRequest
 from verbatim.inference.chat.fields import (
     Fields,
@@ -18,10 +19,11 @@ from verbatim.inference.chat.fields import (
     read_sampling,
     read_session,
 )
+from verbatim.inference.http.completions import read_ids
 from verbatim.inference.http.json_size import MOST_VALUES
 from verbatim.inference.http.json_text import read_value
 from verbatim.inference.http.packed import PACKED
-from verbatim.inference.http.protocol import KEPT_SETS, OURS, LogprobStyle, brief, read_ids
+from verbatim.inference.http.protocol import KEPT_SETS, OURS, LogprobStyle
 from verbatim.inference.http.refused import Refused
 
 _EXPERTS_START = "routed_experts_prompt_start"

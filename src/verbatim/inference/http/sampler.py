@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 
 from verbatim.core.errors import RecordError, SamplerFault, UsageError
+from verbatim.core.texts import brief
 from verbatim.core.types import Float32, Int32
 from verbatim.inference.base import Completion, SampleRequest, nothing_sampled
-from verbatim.inference.http import protocol, scoring
+from verbatim.inference.http import completions, protocol, scoring
 from verbatim.inference.http.client import Answer, HttpClient, HungUp, decode, encode, read_json
 from verbatim.inference.http.connection_settings import check_address
 from verbatim.inference.validation import check_temperature, refuse_stop_strings
@@ -152,17 +153,17 @@ class HttpSampler:
             SamplerFault: the engine failed, or the server cannot be reached.
         """
         refuse_stop_strings(request)
-        asked = replace(request, params=protocol.bounded(request.params)) if self._returns_kept_sets else request
+        asked = replace(request, params=completions.bounded(request.params)) if self._returns_kept_sets else request
         try:
-            body = protocol.request_body(
+            body = completions.request_body(
                 asked, self._model_name(), seed_for_all=self._send_seeds, cache_salt=self.cache_salt
             )
             answer = await self._sampled(protocol.GENERATE, body, if_missing=_NO_TOKEN_ENDPOINT)
         except HungUp:
             return nothing_sampled()
         try:
-            completion, ours = protocol.read_completion(answer, self._told["policy_version"])
-            completion = protocol.check_experts(completion, request)
+            completion, ours = completions.read_completion(answer, self._told["policy_version"])
+            completion = completions.check_experts(completion, request)
         except ValueError as error:
             raise SamplerFault(f"{self.url}: {error}") from None
         if ours is not None:
@@ -205,7 +206,7 @@ class HttpSampler:
         self._heard(answer)
         found = answer.get("logprobs")
         try:
-            rest = protocol.read_plain(found[1:] if isinstance(found, list) else found, len(token_ids) - 1)
+            rest = completions.read_plain(found[1:] if isinstance(found, list) else found, len(token_ids) - 1)
         except ValueError as error:
             raise SamplerFault(f"{self.url}: {error}, the first of {len(token_ids)} left out") from None
         return np.concatenate([np.full(1, np.nan, dtype=np.float32), rest])
@@ -223,7 +224,7 @@ class HttpSampler:
         body = scoring.last_logprob_body(token_ids, self._model_name(), self.cache_salt)
         answer = await self._sampled(protocol.GENERATE, body, if_missing=_NO_TOKEN_ENDPOINT)
         try:
-            return scoring.read_last_logprob(answer, token_ids), protocol.read_cached_tokens(answer)
+            return scoring.read_last_logprob(answer, token_ids), completions.read_cached_tokens(answer)
         except ValueError as error:
             raise SamplerFault(f"{self.url}: {error}") from None
 
@@ -259,7 +260,7 @@ class HttpSampler:
 
     def _object(self, answer: object) -> dict[str, Any]:
         if not isinstance(answer, dict):
-            raise SamplerFault(f"{self.url}: expected a JSON object, found {protocol.brief(answer)}")
+            raise SamplerFault(f"{self.url}: expected a JSON object, found {brief(answer)}")
         return answer
 
     async def _sampled(self, path: str, body: Mapping[str, Any], *, if_missing: str = "") -> Any:
@@ -301,7 +302,7 @@ class HttpSampler:
         if said is None:
             said = _read_cards(await self._client.ask("GET", "/v1/models", None, read_answer), self._told["model"])
         if not isinstance(said, dict):
-            raise UsageError(f"{self.url} is no server of a model: it says {protocol.brief(said)}")
+            raise UsageError(f"{self.url} is no server of a model: it says {brief(said)}")
         facts = {**said, **{name: value for name, value in self._told.items() if value is not None}}
         for name in ("context_length", "vocab_size"):
             if not isinstance(facts.get(name), int):

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 
 from verbatim.core.sampling import INT32_END
+from verbatim.core.texts import brief
 from verbatim.core.types import Float32, Int32
-from verbatim.inference.http.protocol import UNKNOWN_LOGPROB, brief, number_of
+from verbatim.inference.http.completions import number_of
+from verbatim.inference.http.protocol import UNKNOWN_LOGPROB
 
 _NEUTRAL: dict[str, Any] = {
     "temperature": 1.0,

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.core.errors import SamplerFault
+from verbatim.core.texts import brief
 from verbatim.inference.elsewhere import sha256
 from verbatim.inference.http.client import Answer, AttemptFailed, HttpClient, encode, read_json
-from verbatim.inference.http.protocol import brief
 
 ROUTE = "/verbatim/v1/uploads"
 PART = 2**23

@@ -15,10 +15,12 @@ import numpy as np
 
 from verbatim.core.errors import SamplerFault, UsageError
 from verbatim.core.sampling import SamplingParams
+from verbatim.core.texts import brief
 from verbatim.inference.base import SampleRequest
 from verbatim.inference.http.client import Answer, AttemptFailed, HttpClient, encode, read_json
+from verbatim.inference.http.completions import read_cached_tokens, request_body
 from verbatim.inference.http.packed import PACKED
-from verbatim.inference.http.protocol import GENERATE, SAMPLER, brief, read_cached_tokens, request_body
+from verbatim.inference.http.protocol import GENERATE, SAMPLER
 from verbatim.inference.pool.base import ReplicaLoad
 from verbatim.inference.pool.phases import phase
 from verbatim.inference.vllm.digests import REPORT_FORMAT, WorkerReport, read_reports

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from verbatim.core.errors import ModelError, SamplerFault
-from verbatim.inference.http.protocol import brief
+from verbatim.core.texts import brief
 from verbatim.models.source import is_adapter, scale_of
 
 if TYPE_CHECKING:

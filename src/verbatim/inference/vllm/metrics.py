@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verbatim.core.errors import SamplerFault
-from verbatim.inference.http.protocol import brief
+from verbatim.core.texts import brief
 from verbatim.inference.pool.base import ReplicaLoad
 
 _METRICS: Mapping[str, str] = {

@@ -13,9 +13,10 @@ from verbatim.core.sampling import MOST_STOP_IDS
 from verbatim.inference.base import Completion, SampleRequest
 from verbatim.inference.chat.fields import read_text
 from verbatim.inference.chat.protocol import Stamp
+from verbatim.inference.http.completions import completion_body
 from verbatim.inference.http.exchange import Reply
 from verbatim.inference.http.json_size import LARGE, MOST_VALUES
-from verbatim.inference.http.protocol import GENERATE, OURS, LogprobStyle, completion_body
+from verbatim.inference.http.protocol import GENERATE, OURS, LogprobStyle
 from verbatim.inference.http.request_body import read_json, read_request
 from verbatim.rollouts.gateway.chat import MODEL, Sender, digest_of, sender_of, sent_before
 from verbatim.rollouts.gateway.progress import Progress

@@ -1,0 +1,375 @@
+"""Writes and reads requests and completions as JSON: vLLM's token endpoint, with extensions for the rest.
+
+A float32 stands in JSON as the shortest decimal of the double that it equals, so logprobs come back bit for bit. Our
+clients ask for packed answers (`packed`), and read both: an answer says by itself which it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from verbatim.core.errors import RecordError, SamplerFault
+from verbatim.core.records.experts import experts_from_text, experts_to_text
+from verbatim.core.records.kept import as_kept_sets
+from verbatim.core.sampling import INT32_END, SamplingParams
+from verbatim.core.texts import brief
+from verbatim.core.types import Experts, Float32, Int32, KeptSets, StopReason
+from verbatim.inference.base import Completion, SampleRequest
+from verbatim.inference.http.packed import PACKED, pack, read_packed
+from verbatim.inference.http.protocol import KEPT_SETS, OURS, UNKNOWN_LOGPROB, LogprobStyle
+
+_LARGEST = float(np.finfo(np.float32).max)
+_NUMBER = re.compile(r"[0-9]{1,10}")
+
+_FINISH = {StopReason.STOP: "stop", StopReason.LENGTH: "length", StopReason.CANCELLED: "abort"}
+_STOP_REASONS = {finish: reason for reason, finish in _FINISH.items()}
+
+
+def request_body(
+    request: SampleRequest, model: str | None, *, seed_for_all: bool = False, cache_salt: str | None = None
+) -> dict[str, Any]:
+    """A request for one completion, everything that has a default said out loud: servers have defaults of their own.
+    The ids stay an array, for `client.encode`.
+
+    `logprobs` is 0: that of the sampled token alone. With 1, vLLM 0.32 loses that of a token 0 which it samples in the
+    same step as a token for `logprob_token_ids` (the canary's): it pads the other requests of that step with id 0.
+
+    `ignore_eos`, because a completion ends at the stop ids that are given, and at no other. The seed stands under our
+    own key, which only our servers read: a vLLM for CPUs dies of a seed where it computes a prompt in parts.
+
+    Args:
+        request: What is asked for.
+        model: Its name at the server; None names none.
+        seed_for_all: Put the seed where vLLM reads it too.
+        cache_salt: Requests with another salt share no prefix cache with this one, on a vLLM; None = none.
+    """
+    params = request.params
+    start = request.routed_experts_start
+    seed = {"seed": request.seed} if seed_for_all else {}
+    body: dict[str, Any] = {
+        "token_ids": request.prompt_ids,
+        "sampling_params": {
+            "temperature": params.temperature,
+            "max_tokens": params.max_tokens,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "min_p": params.min_p,
+            "stop_token_ids": list(params.stop_token_ids),
+            "logprobs": 0,
+            "ignore_eos": True,
+            "skip_special_tokens": False,
+            **seed,
+            **({"routed_experts_prompt_start": start} if start else {}),
+        },
+        OURS: {
+            "session": request.session,
+            PACKED: True,
+            "seed": request.seed,
+            **({KEPT_SETS: True} if params.needs_kept_sets else {}),
+        },
+    }
+    if cache_salt is not None:
+        body["cache_salt"] = cache_salt
+    return body if model is None else {**body, "model": model}
+
+
+def bounded(params: SamplingParams) -> SamplingParams:
+    """The same for a vLLM that returns the kept set of every token, and takes no request whose sets have no bound.
+
+    >>> bounded(SamplingParams(temperature=0)).top_k
+    1
+
+    Raises:
+        RecordError: it has no `top_k`.
+    """
+    if params.temperature == 0:
+        return replace(params, temperature=1.0, top_k=1, top_p=1.0, min_p=0.0)
+    if not params.top_k:
+        raise RecordError(
+            "sampling: top_k = 0; a vLLM that returns the ids among which it drew each token takes no request without "
+            "top_k, which bounds them: give one, for example 512"
+        )
+    return params
+
+
+def read_ids(value: object, what: str, room: int | None = None) -> Int32:
+    """Token ids in JSON: int32 [L]. Whether they are in the vocabulary is for the sampler to say.
+
+    Args:
+        value: The JSON.
+        what: It is, for the message.
+        room: More are refused, before any is looked at.
+
+    Raises:
+        RecordError: no list, too many, or something in it that is no id; names the position.
+    """
+    if not isinstance(value, list):
+        raise RecordError(f"{what}: expected a list of token ids, found {brief(value)}")
+    if room is not None and len(value) > room:
+        raise RecordError(f"{what}: {len(value)} ids leave no room in a context of {room} tokens")
+    for position, token in enumerate(value):
+        if type(token) is not int or not 0 <= token < INT32_END:
+            raise RecordError(f"{what}: expected token ids, found {brief(token)} at position {position}")
+    return np.array(value, dtype=np.int32)
+
+
+def completion_body(
+    completion: Completion,
+    *,
+    request_id: str,
+    model: str,
+    seed: int,
+    num_prompt_tokens: int,
+    policy_version: int,
+    logprobs: LogprobStyle,
+    server: str | None = None,
+) -> dict[str, Any]:
+    """A completion as vLLM answers it, and beside it the versions and seconds.
+
+    Raises:
+        SamplerFault: the engine's logprobs or versions cannot be those of the ids.
+    """
+    check_completion(completion)
+    values, versions, count = completion.logprobs, completion.policy_versions, len(completion.ids)
+    is_packed = logprobs == "packed"
+    ids = None if is_packed else completion.ids.tolist()
+    choice: dict[str, Any] = {
+        "index": 0,
+        "token_ids": ids,
+        "logprobs": None,
+        "finish_reason": _FINISH[completion.stop_reason],
+        "weight_versions": None if versions is None else _spans(versions),
+    }
+    if completion.routed_experts is not None:
+        choice["routed_experts"] = experts_to_text(completion.routed_experts)
+    if (kept := completion.kept_sets) is not None:
+        choice["sampling_mask"] = [kept[place].tolist() for place in range(len(kept))]
+    if values is not None and logprobs == "objects":
+        content = [
+            {"token": f"token_id:{token}", "token_id": token, "logprob": logprob, "bytes": None, "top_logprobs": []}
+            for token, logprob in zip(completion.ids.tolist(), values.tolist(), strict=True)
+        ]
+        choice["logprobs"] = {"content": content}
+    cached = (
+        {}
+        if completion.num_cached_tokens is None
+        else {"prompt_tokens_details": {"cached_tokens": completion.num_cached_tokens}}
+    )
+    return {
+        "id": request_id,
+        "request_id": request_id,
+        "model": model,
+        "choices": [choice],
+        "usage": {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": count,
+            "total_tokens": num_prompt_tokens + count,
+            **cached,
+        },
+        "prompt_logprobs": None,
+        "kv_transfer_params": None,
+        **({PACKED: pack(completion.ids, values)} if is_packed else {}),
+        OURS: {
+            "policy_versions": None if versions is None or is_packed else versions.tolist(),
+            "policy_version": policy_version,
+            "seed": seed,
+            "server": server,
+            "queued_seconds": completion.queued_seconds,
+            "generated_seconds": completion.generated_seconds,
+        },
+    }
+
+
+def _spans(versions: Int32) -> list[dict[str, Any]]:
+    """The versions as vLLM writes them.
+
+    >>> _spans(np.array([7, 7, 8], dtype=np.int32))
+    [{'version': '7', 'start': 0, 'end': 2}, {'version': '8', 'start': 2, 'end': 3}]
+    """
+    changes = np.flatnonzero(np.diff(versions, prepend=-1, append=-1)).tolist()
+    return [{"version": str(versions[start]), "start": start, "end": end} for start, end in pairwise(changes)]
+
+
+def check_completion(completion: Completion) -> None:
+    """Refuse a completion whose parts cannot belong together.
+
+    Raises:
+        SamplerFault: the engine's logprobs or versions cannot be those of the ids.
+    """
+    values, versions, count = completion.logprobs, completion.policy_versions, len(completion.ids)
+    if values is not None:
+        if len(values) != count:
+            raise SamplerFault(f"the engine returned {len(values)} logprobs for {count} ids")
+        finite = np.isfinite(values)
+        if not finite.all():
+            position = int(np.flatnonzero(~finite)[0])
+            raise SamplerFault(f"the engine returned {values[position]} as the logprob at position {position}")
+    if versions is not None and len(versions) != count:
+        raise SamplerFault(f"the engine returned {len(versions)} policy versions for {count} ids")
+
+
+def read_completion(body: object, told_version: int | None = None) -> tuple[Completion, Mapping[str, Any] | None]:
+    """A completion in an answer, and what one of our servers adds; None = it is another server.
+
+    Args:
+        body: The answer.
+        told_version: Of the tokens whose version another server does not say; None = then no token has one.
+
+    Raises:
+        ValueError: it is no such answer; says why.
+    """
+    choices = body.get("choices") if isinstance(body, dict) else None
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+        raise ValueError(f"expected an answer with one choice, found {brief(body)}")
+    assert isinstance(body, dict)
+    (choice,) = choices
+    finish, ours = choice.get("finish_reason"), body.get(OURS)
+    if not isinstance(finish, str) or finish not in _STOP_REASONS:
+        raise ValueError(f"finish_reason {brief(finish)}; expected one of {', '.join(_STOP_REASONS)}")
+    extras = ours if isinstance(ours, dict) else {}
+    queued, generated = (number_of(extras.get(name, 0.0), name) for name in ("queued_seconds", "generated_seconds"))
+    packed, said, spans = body.get(PACKED), extras.get("policy_versions"), choice.get("weight_versions")
+    if packed is None:
+        ids = read_ids(choice.get("token_ids"), "token_ids")
+        logprobs = _read_logprobs(choice.get("logprobs"), ids)
+    else:
+        ids, logprobs = read_packed(packed)
+    if not isinstance(ours, dict):
+        versions = _read_spans(spans, len(ids), told_version)
+        if logprobs is not None and (logprobs <= UNKNOWN_LOGPROB).any():
+            logprobs = None
+    elif said is not None:
+        versions = _read_versions(said, len(ids))
+    else:
+        versions = None if spans is None else _read_spans(spans, len(ids), None)
+    completion = Completion(
+        ids=ids,
+        logprobs=logprobs,
+        policy_versions=versions,
+        stop_reason=_STOP_REASONS[finish],
+        queued_seconds=queued,
+        generated_seconds=generated,
+        num_cached_tokens=read_cached_tokens(body),
+        routed_experts=_read_experts(choice.get("routed_experts")),
+        kept_sets=_read_kept_sets(choice.get("sampling_mask"), ids),
+    )
+    return completion, ours if isinstance(ours, dict) else None
+
+
+def read_cached_tokens(answer: object) -> int | None:
+    """How many tokens of the prompt came from the prefix cache; None where the server does not say.
+
+    >>> read_cached_tokens({"usage": {"prompt_tokens": 160, "prompt_tokens_details": {"cached_tokens": 128}}})
+    128
+    """
+    usage = answer.get("usage") if isinstance(answer, dict) else None
+    details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
+    found = details.get("cached_tokens") if isinstance(details, dict) else None
+    return found if isinstance(found, int) else None
+
+
+def _read_experts(text: object) -> Experts | None:
+    if text is None:
+        return None
+    if not isinstance(text, str):
+        raise ValueError(f"routed_experts: expected an array as base64, found {brief(text)}")
+    return experts_from_text(text)
+
+
+def _read_kept_sets(sets: object, ids: Int32) -> KeptSets | None:
+    if sets is None:
+        return None
+    if not isinstance(sets, list):
+        raise ValueError(f"sampling_mask: expected a list of ids for each token, found {brief(sets)}")
+    return as_kept_sets(sets, ids)
+
+
+def check_experts(completion: Completion, request: SampleRequest) -> Completion:
+    """The completion, whose experts are those of the tokens that were asked for; a cancelled one may have fewer, and is
+    left without.
+
+    Raises:
+        ValueError: they are of another number of tokens.
+    """
+    experts = completion.routed_experts
+    if experts is None:
+        return completion
+    expected = len(request.prompt_ids) + len(completion.ids) - 1 - request.routed_experts_start
+    if len(experts) == expected:
+        return completion
+    if completion.stop_reason is StopReason.CANCELLED:
+        return replace(completion, routed_experts=None)
+    raise ValueError(f"routed_experts: those of {len(experts)} tokens, expected those of {expected}")
+
+
+def _read_versions(values: object, count: int) -> Int32:
+    known = values if isinstance(values, list) else []
+    if len(known) != count or not all(type(version) is int and 0 <= version < INT32_END for version in known):
+        raise ValueError(f"expected {count} policy versions, found {brief(values)}")
+    return np.array(known, dtype=np.int32)
+
+
+def _read_spans(spans: object, count: int, told: int | None) -> Int32 | None:
+    """vLLM's versions are names: that of the weights it was started with is no number. Nor is a date.
+
+    >>> _read_spans([{"version": "default", "start": 0, "end": 2}, {"version": "8", "start": 2, "end": 3}], 3, 0)
+    array([0, 0, 8], dtype=int32)
+    """
+    versions: list[int | None] = []
+    ends = [0]
+    for span in spans if isinstance(spans, list) else [{"version": None, "start": 0, "end": count}]:
+        name, start, end = (span.get(key) if isinstance(span, dict) else None for key in ("version", "start", "end"))
+        if start != ends[-1] or not isinstance(end, int) or not start <= end <= count:
+            raise ValueError(f"weight_versions: expected spans of {count} tokens, found {brief(spans)}")
+        number = int(name) if isinstance(name, str) and _NUMBER.fullmatch(name) else INT32_END
+        if end > start:
+            versions.append(number if number < INT32_END else told)
+            ends.append(end)
+    if ends[-1] != count:
+        raise ValueError(f"weight_versions: expected spans of {count} tokens, found {brief(spans)}")
+    return None if None in versions else np.repeat(np.array(versions, dtype=np.int32), np.diff(ends))
+
+
+def read_plain(values: object, count: int) -> Float32:
+    if not isinstance(values, list) or len(values) != count:
+        raise ValueError(f"expected {count} logprobs, found {brief(values)}")
+    if set(map(type, values)) == {float}:
+        found = np.array(values)
+        if (np.abs(found) <= _LARGEST).all():
+            return found.astype(np.float32)
+    return np.array([number_of(value, "a logprob") for value in values], dtype=np.float32)
+
+
+def _read_logprobs(value: object, ids: Int32) -> Float32 | None:
+    """Of exactly these ids: vLLM names the token beside each."""
+    if value is None:
+        return None
+    content = value.get("content") if isinstance(value, dict) else None
+    if not isinstance(content, list) or len(content) != len(ids):
+        raise ValueError(f"expected a logprob for each of {len(ids)} ids, found {brief(value)}")
+    with contextlib.suppress(TypeError, KeyError):  # what is wrong is said below
+        if [entry["token_id"] for entry in content] == ids.tolist():
+            return read_plain([entry["logprob"] for entry in content], len(ids))
+    for position, (entry, token) in enumerate(zip(content, ids.tolist(), strict=True)):
+        named = entry.get("token_id", entry.get("token")) if isinstance(entry, dict) else None
+        if named not in (token, f"token_id:{token}"):  # vLLM 0.32, and older ones
+            raise ValueError(f"logprobs: expected that of id {token} at position {position}, found {brief(entry)}")
+    return np.array([number_of(entry.get("logprob"), "a logprob") for entry in content], dtype=np.float32)
+
+
+def number_of(value: object, what: str) -> float:
+    """A finite number in JSON.
+
+    Raises:
+        ValueError: not such a number; says what was found.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -_LARGEST <= value <= _LARGEST:
+        raise ValueError(f"{what}: expected a finite number, found {brief(value)}")
+    return float(value)
