@@ -39,8 +39,9 @@ class KeyValueShape:
         return self.num_layers * self.num_kv_heads * (self.key_size + self.value_size) * dtype.itemsize
 
 
-class KeptPrefix(NamedTuple):
-    """Keys [layers, K, D, C] and values [layers, K, C, D] of a sequence outside the batch."""
+class Prefix(NamedTuple):
+    """Keys and values of tokens before those of a sequence: [K, D, P] and [K, P, D] of one layer, which a group has in
+    common; or [layers, K, D, C] and [layers, K, C, D], kept outside the batch."""
 
     keys: Tensor
     values: Tensor
@@ -84,11 +85,11 @@ class KeyValueCache:
         """Free all keys and values; needs no memory."""
         self.keys, self.values = self.keys[..., :0].clone(), self.values[..., :0, :].clone()
 
-    def keep(self, slot: int, num_tokens: int) -> KeptPrefix:
+    def keep(self, slot: int, num_tokens: int) -> Prefix:
         """Copy a slot's first tokens before another sequence takes the slot."""
-        return KeptPrefix(self.keys[:, slot, :, :, :num_tokens].clone(), self.values[:, slot, :, :num_tokens].clone())
+        return Prefix(self.keys[:, slot, :, :, :num_tokens].clone(), self.values[:, slot, :, :num_tokens].clone())
 
-    def restore(self, kept: KeptPrefix, slot: int, num_tokens: int) -> None:
+    def restore(self, kept: Prefix, slot: int, num_tokens: int) -> None:
         """Copy the first tokens of a kept prefix into a slot."""
         self.reserve(num_tokens)
         self.keys[:, slot, :, :, :num_tokens] = kept.keys[:, :, :, :num_tokens]
@@ -102,7 +103,7 @@ class KeyValueCache:
     def truncate(self, slot: int, num_tokens: int) -> None:
         """Nothing: later tokens are written over."""
 
-    def release(self, kept: KeptPrefix) -> None:
+    def release(self, kept: Prefix) -> None:
         """Nothing: a copy's memory goes with it."""
 
     def clear(self, slots: int | slice = slice(None)) -> None:
@@ -138,13 +139,6 @@ class Group:
     """First tokens that all sequences have in common: their keys and values are read once, from `prefix_slot`."""
     prefix_slot: int = 0
     """A slot that holds them."""
-
-
-class Prefix(NamedTuple):
-    """What the sequences of a group have in common: P keys [K, D, P] and values [K, P, D]."""
-
-    keys: Tensor
-    values: Tensor
 
 
 @dataclass(kw_only=True, eq=False)

@@ -6,8 +6,6 @@ alone: it is copied where another sequence goes on from the same tokens.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -20,12 +18,6 @@ PAGE = 16
 """Tokens of a page; the same in kernel.c."""
 _CHUNK_BYTES = 8 << 20
 """Memory is taken in chunks of about this many bytes."""
-
-
-class KeptPages(NamedTuple):
-    """The pages of a sequence outside the batch."""
-
-    pages: tuple[int, ...]
 
 
 class PagedCache:
@@ -119,7 +111,7 @@ class PagedCache:
         self._users[page] = 1
         return page
 
-    def _give_up(self, pages: list[int] | tuple[int, ...]) -> None:
+    def _give_up(self, pages: list[int]) -> None:
         for page in pages:
             self._users[page] -= 1
             if not self._users[page]:
@@ -153,19 +145,19 @@ class PagedCache:
         """A slot begins with the first tokens of another."""
         self._set(slot, self.tables[source, : self.num_pages[source]].tolist(), num_tokens)
 
-    def keep(self, slot: int, num_tokens: int) -> KeptPages:
-        """Hold a slot's first tokens while another sequence takes the slot, until `release`."""
-        pages = tuple(self.tables[slot, : -(-num_tokens // PAGE)].tolist())
-        self._users[list(pages)] += 1
-        return KeptPages(pages)
+    def keep(self, slot: int, num_tokens: int) -> list[int]:
+        """Hold a slot's first tokens while another sequence takes the slot, until `release`; the pages."""
+        pages: list[int] = self.tables[slot, : -(-num_tokens // PAGE)].tolist()
+        self._users[pages] += 1
+        return pages
 
-    def restore(self, kept: KeptPages, slot: int, num_tokens: int) -> None:
+    def restore(self, kept: list[int], slot: int, num_tokens: int) -> None:
         """A slot begins with the first tokens of a kept sequence."""
-        self._set(slot, list(kept.pages), num_tokens)
+        self._set(slot, kept, num_tokens)
 
-    def release(self, kept: KeptPages) -> None:
+    def release(self, kept: list[int]) -> None:
         """Give up what was kept."""
-        self._give_up(kept.pages)
+        self._give_up(kept)
 
     def _set(self, slot: int, pages: list[int], num_tokens: int) -> None:
         """Let a slot have the first tokens of these pages, instead of what it has."""
