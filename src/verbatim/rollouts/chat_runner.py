@@ -18,13 +18,13 @@ from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts.chat_loop import ChatLoop
 from verbatim.rollouts.episode import run_episode
 from verbatim.rollouts.recorder import Recorder
-from verbatim.rollouts.runner import EpisodeTask, RolloutSetup
+from verbatim.rollouts.runner import EpisodeRunner, EpisodeTask, RolloutSetup
 from verbatim.rollouts.seeds import derive_seed
 from verbatim.rollouts.tally import EpisodeTally
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ChatRunner:
+class ChatRunner(EpisodeRunner):
     """An `EpisodeRunner`: the server takes the turns; tools and environment run on this event loop.
 
     Every request has a seed of its own, made of the episode's; `extra_body={"seed": None}` sends none.
@@ -48,10 +48,6 @@ class ChatRunner:
         return await run_episode(
             environment=setup.environment, example=task.example, seed=task.seed, loop=loop, identity=task.identity
         )
-
-    def metrics(self) -> Mapping[str, float]:
-        """None of its own."""
-        return {}
 
 
 def chat_setup(

@@ -54,10 +54,11 @@ class EpisodeRunner(Protocol):
         it appears."""
 
     def metrics(self) -> Mapping[str, float]:
-        """The runner's own metrics of a step."""
+        """The runner's own metrics of a step; here none."""
+        return {}
 
 
-class LocalRunner:
+class LocalRunner(EpisodeRunner):
     """Runs episodes on the running event loop."""
 
     async def run(self, setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> Trajectory:
@@ -70,10 +71,6 @@ class LocalRunner:
             loop=_loop(setup, task, recorder),
             identity=task.identity,
         )
-
-    def metrics(self) -> Mapping[str, float]:
-        """None of its own."""
-        return {}
 
 
 def _loop(setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> EpisodeLoop:
