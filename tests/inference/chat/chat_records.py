@@ -88,6 +88,6 @@ def cut_streams(draw: st.DrawFn, stream: ChatStream, reply: ChatReply) -> bytes:
         text = reply.content
         for _ in range(draw(st.integers(0, 3))):
             size = draw(st.integers(0, len(text)))
-            raw += stream.ping() + stream.delta(ChatDelta(content=text[:size]))
+            raw += stream.ping + stream.delta(ChatDelta(content=text[:size]))
             text = text[size:]
     return raw + stream.end([reply])

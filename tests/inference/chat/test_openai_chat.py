@@ -387,7 +387,7 @@ def streamed(draw: st.DrawFn) -> tuple[list[ChatReply], bool, bytes]:
         new = tuple(draw(st.integers(a, b)) for a, b in zip(old, sizes, strict=True))
         if new[1] > 0:
             new = (sizes[0], *new[1:])  # thinking comes first
-        events += stream.ping() if draw(st.booleans()) else b""
+        events += stream.ping if draw(st.booleans()) else b""
         events += stream.delta(
             ChatDelta(
                 index=index,

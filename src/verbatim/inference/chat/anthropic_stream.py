@@ -23,6 +23,8 @@ class AnthropicStream(BlockStream):
         stamp: Identifies the answer.
     """
 
+    ping = event({"type": "ping"}, "ping")
+
     def __init__(self, stamp: Stamp) -> None:
         super().__init__()
         self._stamp = stamp
@@ -58,10 +60,6 @@ class AnthropicStream(BlockStream):
     def error(self, status: int, message: str) -> bytes:
         """An error in place of the end."""
         return event(error_body(status, message), "error")
-
-    def ping(self) -> bytes:
-        """The protocol's own ping."""
-        return _event("ping")
 
     def _start(self, kind: str, block: dict[str, Any] | None = None) -> list[bytes]:
         self._block += 1

@@ -90,7 +90,7 @@ class LiveAnswer:
             yield stream.begin(len(self.prompt_ids))
         while not working.done():
             if not await self._has_news(seen):
-                yield stream.ping()
+                yield stream.ping
             seen = self._num_news
             if working.done():
                 break

@@ -21,6 +21,8 @@ class OpenAIChatStream:
         stamp: Identifies the answer.
     """
 
+    ping = PING
+
     def __init__(self, request: ChatRequest, stamp: Stamp) -> None:
         self._request = request
         self._head = {
@@ -55,10 +57,6 @@ class OpenAIChatStream:
     def error(self, status: int, message: str) -> bytes:
         """An error in place of the end."""
         return event(error_body(status, message))
-
-    def ping(self) -> bytes:
-        """A comment."""
-        return PING
 
     def _ending(self, index: int, rest: ChatDelta, reply: ChatReply) -> list[bytes]:
         events = [self._texts(rest)]

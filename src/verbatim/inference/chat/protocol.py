@@ -249,6 +249,9 @@ class Options:
 class ChatStream(Protocol):
     """Writes the server-sent events of one answer, in the protocol's order."""
 
+    ping: bytes
+    """Something that clients pass over, so that the connection does not look dead."""
+
     def begin(self, num_prompt_tokens: int) -> bytes:
         """The events before the first token."""
 
@@ -263,9 +266,6 @@ class ChatStream(Protocol):
 
     def error(self, status: int, message: str) -> bytes:
         """An error that ends the stream."""
-
-    def ping(self) -> bytes:
-        """Something that clients pass over, so that the connection does not look dead."""
 
 
 def pieces(text: str, size: int = 8192) -> Iterator[str]:

@@ -15,7 +15,7 @@ from verbatim.inference.chat.responses_form import (
     response_body,
     text_part,
 )
-from verbatim.inference.chat.streaming import PING, BlockStream, event
+from verbatim.inference.chat.streaming import BlockStream, event
 
 
 class ResponsesStream(BlockStream):
@@ -58,10 +58,6 @@ class ResponsesStream(BlockStream):
         body = response_body(self._request, self._stamp, None)
         failed = {**body, "status": "failed", "error": {"code": "server_error", "message": message}}
         return self._event("response.failed", response=failed)
-
-    def ping(self) -> bytes:
-        """A comment."""
-        return PING
 
     def _start(self, kind: str) -> list[bytes]:
         self._open = kind

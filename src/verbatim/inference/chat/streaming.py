@@ -63,6 +63,8 @@ class Said:
 class BlockStream(ABC):
     """Streams one reply in blocks: thinking and text, each of which is started, grows, and is closed."""
 
+    ping = PING
+
     def __init__(self) -> None:
         self._said = Said()
         self._open = ""
