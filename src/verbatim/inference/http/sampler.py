@@ -10,9 +10,9 @@ import asyncio
 import contextlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -30,15 +30,8 @@ _NO_TOKEN_ENDPOINT = "vLLM has it with --enable-scale-out"
 _SAYS_WITHIN = 60.0
 """Seconds in which a server that has much to do says what it is. One in the event loop that waits for it never does."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Facts:
-    """What a sampler must know of the engine behind it."""
-
-    context_length: int
-    vocab_size: int
-    policy_version: int | None
-    model: str | None
+_Facts: TypeAlias = dict[str, Any]
+"""What a sampler must know of the engine behind it: context_length, vocab_size, policy_version and model."""
 
 
 class HttpSampler:
@@ -92,7 +85,7 @@ class HttpSampler:
         check_address(url, "url")
         root = url.rstrip("/").removesuffix("/v1")
         self._client = HttpClient(root, api_key=api_key, request_timeout=request_timeout, max_retries=max_retries)
-        self._told: dict[str, Any] = {
+        self._told: _Facts = {
             "model": model,
             "context_length": context_length,
             "vocab_size": vocab_size,
@@ -133,17 +126,17 @@ class HttpSampler:
     @property
     def context_length(self) -> int:
         """Most tokens of prompt and completion together."""
-        return self._known().context_length
+        return int(self._known()["context_length"])
 
     @property
     def vocab_size(self) -> int:
         """Ids are below this."""
-        return self._known().vocab_size
+        return int(self._known()["vocab_size"])
 
     @property
     def policy_version(self) -> int:
         """The version of the weights in use, as of the last answer; 0 where the server does not say."""
-        return self._known().policy_version or 0
+        return int(self._known()["policy_version"] or 0)
 
     async def generate(self, request: SampleRequest) -> Completion:
         """Sample one completion. Cancelling the call cancels it on the server.
@@ -250,7 +243,8 @@ class HttpSampler:
 
     def _model_name(self) -> str | None:
         """The model's name in requests."""
-        return self._facts.model if self._facts is not None else self._told["model"]
+        name: str | None = (self._facts or self._told)["model"]
+        return name
 
     async def _is_ours(self) -> bool:
         """Whether the server is one of ours."""
@@ -303,16 +297,11 @@ class HttpSampler:
             said = _read_cards(await self._client.ask("GET", "/v1/models", None, read_answer), self._told["model"])
         if not isinstance(said, dict):
             raise UsageError(f"{self.url} is no server of a model: it says {brief(said)}")
-        facts = {**said, **{name: value for name, value in self._told.items() if value is not None}}
+        facts = {name: said.get(name) if told is None else told for name, told in self._told.items()}
         for name in ("context_length", "vocab_size"):
-            if not isinstance(facts.get(name), int):
+            if not isinstance(facts[name], int):
                 raise UsageError(f"{self.url} does not say its {name}; give it: HttpSampler(url, {name}=...)")
-        return _Facts(
-            context_length=facts["context_length"],
-            vocab_size=facts["vocab_size"],
-            policy_version=facts.get("policy_version"),
-            model=facts.get("model"),
-        )
+        return facts
 
     def _heard(self, answer: Mapping[str, Any], *, num_tokens: int = 0) -> None:
         """Note the version. Raises a SamplerFault, with the tokens that were drawn in vain, for another server."""
@@ -320,7 +309,7 @@ class HttpSampler:
             raise SamplerFault(f"{self.url}: {STARTED_AGAIN}", num_tokens=num_tokens)
         version = answer.get("policy_version")
         if self._facts is not None and type(version) is int:
-            self._facts = replace(self._facts, policy_version=version)
+            self._facts["policy_version"] = version
 
 
 def _is_found(answer: Answer) -> bool:
