@@ -123,10 +123,10 @@ def _sample(ids: np.ndarray, trajectory: str, first: int) -> TrainingSample:
 def _judge_packings(verdict: Verdict, folder: Path, samples: list[TrainingSample]) -> None:
     """What the trainer takes, and its logprobs and gradients: all together as rows, as trees, and one at a time."""
     trainer = verdict.refusing(lambda: _trainer(folder, "auto"))
-    verdict.trainer = "refused" if trainer is None else "rows" if trainer.packing == "rows" else "trees"
+    verdict.trainer = "refused" if trainer is None else "rows" if trainer.packer.packing == "rows" else "trees"
     if trainer is None:
         return
-    if trainer.packing == "rows":
+    if trainer.packer.packing == "rows":
         trees = verdict.refusing(lambda: _trainer(folder, "tree"))
         if trees is not None:
             verdict.faults.append("auto falls back to rows, but trees are accepted")

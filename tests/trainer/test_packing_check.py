@@ -77,7 +77,7 @@ def test_wrong_trees_are_refused_and_auto_takes_rows(tmp_path, monkeypatch, capl
         make_trainer(path, packing="tree")
     with caplog.at_level(logging.WARNING, logger="verbatim.trainer.model_check"):
         trainer = make_trainer(path, packing="auto")
-    assert trainer.packing == "rows" and what in caplog.text
+    assert trainer.packer.packing == "rows" and what in caplog.text
     assert trainer.train_batch(shared_prefixes())["packing/tree"] == 0
 
 

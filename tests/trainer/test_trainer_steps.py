@@ -254,7 +254,7 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(qwen):
 
 def test_a_cpu_takes_smaller_micro_batches_where_no_trajectory_is_cut_by_it(qwen):
     samples = [make_sample(5000, name, seed=i) for i, name in enumerate("ab")]
-    assert [m.num_tokens for m in make_trainer(qwen).pack(samples)] == [5000, 5000]
-    assert [m.num_tokens for m in make_trainer(qwen, micro_batch_tokens=2000).pack(samples)] == [5000, 5000]
+    assert [m.num_tokens for m in make_trainer(qwen).packer.pack(samples)] == [5000, 5000]
+    assert [m.num_tokens for m in make_trainer(qwen, micro_batch_tokens=2000).packer.pack(samples)] == [5000, 5000]
     whole = replace(LOSSES["default"], level="sequence")
-    assert [m.num_tokens for m in make_trainer(qwen, loss=whole).pack(samples)] == [10_000]
+    assert [m.num_tokens for m in make_trainer(qwen, loss=whole).packer.pack(samples)] == [10_000]

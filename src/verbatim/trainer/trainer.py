@@ -151,11 +151,6 @@ class Trainer:
         self._targets = TargetLogprobs(self.lm, config.logprob_chunk, self._autocast, sequence)
         self._router_loss = router_loss(self._targets, config.router_aux_loss_coef)
 
-    @property
-    def packing(self) -> str:
-        """The packer: "rows" where a model can take no other, or where this process found trees to be wrong."""
-        return self.packer.packing
-
     # ---- training
 
     def train_batch(
@@ -216,7 +211,7 @@ class Trainer:
         micro_batches = [micro_batch for part in dealt for micro_batch in part]
         denominator = self.packer.denominator(micro_batches)
         lengths = lengths_of(samples) if keep_tokens else None
-        with self._together("train", denominator=denominator, lengths=lengths):
+        with together(self.ranks, "train", denominator=denominator, lengths=lengths):
             trained = self._take_step(self._hand_out(dealt), denominator, metrics, lengths, samples)
         return dataclasses.replace(trained, micro_batches=micro_batches)
 
@@ -281,19 +276,11 @@ class Trainer:
             rounded: Round what each layer gives to the next one to bfloat16.
         """
         dealt = self.packer.deal(numbered(samples))
-        with self._together("logprobs", rounded=rounded), rounded_layers(self.model if rounded else None):
+        with together(self.ranks, "logprobs", rounded=rounded), rounded_layers(self.model if rounded else None):
             found = [target_logprobs(self._targets, self._hand_out(dealt), self.ranks)]
             if self.ranks is not None:
                 found += [self.ranks.receive(rank)[1] for rank in range(1, self.ranks.size)]
         return by_sample(samples, dealt, found)
-
-    def pack(self, samples: Sequence[TrainingSample]) -> list[MicroBatch]:
-        """The micro-batches of one optimizer step, as one process computes them.
-
-        Raises:
-            ModelError: a sample is so long that it would change the positions of the others.
-        """
-        return self.packer.pack(samples)
 
     def _step(self) -> tuple[float, float]:
         """Clip, and take the optimizer step; the gradient's norm before clipping, and the learning rate."""
@@ -312,10 +299,6 @@ class Trainer:
         return nullcontext()
 
     # ---- other ranks
-
-    def _together(self, do: str, **what: Any) -> AbstractContextManager[None]:
-        """All ranks do this, here in the block."""
-        return together(self.ranks, do, **what)
 
     def _hand_out(self, dealt: list[list[MicroBatch]]) -> list[MicroBatch]:
         """Send the others their micro-batches; returns this rank's."""
@@ -351,7 +334,7 @@ class Trainer:
     def save_weights(self, folder: Path) -> None:
         """Write what is trained, and the tokenizer if there is one: the master weights as a folder that
         `from_pretrained` loads, or the adapters as one that `peft` loads."""
-        with self._together("save_weights", folder=str(folder.resolve())):
+        with together(self.ranks, "save_weights", folder=str(folder.resolve())):
             self._save_weights(folder)
 
     def _save_weights(self, folder: Path) -> None:
@@ -370,7 +353,7 @@ class Trainer:
             RunStopped: another rank failed.
         """
         assert self.adapters is None, "adapters are written into a folder"
-        with self._together("send_weights"):
+        with together(self.ranks, "send_weights"):
             send_sharded(self.model, receivers, self.ranks)
 
     def load_adapters(self, folder: Path) -> None:
@@ -380,7 +363,7 @@ class Trainer:
             UsageError: what `Adapters.load` raises; the adapters are then unchanged.
         """
         assert self.adapters is not None
-        with self._together("load_adapters", folder=str(folder.resolve())):
+        with together(self.ranks, "load_adapters", folder=str(folder.resolve())):
             self._on_all(partial(self.adapters.load, folder))
 
     def _on_all(self, do: Callable[[], None]) -> None:
@@ -393,7 +376,7 @@ class Trainer:
     def save_state(self, folder: Path) -> None:
         """Write optimizer and schedule; with `save_weights`, all that a resumed run needs to go on bit for bit."""
         folder.mkdir(parents=True, exist_ok=True)
-        with self._together("save_state", folder=str(folder.resolve())):
+        with together(self.ranks, "save_state", folder=str(folder.resolve())):
             self._save_state(folder)
 
     def _save_state(self, folder: Path) -> None:
@@ -417,7 +400,7 @@ class Trainer:
         Raises:
             CheckpointError: the state is missing, damaged, of another model, or of a longer run.
         """
-        with self._together("load_state", folder=str(folder.resolve()), left=left):
+        with together(self.ranks, "load_state", folder=str(folder.resolve()), left=left):
             self._on_all(partial(self._read_state, folder, left))
 
     def _read_state(self, folder: Path, left: int | None) -> None:
