@@ -32,7 +32,7 @@ NARROW = ["deepseek_v3", "youtu", "jetmoe", "afmoe"]
 @pytest.mark.parametrize("packing", ["rows", "tree"])
 def test_values_of_another_width_than_queries(name, packing, folder):
     path, samples = folder(name), shared_prefixes()
-    assert make_trainer(path).packing == "auto"
+    assert make_trainer(path).packer.packing == "auto"
     expected, expected_loss = reference_gradients(path, samples)
     found, loss, _ = gradients(path, samples, packing=packing, dtype="float32")
     assert loss == pytest.approx(expected_loss, rel=1e-4)

@@ -246,7 +246,7 @@ def test_trees_that_are_wrong_for_a_reference_alone_are_not_used(qwen, other, mo
         return load_frozen(*args, **how)
 
     monkeypatch.setattr("verbatim.trainer.frozen.load_frozen", load)
-    assert make_trainer(qwen, frozen={"reference": other}, packing="auto").packing == "rows"
+    assert make_trainer(qwen, frozen={"reference": other}, packing="auto").packer.packing == "rows"
     monkeypatch.setattr("verbatim.trainer.attention.forest.TreePlan", TreePlan)
     with pytest.raises(ModelError, match=r"the reference model .*cannot be packed as trees.*trainer\.packing = \"rows"):
         make_trainer(qwen, frozen={"reference": other}, packing="tree")
