@@ -259,9 +259,7 @@ class EngineThread:
         try:
             is_enough = job.watch(table.ids[slot, start:end].tolist())
         except Exception as error:  # noqa: BLE001 - an error of one request leaves the others running
-            self._outbox.put(job, request_failed(error, table.num_new(slot)))
-            del self._running[slot]
-            self._decoder.release(slot)
+            self._answer(slot, request_failed(error, table.num_new(slot)))
             return
         if is_enough:
             self._finish(slot, StopReason.STOP)
@@ -285,19 +283,19 @@ class EngineThread:
     def _drop(self, job: Job) -> None:
         """Answer a cancelled job with the tokens it has, unless it is answered already."""
         if job.slot is not None and self._running.get(job.slot) is job:
-            del self._running[job.slot]
-            self._outbox.put(job, self._completion(job, job.slot, StopReason.CANCELLED))
-            self._decoder.release(job.slot)
+            self._answer(job.slot, self._completion(job, job.slot, StopReason.CANCELLED))
         elif job in self._waiting:
             self._waiting.remove(job)
             self._outbox.put(job, nothing_sampled(time.perf_counter() - job.submitted))
 
     def _finish(self, slot: int, reason: StopReason | None = None) -> None:
-        job = self._running[slot]  # removed only after its answer is queued, so that a failure still answers it
-        self._outbox.put(job, self._completion(job, slot, reason))
-        del self._running[slot]
-        self._decoder.release(slot)
+        self._answer(slot, self._completion(self._running[slot], slot, reason))
         self._completions += 1
+
+    def _answer(self, slot: int, answer: Completion | SamplerFault) -> None:
+        self._outbox.put(self._running[slot], answer)
+        del self._running[slot]  # only after its answer is queued, so that a failure still answers it
+        self._decoder.release(slot)
 
     def _fail(self, slot: int) -> None:
         job = self._running.pop(slot)

@@ -93,6 +93,4 @@ class Places:
         """Nothing is handed out any more; the line breaks up."""
         self._is_closed = True
         while self._line:
-            turn = self._line.popleft()
-            if not turn.done():
-                turn.set_result(None)
+            self.call_next()
