@@ -36,9 +36,7 @@ def ending(request: ChatRequest, reply: ChatReply) -> dict[str, Any]:
 
 def message_body(reply: ChatReply) -> dict[str, Any]:
     """The assistant message."""
-    message: dict[str, Any] = {"role": "assistant", "content": reply.content}
-    if reply.reasoning_content is not None:
-        message["reasoning_content"] = reply.reasoning_content
+    message: dict[str, Any] = {**reply.message}
     if reply.tool_calls:
         message["tool_calls"] = [call_body(call) for call in reply.tool_calls]
     return message
