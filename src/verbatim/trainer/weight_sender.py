@@ -98,10 +98,8 @@ class WeightBroadcaster:
 
     def _leave(self, why: str | None) -> None:
         group, self._group = self._group, None
-        if group is not None and why is not None:
-            group.fail(why)
-        elif group is not None:
-            group.close()
+        if group is not None:
+            group.close(why)
 
 
 class _Receivers:

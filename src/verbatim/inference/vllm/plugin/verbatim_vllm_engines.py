@@ -144,10 +144,8 @@ class BroadcastEngine(FilesEngine):
 
     def _leave(self, why: str | None) -> None:
         group, self._group = self._group, None
-        if group is not None and why is not None:
-            group.fail(why)
-        elif group is not None:
-            group.close()
+        if group is not None:
+            group.close(why)
 
     def load(self, watch: Watch, source: "Folder | Broadcast") -> None:
         """Load the tensors; those that the model has no use for are received too."""

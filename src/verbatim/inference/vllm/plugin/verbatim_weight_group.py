@@ -119,15 +119,13 @@ class WeightGroup:
         self._broadcast(tensor)
         return tensor
 
-    def fail(self, why: str) -> None:
-        """End the group: every rank that waits raises `GroupOver` with this reason, or with one that came before."""
-        self._is_broken = True
-        with contextlib.suppress(RuntimeError):  # the trainer may be gone, and its store with it
-            self._store.compare_set("over", "", why)
-        self.close()
-
-    def close(self) -> None:
-        """Leave the group."""
+    def close(self, why: str | None = None) -> None:
+        """Leave the group. With a reason it ends: every rank that waits raises `GroupOver` with this one, or with one
+        that came before."""
+        if why is not None:
+            self._is_broken = True
+            with contextlib.suppress(RuntimeError):  # the trainer may be gone, and its store with it
+                self._store.compare_set("over", "", why)
         group, self._group = self._group, None
         if group is None:
             return
@@ -229,7 +227,7 @@ class WeightGroup:
         with contextlib.suppress(RuntimeError):
             if self._store.check(["over"]):
                 first = self._store.get("over").decode()
-        self.fail(why)
+        self.close(why)
         raise GroupOver(first) from error
 
 
