@@ -361,7 +361,7 @@ class VllmDouble:
         except Exception as error:  # noqa: BLE001 - the client is told
             self._report["error"] = f"{type(error).__name__}: {error}"
             if self._group is not None:
-                self._group.fail(str(error))
+                self._group.close(str(error))
                 self._group = None
 
     def _fill(self, tensors: dict[str, torch.Tensor], found: dict[str, Any]) -> None:
