@@ -1,4 +1,4 @@
-"""Runs coroutines side by side."""
+"""Runs coroutines side by side, and ends tasks."""
 
 from __future__ import annotations
 
@@ -17,3 +17,11 @@ async def run_together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     except BaseExceptionGroup as group:
         raise group.exceptions[0] from None
     return [task.result() for task in running]
+
+
+async def cancel_all(unfinished: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel what is not done, and wait for it: nothing runs on, and no exception of theirs stays unread."""
+    futures = list(unfinished)
+    for future in futures:
+        future.cancel()
+    await asyncio.gather(*futures, return_exceptions=True)

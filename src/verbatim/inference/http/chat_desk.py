@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from verbatim.core.children import kill_group, start_async
 from verbatim.core.errors import UsageError, VerbatimError
 from verbatim.core.imports import child_environment
+from verbatim.core.tasks import cancel_all
 from verbatim.inference.http.limits import ServerLimits
 from verbatim.inference.http.refused import Refused
 from verbatim.models.renderers.base import Renderer
@@ -130,9 +131,7 @@ class ProcessDesk(ChatDesk):
 
     async def close(self) -> None:
         """End the processes."""
-        for worker in self._workers:
-            worker.cancel()
-        await asyncio.gather(*self._workers, return_exceptions=True)
+        await cancel_all(self._workers)
         for ready in self._ready:
             ready.cancel()
 

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from verbatim.core.errors import VerbatimError
-from verbatim.core.tasks import run_together
+from verbatim.core.tasks import cancel_all, run_together
 from verbatim.core.texts import cut
 from verbatim.core.types import Int32, StopReason
 from verbatim.inference.base import Completion, Sampler, SampleRequest, Watch, generate_watched
@@ -167,8 +167,7 @@ class ChatRoutes:
                 async for event in events:
                     yield event
         finally:
-            working.cancel()
-            await asyncio.gather(working, return_exceptions=True)
+            await cancel_all([working])
 
 
 class _EventStream(Response):

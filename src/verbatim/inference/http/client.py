@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 from verbatim.core.errors import SamplerFault
 from verbatim.core.redaction import REDACTED, hide
+from verbatim.core.tasks import cancel_all
 from verbatim.inference.http.connection_settings import (
     certificates,
     check_address,
@@ -204,10 +205,7 @@ class HttpClient:
         """Close this event loop's connections; requests under way end as `HungUp`, later ones connect anew."""
         state = self._loops.pop(asyncio.get_running_loop(), None)
         if state is not None:
-            under_way = list(state.under_way)
-            for task in under_way:
-                task.cancel()
-            await asyncio.gather(*under_way, return_exceptions=True)
+            await cancel_all(state.under_way)
             await state.session.close()
 
     async def _ask(

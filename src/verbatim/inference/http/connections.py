@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from verbatim.core.tasks import cancel_all
 from verbatim.inference.http.acceptor import Acceptor
 from verbatim.inference.http.doors import ConnectionTable, Door
 from verbatim.inference.http.limits import CONNECTION, DOOR, TINY_CHUNKS
@@ -338,7 +339,4 @@ class Server:
                     await asyncio.sleep(_POLL)
         for connection in list(self._state.connections):
             connection.transport.abort()
-        late = list(self._state.tasks)
-        for task in late:
-            task.cancel()
-        await asyncio.gather(*late, return_exceptions=True)
+        await cancel_all(self._state.tasks)

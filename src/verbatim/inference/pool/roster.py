@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from verbatim.core.errors import SamplerFault, UsageError
+from verbatim.core.tasks import cancel_all
 from verbatim.core.texts import error_text, printable
 from verbatim.inference.base import WeightCheck
 from verbatim.inference.pool.base import Rendezvous, Replica, ReplicaLoad, TooSlow
@@ -100,10 +101,7 @@ class Roster:
 
     async def close(self) -> None:
         """Let every replica go, and end what goes on in the background."""
-        tasks = [*self._tasks, *self._checkups.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all([*self._tasks, *self._checkups.values()])
         await asyncio.gather(*(_closed(member.replica) for member in self.members if member.state != "out"))
         if under_way := [call for member in self.members for call in member.life.under_way]:
             await asyncio.wait(under_way, timeout=CLOSING)  # they end as cancelled, with the tokens that they have

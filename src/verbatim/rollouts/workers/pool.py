@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from verbatim.core.errors import RecordError, RunStopped, UsageError
-from verbatim.core.tasks import run_together
+from verbatim.core.tasks import cancel_all, run_together
 from verbatim.core.texts import cut, error_text, printable
 from verbatim.core.types import StopReason, Trajectory
 from verbatim.rollouts import supervised
@@ -94,10 +94,7 @@ class WorkerPool:
 
     async def close(self) -> None:
         """End every worker."""
-        starting = list(self._starting)
-        for task in starting:
-            task.cancel()
-        await asyncio.gather(*starting, return_exceptions=True)
+        await cancel_all(self._starting)
         for started in self._workers:
             self._close(started.worker)
         self._workers.clear()

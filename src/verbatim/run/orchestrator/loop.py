@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.core.errors import VerbatimError
+from verbatim.core.tasks import cancel_all
 from verbatim.core.trajectories import Ledger
 from verbatim.environments.base import Environment
 from verbatim.inference.base import Sampler, watch_engine
@@ -44,7 +45,7 @@ from verbatim.run.orchestrator.dispatcher import Dispatcher
 from verbatim.run.orchestrator.eval_progress import EvalProgress
 from verbatim.run.orchestrator.evaluate import Evaluation, evaluate, plan
 from verbatim.run.orchestrator.loop_lag import LoopLag
-from verbatim.run.orchestrator.producer import Producer, Submitted, cancel_all
+from verbatim.run.orchestrator.producer import Producer, Submitted
 from verbatim.run.orchestrator.sending_trainer import SendingTrainer
 from verbatim.run.orchestrator.step_metrics import StepMetrics
 from verbatim.run.orchestrator.turns import Turns

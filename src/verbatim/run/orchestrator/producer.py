@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from verbatim.algorithms.credit.base import function_name
 from verbatim.algorithms.credit.chunk_returns import TURN_REWARDS_SUM
+from verbatim.core.tasks import cancel_all
 from verbatim.core.types import Group
 from verbatim.inference.teacher import Teacher
 from verbatim.rollouts import EpisodeTally
@@ -142,10 +143,3 @@ class Producer:
                 group.env,
                 function_name(rules.advantage),
             )
-
-
-async def cancel_all(unfinished: Sequence[asyncio.Future[Any]]) -> None:
-    """Cancel what is not done, and wait for it: nothing runs on, and no exception of theirs stays unread."""
-    for future in unfinished:
-        future.cancel()
-    await asyncio.gather(*unfinished, return_exceptions=True)

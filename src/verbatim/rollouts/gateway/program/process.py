@@ -17,6 +17,7 @@ from pathlib import Path
 
 from verbatim.core.children import Child, gone, kill_group, start_async
 from verbatim.core.errors import EnvironmentFault
+from verbatim.core.tasks import cancel_all
 from verbatim.environments.tools.group_memory import WATCH, Watched
 from verbatim.inference.http.acceptor import Acceptor
 from verbatim.rollouts.gateway.gateway import variables
@@ -220,9 +221,7 @@ class ProgramProcess:
             kill_group(process.pid)
             if not self._launch.is_inside:  # a sandbox ends with its first process
                 await asyncio.to_thread(kill_marked, self._marked)
-            for task in self._reading:
-                task.cancel()
-            await asyncio.gather(*self._reading, return_exceptions=True)
+            await cancel_all(self._reading)
             await gone(process)
         if self._door is not None:
             door, self._door = self._door, None
