@@ -48,8 +48,7 @@ def cispo_loss(
 
 def bounded_weights(inputs: LossInputs, lowest: float, highest: float, reference: ReferenceTerm) -> LossOutputs:
     """`sum_t -sg(clip(w, lowest, highest)) A l` with the KL term to a reference, and its metrics."""
-    trainer, inference, advantages = trained_tokens(inputs)
-    advantages = advantages - reference.penalty
+    trainer, inference, advantages = trained_tokens(inputs, reference.penalty)
     log_ratio = (trainer - inference).detach()
     ratio = log_ratio.exp()
     low, high = ratio < lowest, ratio > highest

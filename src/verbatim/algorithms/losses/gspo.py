@@ -47,8 +47,7 @@ def gspo_loss(
     """
     refuse_bad_knobs(gspo_loss, eps_low=eps_low, eps_high=eps_high, kl_ref_tau=kl_ref_tau, kl_ref=kl_ref)
     reference = reference_term(inputs, kl_ref_tau=kl_ref_tau, kl_ref=kl_ref)
-    trainer, inference, advantages = trained_tokens(inputs)
-    advantages = advantages - reference.penalty
+    trainer, inference, advantages = trained_tokens(inputs, reference.penalty)
     log_ratio = (trainer - inference).mean()
     terms, low, high = clipped_surrogate(
         log_ratio.expand_as(advantages), advantages, eps_low=eps_low, eps_high=eps_high

@@ -45,8 +45,7 @@ def ipa_loss(
     if inputs.chunk_ids is None:
         raise ComponentError("ipa works on chunks: expected LossInputs.chunk_ids, found None")
     reference = reference_term(inputs, kl_ref_tau=kl_ref_tau, kl_ref=kl_ref)
-    trainer, inference, advantages = trained_tokens(inputs)
-    advantages = advantages - reference.penalty
+    trainer, inference, advantages = trained_tokens(inputs, reference.penalty)
     log_ratios_C, chunks = segment_means((trainer - inference).detach(), inputs.chunk_ids[inputs.loss_mask])
     ratios_C = log_ratios_C.exp()
     ratios, good = ratios_C[chunks], advantages > 0

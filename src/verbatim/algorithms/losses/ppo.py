@@ -60,8 +60,7 @@ def ppo_loss(
         ppo_loss, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip, kl_ref_tau=kl_ref_tau, kl_ref=kl_ref
     )
     reference = reference_term(inputs, kl_ref_tau=kl_ref_tau, kl_ref=kl_ref)
-    trainer, inference, advantages = trained_tokens(inputs)
-    advantages = advantages - reference.penalty
+    trainer, inference, advantages = trained_tokens(inputs, reference.penalty)
     log_ratio = trainer - inference
     terms, low, high = clipped_surrogate(log_ratio, advantages, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip)
     metrics = {

@@ -12,10 +12,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def trained_tokens(inputs: LossInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """`l`, `m` and `A` of the tokens under the mask, each float [M]; what lies outside is never read."""
+def trained_tokens(inputs: LossInputs, penalty: Tensor | float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+    """`l`, `m` and `A` less the penalty of a reference, of the tokens under the mask, each float [M]; what lies outside
+    is never read."""
     mask = inputs.loss_mask
-    return inputs.trainer_logprobs[mask], inputs.inference_logprobs[mask], inputs.advantages[mask]
+    return inputs.trainer_logprobs[mask], inputs.inference_logprobs[mask], inputs.advantages[mask] - penalty
 
 
 def trained_teacher(inputs: LossInputs, what: str) -> Tensor:
