@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import builtins
 import email.utils
 import json
 import pickle
 import random
 import re
+import sys
 import time
 from collections import Counter
 from typing import Any
@@ -434,14 +434,9 @@ def test_it_travels_to_other_processes():
 
 
 async def test_a_missing_client_is_named(monkeypatch: pytest.MonkeyPatch):
-    real = builtins.__import__
-
-    def without(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "aiohttp":
-            raise ImportError(name, name=name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(UsageError, match=r"need aiohttp: pip install 'verbatim-rl\[api\]'"):
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    with pytest.raises(
+        UsageError, match=r"needs the package aiohttp, which is not installed; type: pip install 'verbatim-rl\[api\]'"
+    ):
         async with OpenAI(model="m").connect():
             pass

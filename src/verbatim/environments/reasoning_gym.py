@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verbatim.core.errors import ComponentError, NoDemonstrations, UsageError
+from verbatim.core.imports import is_installed
 from verbatim.core.texts import error_text, nearest
 from verbatim.core.types import Example, Message, Trajectory
 from verbatim.environments.base import Demonstration, Episode, Reply, check_split
@@ -82,7 +83,7 @@ class ReasoningGym:
     @staticmethod
     def listing() -> list[tuple[str, str]]:
         """Every task by name, with its kind; nothing where the package is missing."""
-        if _missing():
+        if not is_installed("reasoning_gym"):
             return []
         from reasoning_gym.factory import DATASETS
 
@@ -174,16 +175,8 @@ class AnsweredQuestion(Question):
         return [{"role": "assistant", "content": f"<{tag}>{self._entry['answer']}</{tag}>"}]
 
 
-def _missing() -> bool:
-    try:
-        import reasoning_gym  # noqa: F401
-    except ImportError:
-        return True
-    return False
-
-
 def _check_task(task: str) -> None:
-    if _missing():
+    if not is_installed("reasoning_gym"):
         raise UsageError(f"reasoning_gym needs the package reasoning-gym: {INSTALL}")
     names: Iterable[str] = [name for name, _ in ReasoningGym.listing()]
     if task not in names:

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from verbatim.core.errors import SamplerFault
+from verbatim.core.imports import refuse_without
 from verbatim.core.redaction import REDACTED, hide
 from verbatim.core.tasks import cancel_all
 from verbatim.inference.http.connection_settings import (
     certificates,
     check_address,
-    check_installed,
     check_key,
     check_limits,
     proxy_of_environment,
@@ -135,7 +135,7 @@ class HttpClient:
         check_limits(request_timeout, max_retries)
         check_key(api_key)
         hide(api_key)
-        check_installed()
+        refuse_without("aiohttp", "certifi", "orjson", extra="api", what="a request to a server")
         self.url = url.rstrip("/")
         self._headers = {"Content-Type": "application/json", **(headers or {})}
         if api_key:

@@ -94,16 +94,6 @@ def named_key(url: str, named: str | None) -> str | None:
     return key
 
 
-def check_installed() -> None:
-    """Refuse to start without the libraries, and say what to install."""
-    try:
-        import aiohttp  # noqa: F401
-        import certifi  # noqa: F401
-        import orjson  # noqa: F401
-    except ImportError as error:
-        raise UsageError(f"requests to a server need {error.name}: pip install 'verbatim-rl[api]'") from None
-
-
 def proxy_of_environment(url: str) -> str | None:
     """HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, unless NO_PROXY names the host."""
     parts, proxies = urlsplit(url), urllib.request.getproxies()

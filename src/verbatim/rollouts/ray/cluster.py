@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from verbatim.core.errors import UsageError
+from verbatim.core.imports import refuse_without
 
 OBJECT_STORE_BYTES = 80 * 2**20
 """Object store of a Ray started here: the smallest that Ray accepts, as trajectories travel in messages."""
@@ -17,10 +18,9 @@ OBJECT_STORE_BYTES = 80 * 2**20
 
 def import_ray() -> Any:
     """Import the optional package `ray`; a UsageError if it is not installed."""
-    try:
-        import ray
-    except ImportError:
-        raise UsageError("rollouts on actors need Ray: pip install 'verbatim-rl[ray]'") from None
+    refuse_without("ray", extra="ray", what="a rollout on actors")
+    import ray
+
     return ray
 
 
