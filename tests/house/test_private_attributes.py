@@ -21,7 +21,7 @@ BOUNDS = {
         "inference/vllm/test_real_adapters.py": 3, "inference/vllm/test_real_broadcast.py": 1,
         "inference/vllm/test_real_server.py": 4, "inference/vllm/test_replica.py": 3, "inference/vllm/test_sleep.py": 3,
         "inspection/envcheck/test_env_check.py": 2, "logs/monitors/test_mlflow.py": 1, "logs/monitors/test_wandb.py": 3,
-        "models/test_source.py": 4, "rollouts/gateway/test_random_clients.py": 2,
+        "models/test_source.py": 4,
         "rollouts/test_long_conversations.py": 1,
         "rollouts/test_process_pool.py": 7, "rollouts/test_ray_pool.py": 1, "run/orchestrator/faulty_runs.py": 1,
         "run/test_ask_to_end.py": 1, "run/test_run_log.py": 1, "token_identity.py": 3, "trainer/faulty_rank.py": 1,
