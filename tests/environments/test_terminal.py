@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from byte_renderer import VOCAB_SIZE, ByteRenderer, call, say
+from environments.tools.sandbox_output import what_sandboxes_say
 from rollouts.clocks import set_forward
 from verbatim.config import load_config
 from verbatim.core.errors import UsageError
@@ -92,16 +93,10 @@ async def test_the_shell_keeps_its_state_within_an_episode_and_the_next_starts_a
 
 @pytest.mark.realtime
 async def test_a_command_that_hangs_is_answered_and_the_episode_goes_on(monkeypatch):
-    started, start = [], sandbox_module.Sandbox.start
-
-    async def noted(*given):
-        started.append(await start(*given))
-        return started[-1]
-
-    monkeypatch.setattr(sandbox_module.Sandbox, "start", noted)
+    said = what_sandboxes_say(monkeypatch)
     hangs = (call("bash", command="echo runs; sleep 1e9"), call("submit", answer=42))
     playing = asyncio.create_task(episode(*hangs))
-    await until(lambda: started and b"runs\n" in started[0]._protocol.received)
+    await until(lambda: b"runs\n" in said)
     set_forward()
     trajectory = await asyncio.wait_for(playing, HANGS)
     assert heard(trajectory)[0].startswith(f"runs\n[stopped: it took more than {HANGS:g} s")
@@ -209,7 +204,10 @@ def test_impossible_rules_and_splits_are_refused():
 
 
 def test_without_isolation_it_is_refused_unless_the_user_insists(monkeypatch):
-    monkeypatch.setattr(isolation, "_try_all", lambda: (None, ("bubblewrap: there is no bwrap",)))
+    def missing(*given):
+        raise FileNotFoundError("there is no bwrap")
+
+    monkeypatch.setattr(isolation, "ISOLATIONS", (isolation.Isolation(name="bubblewrap", command=missing),))
     with pytest.raises(UsageError, match=r"there is no bwrap.*unsafe_allow = true"):
         create_environment("terminal")
     assert create_environment("terminal", {"unsafe_allow": True}) == Terminal(unsafe_allow=True)

@@ -138,8 +138,14 @@ def test_a_schema_that_cannot_be_bounded_is_refused(schema, complaint):
         ("a{}", 3),
     ],
 )
-def test_the_size_of_a_pattern_with_its_repeats_written_out(pattern, size):
-    assert json_arguments._written_out(pattern) == size
+def test_the_size_of_a_pattern_with_its_repeats_written_out(pattern, size, monkeypatch):
+    """Fifty of them, which are far longer than what is written."""
+    schema = of(at={"type": "string", "pattern": f"({pattern}){{50}}"})
+    monkeypatch.setattr(json_arguments, "MOST_CHARACTERS", 50 * size)
+    JsonArguments(schema, "tool look")
+    monkeypatch.setattr(json_arguments, "MOST_CHARACTERS", 50 * size - 1)
+    with pytest.raises(ComponentError, match="has, its repeats written out, more than"):
+        JsonArguments(schema, "tool look")
 
 
 def test_usual_patterns_are_taken():

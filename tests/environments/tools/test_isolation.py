@@ -11,13 +11,6 @@ from verbatim.environments.tools.isolation import ISOLATIONS, Isolation, Sandbox
 pytestmark = pytest.mark.realtime
 
 
-@pytest.fixture(autouse=True)
-def _nothing_remembered():
-    module._try_all.cache_clear()
-    yield
-    module._try_all.cache_clear()
-
-
 def running(*command: str, name: str = "paper") -> Isolation:
     return Isolation(name=name, command=lambda limits, script: [*command, script])
 
@@ -81,7 +74,6 @@ def test_where_nothing_works_the_refusal_says_what_was_tried_and_what_to_type(mo
 
 def test_unsafe_allow_gives_up_isolation_only_where_there_is_none(monkeypatch):
     assert find_isolation(unsafe_allow=True).has_namespaces
-    module._try_all.cache_clear()
     monkeypatch.setattr(module, "ISOLATIONS", (running("bash", "-c"),))
     assert not find_isolation(unsafe_allow=True).has_namespaces
 

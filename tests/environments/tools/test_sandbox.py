@@ -11,12 +11,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from environments.tools.sandbox_output import what_sandboxes_say
 from rollouts.clocks import set_forward
 from verbatim.core.errors import EnvironmentFault, UsageError
 from verbatim.environments.tools import sandbox as module
@@ -36,8 +38,14 @@ Start = Callable[..., Awaitable[Sandbox]]
 WORKING = [isolation for isolation in ISOLATIONS if why_not(isolation) is None] or [find_isolation()]
 
 
+@pytest.fixture
+def said(monkeypatch) -> bytearray:
+    """What all sandboxes of a test have written so far."""
+    return what_sandboxes_say(monkeypatch)
+
+
 @pytest.fixture(params=WORKING, ids=lambda isolation: isolation.name)
-async def start(request, monkeypatch) -> AsyncIterator[Start]:
+async def start(request, monkeypatch, said) -> AsyncIterator[Start]:
     """Starts sandboxes in one isolation, and ends them. No deadline passes by itself."""
     monkeypatch.setattr(module, "START_SECONDS", HANGS)
     monkeypatch.setattr(module, "GRACE_SECONDS", HANGS)
@@ -68,10 +76,11 @@ def alive(word: str) -> bool:
     return any(word.encode() in line for line in lines)
 
 
-async def cut_off(sandbox: Sandbox, command: str) -> CommandResult:
+async def cut_off(said: bytearray, sandbox: Sandbox, command: str) -> CommandResult:
     """The result of a command that says that it runs, and goes on for ever: then its deadline passes."""
+    said.clear()
     running = asyncio.create_task(sandbox.run(command))
-    await until(lambda: running.done() or b"runs\n" in sandbox._protocol.received)
+    await until(lambda: running.done() or b"runs\n" in said)
     set_forward()
     return await asyncio.wait_for(running, HANGS)
 
@@ -243,9 +252,9 @@ async def test_other_processes_of_the_machine_are_neither_seen_nor_killed(start:
 # ---- what it cannot use up
 
 
-async def test_a_command_that_takes_too_long_is_stopped_and_the_files_are_kept(start: Start):
+async def test_a_command_that_takes_too_long_is_stopped_and_the_files_are_kept(start: Start, said):
     sandbox, seconds = await start({"a": "kept\n"}), long_sleep()
-    stopped = await cut_off(sandbox, f"echo runs; sleep {seconds}")
+    stopped = await cut_off(said, sandbox, f"echo runs; sleep {seconds}")
     assert stopped == CommandResult(
         output="runs\n",
         status=None,
@@ -263,9 +272,9 @@ async def test_a_command_that_takes_too_long_is_stopped_and_the_files_are_kept(s
         "mkfifo p; (trap '' TERM; echo runs; cat) <>p",
     ],
 )
-async def test_a_command_that_resists_is_stopped_all_the_same(start: Start, command: str):
+async def test_a_command_that_resists_is_stopped_all_the_same(start: Start, said, command: str):
     sandbox = await start()
-    assert (await cut_off(sandbox, command)).status is None
+    assert (await cut_off(said, sandbox, command)).status is None
     assert await output(sandbox, "echo again") == "again\n"
 
 
@@ -340,17 +349,17 @@ async def test_without_isolation_they_are_stopped_too(start: Start):
 
 
 async def test_what_a_command_left_is_stopped_and_the_next_one_is_told(start: Start, monkeypatch):
+    add, told = module.WATCH.add, threading.Event()
+
+    def watched(leader: int, memory_mb: int, on_too_much: Callable[[], None], **limits):
+        return add(leader, memory_mb, lambda: (on_too_much(), told.set()), **limits)
+
+    monkeypatch.setattr(module.WATCH, "add", watched)
     sandbox = await start(memory_mb=100)
-    stopping = sandbox._stop_left
-    stopped = asyncio.Event()
-
-    async def told() -> None:
-        await stopping()
-        stopped.set()
-
-    monkeypatch.setattr(sandbox, "_stop_left", told)
     await sandbox.run(f"({HOLDS} & {HOLDS} & {HOLDS} &) >/dev/null")
-    await until(stopped.is_set)
+    await until(told.is_set)
+    await asyncio.sleep(0)  # the loop has begun to stop them
+    await asyncio.gather(*(task for task in asyncio.all_tasks() if task.get_name() == "sandbox-memory"))
     assert (await sandbox.run("echo on")).text.startswith("on\n[stopped: its processes held more than 100 MiB together")
     assert (await sandbox.run("echo on")).text == "on"
 
@@ -362,14 +371,15 @@ async def test_memory_that_is_only_reserved_is_free(start: Start):
     assert (await sandbox.run(f"python3 -c '{reserve}'")).text == "64"
 
 
-async def test_a_fork_bomb_stays_within_the_limit_and_is_survived(start: Start):
+async def test_a_fork_bomb_stays_within_the_limit_and_is_survived(start: Start, said):
     sandbox = await start(processes=20)
     await sandbox.run("bomb() { bomb | bomb & }; bomb")
     results = [await sandbox.run("echo /proc/[0-9]*") for _ in range(3)]
     counts = [len(re.findall(r"/proc/\d+", result.output)) for result in results if result.status == 0]
     assert counts
     assert max(counts) <= 20
-    assert (await cut_off(sandbox, "echo runs; while :; do :; done")).status is None  # and the bomb is ended with it
+    result = await cut_off(said, sandbox, "echo runs; while :; do :; done")
+    assert result.status is None  # and the bomb is ended with it
     async with asyncio.timeout(HANGS):
         # The dead are buried one by one.
         while len(left := (await output(sandbox, "echo /proc/[0-9]*")).split()) > 2:  # noqa: ASYNC110  (no event of ours)
@@ -477,10 +487,10 @@ async def test_a_command_that_forges_an_answer_deceives_only_itself(start: Start
 # ---- many at one time
 
 
-async def test_sandboxes_run_side_by_side_and_commands_of_one_in_turn(start: Start):
+async def test_sandboxes_run_side_by_side_and_commands_of_one_in_turn(start: Start, said):
     sandboxes = await asyncio.gather(*(start({"n": f"{n}\n"}) for n in range(8)))
     running = [asyncio.create_task(sandbox.run("echo runs; sleep 1e9")) for sandbox in sandboxes]
-    await until(lambda: all(b"runs\n" in sandbox._protocol.received for sandbox in sandboxes))
+    await until(lambda: said.count(b"runs\n") == 8)
     set_forward()
     assert {result.status for result in await asyncio.gather(*running)} == {None}
     assert await asyncio.gather(*(output(sandbox, "cat n") for sandbox in sandboxes)) == [f"{n}\n" for n in range(8)]
@@ -491,13 +501,13 @@ async def test_sandboxes_run_side_by_side_and_commands_of_one_in_turn(start: Sta
 # ---- with nothing around it, where the user insists
 
 
-async def test_without_isolation_the_directory_is_removed_and_limits_of_time_and_output_hold(start: Start):
+async def test_without_isolation_the_directory_is_removed_and_limits_of_time_and_output_hold(start: Start, said):
     sandbox = await start({"a": "kept\n"}, NO_ISOLATION)
     folder = (await output(sandbox, "pwd")).strip()
     assert folder
     assert os.listdir(folder) == ["a"]
     seconds = long_sleep()
-    assert (await cut_off(sandbox, f"echo runs; sleep {seconds}")).status is None
+    assert (await cut_off(said, sandbox, f"echo runs; sleep {seconds}")).status is None
     assert not alive(seconds)
     assert (await sandbox.run("yes")).status is None
     assert await output(sandbox, "cat a") == "kept\n"

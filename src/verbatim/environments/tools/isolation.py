@@ -89,7 +89,7 @@ class Isolation:
 def find_isolation(*, unsafe_allow: bool = False) -> Isolation:
     """The strongest isolation that works on this machine; with `unsafe_allow`, no isolation if none works. Otherwise a
     UsageError says what was tried and what to install."""
-    found, tried = _try_all()
+    found, tried = _try_all(ISOLATIONS)
     if found is not None:
         return found
     if unsafe_allow:
@@ -102,9 +102,9 @@ def find_isolation(*, unsafe_allow: bool = False) -> Isolation:
 
 
 @cache
-def _try_all() -> tuple[Isolation | None, tuple[str, ...]]:
+def _try_all(isolations: tuple[Isolation, ...]) -> tuple[Isolation | None, tuple[str, ...]]:
     tried = []
-    for isolation in ISOLATIONS:
+    for isolation in isolations:
         problem = why_not(isolation)
         if problem is None:
             return isolation, ()
