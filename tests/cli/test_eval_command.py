@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -10,6 +9,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +17,8 @@ import pytest
 from rollouts.chat_server import ChatServer, Raw, call, chat_server
 from verbatim.cli import eval_command
 from verbatim.cli.main import main
+from verbatim.config import RunConfig
+from verbatim.core.errors import UsageError
 from verbatim.logs.checkpoints import CheckpointStore
 from verbatim.logs.monitors.trajectory_log import read_trajectories
 from verbatim.run.evaluation.intervals import mean_interval, paired_share, share_interval
@@ -464,9 +466,17 @@ def test_a_model_that_is_not_there_is_told(place: Path, capsys, models: list[str
 
 
 @pytest.mark.parametrize(("typed", "history"), [("template", "template"), ("verbatim", "verbatim"), (None, "verbatim")])
-def test_history_is_a_key_of_the_renderer(place: Path, typed: str | None, history: str):
-    config, _ = eval_command._config(argparse.Namespace(file=place / "run.toml", overrides=[], history=typed))
-    assert config.orchestrator.renderer.history == history
+def test_history_is_a_key_of_the_renderer(place: Path, monkeypatch, typed: str | None, history: str):
+    configs = []
+
+    def make_environments(config: RunConfig) -> None:
+        configs.append(config)
+        raise UsageError("that is enough")
+
+    monkeypatch.setattr(eval_command, "find_models", lambda models, api: [SimpleNamespace(api=None)])
+    monkeypatch.setattr(eval_command, "make_environments", make_environments)
+    assert main(["eval", "run.toml", "--model", "here", *([] if typed is None else ["--history", typed])]) == 2
+    assert [config.orchestrator.renderer.history for config in configs] == [history]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import errno
 import json
@@ -14,6 +13,7 @@ import sys
 import tomllib
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -22,15 +22,13 @@ import pytest
 from e2e.tiny_runs import build_tiny_model
 from verbatim.cli import inference_command
 from verbatim.cli.main import main
-from verbatim.config import load_config
 from verbatim.core.errors import SamplerFault
-from verbatim.core.plain_console import PlainConsole
+from verbatim.inference.backends import BackendInputs, Listening
 from verbatim.inference.http import server
 from verbatim.inference.vllm import install, standing
 from verbatim.inference.vllm.install import install_vllm
 from verbatim.inference.vllm.process import is_taken
 from verbatim.inference.vllm.settings import VllmSettings
-from verbatim.run.tables import component_tables
 from waiting import HANGS, until
 
 RUN = """
@@ -96,15 +94,52 @@ def test_a_port_that_is_taken_is_refused_before_a_vllm_is_started(file, monkeypa
     assert f"another process listens on port {port}; 2 servers need the ports {port - 1} to {port}, give" in said
 
 
+TWO_OF_VLLM = ["--inference.backend", "vllm", "--inference.vllm.replicas", "2"]
+
+
+def standing_servers(monkeypatch, *, here: str = "127.0.0.1", may_start: bool = True) -> list[Standing]:
+    """The servers of vLLM that a command will have begun."""
+    begun, started = list[Standing](), asyncio.Event()
+    if may_start:
+        started.set()
+
+    def make(settings, replica, *, port, **given):
+        begun.append(Standing(started, here, port))
+        return begun[-1]
+
+    monkeypatch.setattr(VllmSettings, "check", lambda settings: None)
+    monkeypatch.setattr(standing, "make_process", make)
+    monkeypatch.setattr(standing, "is_taken", lambda host, port: False)
+    return begun
+
+
+def end_when(monkeypatch, condition: Callable[[], bool]) -> None:
+    """A command that serves is told to end once this holds."""
+
+    def run_until_asked(serve) -> None:
+        async def serve_until() -> None:
+            stop = asyncio.Event()
+            serving = asyncio.create_task(serve(stop))
+            await until(lambda: serving.done() or condition())
+            stop.set()
+            await serving
+
+        asyncio.run(serve_until())
+
+    monkeypatch.setattr(inference_command, "run_until_asked", run_until_asked)
+
+
+@pytest.mark.realtime
 @pytest.mark.parametrize(("host", "here"), [("0.0.0.0", "127.0.0.1"), ("::", "[::]")])
 def test_a_server_on_all_addresses_is_told_by_one_that_other_hosts_reach(file, monkeypatch, capsys, host, here):
     monkeypatch.setattr(server, "own_address", lambda: "10.0.0.7")
-    config = load_config(file, ["--inference.backend", "vllm"], component_tables())
-    typed = argparse.Namespace(host=host, api_key_env="VERBATIM_KEY", uploads=Path("sent"))
-    urls = [f"http://{here}:8000", f"http://{here}:8001"]
-    inference_command._say_how(PlainConsole(), config, urls, typed)
-    said = capsys.readouterr().out
-    assert said.splitlines()[:3] == ["http://10.0.0.7:8000", "http://10.0.0.7:8001", "in the run's file:"]
+    monkeypatch.setenv("VERBATIM_KEY", "a-long-secret")
+    begun = standing_servers(monkeypatch, here=here)
+    end_when(monkeypatch, lambda: len(begun) == 2 and all("watched" in server.did for server in begun))
+    typed = ["--host", host, "--api-key-env", "VERBATIM_KEY", "--uploads", "sent"]
+    assert main(["inference", str(file), *TWO_OF_VLLM, *typed]) == 0
+    said = capsys.readouterr().out.removesuffix("stopping\n")
+    assert said.splitlines()[1:4] == ["http://10.0.0.7:8000", "http://10.0.0.7:8001", "in the run's file:"]
     assert tomllib.loads(said.partition("file:")[2]) == {
         "inference": {
             "vllm": {
@@ -125,7 +160,7 @@ def test_this_machines_own_address_is_one():
 class Ended:
     """A server that has ended, and of whose new starts each goes wrong in another way."""
 
-    name = "replica 0"
+    name, url = "replica 0", "http://127.0.0.1:8000"
 
     def __init__(self, *faults: Exception) -> None:
         self.faults = list(faults)
@@ -145,8 +180,8 @@ class Ended:
 class Standing:
     """A server that starts when it may, and runs until it is stopped."""
 
-    def __init__(self, may_start: asyncio.Event, port: int) -> None:
-        self.name, self.url = f"on port {port}", f"http://127.0.0.1:{port}"
+    def __init__(self, may_start: asyncio.Event, host: str, port: int) -> None:
+        self.name, self.url = f"on port {port}", f"http://{host}:{port}"
         self.may_start, self.did = may_start, list[str]()
 
     async def start(self, deadline: float) -> None:
@@ -163,25 +198,13 @@ class Standing:
 
 @pytest.mark.realtime
 @pytest.mark.parametrize("may_start", [True, False])
-async def test_servers_are_told_when_all_have_started_and_end_when_the_command_does(
-    file, monkeypatch, capsys, may_start
-):
-    begun, stop, started = [], asyncio.Event(), asyncio.Event()
-    if may_start:
-        started.set()
-
-    def make(settings, replica, *, port, **given):
-        begun.append(Standing(started, port))
-        return begun[-1]
-
-    monkeypatch.setattr(standing, "make_process", make)
-    monkeypatch.setattr(standing, "is_taken", lambda host, port: False)
-    config = load_config(file, ["--inference.backend", "vllm", "--inference.vllm.replicas", "2"], component_tables())
-    typed = argparse.Namespace(host="127.0.0.1", port=8000, logs=Path("logs"), uploads=None, api_key_env=None)
-    serving = asyncio.create_task(inference_command._serve_standing(config, "model", typed, None, PlainConsole(), stop))
-    await until(lambda: len(begun) == 2 and (not may_start or all("watched" in server.did for server in begun)))
-    stop.set()
-    await serving
+def test_servers_are_told_when_all_have_started_and_end_when_the_command_does(file, monkeypatch, capsys, may_start):
+    begun = standing_servers(monkeypatch, may_start=may_start)
+    end_when(
+        monkeypatch,
+        lambda: len(begun) == 2 and (not may_start or all("watched" in server.did for server in begun)),
+    )
+    assert main(["inference", str(file), *TWO_OF_VLLM, "--logs", "logs"]) == 0
     assert [server.did for server in begun] == [["started", "watched", "stopped"] if may_start else ["stopped"]] * 2
     said = capsys.readouterr().out
     assert said.startswith("starting 2 vLLM servers; logs: logs\n")
@@ -191,8 +214,12 @@ async def test_servers_are_told_when_all_have_started_and_end_when_the_command_d
 async def test_a_server_that_cannot_be_started_again_is_told_plainly_and_tried_again(monkeypatch, caplog):
     monkeypatch.setattr(standing, "_FIRST_PAUSE", 0.001)
     full = OSError(errno.ENOSPC, "No space left on device", "logs/replica_0.log")
-    with pytest.raises(asyncio.CancelledError):
-        await standing._keep_running(Ended(full, SamplerFault("it does not answer")), 1.0)
+    ended = Ended(full, SamplerFault("it does not answer"))
+    monkeypatch.setattr(standing, "make_process", lambda *given, **settings: ended)
+    monkeypatch.setattr(standing, "is_taken", lambda host, port: False)
+    inputs = BackendInputs(model="model", context_length=64, logs=Path("logs"))
+    listening = Listening(host="127.0.0.1", port=8000, api_key=None, uploads=None)
+    await standing.StandingVllm(inputs, VllmSettings(), listening).keep_running()
     told = [record.getMessage() for record in caplog.records]
     assert told == [
         "replica 0 ended (signal 9); starting it again",

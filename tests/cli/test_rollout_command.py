@@ -18,6 +18,8 @@ import pytest
 from rollouts.chat_server import ChatServer, Raw, chat_server
 from verbatim.cli import rollout_engines, rollout_work
 from verbatim.cli.main import main, parse
+from verbatim.core.errors import UsageError
+from verbatim.inference.openai import OpenAI
 from verbatim.logs.monitors import read_trajectories
 from waiting import HANGS, wait_until
 
@@ -510,14 +512,18 @@ def test_a_user_that_never_ends_is_cut_off_by_the_turns(place: Path):
 
 
 def test_the_timeout_of_a_request_is_that_of_the_users_server_too(place: Path, monkeypatch: pytest.MonkeyPatch):
-    def parsed(*more: str) -> Any:
-        common = ["rollout", "tasks.jsonl", "--base-url", "http://localhost:1", "--model", "m", "--out", "o.jsonl"]
-        return parse([*common, "--user-model", "person", *more])
+    timeouts = []
+
+    def simulator(api: OpenAI) -> None:
+        timeouts.append(api.request_timeout)
+        raise UsageError("that is enough")
 
     write_tasks("hello")
-    monkeypatch.setattr(rollout_work, "UserSimulator", lambda api: api)
-    assert rollout_work._user(parsed("--request-timeout", "7")).request_timeout == 7
-    assert rollout_work._user(parsed()).request_timeout == 600
+    monkeypatch.setattr(rollout_work, "UserSimulator", simulator)
+    common = ["rollout", "tasks.jsonl", "--base-url", "http://localhost:1", "--model", "m", "--out", "o.jsonl"]
+    for more in (["--request-timeout", "7"], []):
+        assert main([*common, "--user-model", "person", *more]) == 2
+    assert timeouts == [7, 600]
 
 
 INFERENCE = """

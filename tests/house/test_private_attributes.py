@@ -34,7 +34,7 @@ BOUNDS = {
         "run/orchestrator/test_ledger_reasons.py": 1, "run/test_fate_log.py": 1,
     },
     "it tests one part of a module by itself": {
-        "cli/test_eval_command.py": 1, "cli/test_inference_command.py": 3, "cli/test_rollout_command.py": 2,
+
         "core/test_token_tree.py": 1,
         "inference/test_compiled_kernel.py": 7, "models/native/test_library.py": 12,
         "models/renderers/random_dialogues.py": 4, "models/renderers/test_bridge.py": 1,
