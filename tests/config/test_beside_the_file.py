@@ -97,7 +97,7 @@ def test_a_runs_folder_remembers_where_its_modules_lie(tmp_path: Path, monkeypat
     with RunFolder.create(config, name="run", now=datetime.now(), root=tmp_path / "runs") as run:
         stored = run.path / CONFIG
     sys.path.remove(str(project))
-    imports._BESIDE.clear()
+    monkeypatch.setattr(imports, "_BESIDE", [])
     load_config(stored)
     assert str(project) in sys.path
 
@@ -112,7 +112,7 @@ def test_a_recipe_that_was_imported_as_a_part_of_the_package_lies_beside_nothing
     monkeypatch.setattr(sys, "path", list(sys.path))
     forget_modules_of_recipes()
     search_beside(recipes()["guess_number"])
-    assert os.path.dirname(parcel_desk.__file__) in imports._BESIDE
+    assert os.path.dirname(parcel_desk.__file__) in sys.path
     assert imports.folders_beside() == ()
     monkeypatch.setitem(sys.modules, "parcel_desk", parcel_desk)
     assert imports.folders_beside() == (os.path.dirname(parcel_desk.__file__),)

@@ -213,8 +213,16 @@ def test_what_is_foreseen_changes_nothing_of_what_is_recorded(foreseen, sent):
     one.foresee(prompt)
     paths = [tree.add(ids(*sent), ids(3, 5))[0] for tree in (one, other)]
     assert paths[0].ids().tolist() == paths[1].ids().tolist() == [*sent, 3, 5]
-    segments = [[segment.ids.tolist() for segment, _ in path._walk()] for path in paths]
-    assert segments[0] == segments[1]
+    assert path_segments(paths[0]) == path_segments(paths[1])
+
+
+def path_segments(path):
+    """The ids of each stored segment, from the last one to the root."""
+    found, segment = [], path.segment
+    while segment is not None:
+        found.append(segment.ids.tolist())
+        segment = segment.parent
+    return found
 
 
 def test_an_array_that_its_owner_changes_afterwards_changes_nothing():

@@ -112,21 +112,39 @@ def test_code_that_never_gives_the_loop_back_is_given_up(monkeypatch):
 
 @pytest.mark.parametrize(
     ("looks", "blocked"),
-    [([0.05] * 5, {}), ([0.05] * 7, {"my_env.py:1 in f": pytest.approx(0.3)}), ([0.05, 10.0, 0.05], {})],
+    [([0.1] + [0.05] * 4, {}), ([0.1] + [0.05] * 6, {"my_env.py:1 in f": pytest.approx(0.3)}), ([0.1, 10.0, 0.05], {})],
 )
 def test_code_is_at_fault_for_the_time_in_which_it_was_looked_at(looks, blocked, monkeypatch):
     """In ten seconds without a look the machine stood still."""
     now, left = [100.0], list(looks)
 
-    def join(seconds: float) -> None:
-        now[0] += left.pop(0)
+    class LooksOnly:
+        """A thread that has begun and does nothing, until it has been looked at as often."""
 
-    thread = SimpleNamespace(ident=1, is_alive=lambda: bool(left), join=join)
+        ident = 1
+
+        def __init__(self, target, **named):
+            self.target = target
+
+        def start(self) -> None:
+            pass
+
+        def join(self, seconds: float) -> None:
+            now[0] += left.pop(0)
+
+        def is_alive(self) -> bool:
+            if not left:
+                self.target()
+            return bool(left)
+
+    async def nothing() -> None:
+        pass
+
+    monkeypatch.setattr("verbatim.inspection.envcheck.watch.threading", SimpleNamespace(Thread=LooksOnly))
     monkeypatch.setattr("verbatim.inspection.envcheck.watch.time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr("verbatim.inspection.envcheck.watch._place", lambda frame, own: "my_env.py:1 in f")
     watch = LoopWatch(5.0)
-    watch._beat = 99.0
-    watch._look_until(thread)
+    watch.run(nothing())
     assert watch.blocked == blocked
 
 

@@ -8,6 +8,7 @@ import pytest
 from viewer_runs import make_run, read, serving, trained, trajectory
 
 from verbatim.core.errors import UsageError
+from verbatim.inspection.viewer.index import RunIndex
 from verbatim.inspection.viewer.query import Filters
 from verbatim.inspection.viewer.run_view import RunView
 from verbatim.logs.fates.files import FateFolder
@@ -120,7 +121,9 @@ def test_the_index_takes_few_bytes_for_each_trajectory(tmp_path: Path):
         ]
         for step in range(1, 11)
     }
-    table = read(make_run(tmp_path, fates))._index.snapshot.table
+    index = RunIndex(make_run(tmp_path, fates))
+    index.refresh()
+    table = index.snapshot.table
     assert table.num_rows == 1_000 and table.nbytes < 300 * table.num_rows
 
 

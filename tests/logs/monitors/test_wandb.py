@@ -17,8 +17,8 @@ import pytest
 from logs.monitors.fates import fate
 from verbatim.core.errors import UsageError
 from verbatim.logs.monitors import Alarm, RunInfo, wandb
-from verbatim.logs.monitors.wandb import Wandb, WandbMonitor
-from waiting import HANGS
+from verbatim.logs.monitors.wandb import Wandb
+from waiting import wait_until
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 
@@ -177,28 +177,16 @@ def test_a_service_that_answers_before_its_monitor_is_made_is_the_same_warning(
 
     def start_and_wait(thread: threading.Thread) -> None:
         start(thread)
-        assert opened.wait(HANGS)
+        wait_until(lambda: ", opened in " in caplog.text)
 
-    opened = threading.Event()
     fake_wandb.on_init = refuse_online
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, caplog.at_level(logging.INFO):
         patch.setattr(threading.Thread, "start", start_and_wait)
-        patch.setattr(WandbMonitor, "_open", told_when_done(WandbMonitor._open, opened))
         monitor = Wandb(project="mine")(about(tmp_path))
     monitor.on_step(1, {"x": 1.0})
     monitor.close()
     assert fake_wandb.logged == [(1, {"x": 1.0})]
     assert "W&B: the service cannot be used (ConnectionError: 401" in caplog.text
-
-
-def told_when_done(work: Callable[[Any], Any], done: threading.Event) -> Callable[[Any], Any]:
-    def told(*arguments: Any) -> Any:
-        try:
-            return work(*arguments)
-        finally:
-            done.set()
-
-    return told
 
 
 def test_a_package_that_fails_altogether_is_one_warning(
@@ -299,8 +287,9 @@ def test_a_misspelt_mode_of_the_environment_is_refused(fake_wandb: FakeWandb, mo
 
 
 @pytest.mark.parametrize("content", [b"", bytes(12), b"\xff\xfe", b"a b"])
-def test_an_id_that_was_not_written_to_its_end_is_made_anew(tmp_path: Path, content: bytes):
+def test_an_id_that_was_not_written_to_its_end_is_made_anew(tmp_path: Path, fake_wandb: FakeWandb, content: bytes):
     (tmp_path / wandb.RUN_ID).write_bytes(content)
-    made = wandb._run_id(tmp_path / wandb.RUN_ID)
-    assert len(made) == 12
-    assert wandb._run_id(tmp_path / wandb.RUN_ID) == made
+    for _ in range(2):
+        Wandb(project="mine")(about(tmp_path)).close()
+    made, again = (run["id"] for run in fake_wandb.runs)
+    assert len(made) == 12 and again == made
