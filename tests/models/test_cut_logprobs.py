@@ -45,9 +45,9 @@ def drawn(folder: Path, kernel: str) -> list[TrainingSample]:
         params = SamplingParams(max_tokens=LENGTH, return_kept_sets=True, **cut)
         prompt = rng.integers(0, 96, rng.integers(3, 30)).astype(np.int32)
         slots.append(decoder.add(SampleRequest(prompt_ids=prompt, params=params, seed=seed)))
-    left = set(slots)
-    while left:
-        left -= set(decoder.step()[0].tolist())
+    while decoder.table.active.any():
+        for slot in decoder.step()[0].tolist():
+            decoder.release(slot)
     return [sample(decoder, slot, cut["temperature"]) for slot, cut in zip(slots, CUTS * 2, strict=True)]
 
 
