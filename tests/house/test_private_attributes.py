@@ -13,14 +13,14 @@ OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields", "_make", "_field_defaults"}
 
 BOUNDS = {
     "it plants a fault, or stops a clock, where nothing public leads": {
-        "faults/recorder.py": 2, 
+        "faults/recorder.py": 2,
         "inference/pool/scripted_replicas.py": 3, "inference/step_gate.py": 5, "inference/test_decoding_check.py": 1,
         "inference/test_http_client.py": 1, "inference/test_http_sampler.py": 3, "inference/test_json_size.py": 3,
         "inference/test_server_limits.py": 2, "inference/test_uploads.py": 1, "inference/vllm/test_broadcast.py": 5,
         "inference/vllm/test_real_adapters.py": 1, "inference/vllm/test_real_broadcast.py": 1,
         "inference/vllm/test_real_server.py": 4, "inference/vllm/test_replica.py": 3, "inference/vllm/test_sleep.py": 3,
-        "logs/monitors/test_mlflow.py": 1, 
-        "models/test_source.py": 4, 
+        "logs/monitors/test_mlflow.py": 1,
+        "models/test_source.py": 4,
         "rollouts/test_long_conversations.py": 1,
         "rollouts/test_process_pool.py": 7, "rollouts/test_ray_pool.py": 1, "run/orchestrator/faulty_runs.py": 1,
         "run/test_ask_to_end.py": 1, "run/test_run_log.py": 1, "token_identity.py": 3, "trainer/faulty_rank.py": 1,
@@ -43,7 +43,7 @@ BOUNDS = {
     },
     "it looks at what is kept in memory or on disk": {
         "conftest.py": 4, "inference/test_http_replica.py": 1,
-        "inference/vllm/test_vllm_adapters.py": 4, 
+        "inference/vllm/test_vllm_adapters.py": 4,
         "run/orchestrator/test_collector.py": 2, "run/orchestrator/test_dispatcher_search.py": 1,
         "run/orchestrator/test_turn_rewards.py": 2,
     },
