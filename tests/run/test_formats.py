@@ -17,11 +17,14 @@ from safetensors.torch import load_file, save_file
 
 from stored_runs import FORKABLE_STEPS, forkable_place
 from verbatim.cli.main import main
+from verbatim.cli.rollout_results import Job, ResultFile
 from verbatim.config.schema import LoraConfig
 from verbatim.core.errors import UsageError
-from verbatim.core.formats import FORMATS
+from verbatim.core.formats import FORMATS, LINES
 from verbatim.core.imports import search_beside
+from verbatim.core.types import Trajectory, Turn
 from verbatim.inspection.comparison.read_run import read_run
+from verbatim.inspection.doctor import LogFile, known_formats, recognise
 from verbatim.inspection.viewer.columns import read_columns
 from verbatim.inspection.viewer.run_view import RunView
 from verbatim.logs.checkpoints import CheckpointStore, Origin, find_damage, read_loop_state, write_record
@@ -33,10 +36,12 @@ from verbatim.logs.monitors.alarm_log import AlarmLog, read_alarms
 from verbatim.logs.monitors.jsonl import refuse_other_log
 from verbatim.logs.monitors.learning_curve import read_curve
 from verbatim.logs.monitors.metrics_log import read_metrics
-from verbatim.logs.monitors.trajectory_log import read_evaluated, read_trajectories
+from verbatim.logs.monitors.trajectory_log import TrajectoryLog, read_evaluated, read_trajectories
 from verbatim.models.adapters import read_adapter
 from verbatim.models.loading import load_model
-from verbatim.run.eval_models import find_models
+from verbatim.rollouts import TraceFolder
+from verbatim.run.episode_log import Conditions, EpisodeLog
+from verbatim.run.eval_models import EvalModel, find_models
 from verbatim.run.evaluation.stored import read_outcomes
 from verbatim.run.precision import Choice, read_choices, write_choices
 from verbatim.run.replay_data import read_step
@@ -61,7 +66,26 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         log.on_alarm(Alarm(name="stale", step=1, state="raised", message="m", cause="c", advice="a"))
         log.close()
         write_adapter(folder / "adapter", place / "model")
+        write_lines(folder / "lines")
         yield folder
+
+
+MODEL = EvalModel(label="m", fingerprint="f")
+
+
+def write_lines(folder: Path) -> None:
+    """What `export`, `eval --out`, `rollout --out` and a rollout with `trace_dir` write."""
+    trajectory = Trajectory(example_id="x", turns=[Turn(prompt_ids=[1], completion_ids=[2])], env="e", reward=1.0)
+    log = TrajectoryLog(folder / "exported.jsonl")
+    log.write(1, trajectory)
+    log.close()
+    with EpisodeLog(folder / "episodes.jsonl", [MODEL]) as episodes:
+        episodes.write(Conditions(model=MODEL, env="e", settings={}, digests={"x": "d"}), trajectory, True)
+    with ResultFile(folder / "results.jsonl", {}) as results:
+        results.write(Job(task="x", sample=0, digest="d", conversation={}), trajectory)
+    trace = TraceFolder(folder).store(trajectory)
+    assert trace is not None
+    trace.rename(folder / "trace.json")
 
 
 def write_adapter(folder: Path, model: Path) -> None:
@@ -71,7 +95,13 @@ def write_adapter(folder: Path, model: Path) -> None:
 
 
 def files_of(run: Path, kind: str) -> list[Path]:
-    return sorted(path for path in run.rglob(kind) if not path.is_symlink())
+    names = "lines/[!.]*" if kind == LINES else f"**/{kind}"
+    return sorted(path for path in run.glob(names) if not path.is_symlink())
+
+
+def test_lines_of_trajectories_are_written_by_four(run: Path):
+    names = ["episodes.jsonl", "exported.jsonl", "results.jsonl", "trace.json"]
+    assert [path.name for path in files_of(run, LINES)] == names
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -118,6 +148,12 @@ def resumed(run: Path) -> FateFolder:
     return files
 
 
+def examined(path: Path) -> object:
+    """As `verbatim doctor` reads it."""
+    file = LogFile(path)
+    return list(recognise(file, known_formats()).read(file))
+
+
 NEWEST = f"checkpoints/step_{FORKABLE_STEPS:06d}"
 READERS: dict[str, dict[str, Callable[[Path], object]]] = {
     "verbatim_run.json": {"ownership": require_ours},
@@ -156,6 +192,13 @@ READERS: dict[str, dict[str, Callable[[Path], object]]] = {
     "optimizer*.safetensors": {"moments": lambda run: load_moments(run / NEWEST / "trainer")},
     "base_model.json": {"adapter": lambda run: read_adapter(run / "adapter")},
     "summary.json": {"evaluated model": lambda run: find_models([str(run)], lambda *_: None)},
+    LINES: {
+        "exported": lambda run: list(read_trajectories(run / "lines" / "exported.jsonl")),
+        "examined": lambda run: examined(run / "lines" / "exported.jsonl"),
+        "examined trace": lambda run: examined(run / "lines" / "trace.json"),
+        "evaluation that goes on": lambda run: EpisodeLog(run / "lines" / "episodes.jsonl", [MODEL]),
+        "rollout that goes on": lambda run: ResultFile(run / "lines" / "results.jsonl", {}),
+    },
 }
 
 
@@ -164,7 +207,7 @@ def test_each_reader_refuses_another_number_by_name(run: Path, tmp_path: Path, k
     shutil.copytree(run, tmp_path / "run", symlinks=True)
     for path in files_of(tmp_path / "run", kind):
         with_number(path, 9)
-    name = re.escape(kind).replace(r"\*", ".*")
+    name = r"lines/\w+\.jsonl?" if kind == LINES else re.escape(kind).replace(r"\*", ".*")
     reads = rf"this version of Verbatim reads format {FORMATS[kind]} of {re.escape(kind)}\. Another"
     expected = rf"{name}(:1)? has format 9; {reads}"
     with pytest.raises(UsageError, match=expected):

@@ -1,8 +1,8 @@
 """Reads the tasks of `verbatim rollout`, and writes and reads its results: one whole line per task and sample, also
 after a crash.
 
-A line of the results is `{"step": 0, "task": "7", "sample": 0, "digest": ..., "settings": {...}, "trajectory": {...}}`,
-so that whatever reads the trajectories of a run reads these.
+A line of the results is `{"format": 1, "step": 0, "task": "7", "sample": 0, "digest": ..., "settings": {...},
+"trajectory": {...}}`, so that whatever reads the trajectories of a run reads these.
 """
 
 from __future__ import annotations
@@ -100,9 +100,7 @@ class ResultFile:
         self._path = path
         self._settings = _settings_to_keep(settings)
         self._done: dict[tuple[str, int], str] = {}
-        self._lines = KeptLines(
-            path, beginning='{"step": 0, "task": ', what="result of verbatim rollout", take_in=self._take_in
-        )
+        self._lines = KeptLines(path, what="result of verbatim rollout", take_in=self._take_in)
 
     def __enter__(self) -> Self:
         return self
@@ -126,7 +124,7 @@ class ResultFile:
 
     def write(self, job: Job, trajectory: Trajectory) -> None:
         """Append one."""
-        self._lines.writer.write(
+        self._lines.write(
             {
                 "step": 0,
                 "task": job.task,

@@ -25,8 +25,11 @@ FORMATS: Mapping[str, int] = {
     "optimizer*.safetensors": 1,
     "base_model.json": 1,
     "summary.json": 1,
+    "trajectory lines": 1,
 }
 """The number of each kind of file, by the pattern of its names."""
+LINES = "trajectory lines"
+"""JSON lines with a trajectory each, in files of any name: exports, results, episodes, traces."""
 KEY = "format"
 METADATA_KEY = "verbatim_format"
 

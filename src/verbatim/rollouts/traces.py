@@ -2,7 +2,7 @@
 
 A trace is one line of JSON, as in a run's log, so that `verbatim doctor TRACE` reads it:
 
-    {"success": true, "callback_errors": [], "trajectory": {"messages": [...], "turns": [...], ...}}
+    {"format": 1, "success": true, "callback_errors": [], "trajectory": {"messages": [...], "turns": [...], ...}}
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 from verbatim.core.ctrl_c import is_ctrl_c
 from verbatim.core.disk import replacing
+from verbatim.core.formats import LINES, stamped
 from verbatim.core.texts import error_text
 from verbatim.core.trajectory_json import plain, trajectory_to_json
 from verbatim.core.types import StopReason, Trajectory
@@ -51,10 +52,10 @@ class TraceFolder:
                 return None
             success = self._ask("success_callback", self._succeeded, trajectory, errors, otherwise=False)
         name = _file_name(trajectory, success)
-        record = {"success": success, "callback_errors": errors, "trajectory": trajectory_to_json(trajectory)}
+        told = {"success": success, "callback_errors": errors, "trajectory": trajectory_to_json(trajectory)}
         try:
             with replacing(self.folder / name, lasting=False) as new:
-                new.write_text(json.dumps(plain(record), default=str) + "\n", encoding="utf-8")
+                new.write_text(json.dumps(plain(stamped(LINES, told)), default=str) + "\n", encoding="utf-8")
         except (OSError, ValueError, RecursionError) as error:
             logger.error("no trace of trajectory %s: %s: %s", trajectory.trajectory_id, type(error).__name__, error)
             return None

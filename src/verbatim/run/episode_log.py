@@ -1,7 +1,7 @@
 """Keeps the episodes of `verbatim eval` as JSON lines, so that the command typed again goes on where it stopped.
 
-A line is `{"step": 120, "trajectory": {...}, "evaluation": {"model": ..., "fingerprint": ..., "digest": ..., "success":
-..., "settings": {...}}}`: whatever reads the trajectories of a run reads these.
+A line is `{"format": 1, "step": 120, "trajectory": {...}, "evaluation": {"model": ..., "fingerprint": ...,
+"digest": ..., "success": ..., "settings": {...}}}`: whatever reads the trajectories of a run reads these.
 """
 
 from __future__ import annotations
@@ -58,9 +58,7 @@ class EpisodeLog:
         if path is None:
             return
         self._models = {model.fingerprint for model in models}
-        self._lines = KeptLines(
-            path, beginning='{"step": ', what="episode that verbatim eval can go on from", take_in=self._take_in
-        )
+        self._lines = KeptLines(path, what="episode that verbatim eval can go on from", take_in=self._take_in)
         self.num_failed_before = self._lines.num_failed
 
     def __enter__(self) -> Self:
@@ -102,7 +100,7 @@ class EpisodeLog:
         record = self._record(trajectory)
         outcome = outcome_from_json(record, success)
         if self._lines is not None:
-            self._lines.writer.write(
+            self._lines.write(
                 {
                     "step": conditions.model.step,
                     "trajectory": record,

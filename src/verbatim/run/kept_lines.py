@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.core.disk import rename, sync_descriptor, temporary_beside
-from verbatim.core.errors import UsageError
+from verbatim.core.errors import FormatError, UsageError
+from verbatim.core.formats import LINES, content_of, stamped
 from verbatim.logs.checkpoints.lock import FolderLock
 from verbatim.logs.monitors.jsonl import JsonlWriter
+
+_BEGINNING = json.dumps(stamped(LINES, {"step": 0})).removesuffix("0}")
+"""How a line begins. A torn last line is cut off only if it begins so: a file of something else is left alone."""
 
 
 class KeptLines:
@@ -19,20 +23,19 @@ class KeptLines:
 
     Args:
         path: The file; made if it is not there.
-        beginning: How a line begins. A torn last line is cut off only if it begins so: a file of something else is left
-            alone.
         what: What a line is, for messages.
         take_in: Told of each record that is there; whether it is of something that failed.
 
     Raises:
+        FormatError: it has another number of its format.
         UsageError: another process writes it, or it holds something else.
     """
 
-    def __init__(self, path: Path, *, beginning: str, what: str, take_in: Callable[[Mapping[str, Any]], bool]) -> None:
+    def __init__(self, path: Path, *, what: str, take_in: Callable[[Mapping[str, Any]], bool]) -> None:
         self.path = path
         self.num_failed = 0
         """Lines that were taken out."""
-        self._beginning, self._what, self._take_in = beginning, what, take_in
+        self._what, self._take_in = what, take_in
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._lock = FolderLock(path.parent, f".{path.name}.lock")
@@ -47,6 +50,10 @@ class KeptLines:
         except BaseException:
             self._lock.release()
             raise
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append a record, which begins with its `step`. Raises as `JsonlWriter.write`."""
+        self.writer.write(stamped(LINES, record))
 
     def close(self, *, keeps_empty: bool = True) -> None:
         """Close the file, and let other processes have it.
@@ -66,7 +73,7 @@ class KeptLines:
             with self.path.open(encoding="utf-8") as old, rewritten.open("w", encoding="utf-8") as new:
                 for number, line in enumerate(old, start=1):
                     if not line.endswith("\n"):
-                        if not line.startswith(self._beginning[: len(line)]):
+                        if not line.startswith(_BEGINNING[: len(line)]):
                             raise self._none_of_ours(number)
                     elif self._has_failed(line, number):
                         self.num_failed += 1
@@ -81,8 +88,10 @@ class KeptLines:
 
     def _has_failed(self, line: str, number: int) -> bool:
         try:
-            return self._take_in(json.loads(line))
-        except UsageError:
+            return self._take_in(content_of(LINES, json.loads(line), f"{self.path}:{number}"))
+        except UsageError as error:
+            if isinstance(error, FormatError) and error.number is None:
+                raise self._none_of_ours(number) from None
             raise
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
             raise self._none_of_ours(number) from None

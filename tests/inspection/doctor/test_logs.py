@@ -268,7 +268,7 @@ def test_an_unreadable_line_is_named_and_the_rest_is_read(path: Path, line, why:
 def test_a_damaged_trajectory_of_ours_is_named(path: Path, record):
     TrajectoryLog(path).write(1, Trajectory(example_id="x", turns=[Turn(prompt_ids=[1], completion_ids=[2])]))
     good = path.read_text().strip()
-    found, file, _ = read(path, good, {"step": 1, "trajectory": record}, good)
+    found, file, _ = read(path, good, {"format": 1, "step": 1, "trajectory": record}, good)
     assert [f.line for f in found] == [1, 3]
     assert [p.line for p in file.problems.kept] == [2]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from verbatim.core.errors import CheckpointError, UsageError, VerbatimError
 from verbatim.core.texts import error_text
-from verbatim.core.trajectory_json import plain, trajectory_to_json
+from verbatim.core.trajectory_json import plain
 from verbatim.inspection.viewer import details, query
 from verbatim.inspection.viewer.breaks import BreakReader
 from verbatim.inspection.viewer.columns import Place
@@ -28,6 +28,7 @@ from verbatim.inspection.viewer.run_state import check_run, config_text, read_st
 from verbatim.inspection.viewer.tokenizer import RunTokenizer, find_tokenizer
 from verbatim.logs.checkpoints.origin import read_origin
 from verbatim.logs.fates.table import StoredFate
+from verbatim.logs.monitors.trajectory_log import trajectory_line
 
 logger = logging.getLogger(__name__)
 
@@ -255,9 +256,7 @@ class RunView:
     def raw(self, name: str) -> dict[str, Any]:
         """The record as `verbatim export` writes it. Raises as `trajectory`."""
         _, found = self._found(name)
-        record: dict[str, Any] = plain(
-            {"step": found.row["step"], "trajectory": trajectory_to_json(trajectory_of(found))}
-        )
+        record: dict[str, Any] = plain(trajectory_line(found.row["step"], trajectory_of(found)))
         return record
 
     def _found(self, name: str) -> tuple[dict[str, Any], StoredFate]:

@@ -1,17 +1,19 @@
-"""Writes and reads trajectories as JSON lines: `{"step": 7, "trajectory": {...}}`, as `trajectory_json` writes them."""
+"""Writes and reads trajectories as JSON lines: `{"format": 1, "step": 7, "trajectory": {...}}`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from verbatim.core.disk import refuse_link
 from verbatim.core.errors import UsageError
+from verbatim.core.formats import LINES, stamped
 from verbatim.core.imports import refuse_without
 from verbatim.core.trajectories.record import TrajectoryRecord
 from verbatim.core.trajectory_json import trajectory_from_json, trajectory_to_json
 from verbatim.core.types import Trajectory
-from verbatim.logs.monitors.jsonl import JsonlLog, read_jsonl
+from verbatim.logs.monitors.jsonl import JsonlLog, read_log
 
 TRAJECTORIES = "trajectories"
 """The folder of a run's fate files."""
@@ -23,13 +25,19 @@ class TrajectoryLog(JsonlLog):
     """Appends trajectories with the step that they were trained in."""
 
     def write(self, step: int, trajectory: TrajectoryRecord) -> None:
-        self.writer.write({"step": step, "trajectory": trajectory_to_json(trajectory)})
+        self.writer.write(trajectory_line(step, trajectory))
+
+
+def trajectory_line(step: int, trajectory: TrajectoryRecord) -> dict[str, Any]:
+    """What is written of a trajectory; `plain` makes lists of its arrays."""
+    return stamped(LINES, {"step": step, "trajectory": trajectory_to_json(trajectory)})
 
 
 def read_trajectories(path: Path) -> Iterator[tuple[int, Trajectory]]:
     """Step and trajectory of each: of a run's folder, of its folder `trajectories`, or of JSON lines.
 
     Raises:
+        FormatError: a file has another number of its format, or none.
         UsageError: nothing of the kind, a link in the folder, or a damaged file; reading Parquet files without pyarrow.
     """
     if path.is_dir() or path.suffix == ".parquet":
@@ -42,7 +50,7 @@ def read_trajectories(path: Path) -> Iterator[tuple[int, Trajectory]]:
             assert isinstance(fate.trajectory, Trajectory)
             yield step, fate.trajectory
         return
-    for number, record in enumerate(read_jsonl(path), start=1):
+    for number, record in enumerate(read_log(path, LINES), start=1):
         try:
             yield record["step"], trajectory_from_json(record["trajectory"])
         except (KeyError, TypeError, ValueError, AssertionError) as error:

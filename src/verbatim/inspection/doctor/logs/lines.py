@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from verbatim.core.formats import LINES, content_of
 from verbatim.core.trajectory_json import trajectory_from_json
 from verbatim.core.types import StopReason, Trajectory, Turn
 from verbatim.inspection.doctor.logs.base import DAMAGED, LogFile, LoggedTrajectory
@@ -21,9 +22,13 @@ class LineFormat:
     recognises: Callable[[Mapping[str, Any]], bool]
     trajectory: Callable[[Mapping[str, Any], int], Trajectory]
     """Reads the record of a line, given the line's number."""
+    kind: str | None = None
+    """A key of `FORMATS`, whose number each line has."""
 
     def read(self, file: LogFile) -> Iterator[LoggedTrajectory]:
         for line in file.lines_of(self):
+            if self.kind is not None:
+                content_of(self.kind, line.record, f"{file.path}:{line.number}")
             try:
                 yield LoggedTrajectory(trajectory=self.trajectory(line.record, line.number), line=line.number)
             except DAMAGED as error:
@@ -37,12 +42,13 @@ def _is_ours(record: Mapping[str, Any]) -> bool:
 
 VERBATIM = LineFormat(
     name="verbatim",
-    expected='{"step": 7, "trajectory": {"turns": [{"prompt": ..., "completion_ids": [...]}, ...], ...}}',
+    expected='{"format": 1, "step": 7, "trajectory": {"turns": [{"prompt": ..., "completion_ids": [...]}, ...], ...}}',
     about="trajectories of a run of Verbatim",
     recognises=_is_ours,
     trajectory=lambda record, line: trajectory_from_json(record["trajectory"]),
+    kind=LINES,
 )
-"""What `verbatim export`, `verbatim eval --out` and `verbatim rollout --out` wrote."""
+"""What `verbatim export`, `verbatim eval --out` and `verbatim rollout --out` wrote, and traces."""
 
 
 def _is_verifiers(record: Mapping[str, Any]) -> bool:
