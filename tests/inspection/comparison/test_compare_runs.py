@@ -145,7 +145,7 @@ def test_damaged_files_are_left_out_and_told(tmp_path: Path):
     (run / "config.toml").write_text("= broken")
     (run / "evaluations" / "step-000003.parquet").write_text("nonsense")
     text = shown([run, make_run(tmp_path / "b", wins={3: 8})])
-    assert "1 lines of metrics.jsonl cannot be read, and are left out" in text
+    assert "metrics.jsonl, byte 0: no JSON" in text
     assert "config.toml is missing or damaged: its keys are not compared" in text
     assert "evaluations/step-000003.parquet cannot be read as trajectories of ours" in " ".join(text.split())
 

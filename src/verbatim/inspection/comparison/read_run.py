@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
@@ -12,17 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.config.origins import dotted, line_numbers
-from verbatim.core.disk import open_regular
-from verbatim.core.errors import CheckpointError, FormatError, UsageError
-from verbatim.core.formats import content_of
+from verbatim.core.errors import CheckpointError
 from verbatim.core.redaction import redacted_at
+from verbatim.inspection.viewer.metrics import MetricsFollower
 from verbatim.inspection.viewer.run_state import check_run, read_config, read_state, read_text
 from verbatim.logs.checkpoints.hold import ORCHESTRATOR
 from verbatim.logs.checkpoints.json_files import read_record
 from verbatim.logs.checkpoints.origin import Origin, read_origin
 from verbatim.logs.checkpoints.stored_config import CONFIG, leaves
-from verbatim.logs.monitors.alarm import Alarm
-from verbatim.logs.monitors.alarm_log import alarm_from_json
 from verbatim.run.evaluation.stored import evaluated_steps
 
 Metrics = Mapping[str, float]
@@ -63,12 +59,13 @@ class Run:
     forked_from: Origin | None
     """The run that it was forked from, and at which step."""
     steps: Mapping[int, Metrics]
-    """Metrics by step."""
+    """Metrics by step; NaN is what a step does not have."""
     times: Mapping[int, float]
     """When each step was logged, in seconds since 1970."""
     evals: Mapping[str, Mapping[int, Metrics]]
     """Metrics of evaluations by environment and step."""
-    alarms: Sequence[Alarm]
+    alarms: Sequence[Mapping[str, Any]]
+    """Their fields, in order."""
     kept_evals: Sequence[int]
     """Steps whose evaluated episodes are kept."""
     seconds: float | None
@@ -103,7 +100,12 @@ def read_run(folder: Path) -> Run:
     folder_state, config, text = read_state(folder), read_config(folder), _text(folder / CONFIG)
     if not config:
         problems.append(f"{CONFIG} is missing or damaged: its keys are not compared")
-    steps, times, evals = _read_metrics(folder / "metrics.jsonl", problems)
+    if not (folder / "metrics.jsonl").is_file():
+        problems.append("it has no metrics.jsonl yet")
+    metrics = MetricsFollower(folder)
+    metrics.refresh()
+    problems += metrics.problems
+    columns = metrics.answer()["columns"].items()
     log = _text(folder / "logs" / f"{ORCHESTRATOR}.log").splitlines()
     lines = {dotted(path): line for path, line in line_numbers(text).items()} if config else {}
     seconds = _summary(folder, problems).get("seconds")
@@ -120,10 +122,10 @@ def read_run(folder: Path) -> Run:
         },
         changed=list(dict.fromkeys(found[1] for line in log if (found := _CHANGED.search(line)))),
         forked_from=_origin(folder, problems),
-        steps=steps,
-        times=times,
-        evals=evals,
-        alarms=_read_alarms(folder / "alarms.jsonl", problems),
+        steps={step: {name: column[row] for name, column in columns} for row, step in enumerate(metrics.steps)},
+        times={step: at for step, at in zip(metrics.steps, metrics.times, strict=True) if at is not None},
+        evals=_evals(metrics),
+        alarms=metrics.alarms,
         kept_evals=evaluated_steps(folder),
         seconds=float(seconds) if isinstance(seconds, int | float) else None,
         problems=problems,
@@ -138,63 +140,15 @@ def _origin(folder: Path, problems: list[str]) -> Origin | None:
         return None
 
 
-def _read_metrics(
-    path: Path, problems: list[str]
-) -> tuple[dict[int, Metrics], dict[int, float], dict[str, dict[int, Metrics]]]:
-    """Metrics by step, when they were logged, and those of evaluations."""
-    steps: dict[int, Metrics] = {}
-    times: dict[int, float] = {}
+def _evals(log: MetricsFollower) -> dict[str, dict[int, Metrics]]:
+    """The metrics of evaluations by environment and step; NaN is what JSON could not say."""
     evals: dict[str, dict[int, Metrics]] = {}
-    if not path.is_file():
-        problems.append("it has no metrics.jsonl yet")
-        return steps, times, evals
-    bad = 0
-    for record in _records(path, problems):
-        try:
-            step, metrics = int(record["step"]), {name: float(value) for name, value in record["metrics"].items()}
-            if record["kind"] == "eval":
-                if metrics.get("episodes") != 0:  # it was left out
-                    evals.setdefault(str(record["env"]), {})[step] = metrics
-            else:
-                steps[step], times[step] = metrics, float(record.get("time", math.nan))
-        except (AttributeError, KeyError, TypeError, ValueError):
-            bad += 1
-    if bad:
-        problems.append(f"{bad} lines of metrics.jsonl cannot be read, and are left out")
-    return steps, times, evals
-
-
-def _read_alarms(path: Path, problems: list[str]) -> list[Alarm]:
-    found, bad = [], 0
-    for record in _records(path, problems) if path.is_file() else ():
-        try:
-            found.append(alarm_from_json(record))
-        except (AttributeError, KeyError, TypeError, ValueError):
-            bad += 1
-    if bad:
-        problems.append(f"{bad} lines of alarms.jsonl cannot be read, and are left out")
-    return found
-
-
-def _records(path: Path, problems: list[str]) -> list[Any]:
-    """The record of each whole line of a log; None for a line that has none, and a problem where it is of another
-    version. A torn last line is still being written."""
-    records: list[Any] = []
-    others: list[str] = []
-    try:
-        opened = open_regular(path)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-    with opened as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.endswith(b"\n"):
-                try:
-                    records.append(content_of(path.name, json.loads(line), f"line {number} of {path.name}"))
-                except (ValueError, RecursionError) as error:
-                    records.append(None)
-                    others += [str(error)] if isinstance(error, FormatError) else []
-    problems += others[:1]
-    return records
+    for each in log.evals:
+        metrics = {name: value for name, value in each["metrics"].items() if name != "intervals"}
+        if metrics.get("episodes") != 0:  # it was left out
+            numbers = {name: math.nan if value is None else value for name, value in metrics.items()}
+            evals.setdefault(each["env"], {})[each["step"]] = numbers
+    return evals
 
 
 def _summary(folder: Path, problems: list[str]) -> Mapping[str, Any]:
@@ -218,7 +172,7 @@ def alarm_counts(run: Run) -> dict[str, tuple[int, bool]]:
     counts: Counter[str] = Counter()
     raised: dict[str, bool] = {}
     for alarm in run.alarms:
-        name = alarm.name if alarm.env is None else f"{alarm.name} ({alarm.env})"
-        counts[name] += alarm.state == "raised"
-        raised[name] = alarm.state == "raised"
+        name = alarm["name"] if alarm.get("env") is None else f"{alarm['name']} ({alarm['env']})"
+        raised[name] = alarm.get("state") == "raised"
+        counts[name] += raised[name]
     return {name: (count, raised[name]) for name, count in counts.most_common()}

@@ -34,6 +34,8 @@ class MetricsFollower:
 
     def _clear(self) -> None:
         self.steps: list[int] = []
+        self.times: list[float | None] = []
+        """When each step was logged, in seconds since 1970."""
         self._columns: dict[str, array[float]] = {}
         self.evals: list[dict[str, Any]] = []
         self.problems: list[str] = []
@@ -111,6 +113,7 @@ class MetricsFollower:
             )
             return
         self.steps.append(record["step"])
+        self.times.append(_number(record.get("time")))
         for name, value in metrics.items():
             if name not in self._columns and len(self._columns) < _MOST_COLUMNS:
                 self._columns[name] = array("d", [math.nan]) * (len(self.steps) - 1)
