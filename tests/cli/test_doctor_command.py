@@ -150,7 +150,6 @@ def test_an_unreadable_line_answers_2_after_the_rest_was_reported(tmp_path: Path
         (["no/such.jsonl"], "there is no log no/such.jsonl; expected the folder of a run"),
         (["{log}", "--model", "./no/such/model"], "there is no model folder"),
         (["{log}", "--limits", "3"], "verbatim doctor has no option --limits"),
-        (["{log}", "--limit", "-1"], "--limit"),
     ],
 )
 def test_a_mistake_answers_2_and_says_what_to_type(tmp_path: Path, capsys, arguments: list[str], said: str):

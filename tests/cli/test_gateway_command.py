@@ -80,20 +80,6 @@ def test_a_programs_last_words_are_shown_as_it_wrote_them(capsys, tmp_path: Path
     assert "\n          | no model\n          | no reward\nrecorded  0 requests" in out
 
 
-@pytest.mark.parametrize(
-    ("typed", "answer"),
-    [
-        (["--timeout", "0"], "--timeout 0: expected seconds, more than 0"),
-        (["--timeout", "nan"], "--timeout nan: expected seconds, more than 0"),
-        (["--example", "dry"], "--example dry: this is not JSON"),
-        (["--example", "[1]"], "--example: found [1], expected an object"),
-    ],
-)
-def test_options_that_cannot_be_meant_are_refused(typed: list[str], answer: str, capsys):
-    assert main(["gateway", "check", COMMAND, *typed]) == 2
-    assert answer in capsys.readouterr().err
-
-
 def test_an_empty_command_is_refused_with_one_to_type(capsys):
     assert main(["gateway", "check", " "]) == 2
     assert 'verbatim gateway check "python agent.py"' in capsys.readouterr().err

@@ -14,8 +14,6 @@ from verbatim.cli.main import main
     [
         (["model", "--prot", "80"], "has no option --prot"),
         (["model", "--api-key-env", "NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE: that variable is empty"),
-        (["model", "--context-length", "0"], "--context-length 0: expected at least 1"),
-        (["model", "--max-batch-size", "-1"], "--max-batch-size -1"),
         (["/no/such/model", "--uploads", "somewhere"], "--uploads needs a key"),
         (["/no/such/model", "--renderer", "none"], "/no/such/model"),
         (["/no/such/model"], "/no/such/model"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+from collections.abc import Callable
 from typing import Any
 
 
@@ -16,3 +18,30 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
     return value
+
+
+def number(kind: type[int] | type[float], expected: str, fits: Callable[[float], bool]) -> Callable[[str], Any]:
+    """Reads an option that is a number.
+
+    Args:
+        kind: What it is; text that is none counts as NaN.
+        expected: What has to be typed, for the message.
+        fits: Whether it may be this number.
+    """
+
+    def read(text: str) -> float:
+        try:
+            value: float = kind(text)
+        except ValueError:
+            value = math.nan
+        if not fits(value):
+            raise argparse.ArgumentTypeError(f"{text!r}: expected {expected}")
+        return value
+
+    return read
+
+
+COUNT = number(int, "a whole number of at least 1", lambda value: value >= 1)
+FROM_ZERO = number(int, "a whole number from 0 on", lambda value: value >= 0)
+SECONDS = number(float, "seconds, more than 0", lambda value: 0 < value < math.inf)
+SHARE = number(float, "a share above 0, at most 1", lambda value: 0 < value <= 1)

@@ -15,6 +15,7 @@ from itertools import chain
 from pathlib import Path
 
 from verbatim.cli import exit_status
+from verbatim.cli.argument_types import FROM_ZERO
 from verbatim.core.disk import read_regular, refuse_link
 from verbatim.core.errors import UsageError
 from verbatim.core.plain_console import PlainConsole
@@ -54,7 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model", metavar="FOLDER_OR_ID", help="whose tokenizer reads the ids; found beside our logs")
     parser.add_argument("--json", action="store_true", help="one JSON object, with every break")
-    parser.add_argument("--limit", type=int, metavar="N", help="breaks that are shown in full (10; with --json all)")
+    parser.add_argument(
+        "--limit", type=FROM_ZERO, metavar="N", help="breaks that are shown in full (10; with --json all)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -74,8 +77,6 @@ def run(args: argparse.Namespace) -> int:
         from verbatim.cli.doctor_template import report as report_template
 
         return int(not report_template(args.template, as_json=args.json))
-    if args.limit is not None and args.limit < 0:
-        raise UsageError(f"--limit {args.limit}: expected how many breaks to show, 0 or more")
     file = LogFile(args.file)
     known = _recognised(file)
     model, note = _find_model(args.model, args.file)

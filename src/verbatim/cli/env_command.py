@@ -13,6 +13,7 @@ from typing import Any
 from rich.text import Text
 
 from verbatim.cli import exit_status
+from verbatim.cli.argument_types import COUNT, SECONDS, json_object
 from verbatim.config import RunConfig
 from verbatim.core.errors import UsageError
 from verbatim.core.imports import import_object
@@ -52,14 +53,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a bundled id (guess_number), an import path (my_env:MyEnv), a file (my_env.py, my_env.py:MyEnv), or a "
         "run's TOML file, for all its environments; list takes the id of one with tasks of its own",
     )
-    parser.add_argument("--args", metavar="JSON", help="""the environment's arguments: --args '{"high": 20}'""")
     parser.add_argument(
-        "--examples", type=int, default=_OF_CHECK["examples"], metavar="N", help="training examples that are played (8)"
+        "--args", type=json_object, metavar="JSON", help="""the environment's arguments: --args '{"high": 20}'"""
     )
-    parser.add_argument("--max-turns", type=int, metavar="N", help="turns of an episode (16, or the file's)")
-    parser.add_argument("--seq-len", type=int, metavar="N", help="tokens of an episode (2048, or the file's)")
     parser.add_argument(
-        "--timeout", type=float, default=_OF_CHECK["timeout"], metavar="S", help="seconds of an episode (20)"
+        "--examples",
+        type=COUNT,
+        default=_OF_CHECK["examples"],
+        metavar="N",
+        help="training examples that are played (8)",
+    )
+    parser.add_argument("--max-turns", type=COUNT, metavar="N", help="turns of an episode (16, or the file's)")
+    parser.add_argument("--seq-len", type=COUNT, metavar="N", help="tokens of an episode (2048, or the file's)")
+    parser.add_argument(
+        "--timeout", type=SECONDS, default=_OF_CHECK["timeout"], metavar="S", help="seconds of an episode (20)"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
@@ -80,13 +87,7 @@ def run(args: argparse.Namespace) -> int:
             "verbatim env check: which environment? Type for example: verbatim env check guess_number, "
             "or my_env:MyEnv for the class MyEnv in my_env.py"
         )
-    for option, least in (("examples", 1), ("max_turns", 1), ("seq_len", 1)):
-        value = getattr(args, option)
-        if value is not None and value < least:
-            raise UsageError(f"--{option.replace('_', '-')} {value}: expected at least {least}")
-    if not 0 < args.timeout < float("inf"):
-        raise UsageError(f"--timeout {args.timeout:g}: expected seconds, more than 0")
-    targets = find_targets(args.environment, _read_args(args.args), component_tables())
+    targets = find_targets(args.environment, args.args or {}, component_tables())
     with contextlib.redirect_stdout(sys.stderr):  # what environments print is no report
         renderer = _renderer(targets[0].config)
         reports = [check_environment(target.name, target.args, _settings(args, target, renderer)) for target in targets]
@@ -125,21 +126,6 @@ def _renderer(config: RunConfig | None) -> Renderer | None:
     except UsageError as error:
         print(printable(f"note: the tokens of opening prompts are estimated: {error}"), file=sys.stderr)
         return None
-
-
-def _read_args(text: str | None) -> dict[str, Any]:
-    if text is None:
-        return {}
-    try:
-        read = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UsageError(
-            f"--args {text}: this is not JSON ({error}); expected for example "
-            """--args '{"high": 20}'"""
-        ) from error
-    if not isinstance(read, dict):
-        raise UsageError(f"--args {text}: found a {type(read).__name__}, expected an object: --args '{{\"high\": 20}}'")
-    return read
 
 
 def _show(report: Report) -> None:

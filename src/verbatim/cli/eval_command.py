@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.cli import exit_status
-from verbatim.cli.argument_types import json_object
+from verbatim.cli.argument_types import COUNT, json_object
 from verbatim.cli.eval_results import Results
 from verbatim.config import RunConfig, load_config
 from verbatim.config.schema import EvalConfig
@@ -55,10 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model); RUN@latest, RUN@best or RUN@120 (a checkpoint); NAME@URL (behind an OpenAI-compatible server, "
         "gpt-5-mini@https://api.openai.com/v1); again for each further one",
     )
-    add("--examples", type=_count, metavar="N", help="the first N examples of each environment (eval.examples)")
+    add("--examples", type=COUNT, metavar="N", help="the first N examples of each environment (eval.examples)")
     add(
         "--episodes-per-example",
-        type=_count,
+        type=COUNT,
         metavar="N",
         help="episodes of each example (as many as orchestrator.eval.episodes allows)",
     )
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--k", type=_counts, metavar="K,K", help="the k of pass@k and pass^k (1, 2, 4, 8)")
     add(
         "--concurrency",
-        type=_count,
+        type=COUNT,
         metavar="N",
         help="most episodes at a time (orchestrator.max_concurrent; 8 at an API)",
     )
@@ -237,14 +237,8 @@ class _Progress:
         self._view.stop()
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of at least 1")
-    return int(text)
-
-
 def _counts(text: str) -> list[int]:
-    return sorted({_count(part.strip()) for part in text.split(",")})
+    return sorted({COUNT(part.strip()) for part in text.split(",")})
 
 
 def _price(text: str) -> tuple[str, tuple[float, float]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.cli import exit_status
+from verbatim.cli.argument_types import SECONDS, json_object
 from verbatim.core.errors import UsageError
 from verbatim.core.plain_console import PlainConsole
 from verbatim.environments.sources import read_json_lines
@@ -26,7 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("what", choices=("check",), help="what to do")
     parser.add_argument("command", metavar="COMMAND", help='the program in quotes: "python agent.py"')
-    parser.add_argument("--example", metavar="JSON", default="{}", help="""what it is given: '{"question": "..."}'""")
+    parser.add_argument(
+        "--example", type=json_object, metavar="JSON", default={}, help="""what it is given: '{"question": "..."}'"""
+    )
     parser.add_argument(
         "--answers",
         type=Path,
@@ -37,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lines", action="store_true", help="the program reads lines, as with reuse = true")
     parser.add_argument("--sandbox", action="store_true", help="run it in a sandbox")
     _add_arguments_of_the_environment(parser)
-    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds for the program (120)")
+    parser.add_argument("--timeout", type=SECONDS, default=120.0, metavar="S", help="seconds for the program (120)")
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
@@ -66,7 +69,7 @@ def _add_arguments_of_the_environment(parser: argparse.ArgumentParser) -> None:
     add("--unenforced", metavar="NAMES", default=",".join(HARMLESS), help="fields that are let pass without effect")
 
 
-def _program(args: argparse.Namespace, example: dict[str, Any]) -> Program:
+def _program(args: argparse.Namespace) -> Program:
     """The environment around the program."""
     parted = {name: value for name, equals, value in (given.partition("=") for given in args.env) if name and equals}
     if len(parted) != len(args.env):
@@ -74,7 +77,7 @@ def _program(args: argparse.Namespace, example: dict[str, Any]) -> Program:
     restores = None if args.restores_reasoning is None else args.restores_reasoning == "true"
     return Program(
         args.command,
-        [example or {"id": "0"}],
+        [args.example or {"id": "0"}],
         cwd=args.cwd,
         env=parted,
         env_from=args.env_from,
@@ -108,21 +111,10 @@ def run(args: argparse.Namespace) -> int:
             f"verbatim gateway check has no option {args.overrides[0]}; options of the program stand "
             'inside of the quotes: "python agent.py --its-option"'
         )
-    try:
-        example = json.loads(args.example)
-    except ValueError as error:
-        raise UsageError(
-            f"""--example {args.example:.80}: this is not JSON ({error}); expected an object: """
-            """'{"question": "..."}'"""
-        ) from None
-    if not 0 < args.timeout < float("inf"):
-        raise UsageError(f"--timeout {args.timeout:g}: expected seconds, more than 0")
-    if not isinstance(example, dict):
-        raise UsageError(f"""--example: found {args.example:.80}, expected an object: '{{"question": "..."}}'""")
     if not args.command.strip():
         raise UsageError('COMMAND is empty; type for example: verbatim gateway check "python agent.py"')
     said = list(read_json_lines(args.answers, "message").values()) if args.answers is not None else []
-    report = check_program(_program(args, example), said, reasoning=args.reasoning, seconds=args.timeout)
+    report = check_program(_program(args), said, reasoning=args.reasoning, seconds=args.timeout)
     console = PlainConsole()
     if args.json:
         console.print(json.dumps({**dataclasses.asdict(report), "clean": report.is_clean}), soft_wrap=True)

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from verbatim.cli import exit_status
+from verbatim.cli.argument_types import number
 from verbatim.cli.serve_command import key_of, until_stopped
 from verbatim.config import import_object, load_config
 from verbatim.config.schema import RunConfig
@@ -52,7 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--model", metavar="FOLDER", help="the weights to begin with, instead of the file's model.name")
     add("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1: this machine only)")
-    add("--port", type=int, default=8000, help="of the first server (8000); the next ones follow")
+    port = number(int, f"1 to {LAST_PORT}", lambda value: 1 <= value <= LAST_PORT)
+    add("--port", type=port, default=8000, help="of the first server (8000); the next ones follow")
     add("--api-key-env", metavar="VARIABLE", help="the variable with a key that every request must bring")
     add(
         "--uploads",
@@ -114,8 +116,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _key(args: argparse.Namespace) -> str | None:
-    if not 1 <= args.port <= LAST_PORT:
-        raise UsageError(f"--port {args.port}: expected 1 to {LAST_PORT}")
     key = key_of(args)
     if key is None and args.host not in _LOOPBACK:
         raise UsageError(

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from verbatim.cli import exit_status
+from verbatim.cli.argument_types import COUNT, SHARE
 from verbatim.cli.patience import told_if_slow
 from verbatim.cli.rl_command import add_strategy
 from verbatim.config import load_config
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--gpus",
-        type=int,
+        type=COUNT,
         metavar="N",
         help="how many there are; the trainer takes those that the sampler leaves, unless the file says how many",
     )
@@ -45,13 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--from-run", type=Path, metavar="FOLDER", help="a run whose trajectories are as long as those to come"
     )
     parser.add_argument(
-        "--utilisation", type=float, metavar="SHARE", help="of the devices' peak rate that is reached (0.3)"
+        "--utilisation", type=SHARE, metavar="SHARE", help="of the devices' peak rate that is reached (0.3)"
     )
     parser.add_argument(
-        "--bandwidth-utilisation", type=float, metavar="SHARE", help="of their memory's bandwidth that is reached (0.6)"
+        "--bandwidth-utilisation", type=SHARE, metavar="SHARE", help="of their memory's bandwidth that is reached (0.6)"
     )
     parser.add_argument(
-        "--memory-share", type=float, metavar="SHARE", help="of their memory that tensors may take (0.9)"
+        "--memory-share", type=SHARE, metavar="SHARE", help="of their memory that tensors may take (0.9)"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
@@ -65,7 +66,6 @@ def run(args: argparse.Namespace) -> int:
     """
     with told_if_slow(f"reading {args.file} and what it names"):
         config = load_config(args.file, args.overrides, component_tables())
-    _check(args)
     with told_if_slow("importing torch"):
         from verbatim.inspection.plan.as_json import plan_as_json
         from verbatim.inspection.plan.batches import assumed_batch, batch_of_run
@@ -109,15 +109,6 @@ def run(args: argparse.Namespace) -> int:
     elif changes:
         show_changes(changes, console)
     return exit_status.FINISHED if plan.fits else DOES_NOT_FIT
-
-
-def _check(args: argparse.Namespace) -> None:
-    for name in ("utilisation", "bandwidth_utilisation", "memory_share"):
-        share = getattr(args, name)
-        if share is not None and not 0 < share <= 1:
-            raise UsageError(f"--{name.replace('_', '-')} {share:g}: expected a share above 0, at most 1")
-    if args.gpus is not None and args.gpus < 1:
-        raise UsageError(f"--gpus {args.gpus}: expected how many devices there are, at least 1")
 
 
 def _has_cuda(config: RunConfig) -> bool:

@@ -21,17 +21,15 @@ _FIRST = ("loss", "grad_norm", "lr", "entropy", "mismatch_kl", "trained_tokens")
 """Metrics that are shown whether they differ or not."""
 
 
-def run_replay(step: str, overrides: Sequence[str], *, prints_json: bool) -> int:
+def run_replay(step: int, overrides: Sequence[str], *, prints_json: bool) -> int:
     """Train the step again, and print it. 0 when it is the step of then, bit for bit or up to rounding, or when keys
     were changed; 1 when it is not.
 
     Raises:
         UsageError: no run was named, or its step cannot be replayed.
     """
-    if not step.isdecimal() or int(step) < 1:
-        raise UsageError(f"--replay {step}: expected the number of a step, from 1 on")
     folder, rest = _split(overrides)
-    found = replay(folder, int(step), rest)
+    found = replay(folder, step, rest)
     console = PlainConsole()
     if prints_json:
         console.print_json(json.dumps(as_json(found)))

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from verbatim.cli import exit_status
+from verbatim.cli.argument_types import COUNT
 from verbatim.cli.own_stdout import own_stdout
 from verbatim.config import RunConfig, load_config
 from verbatim.config.recipe_files import recipes
@@ -48,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--replay",
+        type=COUNT,
         metavar="STEP",
         help="train one step of the run in --run-dir again from what is stored, without a sampler, and "
         "compare; options that are keys change them in that step; nothing is written",

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from verbatim.cli import exit_status
-from verbatim.cli.argument_types import json_object
+from verbatim.cli.argument_types import COUNT, json_object
 from verbatim.cli.rollout_engines import engine_of
 from verbatim.cli.rollout_results import Job, ResultFile
 from verbatim.cli.rollout_work import plan_of
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--env", metavar="NAME", help="play this environment instead of TASKS: a bundled id, or an import path")
     add("--env-args", type=json_object, metavar="JSON", help="the environment's arguments")
     add("--split", choices=("train", "eval"), help='the environment\'s examples ("eval")')
-    add("--samples", type=int, default=1, metavar="N", help="trajectories for each task (1)")
+    add("--samples", type=COUNT, default=1, metavar="N", help="trajectories for each task (1)")
     add("--max-turns", type=int, default=6, metavar="N", help="most requests of a trajectory (6)")
     add("--temperature", type=float, default=1.0, metavar="T", help="(1.0)")
     add("--max-tokens", type=int, default=4096, metavar="N", help="most tokens of one answer (4096)")

@@ -45,8 +45,6 @@ def read_jobs(path: Path, samples: int) -> list[Job]:
     Raises:
         UsageError: no such file, a line that is no task, or an id that stands twice.
     """
-    if samples < 1:
-        raise UsageError(f"--samples {samples}; expected at least 1")
     jobs: list[Job] = []
     lines: dict[str, int] = {}
     copies: Counter[str] = Counter()

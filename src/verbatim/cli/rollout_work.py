@@ -82,8 +82,6 @@ def _environment(args: argparse.Namespace) -> Plan:
     env_args, split = args.env_args or {}, args.split or "eval"
     environment = create_environment(args.env, env_args)
     examples = {example.id: example for example in examples_of(environment, args.env, split)}
-    if args.samples < 1:
-        raise UsageError(f"--samples {args.samples}; expected at least 1")
     jobs = []
     for example in examples.values():
         digest = digest_of(example)

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from verbatim.cli import exit_status
+from verbatim.cli.argument_types import COUNT, number
 from verbatim.core.errors import UsageError
 from verbatim.core.plain_console import PlainConsole
 from verbatim.inference.base import Sampler, watch_engine
@@ -40,7 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="a folder in Hugging Face format, or a hub id")
     add("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1: this machine only)")
-    add("--port", type=int, default=8000, help="(8000); 0 takes a free one")
+    port = number(int, f"0 (any that is free) to {LAST_PORT}", lambda value: 0 <= value <= LAST_PORT)
+    add("--port", type=port, default=8000, help="(8000); 0 takes a free one")
     add("--name", help="the model's name in requests (the folder's name)")
     add("--renderer", default="auto", metavar="NAME", help='chat format (auto); "none" serves token ids only')
     add("--tools", choices=("hermes",), help="write tools as text of the messages, for a chat template that has none")
@@ -74,8 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="take other weights from folders in this one (without it: from anywhere, with the key)",
     )
     add("--uploads", type=Path, metavar="FOLDER", help="take other weights over HTTP into this folder, with the key")
-    add("--context-length", type=int, metavar="N", help=f"most tokens of a sequence (the model's, up to {_CONTEXT})")
-    add("--max-batch-size", type=int, default=64, metavar="N", help="sequences decoded together (64)")
+    add("--context-length", type=COUNT, metavar="N", help=f"most tokens of a sequence (the model's, up to {_CONTEXT})")
+    add("--max-batch-size", type=COUNT, default=64, metavar="N", help="sequences decoded together (64)")
     add(
         "--dtype",
         choices=("float32", "bfloat16", "auto"),
@@ -85,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", default="auto", help="(auto: CUDA where there is one)")
     add("--return-routed-experts", action="store_true", help="with each completion, the experts that computed it")
     add("--deterministic", action="store_true", help="same request and seed: same bits, whatever else is in the batch")
-    add("--threads", type=int, metavar="N", help="of matrix products on a CPU")
+    add("--threads", type=COUNT, metavar="N", help="of matrix products on a CPU")
     add("--seed", type=int, metavar="N", help="makes the seeds of requests that bring none")
 
 
@@ -99,12 +101,6 @@ def run(args: argparse.Namespace) -> int:
         EngineDead: the engine can answer nothing any more; whoever watches the process may start it anew.
     """
     api_key = key_of(args)
-    for name in ("context_length", "max_batch_size", "threads"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise UsageError(f"--{name.replace('_', '-')} {value}: expected at least 1")
-    if not 0 <= args.port <= LAST_PORT:
-        raise UsageError(f"--port {args.port}: expected 0 (any that is free) to {LAST_PORT}")
     if args.weights_folder is not None and not args.weights_folder.is_dir():
         raise UsageError(f"--weights-folder {args.weights_folder}: there is no such folder")
     console = PlainConsole()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verbatim.cli import exit_status
+from verbatim.cli.argument_types import FROM_ZERO
 from verbatim.core.errors import UsageError
 from verbatim.core.plain_console import PlainConsole
 from verbatim.core.texts import printable
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--export", type=Path, metavar="FILE", help="write the page with its data into a new HTML file instead")
     export = parser.add_argument_group("what --export takes; the filters of the page")
     add = export.add_argument
-    add("--trajectories", type=int, metavar="N", help=f"at most so many of those that pass ({_TRAJECTORIES})")
+    add("--trajectories", type=FROM_ZERO, metavar="N", help=f"at most so many of those that pass ({_TRAJECTORIES})")
     add("--sort", metavar="COLUMN", help="which first: -reward, reward, -num_breaks, ... (the newest step)")
     add("--kind", choices=("train", "eval"), help="of training, or of evaluations")
     add("--env", metavar="NAME", help="of an environment")
@@ -79,8 +80,6 @@ def run(args: argparse.Namespace) -> int:
     from verbatim.inspection.viewer.export import export
 
     count = _TRAJECTORIES if args.trajectories is None else args.trajectories
-    if count < 0:
-        raise UsageError(f"--trajectories {count}: expected a number from 0 on")
     written = export(runs, assets, args.export, filters=filters, sort=args.sort or "", most=count)
     PlainConsole().print(
         f"wrote {written.trajectories:,} of {written.of_total:,} trajectories to {args.export} "

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from verbatim.core.descriptors import raise_descriptor_limit
 from verbatim.core.errors import UsageError
 from verbatim.core.imports import refuse_without
-from verbatim.inference.http.server import LAST_PORT, listen
+from verbatim.inference.http.server import listen
 from verbatim.inspection.viewer.assets import Asset
 
 if TYPE_CHECKING:
@@ -48,8 +48,6 @@ async def serve_runs(runs: Sequence[RunView], assets: Mapping[str, Asset], *, po
     from verbatim.inference.http.limits import ConnectionLimits
     from verbatim.inspection.viewer.app import ViewerApp
 
-    if not 0 <= port <= LAST_PORT:
-        raise UsageError(f"--port {port}: expected 0 (any that is free) to {LAST_PORT}")
     app = ViewerApp(runs, assets)
     limits = ConnectionLimits(max_connections=_CONNECTIONS)
     server = Server(app, ConnectionTable(limits, min(limits.max_connections, raise_descriptor_limit())))
