@@ -9,7 +9,7 @@ from typing import Any, Literal
 from verbatim.core.errors import UsageError
 from verbatim.core.records.failed import MAX_FAILED
 from verbatim.logs.checkpoints import RunFolder
-from verbatim.logs.monitors.metrics_log import read_metrics
+from verbatim.logs.monitors.metrics_log import read_history
 from verbatim.run.summary import summary_of
 
 logger = logging.getLogger(__name__)
@@ -49,12 +49,9 @@ def ending(
     results: Mapping[str, Any] = {}
     steps = 0
     try:
-        for record in read_metrics(folder.metrics):
-            if record["kind"] == "eval":
-                if record["step"] > forked_at:
-                    evals[record["env"]] = record["metrics"]
-            else:
-                steps, metrics = record["step"], record["metrics"]
+        history, evaluated = read_history(folder.metrics)
+        steps, metrics = history[-1] if history else (0, {})
+        evals = {env: rows[-1][1] for env, rows in evaluated.items() if rows[-1][0] > forked_at}
         results = summary_of(folder.metrics, best_constant, max_failed=max_failed, forked_at=forked_at)
     except (UsageError, OSError) as error:
         logger.error("the summary for the monitors leaves out what it cannot read: %s", error)

@@ -25,7 +25,7 @@ from verbatim.core.trajectories.fate import TRAINED
 from verbatim.core.types import Group, TrainingSample, Trajectory
 from verbatim.logs.checkpoints import CONFIG, Checkpoint, CheckpointStore, find_damage
 from verbatim.logs.fates.files import own_files_in, read_fates
-from verbatim.logs.monitors.metrics_log import read_metrics
+from verbatim.logs.monitors.metrics_log import read_history
 from verbatim.logs.monitors.trajectory_log import TRAJECTORIES
 from verbatim.run.environments import Environments
 from verbatim.run.orchestrator.assemble import assemble_group
@@ -113,9 +113,9 @@ def read_step(run: Path, step: int) -> StoredStep:
     fates = [fate for _, fate in read_fates(file)]
     metrics: Mapping[str, float] | None = None
     if (run / "metrics.jsonl").is_file():
-        for record in read_metrics(run / "metrics.jsonl"):
-            if record.get("kind") == "train" and record.get("step") == step:
-                metrics = {name: float(value) for name, value in record["metrics"].items()}
+        logged = dict(read_history(run / "metrics.jsonl")[0])
+        if step in logged:
+            metrics = {name: float(value) for name, value in logged[step].items()}
     found = sum(fate.num_trained_tokens for fate in fates)
     if metrics is not None and "trained_tokens" in metrics and found != metrics["trained_tokens"]:
         raise UsageError(

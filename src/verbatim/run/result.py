@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verbatim.core.errors import UsageError
-from verbatim.logs.monitors.metrics_log import read_metrics
+from verbatim.logs.monitors.metrics_log import read_history
 
 STEP = "step"
 """The column of step numbers."""
@@ -96,11 +96,7 @@ class RunResult:
 
 def read_result(folder: Path, summary: Mapping[str, Any], again: Callable[..., RunResult]) -> RunResult:
     """The result of a finished run, its metrics read from its folder."""
-    steps: list[tuple[int, Mapping[str, Any]]] = []
-    evals: dict[str, list[tuple[int, Mapping[str, Any]]]] = {}
-    for record in read_metrics(folder / "metrics.jsonl"):
-        rows = steps if record["kind"] == "train" else evals.setdefault(record["env"], [])
-        rows.append((record["step"], record["metrics"]))
+    steps, evals = read_history(folder / "metrics.jsonl")
     return RunResult(
         folder=folder,
         summary=summary,

@@ -12,7 +12,7 @@ from verbatim.core.errors import UsageError
 from verbatim.core.records.failed import MAX_FAILED, too_many_failed
 from verbatim.environments.base import Environment
 from verbatim.logs.monitors.learning_curve import reward_is_success, reward_parts
-from verbatim.logs.monitors.metrics_log import read_metrics
+from verbatim.logs.monitors.metrics_log import read_history
 from verbatim.run.evaluation.outcomes import Outcome
 from verbatim.run.evaluation.pairs import difference
 from verbatim.run.evaluation.stored import read_outcomes
@@ -57,25 +57,17 @@ def summary_of(
     Raises:
         UsageError: the metrics log cannot be read.
     """
-    first: dict[str, dict[str, Any]] = {}
-    last: dict[str, dict[str, Any]] = {}
-    final: dict[str, Any] = {}
-    steps, rollouts, failed, last_step = 0, 0, 0, 0
-    logged: set[int] = set()
-    for record in read_metrics(metrics_path):
-        if record["kind"] == "eval":
-            if record["metrics"].get("episodes") == 0:
-                continue  # it was left out
-            if record["step"] == 0:
-                first[record["env"]] = record["metrics"]
-            if record["step"] > forked_at:
-                last[record["env"]] = record["metrics"]
-                last_step = record["step"]
-        else:
-            logged.add(record["step"])
-            steps, final = record["step"], record["metrics"]
-            rollouts += final.get("rollouts", 0)
-            failed += final.get("rollouts/failed", 0)
+    history, evaluated = read_history(metrics_path)
+    evals = [
+        (env, step, metrics)
+        for env, rows in evaluated.items()
+        for step, metrics in rows
+        if metrics.get("episodes") != 0  # it was left out
+    ]
+    first = {env: metrics for env, step, metrics in evals if step == 0}
+    last = {env: metrics for env, step, metrics in evals if step > forked_at}
+    last_step = max((step for _, step, _ in evals if step > forked_at), default=0)
+    steps, final = history[-1] if history else (0, {})
     intervals = _gain_intervals(run, last_step, max_failed)
     each = {
         env: {
@@ -94,13 +86,14 @@ def summary_of(
         summary |= next(iter(each.values()))
     summary |= {
         "steps": steps,
-        "rollouts": rollouts,
-        "failed_rollouts": failed,
+        "rollouts": sum(metrics.get("rollouts", 0) for _, metrics in history),
+        "failed_rollouts": sum(metrics.get("rollouts/failed", 0) for _, metrics in history),
         "sampled_tokens": final.get("ledger/sampled", 0),
         "trained_tokens": final.get("ledger/trained", 0),
     }
-    if len(logged) < steps:  # lines that a resume found damaged: these steps are in no sum
-        summary["steps_missing_in_log"] = steps - len(logged)
+    missing = steps - len(dict(history))
+    if missing > 0:  # lines that a resume found damaged: these steps are in no sum
+        summary["steps_missing_in_log"] = missing
     if len(each) > 1:
         summary["environments"] = each
     return summary

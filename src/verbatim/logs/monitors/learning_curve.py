@@ -11,7 +11,7 @@ from typing import Any
 
 from verbatim.core.imports import is_installed, refuse_without
 from verbatim.logs.monitors.base import Metrics, Monitor
-from verbatim.logs.monitors.metrics_log import read_metrics
+from verbatim.logs.monitors.metrics_log import Rows, read_history
 
 logger = logging.getLogger(__name__)
 
@@ -61,19 +61,23 @@ def read_curve(metrics_path: Path) -> Curve:
     Raises:
         UsageError: no such file, or not a metrics log.
     """
-    curve, is_success = Curve(), True
-    for record in read_metrics(metrics_path):
-        step, metrics = record["step"], record["metrics"]
-        is_success = is_success and reward_is_success(metrics)
-        if record["kind"] == "train":
-            for name, points in (("reward/mean", curve.rewards), ("success", curve.successes)):
-                if name in metrics:
-                    points.append((step, float(metrics[name])))
-        else:
-            for name, by_env in (("success", curve.evals), ("reward/mean", curve.eval_rewards)):
-                if name in metrics:
-                    by_env.setdefault(record["env"], []).append((step, float(metrics[name])))
-    return replace(curve, successes=[], eval_rewards={}) if is_success else curve
+    steps, evals = read_history(metrics_path)
+    is_success = all(reward_is_success(metrics) for rows in (steps, *evals.values()) for _, metrics in rows)
+    return Curve(
+        rewards=_points(steps, "reward/mean"),
+        evals=_points_by_env(evals, "success"),
+        successes=[] if is_success else _points(steps, "success"),
+        eval_rewards={} if is_success else _points_by_env(evals, "reward/mean"),
+    )
+
+
+def _points(rows: Rows, name: str) -> Points:
+    return [(step, float(metrics[name])) for step, metrics in rows if name in metrics]
+
+
+def _points_by_env(evals: Mapping[str, Rows], name: str) -> dict[str, Points]:
+    found = {env: _points(rows, name) for env, rows in evals.items()}
+    return {env: points for env, points in found.items() if points}
 
 
 def reward_is_success(metrics: Mapping[str, Any]) -> bool:

@@ -12,6 +12,8 @@ from verbatim.logs.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics
 from verbatim.logs.monitors.jsonl import JsonlLog, LogMark, read_log
 
 METRICS = "metrics.jsonl"
+Rows = list[tuple[int, Mapping[str, Any]]]
+"""Steps and metrics."""
 
 
 class MetricsLog(JsonlLog, Monitor):
@@ -38,6 +40,16 @@ class MetricsLog(JsonlLog, Monitor):
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a run's metrics, in order. Raises as `read_log`."""
     return read_log(path, METRICS)
+
+
+def read_history(path: Path) -> tuple[Rows, dict[str, Rows]]:
+    """The metrics of a run's steps, and of its evaluations by environment, in order. Raises as `read_log`."""
+    steps: Rows = []
+    evals: dict[str, Rows] = {}
+    for record in read_metrics(path):
+        rows = steps if record["kind"] == "train" else evals.setdefault(record["env"], [])
+        rows.append((record["step"], record["metrics"]))
+    return steps, evals
 
 
 def is_metrics(record: Any) -> bool:
