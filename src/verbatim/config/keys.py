@@ -9,7 +9,7 @@ from typing import Any
 from verbatim.config.components import Problem
 from verbatim.config.origins import KeyPath
 from verbatim.config.sure_keys import keys_in
-from verbatim.core.redaction import REDACTED, hide, hide_in, variable_in
+from verbatim.core.redaction import REDACTED, hide, hide_in, named_texts, variable_in
 
 _NAMES_A_VARIABLE = ("_env", "_var", "env_from")
 
@@ -22,7 +22,9 @@ def problems_of_keys(document: Mapping[str, Any], *, may_stand_here: bool) -> It
         document: The tables, as they were given.
         may_stand_here: What `keys_in_config` says.
     """
-    _hide_named(document)
+    for path, _, text in named_texts(document):
+        if any(str(key).endswith(_NAMES_A_VARIABLE) for key in path):
+            hide(os.environ.get(text))
     for path, name, value in keys_in(document):
         hide_in(name, value)
         if not may_stand_here:
@@ -34,8 +36,9 @@ def problems_of_keys(document: Mapping[str, Any], *, may_stand_here: bool) -> It
                     "stored in clear"
                 ),
             )
-    for path in _redacted_in(document):
-        yield path, f'found "{REDACTED}", which stands for a key that was not stored; give the key again'
+    for path, _, text in named_texts(document):
+        if REDACTED in text:
+            yield path, f'found "{REDACTED}", which stands for a key that was not stored; give the key again'
 
 
 def _what(value: str) -> str:
@@ -66,23 +69,3 @@ def _tables_to(document: Any, path: KeyPath) -> Iterator[Mapping[str, Any]]:
         if isinstance(document, Mapping):
             yield document
         document = document[part]
-
-
-def _redacted_in(value: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
-    if isinstance(value, str) and REDACTED in value:
-        yield path
-    elif isinstance(value, Mapping | list | tuple):
-        for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _redacted_in(inner, (*path, key))
-
-
-def _hide_named(value: Any, *, is_named: bool = False) -> None:
-    """Hide the values of the variables that are named by keys such as api_key_env."""
-    if isinstance(value, str) and is_named:
-        hide(os.environ.get(value))
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            _hide_named(inner, is_named=is_named or str(key).endswith(_NAMES_A_VARIABLE))
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            _hide_named(inner, is_named=is_named)

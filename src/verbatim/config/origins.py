@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 KeyPath = tuple[str | int, ...]
@@ -12,6 +13,18 @@ KeyPath = tuple[str | int, ...]
 def dotted(path: KeyPath) -> str:
     """`orchestrator.train.env.0.id`."""
     return ".".join(map(str, path))
+
+
+def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The dotted keys of a table, with their values; lists of tables count from 0."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from leaves(inner, f"{name}.{key}" if name else key)
+    elif isinstance(value, list | tuple) and any(isinstance(inner, Mapping) for inner in value):
+        for index, inner in enumerate(value):
+            yield from leaves(inner, f"{name}.{index}")
+    else:
+        yield name, value
 
 
 def line_numbers(text: str) -> dict[KeyPath, int]:

@@ -110,9 +110,9 @@ def _print_figures(summary: Mapping[str, Any], title: str, console: Console) -> 
 
 
 def _add_rows(table: Table, figures: Mapping[str, Any], prefix: str = "") -> None:
-    for key, value in flat(figures, prefix).items():
+    for key, value in flat(figures).items():
         if value is not None:
-            table.add_row(key, _shown(figures.get(key.removeprefix(prefix), value)))
+            table.add_row(f"{prefix}{key}", _shown(figures.get(key, value)))
 
 
 def _shown(value: Any) -> str:

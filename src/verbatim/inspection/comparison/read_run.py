@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verbatim.config.origins import dotted, line_numbers
+from verbatim.config.origins import dotted, leaves, line_numbers
 from verbatim.core.errors import CheckpointError
 from verbatim.core.redaction import redacted_at
 from verbatim.inspection.viewer.metrics import MetricsFollower
@@ -18,7 +18,7 @@ from verbatim.inspection.viewer.run_state import check_run, read_config, read_st
 from verbatim.logs.checkpoints.hold import ORCHESTRATOR
 from verbatim.logs.checkpoints.json_files import read_record
 from verbatim.logs.checkpoints.origin import Origin, read_origin
-from verbatim.logs.checkpoints.stored_config import CONFIG, leaves
+from verbatim.logs.checkpoints.stored_config import CONFIG
 from verbatim.run.evaluation.stored import evaluated_steps
 
 Metrics = Mapping[str, float]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shlex
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from verbatim.config import dump_config
+from verbatim.config.origins import leaves
 from verbatim.config.schema import RunConfig
 from verbatim.core.errors import ConfigError, UsageError
 from verbatim.core.redaction import redacted_at
@@ -118,15 +119,3 @@ def _differences(before: str, now: str) -> list[str]:
 def _shown(key: str, values: Mapping[str, Any]) -> str:
     """A value for messages and logs, without secrets."""
     return repr(redacted_at(key, values[key]) if key in values else "not set")
-
-
-def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The dotted keys of a table, with their values."""
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from leaves(inner, f"{name}.{key}" if name else key)
-    elif isinstance(value, list) and any(isinstance(inner, Mapping) for inner in value):
-        for index, inner in enumerate(value):
-            yield from leaves(inner, f"{name}.{index}")
-    else:
-        yield name, value

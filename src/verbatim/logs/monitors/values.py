@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from verbatim.config.origins import leaves
+
 QUANTILES = {"min": 0.0, "p10": 0.1, "p50": 0.5, "p90": 0.9, "max": 1.0}
 """By their names in metrics of services that have no histograms."""
 
@@ -30,21 +32,13 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
     return dict(zip(QUANTILES, np.quantile(found, list(QUANTILES.values())).tolist(), strict=True))
 
 
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str | None]:
+def flat(config: Mapping[str, Any]) -> dict[str, bool | int | float | str | None]:
     """A configuration by dotted keys; lists of tables count from 0, other lists are texts.
 
     >>> flat({"seed": 1, "orchestrator": {"train": {"env": [{"id": "game"}]}, "tags": ["a", "b"]}})
     {'seed': 1, 'orchestrator.train.env.0.id': 'game', 'orchestrator.tags': "['a', 'b']"}
     """
-    found: dict[str, bool | int | float | str | None] = {}
-    for key, value in config.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            found |= flat(value, f"{name}.")
-        elif isinstance(value, list | tuple) and any(isinstance(inner, Mapping) for inner in value):
-            found |= flat({str(number): inner for number, inner in enumerate(value)}, f"{name}.")
-        elif value is None or isinstance(value, bool | int | float | str):
-            found[name] = value
-        else:
-            found[name] = str(value)
-    return found
+    return {
+        key: value if value is None or isinstance(value, bool | int | float | str) else str(value)
+        for key, value in leaves(config)
+    }
