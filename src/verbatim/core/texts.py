@@ -108,6 +108,14 @@ def number(value: float, *, signed: bool = False) -> str:
     return f"{value:{'+' if signed else ''},.{places}f}"
 
 
+def counted(count: int, one: str, many: str = "") -> str:
+    """
+    >>> counted(1, "episode"), counted(1200, "episode"), counted(0, "batch", "batches")
+    ('1 episode', '1,200 episodes', '0 batches')
+    """
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
 def numbered(name: str, taken: Container[str]) -> str:
     """The name; where it is taken, with the first free number from 2 on.
 

@@ -8,10 +8,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from verbatim.core.texts import counted
 from verbatim.inspection.doctor.classes import BreakClass
 from verbatim.inspection.doctor.diagnosis import Diagnosis, Summary
 from verbatim.inspection.doctor.logs import Problems
-from verbatim.inspection.doctor.text import counted, printable
+from verbatim.inspection.doctor.text import printable
 from verbatim.inspection.doctor.windows import Cell
 
 _CLASS_STYLE = "bold red"

@@ -62,11 +62,6 @@ class TokenText:
             )
 
 
-def counted(number: int, one: str, many: str = "") -> str:
-    """`1 token`, `1,024 tokens`."""
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
-
-
 def printable(text: str, space: str = "·") -> str:
     """Text on one line without control characters."""
     return "".join(

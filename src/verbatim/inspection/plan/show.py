@@ -9,6 +9,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from verbatim.core.texts import counted
 from verbatim.inspection.plan.changes import Change
 from verbatim.inspection.plan.devices import GIB
 from verbatim.inspection.plan.live_memory import (
@@ -107,7 +108,7 @@ def _how(plan: Plan) -> str:
     if trainer.compile:
         parts.append("measured as if its layers were not compiled")
     passes = max(map(len, memory.dealt))
-    parts.append(f"{_count(passes, 'micro-batch', 'micro-batches')} of up to {memory.most_tokens:,} tokens")
+    parts.append(f"{counted(passes, 'micro-batch', 'micro-batches')} of up to {memory.most_tokens:,} tokens")
     return ", ".join(parts)
 
 
@@ -116,8 +117,8 @@ def _sampler(plan: Plan) -> str:
     replicas = placement.replicas
     each = f" of {replicas.devices_each} devices each" if replicas.devices_each > 1 else ""
     return (
-        f"{_count(replicas.count, 'replica', 'replicas')}{each}, {replicas.dtype}, {placement.where}; up to "
-        f"{_count(plan.sampler.in_flight, 'sequence', 'sequences')} in each"
+        f"{counted(replicas.count, 'replica', 'replicas')}{each}, {replicas.dtype}, {placement.where}; up to "
+        f"{counted(plan.sampler.in_flight, 'sequence', 'sequences')} in each"
     )
 
 
@@ -176,7 +177,7 @@ def _waiting(plan: Plan) -> str:
     if plan.case.placement.where == "in turns with the trainer" or orchestrator.max_async_level == 0:
         return f"One after the other: a step takes {_seconds(seconds['step'])} s.\n"
     side = "trainer" if seconds["trainer_waits"] > 0 else "sampler"
-    ahead = _count(orchestrator.max_async_level, "batch", "batches")
+    ahead = counted(orchestrator.max_async_level, "batch", "batches")
     return (
         f"At the same time: a step takes {_seconds(seconds['step'])} s, of which the {side} waits "
         f"{_seconds(seconds[f'{side}_waits'])} s. Rollouts start with weights at most {ahead} old.\n"
@@ -207,10 +208,6 @@ def _grid() -> Table:
 
 def _times(count: int, name: str) -> str:
     return f"{count} processes, each on one {name}" if count > 1 else f"1 process on {name}"
-
-
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number:,} {one if number == 1 else many}"
 
 
 def _gib(num_bytes: float) -> str:

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from verbatim.core.errors import UsageError, VerbatimError
+from verbatim.core.texts import counted
 from verbatim.core.trajectories.openings import breaks
 from verbatim.core.types import Trajectory
 from verbatim.inspection.doctor import BreakClass, Diagnosis, Doctor, LoggedTrajectory
 from verbatim.inspection.doctor.diagnosis import TemplateLine
-from verbatim.inspection.doctor.text import TokenText, counted
+from verbatim.inspection.doctor.text import TokenText
 from verbatim.inspection.viewer.tokenizer import RunTokenizer
 
 _LONGEST = 300_000

@@ -6,11 +6,11 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from verbatim.core.texts import number
+from verbatim.core.texts import counted, number
 from verbatim.run.evaluation.intervals import Estimate
 from verbatim.run.evaluation.pairs import Difference
 from verbatim.run.evaluation.results import EnvResult, ExampleResult
-from verbatim.run.evaluation.texts import counted, with_interval
+from verbatim.run.evaluation.texts import with_interval
 
 Row = tuple[str, ...]
 """A heading, then a text for each column."""

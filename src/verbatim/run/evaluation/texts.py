@@ -28,11 +28,3 @@ def with_interval(found: Estimate, *, signed: bool = False) -> str:
     if not found.has_interval:
         return value
     return f"{value} [{number(found.low, signed=signed)}, {number(found.high, signed=signed)}]"
-
-
-def counted(count: int, what: str) -> str:
-    """
-    >>> counted(1, "episode"), counted(1200, "episode")
-    ('1 episode', '1,200 episodes')
-    """
-    return f"{count:,} {what}{'' if count == 1 else 's'}"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from verbatim.core.texts import counted
 from verbatim.inspection.doctor.difference import Difference
-from verbatim.inspection.doctor.text import counted
 
 
 def truncated(d: Difference) -> str | None:

@@ -6,10 +6,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from verbatim.core.texts import counted
 from verbatim.inspection.doctor.alignment import RUN
 from verbatim.inspection.doctor.difference import Difference, common_prefix
 from verbatim.inspection.doctor.evidence.json_text import json_at
-from verbatim.inspection.doctor.text import counted
 
 _SCHEMA = re.compile(r'\{\s*"(?:type|name|function|description|parameters|strict)"')
 _HEADER = 400

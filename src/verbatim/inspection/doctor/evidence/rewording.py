@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
+from verbatim.core.texts import counted
 from verbatim.inspection.doctor.difference import Difference, common_prefix
 from verbatim.inspection.doctor.evidence.json_text import json_at, same_json
-from verbatim.inspection.doctor.text import counted
 
 _THINKING = (
     ("<think>", "</think>"),
