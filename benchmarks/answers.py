@@ -33,7 +33,7 @@ from http_client import Answering
 from verbatim.config.schema import BuildConfig
 from verbatim.core.types import StopReason
 from verbatim.inference import Completion, SampleRequest, SamplingParams
-from verbatim.inference.http import protocol
+from verbatim.inference.http import completions, protocol
 from verbatim.inference.http.client import HttpClient, encode, read_json
 from verbatim.inference.http.packed import PACKED, pack
 from verbatim.inference.http.sampler import HttpSampler
@@ -210,7 +210,7 @@ async def one_round(client: HttpClient, server: int, form: str) -> float:
     """Milliseconds of the API server's processor time for a turn."""
     ids = np.random.default_rng(1).integers(0, 100, PROMPT, dtype=np.int32)
     request = SampleRequest(prompt_ids=ids, params=SamplingParams(max_tokens=TOKENS), seed=1)
-    body = protocol.request_body(request, "policy")
+    body = completions.request_body(request, "policy")
     body[protocol.OURS][PACKED] = form == "packed"
     before = processor_seconds(server)
     answers = await asyncio.gather(
@@ -219,7 +219,7 @@ async def one_round(client: HttpClient, server: int, form: str) -> float:
     took = processor_seconds(server) - before
     for found in answers:
         assert (PACKED in found) == (form == "packed")
-        assert len(protocol.read_completion(found)[0].ids) == TOKENS
+        assert len(completions.read_completion(found)[0].ids) == TOKENS
     return took / AT_ONCE * 1e3
 
 

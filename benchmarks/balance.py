@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from verbatim.trainer.packing.cost import CostModel, model_cost
-from verbatim.trainer.packing.deal import Piece, deal, idle_share
+from verbatim.trainer.packing.deal import Piece, deal, lock_step_time
 
 TRAJECTORIES, SHORTEST, LONGEST, MEDIAN, SIGMA = 512, 1_000, 64_000, 8_000, 1.0
 TRAINED = 0.3
@@ -71,7 +71,7 @@ def measure(cost: CostModel, num_ranks: int, most_tokens: int, num_batches: int)
         if max(piece.cost for piece in pieces) > sum(piece.cost for piece in pieces) / num_ranks:
             uneven += 1
             continue
-        idle.append(idle_share(dealt.costs))
+        idle.append(1 - sum(map(sum, dealt.costs)) / (len(dealt.costs) * lock_step_time(dealt.costs)))
         passes.append(dealt.num_passes)
     return {
         "longer_than_a_share": uneven,

@@ -30,7 +30,7 @@ class Clock(TrainerCallback):
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self.ends.append(time.perf_counter())
 
-    def on_log(self, *_: Any, logs: dict[str, Any], **__: Any) -> None:
+    def on_log(self, *_: Any, logs: dict[str, Any], **__: Any) -> None:  # type: ignore[override]  # always by name
         self.logs.append(logs)
 
 

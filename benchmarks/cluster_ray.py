@@ -20,6 +20,7 @@ from typing import Any
 
 from remote_rollouts import Bench
 from verbatim.inference import Completion, SampleRequest
+from verbatim.inference.base import Watch
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import EpisodeRunner, GroupRun, LocalRunner, RolloutSetup
 from verbatim.rollouts.backends import RunnerInputs
@@ -31,9 +32,9 @@ class Slow(ScriptedSampler):
 
     seconds = 0.2
 
-    async def generate(self, request: SampleRequest) -> Completion:
+    async def generate(self, request: SampleRequest, watch: Watch | None = None) -> Completion:
         await asyncio.sleep(self.seconds)
-        return await super().generate(request)
+        return await super().generate(request, watch)
 
 
 def memory() -> int:

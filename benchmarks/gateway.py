@@ -127,7 +127,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             template, size = small_model(Path(folder) / "model")
             stop = template.stop_token_ids[0]
-            said = [*template._tokenizer.encode(SAID), stop]
+            said = [*template.tokenizer.encode(SAID), stop]
             for _ in range(args.repeat):
                 plain = ScriptedSampler(
                     script=lambda _: np.array(written({"content": SAID}), np.int32),

@@ -21,11 +21,10 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.pop(0)  # this folder: it has an `orchestrator` of its own
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from orchestrator.faulty_runs import Tally, faulty_run, tiny_model
-from orchestrator.virtual_runs import on_virtual_time
+from run.orchestrator.faulty_runs import Tally, faulty_run, tiny_model
+from run.orchestrator.virtual_runs import on_virtual_time
 
 EMBEDDED_EVERY = 5
 """One run in so many has the embedded engine."""

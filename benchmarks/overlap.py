@@ -64,7 +64,7 @@ def answer_at_once(run: Path, messages: Path, model: Path, core: int) -> None:
                 continue
             tokens = sum(sample.num_trained_tokens for sample in message.samples)
             report = StepReport(version=message.version, weights=model, num_trained_tokens=tokens, metrics={})
-            exchange.answer(number, {"result": to_json(report)})
+            exchange.answer(number, {"result": to_json(report, run)})
             (messages / f"{message.version:06d}").write_bytes(message_to_bytes(message))
 
 

@@ -36,6 +36,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from verbatim.core.types import Ids, Int32, Message, StopReason, ToolCall
 from verbatim.environments.tools import FunctionTool, ToolManager
 from verbatim.inference import Completion, Sampler, SampleRequest, SamplingParams
+from verbatim.inference.base import Watch
 from verbatim.inference.embedded.engine import TorchSampler
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.models.renderers.base import ParsedResponse
@@ -180,9 +181,9 @@ class EmbeddedSampler(TorchSampler):
 
     plan = Plan([])
 
-    async def generate(self, request: SampleRequest) -> Completion:
+    async def generate(self, request: SampleRequest, watch: Watch | None = None) -> Completion:
         params = dataclasses.replace(request.params, max_tokens=self.plan.length(request.prompt_ids))
-        completion = await super().generate(dataclasses.replace(request, params=params))
+        completion = await super().generate(dataclasses.replace(request, params=params), watch)
         return dataclasses.replace(completion, stop_reason=StopReason.STOP)
 
 
@@ -261,9 +262,9 @@ async def play_lock_step(sampler: Sampler, renderer: PlanRenderer, scripts: Sequ
     live = episodes
     while live:
         await asyncio.gather(*(episode.sample() for episode in live))
-        live = [episode for episode in live if episode.loop.last_turn.tool_calls]
+        live = [episode for episode in live if episode.recorder.turns[-1].tool_calls]
         for episode in live:
-            for call in episode.loop.last_turn.tool_calls:
+            for call in episode.recorder.turns[-1].tool_calls:
                 episode.messages.append((await episode.tools.dispatch(call, timeout=60.0)).message)
     return sum(len(episode.recorder.turns) for episode in episodes)
 

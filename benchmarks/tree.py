@@ -153,7 +153,7 @@ def compare(folder: Path, samples: list[TrainingSample], args: argparse.Namespac
 
 def attention(trainer: Trainer, samples: list[TrainingSample]) -> str:
     """The plans that a step attends by."""
-    plans = (DeviceBatch(micro_batch, trainer.device).plan for micro_batch in trainer.pack(samples))
+    plans = (DeviceBatch(micro_batch, trainer.device).plan for micro_batch in trainer.packer.pack(samples))
     return ", ".join(sorted({type(plan).__name__ for plan in plans}))
 
 
