@@ -64,6 +64,7 @@ class StepPacker:
         sharding: Sharding | None = None,
     ) -> None:
         self._targets, self._config, self._loss = targets, config, loss
+        self._lm = targets.model
         self._ranks, self._sharding = ranks, sharding
         self.packing = config.packing
         """The packer: "rows" where a model can take no other, or where this process found trees to be wrong."""
@@ -72,10 +73,6 @@ class StepPacker:
         if self._packs:
             refuse_moving_positions(self._lm, seq_len)
             self.packing = packing_for(self._lm, config.packing)
-
-    @property
-    def _lm(self) -> CausalLM:
-        return self._targets.model
 
     @property
     def _packs(self) -> bool:

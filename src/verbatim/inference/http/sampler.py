@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -85,6 +85,8 @@ class HttpSampler:
         check_address(url, "url")
         root = url.rstrip("/").removesuffix("/v1")
         self._client = HttpClient(root, api_key=api_key, request_timeout=request_timeout, max_retries=max_retries)
+        self.url: Final = self._client.url
+        """The server's root."""
         self._told: _Facts = {
             "model": model,
             "context_length": context_length,
@@ -115,11 +117,6 @@ class HttpSampler:
 
     def __repr__(self) -> str:
         return f"HttpSampler({self.url!r})"
-
-    @property
-    def url(self) -> str:
-        """The server's root."""
-        return self._client.url
 
     # ---- the Sampler protocol
 

@@ -33,9 +33,9 @@ class Game:
         self._random = OwnRandom(seed)
         self.spec, self.num_players, self.done = spec, num_players, False
         with self._random.lent():
-            self._env, self._changes = make_game(spec, options)
+            self.env, self._changes = make_game(spec, options)  # the package's own game, without wrappers
             try:
-                self._env.reset(num_players=num_players, seed=seed)
+                self.env.reset(num_players=num_players, seed=seed)
             except Exception as error:  # games check their arguments in ways of their own
                 raise ComponentError(
                     f"textarena: {spec.id} does not begin with {num_players} players: {error_text(error)}"
@@ -44,14 +44,9 @@ class Game:
             _swap_back(self.state)
 
     @property
-    def env(self) -> Any:
-        """The package's own game, without wrappers."""
-        return self._env
-
-    @property
     def state(self) -> Any:
         """The package's own state."""
-        return self._env.state
+        return self.env.state
 
     def observe(self) -> tuple[int, str]:
         """Who is to act, and everything that this player has been shown since it acted last. What the player itself has
@@ -59,7 +54,7 @@ class Game:
         import textarena
 
         with self._random.lent():
-            player, shown = self._env.get_observation()
+            player, shown = self.env.get_observation()
         lines = [
             f"[{self._name(sender)}] {text}"
             for sender, text, kind in shown
@@ -73,7 +68,7 @@ class Game:
             text = change(text)
         with self._random.lent():
             try:
-                self.done, _ = self._env.step(action=text)
+                self.done, _ = self.env.step(action=text)
             except Exception as error:  # a game reads in its own way what a model wrote
                 raise EnvironmentFault(
                     f"textarena: {self.spec.id} raised {error_text(error)} on the action {text[:200]!r}"
@@ -85,7 +80,7 @@ class Game:
         if not self.done:
             return None
         with self._random.lent():
-            rewards, _ = self._env.close()
+            rewards, _ = self.env.close()
         try:
             return {int(player): float(reward) for player, reward in sorted(rewards.items())}
         except (TypeError, ValueError, AttributeError) as error:
