@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager
 from typing import Any, Literal
 
 import numpy as np
@@ -53,7 +52,7 @@ class VllmControl:
 
     async def pause(self) -> None:
         """No more steps; requests keep their place, and their cache until it is emptied."""
-        await self._post("pause", "/pause?mode=keep&clear_cache=false")
+        await self._ask("pause", "/pause?mode=keep&clear_cache=false")
 
     async def num_workers(self) -> int:
         """Processes that hold a part of the weights.
@@ -61,8 +60,7 @@ class VllmControl:
         Raises:
             SamplerFault: it does not say.
         """
-        async with self._phase("number of workers"):
-            answer = await self._client.ask("GET", "/get_world_size", None, read_json)
+        answer = await self._ask("number of workers", "/get_world_size", method="GET")
         found = answer.get("world_size") if isinstance(answer, dict) else None
         if not isinstance(found, int):
             raise SamplerFault(f"{self._name}: number of workers: expected a number, found {brief(answer)}")
@@ -71,20 +69,20 @@ class VllmControl:
     async def start_update(self) -> None:
         """Begin an update. One that was given up in the middle, by whomever, is ended first."""
         try:
-            await self._post("start weight update", "/start_weight_update")
+            await self._ask("start weight update", "/start_weight_update")
         except SamplerFault as fault:
             if _ALREADY not in str(fault):
                 raise
             await self.finish_update()
-            await self._post("start weight update", "/start_weight_update")
+            await self._ask("start weight update", "/start_weight_update")
 
     async def load(self, info: Mapping[str, Any]) -> None:
         """Load weights; `info` is the engine's: {"path": ...} or {"group": ...}."""
-        await self._post("load weights", "/update_weights", {"update_info": info})
+        await self._ask("load weights", "/update_weights", {"update_info": info})
 
     async def finish_update(self) -> None:
         """End the update. The version stays the old one."""
-        await self._post("finish weight update", "/finish_weight_update", {})
+        await self._ask("finish weight update", "/finish_weight_update", {})
 
     async def reports(self, of: Literal["weights", "adapter"] = "weights") -> list[WorkerReport]:
         """What each worker built its kernels from in the last update, or what its newest adapter is made of.
@@ -103,9 +101,8 @@ class VllmControl:
         Raises:
             SamplerFault: the server still has another one.
         """
-        await self._post("set version", "/update_weight_version", {"new_version": str(version)})
-        async with self._phase("set version"):
-            answer = await self._client.ask("GET", "/weight_info", None, read_json)
+        await self._ask("set version", "/update_weight_version", {"new_version": str(version)})
+        answer = await self._ask("set version", "/weight_info", method="GET")
         found = answer.get("weight_version") if isinstance(answer, dict) else answer
         if found != str(version):
             raise SamplerFault(f"{self._name}: its weights are of version {brief(found)}, expected {version}")
@@ -120,12 +117,12 @@ class VllmControl:
             Whether it is empty; requests in flight that keep their cache prevent that.
         """
         path = f"/reset_prefix_cache?reset_running_requests={'true' if running_too else 'false'}"
-        answer = await self._post("empty prefix cache", path)
+        answer = await self._ask("empty prefix cache", path)
         return isinstance(answer, dict) and answer.get("success") is True
 
     async def resume(self) -> None:
         """Steps go on."""
-        await self._post("resume", "/resume")
+        await self._ask("resume", "/resume")
 
     # ---- asleep: the trainer has the device
 
@@ -136,7 +133,7 @@ class VllmControl:
         Raises:
             SamplerFault: it did not.
         """
-        answer = await self._post("sleep", "/sleep?level=2&mode=wait")
+        answer = await self._ask("sleep", "/sleep?level=2&mode=wait")
         if not isinstance(answer, dict) or answer.get("status") != "sleeping":
             raise SamplerFault(f"{self._name}: sleep: it says {brief(answer)}")
 
@@ -146,7 +143,7 @@ class VllmControl:
         Raises:
             SamplerFault: it did not.
         """
-        answer = await self._post(f"wake up {memory}", f"/wake_up?tags={memory}")
+        answer = await self._ask(f"wake up {memory}", f"/wake_up?tags={memory}")
         expected = "awake" if is_last else "sleeping"
         if not isinstance(answer, dict) or answer.get("status") != expected:
             raise SamplerFault(f"{self._name}: wake up {memory}: it says {brief(answer)}, expected {expected}")
@@ -159,11 +156,11 @@ class VllmControl:
         Raises:
             SamplerFault: it cannot be read, does not fit, or the name is taken.
         """
-        await self._post("load adapter", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path}, _read_success)
+        await self._ask("load adapter", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path}, _read_success)
 
     async def forget_adapter(self, name: str) -> None:
         """No new request may name it."""
-        await self._post("unload adapter", "/v1/unload_lora_adapter", {"lora_name": name}, _read_success)
+        await self._ask("unload adapter", "/v1/unload_lora_adapter", {"lora_name": name}, _read_success)
 
     # ---- what the server is
 
@@ -173,8 +170,7 @@ class VllmControl:
         Raises:
             SamplerFault: it does not.
         """
-        async with self._phase("health", seconds):
-            await self._client.ask("GET", "/health", None, _read_any)
+        await self._ask("health", "/health", None, _read_any, method="GET", seconds=seconds)
 
     async def facts(self) -> ServerFacts:
         """How the server was started.
@@ -183,10 +179,7 @@ class VllmControl:
             UsageError: it does not say, and how to start it; or it refuses the key.
             SamplerFault: it cannot be reached.
         """
-        async with self._phase("facts"):
-            status = await self._client.ask(
-                "POST", "/collective_rpc", encode({"method": "verbatim_facts"}), _status_or_facts
-            )
+        status = await self._ask("facts", "/collective_rpc", {"method": "verbatim_facts"}, _status_or_facts)
         if isinstance(status, int):
             why = _OURS if status == 404 and await self._is_ours() else _HOW_TO_START[status]
             raise UsageError(f"{named(self._name, self._client.url)}: {why}")
@@ -203,8 +196,8 @@ class VllmControl:
 
     async def _is_ours(self) -> bool:
         """Whether it is a server of the embedded engine."""
-        async with self._phase("facts"):
-            return await self._client.ask("GET", SAMPLER, None, lambda answer: answer.status == 200)
+        found: bool = await self._ask("facts", SAMPLER, None, lambda answer: answer.status == 200, method="GET")
+        return found
 
     async def missing_flag(self, model: str | None) -> str | None:
         """What the token endpoint needs and the server was started without, as found by one request; None = nothing.
@@ -218,8 +211,7 @@ class VllmControl:
         prompt = np.zeros(1, dtype=np.int32)
         params = SamplingParams(max_tokens=1, top_k=1)  # one that returns kept sets takes none without top_k
         body = request_body(SampleRequest(prompt_ids=prompt, params=params, seed=0), model)
-        async with self._phase("token endpoint"):
-            answer = await self._client.ask("POST", GENERATE, encode(body), _read_unless_refused)
+        answer = await self._ask("token endpoint", GENERATE, body, _read_unless_refused)
         if isinstance(answer, str):
             return answer
         if read_cached_tokens(answer) is None:
@@ -241,18 +233,20 @@ class VllmControl:
         Raises:
             SamplerFault: it does not say.
         """
-        async with self._phase("metrics"):
-            text = await self._client.ask("GET", "/metrics", None, _read_any)
-        return read_metrics(text)
+        return read_metrics(await self._ask("metrics", "/metrics", None, _read_any, method="GET"))
 
-    async def _post(
-        self, phase: str, path: str, body: Mapping[str, Any] | None = None, read: Callable[[Answer], Any] = read_json
+    async def _ask(
+        self,
+        doing: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        read: Callable[[Answer], Any] = read_json,
+        *,
+        method: Literal["POST", "GET"] = "POST",
+        seconds: float | None = None,
     ) -> Any:
-        async with self._phase(phase):
-            return await self._client.ask("POST", path, None if body is None else encode(body), read)
-
-    def _phase(self, doing: str, seconds: float | None = None) -> AbstractAsyncContextManager[None]:
-        return phase(self._name, doing, self._phase_timeout if seconds is None else seconds)
+        async with phase(self._name, doing, self._phase_timeout if seconds is None else seconds):
+            return await self._client.ask(method, path, None if body is None else encode(body), read)
 
 
 _USE_PLUGIN = (
