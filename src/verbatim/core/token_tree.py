@@ -68,19 +68,12 @@ class TokenPath:
         """The tokens from `start` to `length` (all by default) as one array: int32, read-only."""
         end = self.length if length is None else length
         segment = self.segment if end == self.length else self.segment_at(end)
-        parts = []
+        parts: list[Int32] = []
         while segment is not None and start < end:
             ids, first = segment.ids, segment.start
             parts.append(ids if end == segment.end and start <= first else ids[max(0, start - first) : end - first])
             end, segment = first, segment.parent
-        if not parts:
-            return _NONE
-        if len(parts) == 1:
-            return parts[0]
-        parts.reverse()
-        out: Int32 = np.concatenate(parts)
-        out.flags.writeable = False
-        return out
+        return _joined(parts)
 
     def segment_at(self, length: int) -> Segment | None:
         """The segment that holds token `length - 1` of this sequence; None for 0."""
@@ -91,10 +84,7 @@ class TokenPath:
 
     def starts_with(self, other: TokenPath) -> bool:
         """Whether the other sequence, of the same tree, is a prefix of this one (or equal)."""
-        segment, length = self.segment, other.length
-        while segment is not None and segment.start >= length:
-            segment = segment.parent
-        return segment is other.segment and length <= self.length
+        return other.length <= self.length and self.segment_at(other.length) is other.segment
 
     def ends_with(self, ids: Int32) -> bool:
         """Whether these are the last ids of the sequence."""
@@ -144,13 +134,7 @@ class PathReader:
             new.append((place, end))
             parts.append(place.ids if end == place.end else place.ids[: end - place.start])
             end, place = place.start, place.parent
-        if not parts:
-            return _NONE
-        if len(parts) == 1:
-            out = parts[0]
-        else:
-            parts.reverse()
-            out = _read_only(np.concatenate(parts))
+        out = _joined(parts)
         for segment, length in new:
             self._read[segment] = (length, out)
         return out
@@ -296,6 +280,16 @@ _NONE: Int32 = np.frombuffer(b"", _INT32)
 def _same(a: Int32, b: Int32) -> bool:
     """Whether two arrays of one length hold the same ids."""
     return a.tobytes() == b.tobytes() if len(a) <= _FEW else bool(np.logical_and.reduce(a == b))
+
+
+def _joined(parts: list[Int32]) -> Int32:
+    """Parts of a sequence, the last one first, as one array: read-only."""
+    if not parts:
+        return _NONE
+    if len(parts) == 1:
+        return parts[0]
+    parts.reverse()
+    return _read_only(np.concatenate(parts))
 
 
 def _read_only(ids: Int32) -> Int32:

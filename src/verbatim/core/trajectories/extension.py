@@ -39,10 +39,8 @@ class SampleEnds:
         A shorter sample must not win over a longer one: the longer one's sampled tokens would then be taken for tokens
         of the environment. Of equally long ones the earliest wins.
         """
-        ends, segment = self._ends, turn.path.segment
-        length = turn.path.length - len(turn.completion_ids)
-        while segment is not None and segment.start >= length:
-            segment = segment.parent
+        ends, length = self._ends, turn.path.length - len(turn.completion_ids)
+        segment = turn.path.segment_at(length)
         while segment is not None:
             if segment in ends:
                 longest, number = 0, -1
