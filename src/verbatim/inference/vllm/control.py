@@ -91,7 +91,7 @@ class VllmControl:
             SamplerFault: it does not say.
         """
         method = "verbatim_report" if of == "weights" else "verbatim_adapter"
-        async with self._phase(f"report {of}"):
+        async with phase(self._name, f"report {of}", self._phase_timeout):
             answer = await self._client.ask("POST", "/collective_rpc", encode({"method": method}), read_json)
             return read_reports(answer.get("results") if isinstance(answer, dict) else None)
 
