@@ -84,9 +84,9 @@ class Failures:
         Raises:
             VerbatimError: a rank failed, ended, or did not come within the deadline; names it.
         """
-        self._store.set(_process(self._rank), f"{os.getpid()} on {socket.gethostname()}")
+        self._store.set(_key("process", self._rank), f"{os.getpid()} on {socket.gethostname()}")
         until = time.monotonic() + self._deadline
-        while missing := [rank for rank in range(self._size) if not self._store.check([_process(rank)])]:
+        while missing := [rank for rank in range(self._size) if not self._store.check([_key("process", rank)])]:
             if (failure := self.first()) is not None:
                 raise failure.error(self.name(failure.rank))
             if ended := self._ended():
@@ -100,7 +100,7 @@ class Failures:
 
     def name(self, rank: int) -> str:
         """A rank with its process and host."""
-        key = _process(rank)
+        key = _key("process", rank)
         process = f" (process {self._store.get(key).decode()})" if self._store.check([key]) else ""
         return f"rank {rank} of the trainer{process}"
 
@@ -110,7 +110,7 @@ class Failures:
         failure = None if is_lost(error) else Failure(rank=self._rank, said=one_line(error), kind=kind_of(error))
         about = {"lost": True} if failure is None else {"said": failure.said, "kind": failure.kind}
         with contextlib.suppress(dist.DistError):
-            self._store.set(_fault(self._rank), json.dumps(about))
+            self._store.set(_key("fault", self._rank), json.dumps(about))
             if failure is not None:
                 self._store.compare_set(_FIRST, "", str(self._rank))
 
@@ -162,7 +162,7 @@ class Failures:
     def leave(self) -> None:
         """Another rank: say that this process ends now."""
         with contextlib.suppress(dist.DistError):
-            self._store.set(_left(self._rank), "")
+            self._store.set(_key("left", self._rank), "")
 
     def wait_until_left(self) -> None:
         """Rank 0: let the others end, which the store that this process may hold has told of the failure."""
@@ -170,7 +170,7 @@ class Failures:
         with contextlib.suppress(dist.DistError):
             while time.monotonic() < until:
                 ended = self._ended()
-                if all(rank in ended or self._store.check([_left(rank)]) for rank in range(1, self._size)):
+                if all(rank in ended or self._store.check([_key("left", rank)]) for rank in range(1, self._size)):
                     return
                 time.sleep(_POLL)
 
@@ -216,7 +216,7 @@ class Failures:
         return first if first is not None and first.rank != self._rank else None
 
     def _told(self, rank: int) -> dict[str, Any] | None:
-        key = _fault(rank)
+        key = _key("fault", rank)
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def named(self, ended: Mapping[int, str]) -> str:
@@ -252,13 +252,6 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-def _process(rank: int) -> str:
-    return f"process/{rank}"
-
-
-def _fault(rank: int) -> str:
-    return f"fault/{rank}"
-
-
-def _left(rank: int) -> str:
-    return f"left/{rank}"
+def _key(what: str, rank: int) -> str:
+    """What the store has of a rank: "process", "fault" or "left"."""
+    return f"{what}/{rank}"
