@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from verbatim.core.errors import UsageError
@@ -14,7 +14,6 @@ from verbatim.core.types import Message, Trajectory
 from verbatim.environments.base import Episode, Reply, Score
 from verbatim.environments.tools import Tool, ToolArgumentsError, ToolManager, ToolResult
 from verbatim.rollouts.base import Opening
-from verbatim.rollouts.user_simulator import ConnectedUser
 
 logger = logging.getLogger(__name__)
 
@@ -22,13 +21,15 @@ Managers: TypeAlias = ToolManager | Sequence[ToolManager | None] | None
 """One for all conversations, or a list with one for each; None runs nothing: a call is answered with an error."""
 Scorer: TypeAlias = Callable[[Trajectory, Mapping[str, Any]], Any]
 """A reward from a finished trajectory and the fields of its task beside `messages`."""
+User: TypeAlias = Callable[[Sequence[Message], Mapping[str, Any], Counter[str]], Awaitable[str | None]]
+"""`UserSimulator.answer` over an open connection."""
 
 
 class ConversationEpisode(Episode):
     """Ends when the model answers without calling a tool, or when the simulated user ends it; earns what the scorer
     gives."""
 
-    def __init__(self, opening: Opening, tools: ToolManager, user: ConnectedUser | None, scorer: Scorer | None) -> None:
+    def __init__(self, opening: Opening, tools: ToolManager, user: User | None, scorer: Scorer | None) -> None:
         self.messages = opening.messages
         self.tools = tools  # type: ignore[assignment]  # a manager is taken as it is
         self._task, self._user, self._scorer = opening.task, user, scorer
@@ -44,7 +45,7 @@ class ConversationEpisode(Episode):
         if self._user is None:
             return Reply(done=True)
         self._spoken.append(message)
-        said = await self._user.answer(self._spoken, self._task, self._usage)
+        said = await self._user(self._spoken, self._task, self._usage)
         if said is None:
             return Reply(done=True)
         self._spoken.append({"role": "user", "content": said})

@@ -30,7 +30,7 @@ from verbatim.rollouts.main_loop import run_in_program
 from verbatim.rollouts.progress_bar import progress_bar
 from verbatim.rollouts.seeds import derive_seed
 from verbatim.rollouts.traces import TraceFolder
-from verbatim.rollouts.user_simulator import ConnectedUser, UserSimulator
+from verbatim.rollouts.user_simulator import UserSimulator
 
 Self = TypeVar("Self", bound="ConversationRollout")
 
@@ -144,10 +144,11 @@ class ConversationRollout(abc.ABC):
         settings = self._override(overrides)
         openings = read_openings(trajectories)
         offered = offered_tools(openings, settings.tool_manager)
-        simulated: contextlib.AbstractAsyncContextManager[ConnectedUser | None] = (
-            contextlib.nullcontext() if settings.user is None else settings.user.connect()
-        )
-        async with simulated as user:
+        async with contextlib.AsyncExitStack() as stack:
+            user = None
+            if settings.user is not None:
+                connection = await stack.enter_async_context(settings.user.api.connect())
+                user = functools.partial(settings.user.answer, connection)
             begins = [
                 ConversationEpisode(opening, tools, user, settings.score).start
                 for opening, tools in zip(openings, offered, strict=True)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,23 +46,13 @@ class UserSimulator:
         if not isinstance(self.api, OpenAI):
             raise UsageError(f'user: api = {self.api!r:.80}; expected OpenAI(model="...", base_url="http://...")')
 
-    @contextlib.asynccontextmanager
-    async def connect(self) -> AsyncIterator[ConnectedUser]:
-        """The user, for as long as the block lasts."""
-        async with self.api.connect() as connection:
-            yield ConnectedUser(self, connection)
-
-
-class ConnectedUser:
-    """A simulated user over an open connection. Serves any number of conversations."""
-
-    def __init__(self, user: UserSimulator, connection: Connection) -> None:
-        self._user, self._connection = user, connection
-
-    async def answer(self, spoken: Sequence[Message], task: Mapping[str, Any], usage: Counter[str]) -> str | None:
+    async def answer(
+        self, connection: Connection, spoken: Sequence[Message], task: Mapping[str, Any], usage: Counter[str]
+    ) -> str | None:
         """What the user says next; None where it ends the conversation.
 
         Args:
+            connection: An open way to its server. Serves any number of conversations.
             spoken: The messages of user and assistant so far.
             task: The task's own fields; `user` is added to the prompt.
             usage: The server's token counts, and the requests that had to be made again, are added.
@@ -71,14 +60,14 @@ class ConnectedUser:
         Raises:
             SamplerFault: the server failed for good.
         """
-        prompt = self._user.prompt + (f"\n\n{task['user']}" if task.get("user") else "")
+        prompt = self.prompt + (f"\n\n{task['user']}" if task.get("user") else "")
         seen: list[Message] = [{"role": "system", "content": prompt}]
         for message in spoken:
             role = "user" if message["role"] == "assistant" else "assistant"
             seen.append({"role": role, "content": message.get("content") or ""})
-        body = chat_body(self._connection.api.model, seen, (), self._user.sampling_params, extra_body={})
+        body = chat_body(self.api.model, seen, (), self.sampling_params, extra_body={})
         try:
-            said = await self._connection.complete(body, usage)
+            said = await connection.complete(body, usage)
         except SamplerFault as fault:
             raise SamplerFault(f"the simulated user: {fault}") from fault
         usage.update(said.usage)
