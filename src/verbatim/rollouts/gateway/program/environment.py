@@ -283,7 +283,7 @@ class Serving:
         self.service = service
         self.reused = ReusedPrograms(launch, service, most, places)
         self.starting = asyncio.Semaphore(_STARTING)
-        self._up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._up = asyncio.create_task(service.start())
         task = asyncio.create_task(self._serve(), name="program-gateway")
         _SERVING.add(task)  # an event loop by itself does not keep its tasks
         task.add_done_callback(_SERVING.discard)
@@ -294,12 +294,7 @@ class Serving:
 
     async def _serve(self) -> None:
         try:
-            await self.service.start()
-        except BaseException as error:
-            self._up.set_exception(error)
-            raise
-        self._up.set_result(None)
-        try:
+            await self._up
             await asyncio.Event().wait()
         finally:
             await self.reused.close()
