@@ -26,6 +26,14 @@ class Row:
     """Tokens of all the trajectory's samples."""
 
 
+def by_trajectory(rows: Sequence[Row]) -> list[list[Row]]:
+    """The rows of each trajectory, which come by their first ones."""
+    together: dict[str, list[Row]] = {}
+    for row in rows:
+        together.setdefault(row.sample.trajectory_id, []).append(row)
+    return list(together.values())
+
+
 def rows_of(samples: Sequence[TrainingSample], *, keep_whole: bool = False) -> list[Row]:
     """Each sample that has a trained token; all of them count in the offsets.
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from verbatim.core.types import MicroBatch, TrainingSample
-from verbatim.trainer.packing.layout import Row, experts_of, first_fit_decreasing, rows_of, targets_of
+from verbatim.trainer.packing.layout import Row, by_trajectory, experts_of, first_fit_decreasing, rows_of, targets_of
 
 
 def pack_rows(samples: Sequence[TrainingSample], *, micro_batch_tokens: int, keep_whole: bool) -> list[MicroBatch]:
@@ -41,11 +41,8 @@ def row_items(rows: list[Row], budget: int, keep_whole: bool) -> list[list[Row]]
     """What is placed as one: a trajectory's rows where they are to stay together and can, single rows otherwise."""
     if not keep_whole:
         return [[row] for row in rows]
-    by_trajectory: dict[str, list[Row]] = {}
-    for row in rows:
-        by_trajectory.setdefault(row.sample.trajectory_id, []).append(row)
     items: list[list[Row]] = []
-    for together in by_trajectory.values():
+    for together in by_trajectory(rows):
         items.extend([together] if _num_tokens(together) <= budget else [[row] for row in together])
     return items
 

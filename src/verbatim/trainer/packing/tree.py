@@ -13,7 +13,15 @@ from numpy.typing import NDArray
 from verbatim.core.records.experts import RoutedExperts, same_routing
 from verbatim.core.token_tree import common_prefix_length
 from verbatim.core.types import MicroBatch, TrainingSample
-from verbatim.trainer.packing.layout import Row, experts_of, first_fit_decreasing, rows_of, targets_of, token_order
+from verbatim.trainer.packing.layout import (
+    Row,
+    by_trajectory,
+    experts_of,
+    first_fit_decreasing,
+    rows_of,
+    targets_of,
+    token_order,
+)
 
 Int64 = NDArray[np.int64]
 
@@ -60,7 +68,7 @@ def tree_pieces(
         whole_tokens: Trajectories of at most so many distinct tokens are not cut.
     """
     if whole_tokens:
-        rows = _by_trajectory(rows)
+        rows = [row for together in by_trajectory(rows) for row in together]
         shared = shared_tokens(rows)
     lengths = lengths_of(rows)
     may_cut = _between_trajectories(rows, lengths, shared, whole_tokens) if whole_tokens else [True] * len(rows)
@@ -141,14 +149,6 @@ def _shared(one: TrainingSample, other: TrainingSample) -> int:
     compared = min(count, len(one) - 1, len(other) - 1)
     same = same_routing(one.routed_experts, other.routed_experts, compared)
     return count if same == compared else same
-
-
-def _by_trajectory(rows: Sequence[Row]) -> list[Row]:
-    """Trajectories by their first row, the rows of each together."""
-    together: dict[str, list[Row]] = {}
-    for row in rows:
-        together.setdefault(row.sample.trajectory_id, []).append(row)
-    return [row for mine in together.values() for row in mine]
 
 
 def _between_trajectories(rows: Sequence[Row], lengths: Int64, shared: Int64, budget: int) -> list[bool]:
