@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from verbatim.core.errors import ModelError, SamplerFault
-from verbatim.core.texts import brief
+from verbatim.core.texts import brief, first_of
 from verbatim.models.source import is_adapter, scale_of
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ REPORT_FORMAT = 1
 _COLUMNS = 512
 """Words of 8 bytes in a row."""
 _ROWS_AT_ONCE = 32
-_MOST_NAMED = 5
+MOST_NAMED = 5
 """Tensors that a message names."""
 
 
@@ -112,7 +112,7 @@ class PublishedFolder:
             if self.shapes.get(name) != expected.get(name)
         ]
         if other:
-            raise ModelError(f"{self.path} has other tensors than the weights before: {joined(other)}")
+            raise ModelError(f"{self.path} has other tensors than the weights before: {first_of(other, MOST_NAMED)}")
 
     def tensor(self, name: str) -> Tensor:
         """A tensor, mapped from its file."""
@@ -170,7 +170,9 @@ class PublishedFolder:
         unmapped = tuple(sorted({name for report in reports for name in report.unmapped}))
         foreign = {piece.name for report in reports for piece, _, _ in report.digests if not self._fits(piece)}
         if foreign:
-            return Proof(fault=f"it holds parts that these tensors do not have: {joined(sorted(foreign))}")
+            return Proof(
+                fault=f"it holds parts that these tensors do not have: {first_of(sorted(foreign), MOST_NAMED)}"
+            )
         self.prepare([piece for report in reports for piece, _, _ in report.digests])
         differing = {
             piece.name for report in reports for piece, found, _ in report.digests if self._digests[piece] != found
@@ -186,7 +188,7 @@ class PublishedFolder:
             if name not in unmapped and not self._is_covered(name, sorted(parts.get(name, ())))
         }
         said = [
-            f"{what}: {joined(sorted(names))}"
+            f"{what}: {first_of(sorted(names), MOST_NAMED)}"
             for what, names in (
                 ("other values", differing),
                 ("kernels that were not built anew", not_built),
@@ -305,13 +307,3 @@ def _weight_files(path: Path) -> list[Path]:
     if not index.is_file():
         return [path / "model.safetensors"]
     return [path / name for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))]
-
-
-def joined(names: Sequence[str]) -> str:
-    """The first names, and how many more there are.
-
-    >>> joined(["a", "b", "c", "d", "e", "f"])
-    'a, b, c, d, e and 1 more'
-    """
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(names[:_MOST_NAMED]) + more

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from verbatim.config.inference import OnWeightUpdate
 from verbatim.core.errors import SamplerFault, UsageError
+from verbatim.core.texts import first_of
 from verbatim.core.types import Float32, Int32
 from verbatim.inference.base import Completion, SampleRequest
 from verbatim.inference.http.client import CONNECT
@@ -24,7 +25,7 @@ from verbatim.inference.validation import check_ids, check_prompt, check_version
 from verbatim.inference.vllm.broadcast import Broadcast
 from verbatim.inference.vllm.command import TRANSFER_ENGINES
 from verbatim.inference.vllm.control import Memory, VllmControl, named
-from verbatim.inference.vllm.digests import Piece, Proof, PublishedFolder, WorkerReport, joined, open_folder
+from verbatim.inference.vllm.digests import MOST_NAMED, Piece, Proof, PublishedFolder, WorkerReport, open_folder
 from verbatim.inference.vllm.facts import refuse_inexact
 from verbatim.inference.vllm.settings import WeightTransfer
 from verbatim.models.source import is_adapter
@@ -286,7 +287,7 @@ class VllmReplica(ServedReplica):
             logger.warning(
                 "%s: no digest tells whether these tensors were loaded, only logprobs do: %s",
                 self.name,
-                joined(proof.unmapped),
+                first_of(proof.unmapped, MOST_NAMED),
             )
         self._unverified = proof.unmapped
 
