@@ -18,7 +18,7 @@ from cluster_server import Server
 from cluster_trainer import SimulatedTrainer
 from cluster_workload import CONTEXT, Workload
 from cluster_world import Curve, Faults, World
-from verbatim.algorithms.credit.default import default_advantage
+from verbatim.algorithms.credit.baselines import default_advantage
 from verbatim.algorithms.curriculum import ExampleSchedule
 from verbatim.core.trajectories import Ledger
 from verbatim.inference import SamplingParams

@@ -22,7 +22,7 @@ if __name__ == "__main__":
 from byte_renderer import VOCAB_SIZE, ByteRenderer, say
 from run.orchestrator.loop_runs import FakeTrainer, Notes
 from verbatim import Example
-from verbatim.algorithms.credit.default import default_advantage
+from verbatim.algorithms.credit.baselines import default_advantage
 from verbatim.algorithms.curriculum import ExampleSchedule
 from verbatim.algorithms.filters.zero_advantage import ZeroAdvantage
 from verbatim.core.trajectories import Ledger

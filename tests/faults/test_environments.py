@@ -17,7 +17,7 @@ from faults.misbehaving import Misbehaving, pokes_then_speaks
 from rollouts.players import contents
 from run.orchestrator.loop_runs import FakeTrainer, Notes
 from run.orchestrator.virtual_runs import virtual_time
-from verbatim.algorithms.credit.default import default_advantage
+from verbatim.algorithms.credit.baselines import default_advantage
 from verbatim.algorithms.curriculum import ExampleSchedule
 from verbatim.core.errors import ComponentError
 from verbatim.core.trajectories import Ledger

@@ -12,7 +12,7 @@ from trainer_helpers import gradients, largest_difference
 
 from verbatim import build_samples
 from verbatim.algorithms.credit import assign_advantages
-from verbatim.algorithms.credit.default import default_advantage
+from verbatim.algorithms.credit.baselines import default_advantage
 from verbatim.algorithms.losses import LOSSES
 from verbatim.config import load_config
 from verbatim.config.schema import RunConfig

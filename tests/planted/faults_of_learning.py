@@ -40,7 +40,7 @@ CREDIT = (
     ),
     Fault(
         name="each rollout is in its own baseline",
-        file="algorithms/credit/rloo.py",
+        file="algorithms/credit/baselines.py",
         old="[value * size / max(1, size - 1) for value in",
         new="[value for value in",
         harm='"rloo" is "default", and its gradient is too small.',

@@ -54,7 +54,7 @@ QUICK = "not slow and not extras and not vllm and not fake_cuda and not clients"
 
 REWORDED = Fault(
     name="a comment",
-    file="algorithms/credit/rloo.py",
+    file="algorithms/credit/baselines.py",
     old="    size = len(inputs.rollouts)\n",
     new="    size = len(inputs.rollouts)  # of the group\n",
     harm="None.",
@@ -62,7 +62,7 @@ REWORDED = Fault(
 )
 UNREADABLE = Fault(
     name="no Python",
-    file="algorithms/credit/rloo.py",
+    file="algorithms/credit/baselines.py",
     old="    size = len(inputs.rollouts)\n",
     new="    size = len(\n",
     harm="Everything stops at once.",
@@ -123,7 +123,7 @@ def test_a_file_that_cannot_be_imported_proves_nothing(copy):
 
 def test_a_fault_whose_old_text_is_gone_is_named():
     with pytest.raises(
-        AssertionError, match=r"'a comment' is stale: its old text stands 0 times in algorithms/credit/rloo\.py"
+        AssertionError, match=r"'a comment' is stale: its old text stands 0 times in algorithms/credit/baselines\.py"
     ):
         REWORDED.planted("")
     with pytest.raises(AssertionError, match="stands 2 times"):

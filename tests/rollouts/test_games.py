@@ -14,7 +14,7 @@ from byte_renderer import VOCAB_SIZE, ByteRenderer, say
 from campaigns import sized
 from e2e.tiny_runs import SIZES
 from rollouts.chat_server import Raw, chat_server
-from verbatim.algorithms.credit.default import default_advantage
+from verbatim.algorithms.credit.baselines import default_advantage
 from verbatim.cli.main import main
 from verbatim.core.errors import ComponentError, NoDemonstrations, UsageError
 from verbatim.core.trajectories import Ledger

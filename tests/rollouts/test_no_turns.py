@@ -7,7 +7,7 @@ import pytest
 
 from byte_renderer import VOCAB_SIZE, ByteRenderer, say
 from verbatim import Example
-from verbatim.algorithms.credit.default import default_advantage
+from verbatim.algorithms.credit.baselines import default_advantage
 from verbatim.algorithms.curriculum import flatness
 from verbatim.environments.base import Episode
 from verbatim.inference import SamplingParams

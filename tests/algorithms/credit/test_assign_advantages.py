@@ -7,8 +7,8 @@ import pytest
 
 from algorithms.credit.groups import group, group_of, rollout, turn
 from verbatim.algorithms.credit import ADVANTAGES, AdvantageOutputs, assign_advantages
+from verbatim.algorithms.credit.baselines import default_advantage
 from verbatim.algorithms.credit.chunk_returns import TURN_REWARDS_SUM, chunk_returns_advantage
-from verbatim.algorithms.credit.default import default_advantage
 from verbatim.config.schema import LengthPenaltyConfig
 from verbatim.core.errors import ComponentError
 

@@ -4,9 +4,7 @@ import pytest
 
 from algorithms.credit.groups import advantages, group
 from verbatim.algorithms.credit import ADVANTAGES
-from verbatim.algorithms.credit.default import default_advantage
-from verbatim.algorithms.credit.normalized import normalized_advantage
-from verbatim.algorithms.credit.rloo import rloo_advantage
+from verbatim.algorithms.credit.baselines import default_advantage, normalized_advantage, rloo_advantage
 from verbatim.core.errors import ComponentError
 
 

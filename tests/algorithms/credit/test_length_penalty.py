@@ -5,7 +5,7 @@ from pydantic import ValidationError
 
 from algorithms.credit.groups import rollout, turn
 from verbatim import Group, Turn
-from verbatim.algorithms.credit.default import default_advantage
+from verbatim.algorithms.credit.baselines import default_advantage
 from verbatim.algorithms.credit.length_penalty import penalised, with_relative_bonus
 from verbatim.config.schema import LengthPenaltyConfig
 from verbatim.run.orchestrator.assemble import GroupRules, assemble_group

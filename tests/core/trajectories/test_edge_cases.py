@@ -12,7 +12,7 @@ from drawn import drawn, is_found
 from properties.episodes import random_batch
 from verbatim import Example, RolloutIdentity, Trajectory, Turn
 from verbatim.algorithms.credit import assign_advantages
-from verbatim.algorithms.credit.default import default_advantage
+from verbatim.algorithms.credit.baselines import default_advantage
 from verbatim.core.errors import RecordError, RunStopped
 from verbatim.core.trajectories import build, build_samples
 from verbatim.core.trajectories.extension import OpenSamples

@@ -11,7 +11,7 @@ import numpy as np
 
 from byte_renderer import VOCAB_SIZE, ByteRenderer, say
 from verbatim import Example
-from verbatim.algorithms.credit.default import default_advantage
+from verbatim.algorithms.credit.baselines import default_advantage
 from verbatim.algorithms.curriculum import ExampleSchedule
 from verbatim.core.errors import RunStopped
 from verbatim.core.trajectories import Ledger

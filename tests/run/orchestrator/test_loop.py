@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 from loop_runs import GROUP, GROUPS, Coins, FakeTrainer, make, until, versions
 
-from verbatim.algorithms.credit.default import default_advantage
+from verbatim.algorithms.credit.baselines import default_advantage
 from verbatim.algorithms.filters.zero_advantage import ZeroAdvantage
 from verbatim.core.errors import RunStopped
 from verbatim.run.orchestrator.assemble import GroupRules, assemble_group

@@ -7,11 +7,9 @@ from verbatim.algorithms.credit.base import (
     AdvantageOutputs,
     assign_advantages,
 )
+from verbatim.algorithms.credit.baselines import default_advantage, normalized_advantage, rloo_advantage
 from verbatim.algorithms.credit.chunk_returns import chunk_returns_advantage
-from verbatim.algorithms.credit.default import default_advantage
 from verbatim.algorithms.credit.gigpo import gigpo_advantage
-from verbatim.algorithms.credit.normalized import normalized_advantage
-from verbatim.algorithms.credit.rloo import rloo_advantage
 
 ADVANTAGES: dict[str, Advantage] = {
     "default": Advantage(default_advantage, compares_rewards=True),

@@ -21,7 +21,7 @@ from pathlib import Path
 from verbatim import Group, TrainingSample
 from verbatim.algorithms import LOSSES
 from verbatim.algorithms.credit import assign_advantages
-from verbatim.algorithms.credit.default import default_advantage
+from verbatim.algorithms.credit.baselines import default_advantage
 from verbatim.algorithms.curriculum import ExampleSchedule
 from verbatim.algorithms.filters import apply_filters
 from verbatim.algorithms.filters.zero_advantage import ZeroAdvantage
