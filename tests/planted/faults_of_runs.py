@@ -60,8 +60,8 @@ WEIGHT_SYNC = (
     Fault(
         name="a file has its name while it is written",
         file="trainer/transport/files.py",
-        old='    temporary = path.with_name(f".{path.name}.tmp")\n',
-        new="    temporary = path\n",
+        old="    with replacing(path, lasting=False) as temporary:\n",
+        new="    with replacing(path, temporary=path, lasting=False) as temporary:\n",
         harm="The other process reads half of a message.",
         tests=_FILES,
     ),
@@ -300,8 +300,8 @@ RESUME = (
     Fault(
         name="a changed file of the same size is not damage",
         file="logs/checkpoints/seal.py",
-        old="            if _sha256(path) != sha256:\n",
-        new="            if not _sha256(path):\n",
+        old="            if sha256(path) != expected:\n",
+        new="            if not sha256(path):\n",
         harm="A run is resumed from weights that the disk has spoiled.",
         tests=_STORE,
     ),
