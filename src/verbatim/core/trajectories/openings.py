@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from verbatim.core.records.turn import Turn
-from verbatim.core.trajectories.interleaved import interleaved
+from verbatim.core.trajectories.strategies import interleaved
 
 
 def breaks(turns: Sequence[Turn]) -> list[int]:

@@ -20,11 +20,10 @@ from verbatim.core.records.spans import Span
 from verbatim.core.records.turn import Turn
 from verbatim.core.texts import shown
 from verbatim.core.token_tree import Int32, PathReader, TokenPath
-from verbatim.core.trajectories.branching import branching
 from verbatim.core.trajectories.breaks import refuse_breaks
 from verbatim.core.trajectories.fate import TRAINED, Fate
-from verbatim.core.trajectories.interleaved import interleaved
 from verbatim.core.trajectories.record import TrajectoryRecord
+from verbatim.core.trajectories.strategies import branching, interleaved
 
 Strategy = Callable[[Sequence[Turn]], list[list[int]]]
 

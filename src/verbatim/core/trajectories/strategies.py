@@ -1,4 +1,4 @@
-"""The `interleaved` strategy: a turn joins the sample that its prompt extends exactly, or opens a new one."""
+"""The two strategies by which turns become samples."""
 
 from __future__ import annotations
 
@@ -8,8 +8,23 @@ from verbatim.core.records.turn import Turn
 from verbatim.core.trajectories.extension import SampleEnds
 
 
+def branching(turns: Sequence[Turn]) -> list[list[int]]:
+    """One sample per turn: its prompt untrained, its completion trained.
+
+    Nothing is asked of the prompts, so it fits any chat template. A trajectory of T turns costs the sum of its prompts,
+    unless what they share is computed once (packing "tree").
+
+    Returns:
+        The places of the turns of each sample.
+
+    Example: turns `([1], [2])` and `([1, 2, 3], [4])` give `[[0], [1]]`: the samples `[1, 2]`, where 2 is trained, and
+    `[1, 2, 3, 4]`, where 4 is trained.
+    """
+    return [[place] for place in range(len(turns))]
+
+
 def interleaved(turns: Sequence[Turn]) -> list[list[int]]:
-    """Merge turns at their exact prefixes.
+    """A turn joins the sample that its prompt extends exactly, or opens a new one.
 
     All open samples stay candidates, so interleaved agents and returning parents merge again.
 
