@@ -9,8 +9,7 @@ from scripted_gateway import Client, GrowingRenderer, Held, scripted
 from verbatim import Trajectory, Turn, build_samples
 from verbatim.core.trajectories import build
 from verbatim.rollouts.gateway import Gateway
-from verbatim.rollouts.gateway.delivery import Delivery
-from verbatim.rollouts.gateway.progress import Progress, Stamp
+from verbatim.rollouts.gateway.delivery import Delivery, Progress, Stamp
 from verbatim.rollouts.gateway.session import INFO
 from waiting import until
 

@@ -21,7 +21,7 @@ from verbatim.inference.http.json_size import LARGE
 from verbatim.inference.http.limits import most_text
 from verbatim.inference.http.refused import Refused
 from verbatim.inference.http.request_body import read_json
-from verbatim.rollouts.gateway.progress import Progress
+from verbatim.rollouts.gateway.delivery import Progress
 from verbatim.rollouts.gateway.session import Session
 from verbatim.rollouts.gateway.wire import headers_of
 from verbatim.rollouts.turn_arguments import LONGEST_NAME

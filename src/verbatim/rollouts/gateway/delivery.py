@@ -1,12 +1,30 @@
-"""Knows which turns of a session no client has received."""
+"""The answers of a session that are on their way: what has been sampled of each, and which no client has received."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from verbatim.core.records.turn import Turn
-from verbatim.rollouts.gateway.progress import Progress
+from verbatim.inference.chat.live import LiveAnswer
+from verbatim.inference.chat.protocol import Stamp
 from verbatim.rollouts.recorder import Recorder
+
+
+class Progress(LiveAnswer):
+    """One answer, for every client that asks for it.
+
+    Args:
+        stamp: Identifies the answer, in each of its streams.
+        num_replies: Replies of the answer.
+    """
+
+    def __init__(self, stamp: Stamp, num_replies: int = 1) -> None:
+        super().__init__(num_replies)
+        self.stamp = stamp
+        self.turns: list[int] = []
+        """The turns of the replies, as they are recorded."""
+        self.num_waiting = 0
+        """Clients that wait for the answer."""
 
 
 class Delivery:

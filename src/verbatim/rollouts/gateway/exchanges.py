@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from verbatim.inference.cut_off import settle
-from verbatim.rollouts.gateway.progress import Progress
+from verbatim.rollouts.gateway.delivery import Progress
 
 T = TypeVar("T")
 

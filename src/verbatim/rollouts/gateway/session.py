@@ -22,10 +22,9 @@ from verbatim.inference.chat.stops import watch_for
 from verbatim.inference.http.refused import Refused
 from verbatim.inference.validation import check_prompt
 from verbatim.rollouts.agent_loop import AgentLoop
-from verbatim.rollouts.gateway.delivery import Delivery
+from verbatim.rollouts.gateway.delivery import Delivery, Progress
 from verbatim.rollouts.gateway.exchanges import Exchange, Exchanges
 from verbatim.rollouts.gateway.kept import Kept, with_prompt, without_messages
-from verbatim.rollouts.gateway.progress import Progress
 from verbatim.rollouts.gateway.readable import readable
 from verbatim.rollouts.gateway.session_settings import SessionSettings
 from verbatim.rollouts.gateway.threads import BranchReason, Match, Threads

@@ -19,7 +19,7 @@ from verbatim.inference.http.json_size import LARGE, MOST_VALUES
 from verbatim.inference.http.protocol import GENERATE, OURS, LogprobStyle
 from verbatim.inference.http.request_body import read_json, read_request
 from verbatim.rollouts.gateway.chat import MODEL, Sender, digest_of, sender_of, sent_before
-from verbatim.rollouts.gateway.progress import Progress
+from verbatim.rollouts.gateway.delivery import Progress
 from verbatim.rollouts.gateway.session import Session
 from verbatim.rollouts.gateway.wire import headers_of
 

@@ -19,7 +19,7 @@ from verbatim.inference.base import Completion, SampleRequest
 from verbatim.inference.cut_off import settle
 from verbatim.inference.http.refused import Refused
 from verbatim.rollouts.agent_loop import AgentLoop
-from verbatim.rollouts.gateway.progress import Progress
+from verbatim.rollouts.gateway.delivery import Progress
 from verbatim.rollouts.gateway.service import Service
 from verbatim.rollouts.gateway.session import Session
 from verbatim.rollouts.gateway.session_settings import SessionSettings
