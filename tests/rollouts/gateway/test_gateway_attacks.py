@@ -10,8 +10,7 @@ import pytest
 from scripted_gateway import Client, gateway_over
 
 from verbatim.core.descriptors import raise_descriptor_limit
-from verbatim.inference.http.doors import Door
-from verbatim.inference.http.pace import Pace
+from verbatim.inference.http.doors import Door, Pace
 from verbatim.inference.http.refused import Refused
 from verbatim.rollouts.gateway.budget import ByteBudget
 from verbatim.rollouts.gateway.service import ServiceLimits
