@@ -26,9 +26,8 @@ from verbatim.rollouts.gateway.delivery import Delivery, Progress
 from verbatim.rollouts.gateway.exchanges import Exchange, Exchanges
 from verbatim.rollouts.gateway.kept import Kept, with_prompt, without_messages
 from verbatim.rollouts.gateway.readable import readable
-from verbatim.rollouts.gateway.session_settings import SessionSettings
+from verbatim.rollouts.gateway.session_settings import SessionSettings, Watch
 from verbatim.rollouts.gateway.threads import BranchReason, Match, Threads
-from verbatim.rollouts.gateway.watch import Watch
 from verbatim.rollouts.loop import EpisodeOver, Prompt
 from verbatim.rollouts.seeds import derive_seed
 

@@ -1,9 +1,12 @@
-"""What a session makes of its requests."""
+"""What a session makes of its requests, and who is told of them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Protocol
+
+from verbatim.inference.chat.protocol import ChatReply, ChatRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,3 +26,20 @@ class SessionSettings:
     """Most requests of one session."""
     max_open: int = 256
     """Most requests of one session at a time."""
+
+
+class Watch(Protocol):
+    """Is told of every request of a session that is answered, and of every answer."""
+
+    def placed(self, request: ChatRequest, body: Mapping[str, Any], turns: Mapping[int, int]) -> None:
+        """A request has found its place.
+
+        Args:
+            request: As its protocol read it.
+            body: As the client wrote it.
+            turns: The messages of the request that were recognised as sampled ones, by index: the turns that they
+                are.
+        """
+
+    def answered(self, request: ChatRequest, reply: ChatReply, turn: int) -> None:
+        """A reply was sampled and recorded as this turn."""

@@ -31,8 +31,7 @@ from verbatim.rollouts.gateway.program.reused import ReusedPrograms
 from verbatim.rollouts.gateway.program.rewards import read_reward
 from verbatim.rollouts.gateway.service import Service, ServiceLimits
 from verbatim.rollouts.gateway.session import INFO, Session
-from verbatim.rollouts.gateway.session_settings import SessionSettings
-from verbatim.rollouts.gateway.watch import Watch
+from verbatim.rollouts.gateway.session_settings import SessionSettings, Watch
 from verbatim.rollouts.loop import EpisodeOver
 
 HARMLESS = (
