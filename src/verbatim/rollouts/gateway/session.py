@@ -7,8 +7,11 @@ import dataclasses
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+import numpy as np
 
 from verbatim.core.errors import RecordError, RolloutError, SamplerFault
 from verbatim.core.sampling import SamplingParams
@@ -24,11 +27,10 @@ from verbatim.inference.validation import check_prompt
 from verbatim.rollouts.agent_loop import AgentLoop
 from verbatim.rollouts.gateway.delivery import Delivery, Progress
 from verbatim.rollouts.gateway.exchanges import Exchange, Exchanges
-from verbatim.rollouts.gateway.kept import Kept, with_prompt, without_messages
 from verbatim.rollouts.gateway.readable import readable
 from verbatim.rollouts.gateway.session_settings import SessionSettings, Watch
 from verbatim.rollouts.gateway.threads import BranchReason, Match, Threads
-from verbatim.rollouts.loop import EpisodeOver, Prompt
+from verbatim.rollouts.loop import EpisodeOver, Prompt, Thread
 from verbatim.rollouts.seeds import derive_seed
 
 INFO = "gateway"
@@ -37,6 +39,14 @@ _MOST_BRANCHES = 1000
 """Branches that are described; the others are counted."""
 _MOST_FRESH = 32
 """Turns whose prompts are kept as they were sent; those of others are put together again from the record."""
+
+
+@dataclass(eq=False)
+class _Kept:
+    """A sampled turn that may be continued."""
+
+    thread: Thread
+    schemas: tuple[Mapping[str, Any], ...]
 
 
 class Session:
@@ -65,8 +75,8 @@ class Session:
         """Is told of requests and answers; None = nothing is."""
         self.last_stop: StopReason = StopReason.STOP
         """Why the last reply ended, or was refused."""
-        self._threads: Threads[Kept] = Threads(restores_reasoning=self._restores_reasoning())
-        self._fresh: OrderedDict[int, Kept] = OrderedDict()
+        self._threads: Threads[_Kept] = Threads(restores_reasoning=self._restores_reasoning())
+        self._fresh: OrderedDict[int, _Kept] = OrderedDict()
         self._branches: list[dict[str, Any]] = []
         self._num_open = 0
         self._num_arriving = 0
@@ -269,7 +279,7 @@ class Session:
 
     async def _one(
         self,
-        match: Match[Kept],
+        match: Match[_Kept],
         prompt: Prompt,
         params: SamplingParams,
         request: ChatRequest,
@@ -294,7 +304,7 @@ class Session:
         self.counts["cut_tokens"] += reply.num_cut_tokens
         self._delivery.arrived(*(known.thread.turn for known in match.turns.values()))  # whoever goes on has them
         self._delivery.sends(thread.turn, progress)
-        kept = Kept(thread=without_messages(thread), schemas=tuple(prompt.schemas))
+        kept = _Kept(thread=_without_messages(thread), schemas=tuple(prompt.schemas))
         others = self._threads.answer(match, reply.message, kept)
         self._refresh(kept)
         if self.watch is not None:
@@ -310,7 +320,7 @@ class Session:
             self._note_branch(thread.turn, match, reason, found)
         return reply
 
-    def _not_extended(self, match: Match[Kept], turn: int) -> int | None:
+    def _not_extended(self, match: Match[_Kept], turn: int) -> int | None:
         """The turn that this one should continue, where its prompt does not begin with that turn's ids."""
         if match.known is None or match.known.turn is None:
             return None
@@ -327,7 +337,7 @@ class Session:
         self._num_calls += 1
         return f"call_{self._num_calls - 1}"
 
-    def _prompt(self, match: Match[Kept], request: ChatRequest, *, trained: bool) -> Prompt:
+    def _prompt(self, match: Match[_Kept], request: ChatRequest, *, trained: bool) -> Prompt:
         """The request as the agent loop takes it; a matched one with the messages and tools of its thread."""
         messages: tuple[Message, ...] = tuple(map(readable, match.messages))
         if match.known is None or not match.bridges:
@@ -354,16 +364,16 @@ class Session:
             trained=trained,
         )
 
-    def _refresh(self, kept: Kept) -> None:
+    def _refresh(self, kept: _Kept) -> None:
         """Keep the prompt of this turn as one array, and let go of the one not used longest."""
         index = kept.thread.turn
         if kept.thread.answer.prompt_ids is None:
-            kept.thread = with_prompt(kept.thread, self.loop.recorder.turns[index].prompt_ids)
+            kept.thread = _with_prompt(kept.thread, self.loop.recorder.turns[index].prompt_ids)
         self._fresh[index] = kept
         self._fresh.move_to_end(index)
         if len(self._fresh) > _MOST_FRESH:
             _, old = self._fresh.popitem(last=False)
-            old.thread = with_prompt(old.thread, None)
+            old.thread = _with_prompt(old.thread, None)
 
     def _params(self, request: ChatRequest) -> SamplingParams:
         """How the turn is sampled. The limit of tokens is the smaller one of request and run."""
@@ -406,10 +416,29 @@ class Session:
             return Refused(403, f"the episode's {self.loop.limits.max_turns} turns are used up", "max_turns")
         return Refused(503, f"the episode is over: {over.stop_reason}", "episode_over")
 
-    def _note_branch(self, turn: int, match: Match[Kept], reason: BranchReason, found: str) -> None:
+    def _note_branch(self, turn: int, match: Match[_Kept], reason: BranchReason, found: str) -> None:
         self.counts[f"branches/{reason}"] += 1
         if len(self._branches) < _MOST_BRANCHES:
             after = None if match.known is None or match.known.turn is None else match.known.turn.thread.turn
             self._branches.append(
                 {"turn": turn, "agent": match.agent, "reason": str(reason), "after": after, "found": found}
             )
+
+
+def _with_prompt(thread: Thread, prompt_ids: Int32 | None) -> Thread:
+    """The thread with its prompt as one array; with None it is left to the record."""
+    conversation = thread.answer.conversation
+    if conversation is not None:
+        ids = np.empty(0, dtype=np.int32) if prompt_ids is None else prompt_ids
+        conversation = dataclasses.replace(conversation, prompt_ids=ids)
+    answer = dataclasses.replace(thread.answer, prompt_ids=prompt_ids, conversation=conversation)
+    return dataclasses.replace(thread, answer=answer)
+
+
+def _without_messages(thread: Thread) -> Thread:
+    """The thread without its messages, which the tree of the session's threads holds."""
+    conversation = thread.answer.conversation
+    if conversation is not None:
+        conversation = dataclasses.replace(conversation, messages=())
+    answer = dataclasses.replace(thread.answer, conversation=conversation)
+    return dataclasses.replace(thread, messages=(), answer=answer)
