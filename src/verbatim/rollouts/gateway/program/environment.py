@@ -28,11 +28,11 @@ from verbatim.rollouts.gateway.gateway import stop_reason_of
 from verbatim.rollouts.gateway.program.launch import Launch
 from verbatim.rollouts.gateway.program.process import SCORE_SECONDS, Outcome, ProgramProcess
 from verbatim.rollouts.gateway.program.reused import ReusedPrograms
-from verbatim.rollouts.gateway.program.rewards import read_reward
 from verbatim.rollouts.gateway.service import Service, ServiceLimits
 from verbatim.rollouts.gateway.session import INFO, Session
 from verbatim.rollouts.gateway.session_settings import SessionSettings, Watch
 from verbatim.rollouts.loop import EpisodeOver
+from verbatim.rollouts.rewards import read_score
 
 HARMLESS = (
     "tool_choice",
@@ -430,3 +430,28 @@ class ProgramEpisode(Episode):
         if example.tools:
             row["tools"] = list(example.tools)
         return row
+
+
+def read_reward(line: str, where: str) -> float | Mapping[str, float]:
+    """The reward in a line: a number, `{"reward": number}`, or `{"reward": {part: number}}`, beside other keys.
+
+    Raises:
+        EnvironmentFault: there is none.
+
+    >>> read_reward('{"reward": {"right": 1, "short": 0.5}, "guesses": 3}', "the last line")
+    {'right': 1.0, 'short': 0.5}
+    """
+    try:
+        value: Any = json.loads(line)
+    except (ValueError, RecursionError):
+        value = line
+    if isinstance(value, Mapping):
+        value = value.get("reward")
+    if value is None or value == {} or isinstance(value, bool | str | list):
+        raise EnvironmentFault(
+            f"program: {where} has no reward: found {line[-200:]!r}, expected a number, "
+            '{"reward": number} or {"reward": {part: number}}'
+        )
+    reward, parts = read_score(value, f"program: {where}")
+    assert reward is not None
+    return parts or reward
