@@ -10,12 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
 
 from verbatim.algorithms.losses import Loss
 from verbatim.config.schema import TrainerConfig
-from verbatim.core.errors import RunStopped
+from verbatim.core.errors import RunStopped, UsageError
 from verbatim.core.records.trained_tokens import TrainedTokens
 from verbatim.core.types import Float32, MicroBatch, TrainingSample
 from verbatim.models.experts import find_routers
@@ -41,7 +42,6 @@ from verbatim.trainer.recompute import checkpoint_layers
 from verbatim.trainer.rounded_layers import rounded_layers
 from verbatim.trainer.router_loss import router_loss
 from verbatim.trainer.router_replay import check_experts
-from verbatim.trainer.sample_check import check_samples
 from verbatim.trainer.schedule import Schedule
 from verbatim.trainer.scoring import by_sample, numbered, target_logprobs
 from verbatim.trainer.split import split_batch
@@ -407,3 +407,23 @@ class Trainer:
         progress, self._scored = read_progress(folder, self._frozen.fingerprints)
         load_optimizer(self.optimizer, self.model, folder)
         self.schedule.go_on(progress, left)
+
+
+def check_samples(samples: Sequence[TrainingSample], loss: Loss) -> None:
+    """Refuse samples that a loss cannot be computed on.
+
+    Raises:
+        UsageError: a trajectory without an id, where the loss works on whole trajectories.
+    """
+    for sample in samples:
+        missing = sample.loss_mask & np.isnan(sample.logprobs)
+        assert not (loss.needs_inference_logprobs and missing.any()), (
+            f"trajectory {sample.trajectory_id!r}: {int(missing.sum())} trained tokens have no inference logprob, "
+            f"which the loss {loss.name} needs; they must be dropped and counted before training"
+        )
+    by_trajectory = loss.level != "token" or loss.normalizer == "trajectories"
+    if by_trajectory and len(samples) > 1 and any(not sample.trajectory_id for sample in samples):
+        raise UsageError(
+            f"a training sample has no trajectory_id, but the loss {loss.name} works on whole "
+            "trajectories; set trajectory_id on every Trajectory before build_samples"
+        )
