@@ -21,14 +21,20 @@ class ModelCalls(Protocol):
 
     def run(self, function: Callable[..., Any], **inputs: Any) -> Any:
         """The function's result."""
-        return function(**inputs)
 
     def release(self) -> None:
         """After the last of several passes without a backward pass."""
 
 
-class DirectCalls(ModelCalls):
-    """The `ModelCalls` of a model whose parameters are all here: nothing is gathered."""
+class DirectCalls:
+    """The `ModelCalls` of a model whose parameters are all here."""
+
+    def run(self, function: Callable[..., Any], **inputs: Any) -> Any:
+        """The function's result."""
+        return function(**inputs)
+
+    def release(self) -> None:
+        """Nothing was gathered."""
 
 
 class CausalLM:
