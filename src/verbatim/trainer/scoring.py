@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from verbatim.core.types import Float32, MicroBatch, TrainingSample
+from verbatim.models.tiny import decoder_layers
 from verbatim.trainer.logprobs import TargetLogprobs
 from verbatim.trainer.parallel.ranks import Ranks
 
@@ -19,17 +23,20 @@ def numbered(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
 
 
 @torch.no_grad()
-def target_logprobs(lm: TargetLogprobs, own: Sequence[MicroBatch], ranks: Ranks | None) -> list[Float32]:
+def target_logprobs(
+    lm: TargetLogprobs, own: Sequence[MicroBatch], ranks: Ranks | None, *, rounded: bool
+) -> list[Float32]:
     """The logprobs of the targets of this rank's micro-batches, [M] each; of a micro-batch that several ranks share,
-    all of its targets. All ranks call it."""
+    all of its targets. All ranks call it. Where they are `rounded`, each layer gives bfloat16 to the next one."""
     found = []
     most = len(own) if ranks is None else ranks.most(len(own))[0]
-    for micro_batch in own:
-        batch = lm.batch(micro_batch)
-        logprobs = lm.forward(lm.hidden(batch), batch)
-        found.append(batch.gathered(logprobs.logprobs_M).cpu().numpy())
-    for _ in range(most - len(own)):
-        lm.idle_pass()
+    with _rounded_layers(lm.model.model if rounded else None):
+        for micro_batch in own:
+            batch = lm.batch(micro_batch)
+            logprobs = lm.forward(lm.hidden(batch), batch)
+            found.append(batch.gathered(logprobs.logprobs_M).cpu().numpy())
+        for _ in range(most - len(own)):
+            lm.idle_pass()
     lm.model.calls.release()
     return found
 
@@ -53,3 +60,31 @@ def by_sample(
                 mine = targets.trajectories == number
                 out[int(trajectory_id)][targets.offsets[mine]] = logprobs_M[mine]
     return out
+
+
+@contextmanager
+def _rounded_layers(model: Any) -> Iterator[None]:
+    """A context in which the decoder layers of a model round what they return to bfloat16, to see how far logprobs move
+    by rounding alone; None = as ever.
+
+    An engine in bfloat16 keeps that sum of all layers so far in 8 bits. A trainer in bfloat16 rounds the factors of its
+    products, and keeps the sum in float32. How far they are from each other depends on the model: on its depth, and on
+    how sharp its logits are.
+    """
+    hooks = [] if model is None else [layer.register_forward_hook(_round) for layer in decoder_layers(model)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _round(layer: nn.Module, inputs: Any, output: Any) -> Any:
+    """The output, a tensor or a tuple whose first element is one, with 8 bits for each number."""
+    if isinstance(output, tuple):
+        return (_rounded(output[0]), *output[1:])
+    return _rounded(output)
+
+
+def _rounded(hidden: Tensor) -> Tensor:
+    return hidden.to(torch.bfloat16).to(hidden.dtype)

@@ -39,7 +39,6 @@ from verbatim.trainer.parallel.sequence import refuse_slices, sequence_group
 from verbatim.trainer.parallel.sharding import Sharding, refuse_rows_alone
 from verbatim.trainer.progress import read_progress, write_progress
 from verbatim.trainer.recompute import checkpoint_layers
-from verbatim.trainer.rounded_layers import rounded_layers
 from verbatim.trainer.router_loss import router_loss
 from verbatim.trainer.router_replay import check_experts
 from verbatim.trainer.schedule import Schedule
@@ -276,8 +275,8 @@ class Trainer:
             rounded: Round what each layer gives to the next one to bfloat16.
         """
         dealt = self.packer.deal(numbered(samples))
-        with together(self.ranks, "logprobs", rounded=rounded), rounded_layers(self.model if rounded else None):
-            found = [target_logprobs(self._targets, self._hand_out(dealt), self.ranks)]
+        with together(self.ranks, "logprobs", rounded=rounded):
+            found = [target_logprobs(self._targets, self._hand_out(dealt), self.ranks, rounded=rounded)]
             if self.ranks is not None:
                 found += [self.ranks.receive(rank)[1] for rank in range(1, self.ranks.size)]
         return by_sample(samples, dealt, found)
@@ -311,8 +310,8 @@ class Trainer:
             case "train":
                 self._take_step(take_in(self.ranks), order["denominator"], MetricSums(), order["lengths"])
             case "logprobs":
-                with rounded_layers(self.model if order["rounded"] else None):
-                    self.ranks.send(None, target_logprobs(self._targets, take_in(self.ranks), self.ranks), 0)
+                found = target_logprobs(self._targets, take_in(self.ranks), self.ranks, rounded=order["rounded"])
+                self.ranks.send(None, found, 0)
             case "try_trees":
                 self.packer.try_trees(take_in(self.ranks), take_in(self.ranks))
             case "save_weights":
