@@ -22,8 +22,8 @@ from verbatim.core.errors import ModelError, RecordError, SamplerFault, UsageErr
 from verbatim.core.types import StopReason
 from verbatim.inference import Sampler, SampleRequest, SamplingParams
 from verbatim.inference.pool.base import ReplicaLoad
+from verbatim.inference.vllm.control import read_metrics
 from verbatim.inference.vllm.facts import ServerFacts
-from verbatim.inference.vllm.metrics import read_metrics
 from verbatim.inference.vllm.replica import VllmReplica
 from waiting import HANGS, until
 

@@ -6,6 +6,7 @@ failed leaves the server in a state that only the caller can judge.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -24,7 +25,6 @@ from verbatim.inference.pool.base import ReplicaLoad
 from verbatim.inference.pool.phases import phase
 from verbatim.inference.vllm.digests import REPORT_FORMAT, WorkerReport, read_reports
 from verbatim.inference.vllm.facts import ServerFacts
-from verbatim.inference.vllm.metrics import read_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -299,3 +299,39 @@ def named(name: str, url: str) -> str:
     ('replica 0 (http://a:1)', 'replica 0 (http://a:1)')
     """
     return name if url in name else f"{name} ({url})"
+
+
+_METRICS: Mapping[str, str] = {
+    "vllm:num_requests_running": "running",
+    "vllm:num_requests_waiting": "waiting",
+    "vllm:kv_cache_usage_perc": "kv_usage",
+    "vllm:prefix_cache_queries_total": "cache_queries",
+    "vllm:prefix_cache_hits_total": "cache_hits",
+    "vllm:generation_tokens_total": "generated_tokens",
+}
+_SHARES = ("kv_usage",)
+"""Averaged over the engines of a server; the others are added."""
+
+
+def read_metrics(text: str) -> ReplicaLoad:
+    """vLLM's figures in Prometheus's format.
+
+    >>> read_metrics('vllm:num_requests_running{engine="0"} 2.0\\nvllm:num_requests_running{engine="1"} 3.0').running
+    5
+
+    Raises:
+        SamplerFault: there are none.
+    """
+    found: dict[str, list[float]] = {}
+    for line in text.splitlines():
+        name, _, value = line.rpartition(" ")
+        key = _METRICS.get(name.partition("{")[0])
+        if key is not None:
+            with contextlib.suppress(ValueError):
+                found.setdefault(key, []).append(float(value))
+    if not found:
+        raise SamplerFault(f"/metrics has no figures of vLLM: {brief(text)}")
+    figures: dict[str, Any] = {
+        key: sum(values) / len(values) if key in _SHARES else int(sum(values)) for key, values in found.items()
+    }
+    return ReplicaLoad(**figures)
