@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from verbatim.core.errors import ComponentError
+from verbatim.core.errors import ComponentError, RunStopped
 from verbatim.core.imports import import_object, is_import_path
 from verbatim.core.records.experts import RoutedExperts
 from verbatim.core.records.kept import KeptSets
@@ -20,8 +20,8 @@ from verbatim.core.records.spans import Span
 from verbatim.core.records.turn import Turn
 from verbatim.core.texts import shown
 from verbatim.core.token_tree import Int32, PathReader, TokenPath
-from verbatim.core.trajectories.breaks import refuse_breaks
 from verbatim.core.trajectories.fate import TRAINED, Fate
+from verbatim.core.trajectories.openings import spoken_before
 from verbatim.core.trajectories.record import TrajectoryRecord
 from verbatim.core.trajectories.strategies import branching, interleaved
 
@@ -32,6 +32,9 @@ STRATEGIES: dict[str, Strategy] = {"interleaved": interleaved, "branching": bran
 first has to extend the turn before it exactly; what a strategy may decide is which turns to put together."""
 
 OnBreak = Literal["split", "error"]
+
+_SHOWN = 8
+"""Ids that are shown on either side of the first difference."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +125,7 @@ def build(
     runs = group([turn for _, turn in kept])
     _check_runs(strategy, runs, kept)
     if on_break == "error" and strategy != "branching":
-        refuse_breaks(trajectory, kept, runs)
+        _refuse_breaks(trajectory, kept, runs)
     samples: list[TrainingSample] = []
     ids_of = TokenPath.ids if len(runs) == 1 else PathReader().ids
     has_experts = any([turn.routed_experts is not None for turn in trajectory.turns])
@@ -263,3 +266,47 @@ def _routed(trained: Sequence[tuple[int, Turn]], turns: Sequence[Turn]) -> Route
             at = np.arange(start, min(turn.path.length - 1, path.shared_with(turn.path)))
             found.add(at, experts[: len(at)])
     return found
+
+
+def _refuse_breaks(
+    trajectory: TrajectoryRecord, kept: Sequence[tuple[int, Turn]], runs: Sequence[Sequence[int]]
+) -> None:
+    """Stop at the first break.
+
+    Args:
+        trajectory: The trajectory of the turns.
+        kept: Index and turn of those that are in the samples.
+        runs: Places in `kept`, sample by sample.
+
+    Raises:
+        RunStopped: names trajectory, turn and position, and shows the ids there.
+    """
+    for first in spoken_before((run[0] for run in runs), [turn for _, turn in kept]):
+        raise RunStopped(
+            f"trajectory {trajectory.trajectory_id!r}: {_explain_break(*kept[first], kept[:first])}. The run has "
+            'on_break = "error"; with "split" the turn would start a training sample of its own'
+        )
+
+
+def _explain_break(index: int, turn: Turn, earlier: Sequence[tuple[int, Turn]]) -> str:
+    """Where a turn's prompt leaves the closest of the earlier ones, and the ids on both sides.
+
+    Example: `turn 1 (main) does not extend turn 0: of its 3 prompt ids the first 1 are the same; at position 1 it has
+    [9, 7], turn 0 has [2]`.
+    """
+    length = turn.num_prompt_tokens
+    closest, before = max(earlier, key=lambda pair: (min(length, turn.path.shared_with(pair[1].path)), pair[0]))
+    shared = min(length, turn.path.shared_with(before.path))
+    ours, theirs = turn.prompt_ids, before.path.ids()
+    return (
+        f"turn {index} ({turn.agent}) does not extend turn {closest}: of its {length} prompt ids the first {shared} "
+        f"are the same; at position {shared} it has {_window(ours, shared)}, turn {closest} has "
+        f"{_window(theirs, shared)}"
+    )
+
+
+def _window(ids: Int32, start: int) -> str:
+    shown = ids[start : start + _SHOWN].tolist()
+    if not shown:
+        return "ended"
+    return f"[{', '.join(map(str, shown))}{', ...' if start + _SHOWN < len(ids) else ''}]"
