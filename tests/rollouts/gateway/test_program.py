@@ -21,8 +21,7 @@ from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import EpisodeLimits, GroupRun, RolloutSetup
 from verbatim.rollouts.gateway.program.environment import read_reward
 from verbatim.rollouts.gateway.program.launch import _prefixes
-from verbatim.rollouts.gateway.program.leftovers import VARIABLE, kill_marked
-from verbatim.rollouts.gateway.program.process import ProgramProcess
+from verbatim.rollouts.gateway.program.process import VARIABLE, ProgramProcess, kill_marked
 from verbatim.rollouts.gateway.program.reused import ReusedPrograms
 from verbatim.rollouts.gateway.service import Service
 from waiting import HANGS, until

@@ -7,6 +7,7 @@ import contextlib
 import os
 import re
 import secrets
+import signal
 import socket
 import sys
 import time
@@ -22,13 +23,15 @@ from verbatim.environments.tools.group_memory import WATCH, Watched
 from verbatim.inference.http.acceptor import Acceptor
 from verbatim.rollouts.gateway.gateway import variables
 from verbatim.rollouts.gateway.program.launch import PORT, Launch
-from verbatim.rollouts.gateway.program.leftovers import VARIABLE, kill_marked
 from verbatim.rollouts.gateway.service import Service
 
 START_SECONDS = 60.0
 """Seconds for the sandbox and the shell in it; many may start at a time on few cores."""
 SCORE_SECONDS = 60.0
 """Most seconds for the scoring command."""
+VARIABLE = "VERBATIM_PROGRAM_ID"
+"""The environment variable that marks the processes of one program: what they start inherits it."""
+_MOST_ROUNDS = 100
 _TAIL = 64 * 2**10
 """Bytes kept of each output: the last ones."""
 
@@ -306,3 +309,36 @@ def _child(pid: int) -> str | None:
     except OSError:
         return None
     return children[0] if children else None
+
+
+def kill_marked(mark: str, proc: Path = Path("/proc")) -> int:
+    """Kill every process that began with this mark in its environment, also in sessions of their own, until there is
+    none: they may start others meanwhile. Returns how many were killed.
+
+    Linux only; elsewhere there is nothing to read, and nothing is killed. A process that began with another environment
+    is not found.
+    """
+    sought, killed = f"{VARIABLE}={mark}".encode(), set[int]()
+    for _ in range(_MOST_ROUNDS):
+        found = [pid for pid in _processes(proc) if _has(proc / str(pid) / "environ", sought)]
+        if not found:
+            break
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+                killed.add(pid)
+    return len(killed)
+
+
+def _processes(proc: Path) -> list[int]:
+    try:
+        return [int(name) for name in os.listdir(proc) if name.isdigit() and int(name) != os.getpid()]
+    except OSError:
+        return []
+
+
+def _has(environ: Path, sought: bytes) -> bool:
+    try:
+        return sought in environ.read_bytes().split(b"\0")
+    except OSError:  # it has ended, or is another user's
+        return False
