@@ -9,7 +9,7 @@ from verbatim import Trajectory, Turn, build_samples
 from verbatim.algorithms.credit import ADVANTAGES, AdvantageOutputs, assign_advantages
 from verbatim.algorithms.credit.baselines import default_advantage
 from verbatim.algorithms.credit.chunk_returns import chunk_returns_advantage
-from verbatim.algorithms.curriculum.online_filter import flatness
+from verbatim.algorithms.curriculum.pools import flatness
 from verbatim.algorithms.filters.zero_advantage import ZeroAdvantage
 from verbatim.config.schema import LengthPenaltyConfig
 from verbatim.core.errors import ComponentError, RecordError

@@ -1,7 +1,9 @@
-"""Keeps difficulty pools: examples that are always or never solved are pooled and no longer sampled."""
+"""Leaves out what is too easy or too hard: groups with equal rewards, which have no gradient, and examples that are
+always or never solved, which are pooled and no longer sampled."""
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,9 +11,11 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from verbatim.core.records.equality import is_at_least, is_at_most
+from verbatim.core.records.equality import are_equal, is_at_least, is_at_most
+from verbatim.core.types import Group
 
 Pool: TypeAlias = Literal["easy", "hard"]
+Flatness: TypeAlias = Literal["easy", "hard", "flat"]
 POOLS: tuple[Pool, ...] = ("easy", "hard")
 
 
@@ -132,3 +136,25 @@ class DifficultyPools:
             }
             for env in self._ids
         }
+
+
+def flatness(group: Group) -> Flatness | None:
+    """Why a group has no gradient under a group baseline; None if it has one.
+
+    It compares the environment's rewards, before length penalties, of the rollouts that get credit; failed and unscored
+    rollouts have none. Where agents have rewards of their own, those of each agent have to be equal too. Equal rewards
+    are "hard" if they are 0 or less, "easy" if they are 1 or more, else "flat"; a group without any reward gives None.
+
+    Example: rewards 0, 0 give "hard"; 1, 1 "easy"; 0.5, 0.5 "flat"; 0, 1 None; 1 and a missing one "easy".
+    """
+    rewards = [trajectory.reward for trajectory in group.scored if trajectory.reward is not None]
+    of_agents: dict[str, list[float]] = {}
+    for trajectory in group.scored:
+        for agent, earned in trajectory.agent_rewards.items():
+            of_agents.setdefault(agent, []).append(earned)
+    if not rewards or not all(map(are_equal, (rewards, *of_agents.values()))):
+        return None
+    reward = statistics.fmean(rewards)
+    if is_at_most(reward, 0.0):
+        return "hard"
+    return "easy" if is_at_least(reward, 1.0) else "flat"
