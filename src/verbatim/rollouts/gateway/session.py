@@ -304,7 +304,9 @@ class Session:
         self.counts["cut_tokens"] += reply.num_cut_tokens
         self._delivery.arrived(*(known.thread.turn for known in match.turns.values()))  # whoever goes on has them
         self._delivery.sends(thread.turn, progress)
-        kept = _Kept(thread=_without_messages(thread), schemas=tuple(prompt.schemas))
+        # The messages are in the tree of the session's threads.
+        without_messages = _changed(thread, answer={}, conversation={"messages": ()}, messages=())
+        kept = _Kept(thread=without_messages, schemas=tuple(prompt.schemas))
         others = self._threads.answer(match, reply.message, kept)
         self._refresh(kept)
         if self.watch is not None:
@@ -427,18 +429,15 @@ class Session:
 
 def _with_prompt(thread: Thread, prompt_ids: Int32 | None) -> Thread:
     """The thread with its prompt as one array; with None it is left to the record."""
-    conversation = thread.answer.conversation
-    if conversation is not None:
-        ids = np.empty(0, dtype=np.int32) if prompt_ids is None else prompt_ids
-        conversation = dataclasses.replace(conversation, prompt_ids=ids)
-    answer = dataclasses.replace(thread.answer, prompt_ids=prompt_ids, conversation=conversation)
-    return dataclasses.replace(thread, answer=answer)
+    ids = np.empty(0, dtype=np.int32) if prompt_ids is None else prompt_ids
+    return _changed(thread, answer={"prompt_ids": prompt_ids}, conversation={"prompt_ids": ids})
 
 
-def _without_messages(thread: Thread) -> Thread:
-    """The thread without its messages, which the tree of the session's threads holds."""
-    conversation = thread.answer.conversation
-    if conversation is not None:
-        conversation = dataclasses.replace(conversation, messages=())
-    answer = dataclasses.replace(thread.answer, conversation=conversation)
-    return dataclasses.replace(thread, messages=(), answer=answer)
+def _changed(thread: Thread, *, answer: Mapping[str, Any], conversation: Mapping[str, Any], **changes: Any) -> Thread:
+    """The thread with other values in its fields, in those of its answer, and of the conversation that this has."""
+    held = thread.answer.conversation
+    if held is not None:
+        held = dataclasses.replace(held, **conversation)
+    return dataclasses.replace(
+        thread, answer=dataclasses.replace(thread.answer, conversation=held, **answer), **changes
+    )
