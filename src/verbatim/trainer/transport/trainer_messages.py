@@ -24,12 +24,13 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from verbatim.core.errors import RunStopped
@@ -39,10 +40,12 @@ from verbatim.inference.sending import SendOrder, WeightStore
 from verbatim.trainer.transport.base import StepReport, TrainerReady
 from verbatim.trainer.transport.canary import Probes
 from verbatim.trainer.transport.sample_tensors import samples_from_tensors, samples_to_tensors
-from verbatim.trainer.transport.tensor_file import tensor_file
 
 _OF_TOKENS = ("logprobs", "gradients")
 """Fields of `TrainedTokens`, float32; in answers their bytes as base64."""
+_TYPES = {"bool": "BOOL", "uint8": "U8", "uint16": "U16", "int32": "I32", "int64": "I64", "float32": "F32"}
+_ALIGNED = 8
+"""The bytes of the tensors begin at a multiple of this: spaces fill the header."""
 IN_RUN = "in_run"
 """Key of a path below the run folder."""
 _FOLDERS = {"weights", "state", "checkpoint"}
@@ -80,7 +83,7 @@ def message_parts(message: TrainerMessage) -> Iterator[memoryview]:
         "order": None if message.order is None else dataclasses.asdict(message.order),
         **names,
     }
-    return tensor_file(tensors, {"message": json.dumps(head)})
+    return _tensor_file(tensors, {"message": json.dumps(head)})
 
 
 def read_message(path: Path) -> TrainerMessage:
@@ -197,3 +200,32 @@ def _probes(value: Mapping[str, Any] | None) -> Probes | None:
         logprobs=tuple(np.array(logprobs, dtype=np.float32) for logprobs in value["logprobs"]),
         rounding=value.get("rounding"),
     )
+
+
+def _tensor_file(tensors: Mapping[str, Sequence[NDArray[Any]]], metadata: Mapping[str, str]) -> Iterator[memoryview]:
+    """The content of a safetensors file of tensors that lie in parts, part by part, without joining them first.
+
+    The format: the length of the header as uint64, the header as JSON (type, shape and place of each tensor, and
+    metadata), then the bytes of the tensors, one after the other (https://huggingface.co/docs/safetensors).
+
+    Args:
+        tensors: By name the arrays that the tensor is joined of, along the first dimension; at least one.
+        metadata: Texts by name.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    ordered = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name))  # keeps each of them aligned
+    end = 0
+    for name in ordered:
+        parts = tensors[name]
+        start, end = end, end + sum(part.nbytes for part in parts)
+        shape = [sum(len(part) for part in parts), *parts[0].shape[1:]]
+        assert all(part.dtype == parts[0].dtype and part.shape[1:] == parts[0].shape[1:] for part in parts)
+        header[name] = {"dtype": _TYPES[parts[0].dtype.name], "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % _ALIGNED)
+    yield memoryview(len(text).to_bytes(8, "little"))
+    yield memoryview(text)
+    for name in ordered:
+        for part in tensors[name]:
+            if part.nbytes:
+                yield np.ascontiguousarray(part).data.cast("B")
