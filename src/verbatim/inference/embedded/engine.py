@@ -211,7 +211,7 @@ class TorchSampler:
     async def close(self) -> None:
         """Stop; requests in flight end as cancelled, with the tokens they have. May be called again."""
         self._engine.stop()
-        await asyncio.to_thread(self._engine.join)
+        await asyncio.to_thread(self._engine.thread.join)
 
     def stats(self) -> EngineStats:
         """Counts so far. May be called from any thread."""

@@ -78,8 +78,8 @@ class EngineThread:
         self._outbox = Outbox()
         self._completions = 0
         self._busy_seconds = 0.0
-        self._thread = threading.Thread(target=self._main, name="verbatim-sampler", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._main, name="verbatim-sampler", daemon=True)
+        self.thread.start()
 
     # ---- called from event loops
 
@@ -109,22 +109,18 @@ class EngineThread:
             self._closing = True
             self._wake.notify()
 
-    def join(self) -> None:
-        """Wait until the thread has ended."""
-        self._thread.join()
-
     @property
     def failure(self) -> str | None:
         """Why the engine is dead and answers no more requests; None while it lives."""
         if self._fault is not None:
             return str(engine_failed(self._fault))
-        if not self._closing and not self._thread.is_alive():
+        if not self._closing and not self.thread.is_alive():
             return THREAD_ENDED
         return None
 
     def answer_for_dead(self, reply: Reply) -> None:
         """Answer a reply that the thread left without one when it ended; does nothing while the thread lives."""
-        if self._thread.is_alive() or reply.future.done():
+        if self.thread.is_alive() or reply.future.done():
             return
         self._outbox.send()
         drawn = 0

@@ -44,6 +44,9 @@ class ServedReplica:
         UsageError: a version, a limit or a key that cannot be used.
     """
 
+    _http: HttpSampler
+    """Where new requests go."""
+
     def __init__(
         self,
         url: str,
@@ -71,6 +74,18 @@ class ServedReplica:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r}, name={self.name!r})"
+
+    async def prompt_logprobs(self, token_ids: Int32, temperature: float = 1.0) -> Float32:
+        """Logprob of each token given those before it, past the prefix cache: float32 [L]; the first is NaN.
+
+        Raises:
+            RecordError: no ids, too many (over vLLM one more must fit into the context), an id outside the vocabulary,
+                or a temperature that is not above 0.
+            UsageError: another temperature than 1, over vLLM.
+            SamplerFault: the server failed, cannot be reached or was started again.
+        """
+        ids = check_ids(token_ids, self.vocab_size, "token_ids")
+        return await self._http.prompt_logprobs(ids, temperature)
 
 
 class HttpReplica(ServedReplica):
@@ -177,16 +192,6 @@ class HttpReplica(ServedReplica):
                 f"{brief(answer.get('policy_version'))}, expected {version}"
             )
         self.policy_version = version
-
-    async def prompt_logprobs(self, token_ids: Int32, temperature: float = 1.0) -> Float32:
-        """Logprob of each token given those before it, past the prefix cache: float32 [L]; the first is NaN.
-
-        Raises:
-            RecordError: no ids, too many, an id outside the vocabulary, or a temperature that is not above 0.
-            SamplerFault: the server failed, cannot be reached or was started again.
-        """
-        ids = check_ids(token_ids, self.vocab_size, "token_ids")
-        return await self._http.prompt_logprobs(ids, temperature)
 
     async def close(self) -> None:
         """Let go of the connections; what is in flight in this event loop ends as cancelled. The server goes on."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from verbatim.config.inference import OnWeightUpdate
 from verbatim.core.errors import SamplerFault, UsageError
 from verbatim.core.texts import first_of
-from verbatim.core.types import Float32, Int32
+from verbatim.core.types import Int32
 from verbatim.inference.base import Completion, SampleRequest
 from verbatim.inference.http.client import CONNECT
 from verbatim.inference.http.replica import ServedReplica
@@ -118,6 +118,7 @@ class VllmReplica(ServedReplica):
             ours=False,
         )
         self._route = _Route(self._connect(model=model, policy_version=policy_version))
+        self._http = self._route.http
         self._former: list[_Route] = []
         self._adapter_rank = adapter_rank
         self._return_routed_experts, self._return_kept_sets = return_routed_experts, return_kept_sets
@@ -145,11 +146,6 @@ class VllmReplica(ServedReplica):
         self._asleep: set[Memory] = set()
         self.seconds_waking: float | None = None
         """Seconds that its last waking took, without loading; None if it never slept."""
-
-    @property
-    def _http(self) -> HttpSampler:
-        """Where new requests go."""
-        return self._route.http
 
     @property
     def num_unverified(self) -> int:
@@ -225,6 +221,7 @@ class VllmReplica(ServedReplica):
         self._former.append(self._route)
         model = self._model if adapter is None else adapter
         self._route = _Route(self._connect(model=model, policy_version=version), adapter)
+        self._http = self._route.http
         self._http.cache_salt = f"{version}-{uuid.uuid4().hex}"
         self._num_asked_cache = 0
         self.policy_version = version
@@ -298,17 +295,6 @@ class VllmReplica(ServedReplica):
             folder.refuse_other_shapes(self._shapes)
         folder.prepare([piece for piece in self._pieces if piece.name in folder.shapes])
         return folder
-
-    async def prompt_logprobs(self, token_ids: Int32, temperature: float = 1.0) -> Float32:
-        """Logprob of each token given those before it, past the prefix cache: float32 [L]; the first is NaN.
-
-        Raises:
-            RecordError: no ids, too many (one more must fit into the context), or an id outside the vocabulary.
-            UsageError: another temperature than 1.
-            SamplerFault: the server failed, or cannot be reached.
-        """
-        ids = check_ids(token_ids, self.vocab_size, "token_ids")
-        return await self._http.prompt_logprobs(ids, temperature)
 
     async def close(self) -> None:
         """Let go of the connections; what is in flight in this event loop ends as cancelled. The server goes on."""
