@@ -393,7 +393,7 @@ async def test_an_engine_that_cannot_even_say_why_it_dies_is_not_waited_for(mode
     ]
     if cancelled:
         await asyncio.sleep(0)  # both are sent
-        engine_of(sampler).join()  # nothing else of this loop runs before the call is cancelled
+        engine_of(sampler).thread.join()  # nothing else of this loop runs before the call is cancelled
         calls[0].cancel()
     async with asyncio.timeout(HANGS):
         said = await asyncio.gather(*calls, return_exceptions=True)
