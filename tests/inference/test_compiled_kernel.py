@@ -1,6 +1,8 @@
 """The compiled kernel: the numbers of the model, in the same bits whatever else is in a pass, or PyTorch instead."""
 
+import ctypes
 import logging
+import weakref
 
 import numpy as np
 import pytest
@@ -8,10 +10,10 @@ import torch
 from test_agreement import play
 from test_determinism import requests_of, same
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers.models.qwen3 import modeling_qwen3
 
 from verbatim.core.errors import ModelError
 from verbatim.inference import SampleRequest, SamplingParams
-from verbatim.inference.embedded import fast_forward
 from verbatim.inference.embedded import forward as forward_choice
 from verbatim.inference.embedded.compiled import forward, library
 from verbatim.inference.embedded.compiled.forward import CompiledForward
@@ -200,22 +202,33 @@ def test_a_key_that_is_no_number_is_not_hidden_by_the_others(position, saved):
         assert not len(failed)
         cache = decoder.cache
         page = int(cache.tables[slot, position // 16])
-        keys = cache._chunks[page // cache.chunk_pages][0, page % cache.chunk_pages].view(-1, 16)  # of layer 0, head 0
-        with torch.inference_mode():
-            keys[3, position % 16] = torch.from_numpy(np.array([payload], dtype=np.uint32).view(np.float32))[0]
+        chunk, at = divmod(page, cache.chunk_pages)
+        keys = (ctypes.c_uint32 * 512).from_address(int(cache.addresses[chunk]) + 4 * 512 * at)  # of layer 0, head 0
+        keys[3 * 16 + position % 16] = payload
         ended, failed = decoder.step()
         assert failed.tolist() == [slot] and not len(ended), hex(payload)
         decoder.discard(slot)
 
 
 @pytest.mark.usefixtures("built")
-def test_working_memory_is_given_back_and_taken_anew(models):
+def test_working_memory_is_given_back_and_taken_anew(models, monkeypatch):
     decoder, requests = make(models["tied"]), requests_of(np.random.default_rng(4), 6)
+    made, empty = [], torch.empty
+
+    def noted(*size, **how):
+        tensor = empty(*size, **how)
+        made.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", noted)
     drawn = play(decoder, requests)
-    compiled = decoder.forward
-    assert compiled._memory.numel() and compiled._logits.numel()
+
+    def held():
+        return [tensor.numel() for ref in made if (tensor := ref()) is not None and tensor.numel()]
+
+    assert len(held()) == 2, "that of passes, and that of logits"
     decoder.give_back_memory()
-    assert not compiled._memory.numel() and not compiled._logits.numel()
+    assert held() == []
     assert same(play(decoder, requests), drawn)
 
 
@@ -268,8 +281,9 @@ def test_a_kernel_that_is_not_wanted_or_does_not_fit_is_no_warning(models, monke
 
 
 def test_a_known_model_whose_numbers_differ_is_told_as_that_and_not_as_an_unknown_one(models, monkeypatch, said):
-    rotated = fast_forward._rotated
-    monkeypatch.setattr(fast_forward, "_rotated", lambda x, cos, sin: rotated(x, cos, -sin))
+    rotate = modeling_qwen3.apply_rotary_pos_emb
+    turned_back = lambda q, k, cos, sin, *rest: rotate(q, k, cos, -sin, *rest)  # noqa: E731
+    monkeypatch.setattr(modeling_qwen3, "apply_rotary_pos_emb", turned_back)
     assert isinstance(make(models["tied"], kernel="auto").forward, TorchForward)
     (warning,) = said()
     assert "give other hidden states than the model's own forward pass: they differ by" in warning

@@ -53,8 +53,8 @@ def test_models_that_decode_as_they_compute_are_taken(name, deterministic, sampl
 
 
 def test_a_cache_that_holds_something_else_is_found_out(sampler, monkeypatch):
-    write = CachePlan._write
-
-    monkeypatch.setattr(CachePlan, "_write", lambda self, layer, key, value: write(self, layer, key, value * 0.5))
+    attend = CachePlan.attend
+    halved = lambda self, layer, query, key, value, call: attend(self, layer, query, key, value * 0.5, call)  # noqa: E731
+    monkeypatch.setattr(CachePlan, "attend", halved)
     with pytest.raises(ModelError, match=r"Qwen3ForCausalLM .*sampled logprobs differ by"):
         sampler("qwen3", kernel="torch")

@@ -259,21 +259,22 @@ async def test_what_may_pass_is_counted_by_its_kind_and_retried(broken: bytes | 
 
 
 @pytest.mark.slow
-async def test_an_answer_that_does_not_come_to_its_end_is_counted_and_asked_for_again():
-    """The first one stops in its middle. Once that is counted, the client gives the next one all the time it takes."""
+async def test_an_answer_that_does_not_come_to_its_end_is_counted_and_asked_for_again(monkeypatch: pytest.MonkeyPatch):
+    """The first one stops in its middle. Once that is counted, the next one has all the time it takes."""
+    timeouts: list[float] = []
 
-    class Noting(Counter[str]):
-        def __setitem__(self, kind: str, count: int) -> None:
-            super().__setitem__(kind, count)
-            asked._request_timeout = HANGS
+    def timeout(seconds: float) -> asyncio.Timeout:
+        timeouts.append(seconds)
+        return asyncio.timeout(HANGS if failures else seconds)
 
     async def script(number: int, head: str, body: bytes) -> bytes:
         return http("[7]") if failures else b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\n[1"
 
-    failures = Noting()
+    failures: Counter[str] = Counter()
+    monkeypatch.setattr(client, "asyncio", SimpleNamespace(**{**vars(asyncio), "timeout": timeout}))
     async with serving(script) as server, asking(server, request_timeout=0.5) as asked:
         assert await asked.ask("POST", "/", b"{}", read_json, failures) == [7]
-    assert failures == {"timeout": 1}
+    assert failures == {"timeout": 1} and timeouts == [0.5, 0.5]
 
 
 async def test_a_sampler_waits_as_long_as_the_server_says(monkeypatch: pytest.MonkeyPatch):

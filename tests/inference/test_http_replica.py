@@ -112,13 +112,15 @@ async def test_both_servers_sample_with_the_weights_of_the_run_whatever_they_wer
 
 async def test_it_says_how_busy_a_server_is(models: dict[str, Path], key: str):
     with servers(TorchServer(models["tied"], context_length=128, api_key=key)) as (url,):
-        async with pool_of(models["tied"], [url], api_key_env="SERVERS_KEY") as pool:
-            (member,) = pool._members
-            for _ in range(2):
-                await pool.generate(request(*range(1, 11), session="a", max_tokens=3))
-            load = await member.replica.load_metrics()
-            assert (load.generated_tokens, load.cache_queries, load.cache_hits) == (6, 20, 9)
-            assert (load.running, load.waiting, load.kv_usage) == (0, 0, 0.0)
+        replica = HttpReplica(
+            url, name="replica 0", context_length=128, vocab_size=97, policy_version=0, how={}, api_key=key
+        )
+        for _ in range(2):
+            await replica.generate(request(*range(1, 11), session="a", max_tokens=3))
+        load = await replica.load_metrics()
+        assert (load.generated_tokens, load.cache_queries, load.cache_hits) == (6, 20, 9)
+        assert (load.running, load.waiting, load.kv_usage) == (0, 0, 0.0)
+        await replica.close()
 
 
 async def test_weights_are_sent_to_a_host_that_does_not_share_the_folder(

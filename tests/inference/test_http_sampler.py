@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import pickle
 import threading
@@ -31,7 +32,7 @@ from verbatim.inference.http.sampler import HttpSampler
 from verbatim.inference.http.server import serve_sampler
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import MultiTurnRollout
-from waiting import HANGS, until
+from waiting import HANGS, until, wait_until
 
 pytestmark = pytest.mark.realtime
 
@@ -354,7 +355,7 @@ async def test_a_call_that_was_cancelled_at_any_moment_holds_up_no_other():
     sampler = scripted(lambda _: [1])
     async with behind_http(sampler) as client:
         for passes in range(40):
-            await client._client.hang_up()  # so that the call has to connect anew
+            await client.hang_up()  # so that the call has to connect anew
             task = asyncio.create_task(client.generate(request(1)))
             for _ in range(passes):
                 await asyncio.sleep(0)
@@ -464,6 +465,14 @@ def test_it_travels_by_pickle_and_works_in_one_event_loop_after_the_other():
 class Answers(BaseHTTPRequestHandler):
     """Answers each POST with what `script(number, body)` says: a status and JSON, or None to hang up."""
 
+    def setup(self) -> None:
+        super().setup()
+        self.server.connected.add(self)  # type: ignore[attr-defined]
+
+    def finish(self) -> None:
+        self.server.connected.discard(self)  # type: ignore[attr-defined]
+        super().finish()
+
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.seen.append(body)  # type: ignore[attr-defined]
@@ -490,7 +499,7 @@ class Answers(BaseHTTPRequestHandler):
 @contextlib.contextmanager
 def answering(script: Callable[[int, Any], tuple[int, Any] | None]):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    server.script, server.seen = script, []  # type: ignore[attr-defined]
+    server.script, server.seen, server.connected = script, [], set()  # type: ignore[attr-defined]
     server.url = f"http://127.0.0.1:{server.server_port}"  # type: ignore[attr-defined]
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
@@ -766,8 +775,9 @@ async def test_prompt_logprobs_that_are_not_of_these_ids_are_a_fault(logprobs: A
         await client.close()
 
 
-def test_calls_of_one_event_loop_after_the_other_leave_no_connection_open():
+def test_calls_of_one_event_loop_after_the_other_leave_no_connection_open(monkeypatch):
     """Each call of a rollout brings an event loop of its own."""
+    monkeypatch.setattr(Answers, "protocol_version", "HTTP/1.1")  # which keeps connections open
     with answering(changing(token_ids=[5, END], logprobs=None)) as server:
         sampler = HttpSampler(server.url, vocab_size=VOCAB_SIZE, context_length=200, processed_logprobs=True)
         rollout = MultiTurnRollout(sampler=sampler, template=ByteRenderer())
@@ -775,7 +785,7 @@ def test_calls_of_one_event_loop_after_the_other_leave_no_connection_open():
         for _ in range(3):
             results = rollout(asked)
             assert [(result["stop_reason"], result.error) for result in results] == [("stop", None)] * 8
-            assert len(sampler._client._loops) == 0
+            wait_until(lambda: not server.connected)
         for _ in range(3):  # whoever brings loops and does not say when they end
             asyncio.run(sampler.generate(request(1)))
-        assert len(sampler._client._loops) == 1
+        wait_until(lambda: gc.collect() >= 0 and len(server.connected) == 1)

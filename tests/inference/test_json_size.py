@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import inspect
 import json
 import time
 from typing import Any
@@ -37,11 +38,11 @@ def counted(value: Any) -> tuple[int, int]:
 @example(value=["\\", '"', "[[", "\\\\", '\\"'], ascii=True)
 def test_values_and_levels_are_those_of_the_parsed_value(window, value, ascii):
     data = json.dumps(value, ensure_ascii=ascii).encode()
-    before, json_size._WINDOW = json_size._WINDOW, window
+    before, json_size.WINDOW = json_size.WINDOW, window
     try:
         assert json_size.json_size(data) == counted(value)
     finally:
-        json_size._WINDOW = before
+        json_size.WINDOW = before
 
 
 def test_too_many_values_and_levels_are_refused_and_text_is_neither():
@@ -62,4 +63,4 @@ def test_the_examples_are_true_and_a_pace_is_kept():
         waits.append(even.delay())
         now[0] += 0.2
     assert max(waits) < 1e-9, "what comes more slowly than that never waits"
-    assert pace.Pace(1, 1)._now is time.monotonic
+    assert inspect.signature(pace.Pace).parameters["now"].default is time.monotonic

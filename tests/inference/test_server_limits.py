@@ -16,6 +16,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -27,9 +28,8 @@ from verbatim.cli import serve_command
 from verbatim.cli.main import main
 from verbatim.core.descriptors import raise_descriptor_limit
 from verbatim.core.errors import UsageError
-from verbatim.inference.http import limits, protocol
+from verbatim.inference.http import chat_desk, limits, protocol
 from verbatim.inference.http.acceptor import Acceptor
-from verbatim.inference.http.chat_desk import ProcessDesk
 from verbatim.inference.http.connections import Connection
 from verbatim.inference.http.doors import ConnectionTable
 from verbatim.inference.http.limits import ServerLimits
@@ -583,14 +583,17 @@ async def test_in_processes_a_rendering_that_takes_long_holds_up_no_other(tmp_pa
 @pytest.mark.slow
 async def test_in_processes_a_rendering_that_takes_too_long_is_ended(tmp_path, monkeypatch):
     """And another process takes the next one, for which there is time enough."""
-    desks: list[ProcessDesk] = []
-    init = ProcessDesk.__init__
-    monkeypatch.setattr(ProcessDesk, "__init__", lambda self, *given: (desks.append(self), init(self, *given))[1])
+    has_ended = threading.Event()
+
+    def timeout(seconds: float) -> asyncio.Timeout:
+        return asyncio.timeout(FOREVER if has_ended.is_set() else seconds)
+
+    monkeypatch.setattr(chat_desk, "asyncio", SimpleNamespace(**{**vars(asyncio), "timeout": timeout}))
     limits = only(render_seconds=0.5)
     async with asking(scripted(), renderer=SlowRenderer(), limits=limits, chat_processes=1) as client:
         said = await message(client, CHAT, conversation(f"hang {tmp_path / 'hangs'}"), 400)
         assert said == "messages: they take more than 0.5 s to become token ids"
-        desks[0]._seconds = FOREVER
+        has_ended.set()
         answer = await client.post(CHAT, json=conversation("hi"))
         assert answer.json()["choices"][0]["message"]["content"] == "yo"
 
@@ -693,8 +696,9 @@ async def test_connections_that_wait_are_closed_with_the_server(monkeypatch):
     monkeypatch.setattr("verbatim.inference.http.acceptor._BEGUN_AT_ONCE", 0)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         reader, writer = await asyncio.open_connection(*listening.getsockname())
-        acceptor = Acceptor(listening, asyncio.Protocol, ConnectionTable(ServerLimits(), 100))
-        await until(lambda: acceptor._queue)
+        table = ConnectionTable(ServerLimits(), 100)
+        acceptor = Acceptor(listening, asyncio.Protocol, table)
+        await until(lambda: table.num_queued)
         acceptor.close()
         async with asyncio.timeout(HANGS):
             assert await reader.read() == b""

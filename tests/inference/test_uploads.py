@@ -37,8 +37,13 @@ def published(tmp_path: Path) -> Path:
     return folder
 
 
-def guard(monkeypatch, there: Path | None, key: str | None = "a-secret-key"):
-    """The middleware before an app that answers everything with 200 and "vllm"."""
+async def says_vllm(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b'"vllm"'})
+
+
+def guard(monkeypatch, there: Path | None, key: str | None = "a-secret-key", app=says_vllm):
+    """The middleware before an app, by default one that answers everything with 200 and "vllm"."""
     for name, value in (("VERBATIM_KEY", key), ("VERBATIM_UPLOADS", there)):
         monkeypatch.delenv(name, raising=False)
         if value is not None:
@@ -48,11 +53,7 @@ def guard(monkeypatch, there: Path | None, key: str | None = "a-secret-key"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     import verbatim_vllm_http as module
 
-    async def vllm(scope, receive, send):
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b'"vllm"'})
-
-    return module.Guard(vllm)
+    return module.Guard(app)
 
 
 class InProcess(HttpClient):
@@ -169,8 +170,7 @@ async def test_a_websocket_needs_the_key(monkeypatch, there, given, heard):
     async def vllm(scope, receive, send):
         await send({"type": "websocket.accept"})
 
-    app, sent = guard(monkeypatch, there), []
-    app._app = vllm
+    app, sent = guard(monkeypatch, there, app=vllm), []
 
     async def send(message):
         sent.append(message["type"])

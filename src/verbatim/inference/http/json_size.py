@@ -14,7 +14,7 @@ MOST_DEPTH = 900
 """Most levels of a body, which every parser can read; fields of it have a limit of their own, far below."""
 LARGE = 2**16
 """Bytes of a body that is parsed on a thread."""
-_WINDOW = 2**18
+WINDOW = 2**18
 """Bytes that are looked at in one piece; in between, other threads run."""
 _QUOTE, _BACKSLASH = ord('"'), ord("\\")
 _IS_STEP = np.zeros(256, dtype=bool)
@@ -51,8 +51,8 @@ def json_size(data: bytes | bytearray, most_values: int | None = None) -> tuple[
     """
     values = depth = deepest = num_backslashes = 0
     in_text = False
-    for start in range(0, len(data), _WINDOW):
-        window = np.frombuffer(data, dtype=np.uint8, count=min(_WINDOW, len(data) - start), offset=start)
+    for start in range(0, len(data), WINDOW):
+        window = np.frombuffer(data, dtype=np.uint8, count=min(WINDOW, len(data) - start), offset=start)
         ends, num_backslashes = _ends_of_texts(window, num_backslashes)
         outside = (np.cumsum(ends, dtype=np.int32) + in_text) % 2 == 0
         in_text = not outside[-1]
