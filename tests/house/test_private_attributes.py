@@ -20,15 +20,14 @@ BOUNDS = {
         "inference/vllm/test_real_server.py": 4, "inference/vllm/test_replica.py": 3, "inference/vllm/test_sleep.py": 3,
         "logs/monitors/test_mlflow.py": 1,
         "models/test_source.py": 4,
-        "rollouts/test_long_conversations.py": 1,
-        "rollouts/test_process_pool.py": 7, "rollouts/test_ray_pool.py": 1, "run/orchestrator/faulty_runs.py": 1,
+        "rollouts/test_process_pool.py": 4, "rollouts/test_ray_pool.py": 1, "run/orchestrator/faulty_runs.py": 1,
         "run/test_ask_to_end.py": 1, "run/test_run_log.py": 1, "token_identity.py": 3, "trainer/faulty_rank.py": 1,
         "trainer/parallel_jobs.py": 7, "trainer/test_device_memory.py": 1, "trainer/test_failure_watch.py": 1,
         "trainer/test_fused.py": 3, "trainer/test_reference_model.py": 4,
     },
     "it waits for a moment that nothing public tells": {
-        "environments/tools/test_mcp.py": 1, "rollouts/gateway/test_gateway.py": 1,
-        "rollouts/gateway/test_gateway_limits.py": 3, "rollouts/gateway/test_program.py": 2,
+        "environments/tools/test_mcp.py": 1,
+        "rollouts/gateway/test_gateway_limits.py": 2, "rollouts/gateway/test_program.py": 1,
         "run/orchestrator/test_ledger_reasons.py": 1, "run/test_fate_log.py": 1,
     },
     "it tests one part of a module by itself": {

@@ -81,11 +81,13 @@ async def test_the_loop_turns_while_a_long_conversation_is_rendered_and_limits_h
     renderer.may_go_on.clear()
     long = asyncio.ensure_future(loop.sample(MANY, agent="long"))
     await asyncio.wait_for(renderer.began.wait(), HANGS)  # it turns
+    taken = asyncio.ensure_future(loop.sample(SHORT, agent="other"))  # the last turn
+    await asyncio.sleep(0)
     renderer.may_go_on.set()
-    loop._num_started = 1  # another agent took the last turn
     with pytest.raises(EpisodeOver, match="max_turns"):
         await long
-    assert recorder.turns == []
+    await taken
+    assert len(recorder.turns) == 1
 
 
 async def test_a_prompt_that_comes_after_the_end_is_not_sampled_from():

@@ -385,13 +385,14 @@ async def test_a_worker_that_refuses_is_ended_also_where_the_run_ends_meanwhile(
         (tmp_path / "refuse_and_linger").touch()
         starting = asyncio.create_task(pool._start(alone=True) if alone else pool._replace())
         await until(lambda: made and made[0]._peer._transport and made[0]._peer._transport.is_closing())
-        assert runs(made[0]._process.pid)
+        pid = made[0]._process.pid
+        assert runs(pid)
         starting.cancel()
         for _ in range(100):  # turns of the loop, after which it has been told
             await asyncio.sleep(0)
         (tmp_path / "refuse_and_linger").unlink()
         await asyncio.wait({starting})
-    assert not runs(made[0]._process.pid)
+    assert not runs(pid)
 
 
 @pytest.mark.slow
@@ -464,10 +465,7 @@ def test_workers_end_with_the_run_however_that_ends(tmp_path):
 
 
 def test_losses_in_a_row_are_followed_by_longer_and_longer_pauses():
-    pool = worker_pool.WorkerPool(lambda alone: None, None, workers=2, what="worker")
-    pauses = []
-    for pool._num_lost_in_a_row in range(12):
-        pauses.append(pool._pause())
+    pauses = [worker_pool.pause_before_replacement(num_lost, num_workers=2) for num_lost in range(12)]
     assert pauses == pytest.approx([0, 0, 0, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10, 10, 10])
 
 

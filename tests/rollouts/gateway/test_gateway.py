@@ -560,7 +560,7 @@ async def test_a_failure_after_its_client_has_gone_is_no_fault_of_the_episode(ht
             await until(lambda: not episode.session.exchanges.num_waiting)
         held.released.set()
         await asyncio.wait([asking])
-        await until(lambda: not episode.session.exchanges._under_way)
+        await until(lambda: all(task.get_name() != "gateway-exchange" for task in asyncio.all_tasks()))
         trajectory = await episode.finish()
     assert trajectory.error.startswith("no_turns: " if leaves else "sampler: request 0 fails, as scripted")
 

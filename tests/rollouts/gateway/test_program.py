@@ -359,17 +359,16 @@ class TestReuse:
             await asyncio.wait_for(asyncio.wait([program.watching]), HANGS)  # it leaves after 0.1 s
 
     @staticmethod
-    async def first_of_three(until_file):
+    async def first_of_three(clock, until_file):
         """Three episodes and one place; the first of them has it until there is that file, and the others wait."""
         rows = [{"texts": ["hi"], "how": "held", "until": str(until_file)}] * 3
         environment = make(arguments=["--lines"], rows=rows, reuse=True, max_processes=1, timeout=OWN)
         playing = asyncio.create_task(run_all(environment))
-        waiting = (await environment.serving()).reused._changed._waiters
-        await until(lambda: len(waiting) == 2)
+        await until(lambda: len(clock.waiting) == 3)
         return playing
 
     async def test_waiting_for_a_place_takes_none_of_a_programs_own_time(self, tmp_path, clock):
-        playing = await self.first_of_three(tmp_path / "go")
+        playing = await self.first_of_three(clock, tmp_path / "go")
         await clock.until_said("working on")
         assert len(clock.own) == 1
         (tmp_path / "go").touch()
@@ -377,7 +376,7 @@ class TestReuse:
         assert len(clock.own) == 3
 
     async def test_an_episode_that_finds_no_place_says_so_and_ends_no_other(self, tmp_path, clock):
-        playing = await self.first_of_three(tmp_path / "go")
+        playing = await self.first_of_three(clock, tmp_path / "go")
         await clock.until_said("working on")
         clock.run_out(clock.waiting)
         await until(lambda: sum(limit.expired() for limit in clock.waiting) == 2)

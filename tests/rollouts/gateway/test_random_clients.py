@@ -47,15 +47,17 @@ class Told:
 
         self.sampler = scripted(draw, trouble=trouble)
         self.returned = {}
-        inner = self.sampler.generate
+        self.sampler.generate = self._noted(self.sampler.generate)
+        self.sampler.generate_watched = self._noted(self.sampler.generate_watched)
 
-        async def generate(request, watch=None):
-            completion = await inner(request, watch)
+    def _noted(self, sample):
+        async def sample_and_note(request, *watch):
+            completion = await sample(request, *watch)
             session = request.session.partition("/")[0]
             self.returned.setdefault(session, []).append((request.prompt_ids.tobytes(), completion.ids.tobytes()))
             return completion
 
-        self.sampler.generate = self.sampler.generate_watched = generate
+        return sample_and_note
 
 
 async def play(seed, num_requests, num_sessions=8, num_agents=2):

@@ -214,7 +214,7 @@ class WorkerPool:
             starting.add_done_callback(self._ended)
 
     async def _replace(self) -> None:
-        await asyncio.sleep(self._pause())
+        await asyncio.sleep(pause_before_replacement(self._num_lost_in_a_row, self._num_wanted))
         try:
             await self._add()
         except UsageError as error:
@@ -226,11 +226,6 @@ class WorkerPool:
     def _ended(self, starting: asyncio.Task[None]) -> None:
         self._starting.discard(starting)
         self._changed.set()
-
-    def _pause(self) -> float:
-        """Seconds to wait before a replacement: 0 after the first losses, then doubling until an episode ends."""
-        extra = self._num_lost_in_a_row - self._num_wanted
-        return min(LONGEST_PAUSE, 0.1 * 2 ** min(extra, 10)) if extra > 0 else 0.0
 
     def _close_spare(self) -> None:
         while self._spare:
@@ -245,6 +240,12 @@ class WorkerPool:
         self._closing.discard(closing)
         if not closing.cancelled() and (error := closing.exception()) is not None:
             logger.warning("a %s could not be ended: %s", self._what, printable(error_text(error)))
+
+
+def pause_before_replacement(num_lost_in_a_row: int, num_workers: int) -> float:
+    """Seconds: 0 after the first losses, then doubling until an episode ends."""
+    extra = num_lost_in_a_row - num_workers
+    return min(LONGEST_PAUSE, 0.1 * 2 ** min(extra, 10)) if extra > 0 else 0.0
 
 
 def _received(
