@@ -88,7 +88,7 @@ class ScriptedReplica(ScriptedSampler):
 
     async def sleep(self):
         """Nothing may be in flight. `at_sleep` is what goes wrong, one for each sleep."""
-        await self._pass()
+        await self.until_reached()
         assert self.num_in_flight == 0
         self.events.append("sleep")
         fault = self.at_sleep.pop(0) if self.at_sleep else ""
@@ -98,20 +98,21 @@ class ScriptedReplica(ScriptedSampler):
             raise SamplerFault(f"{self.name}: sleep: 500")
         self.is_asleep, self.seconds_waking, self.cache = True, 0.0, {}
 
-    def _is_awake(self):
+    def assert_awake(self):
         assert not self.is_asleep, "it was asked while it slept"
 
-    async def _pass(self):
+    async def until_reached(self):
+        """As a call that comes over the network."""
         if self.is_dead:
             raise SamplerFault(f"{self.name}: connection refused")
         if self.is_frozen:
             await asyncio.Event().wait()
 
     async def health(self):
-        await self._pass()
+        await self.until_reached()
 
     async def load_metrics(self):
-        await self._pass()
+        await self.until_reached()
         return ReplicaLoad(
             running=self.num_in_flight,
             waiting=0,
@@ -122,8 +123,8 @@ class ScriptedReplica(ScriptedSampler):
         )
 
     async def generate(self, request):
-        await self._pass()
-        self._is_awake()
+        await self.until_reached()
+        self.assert_awake()
         if self.fails:
             self.fails -= 1
             raise SamplerFault(f"{self.name}: 500")
@@ -171,7 +172,7 @@ class ScriptedReplica(ScriptedSampler):
         )
 
     async def update_weights(self, path, version):
-        await self._pass()
+        await self.until_reached()
         self.events.append(f"load {version}")
         if self.is_asleep:
             self.is_asleep, self.seconds_waking = False, 0.25
@@ -188,7 +189,7 @@ class ScriptedReplica(ScriptedSampler):
             raise TooSlow(f"{self.name}: pausing it took more than 120 s")
         if fault == "dies":
             self.die()
-            await self._pass()
+            await self.until_reached()
         if fault != "stale":
             self.held = version
         if fault != "cache":
@@ -200,14 +201,14 @@ class ScriptedReplica(ScriptedSampler):
             self.policy_version = version
 
     async def prompt_logprobs(self, token_ids, temperature=1.0):
-        await self._pass()
-        self._is_awake()
+        await self.until_reached()
+        self.assert_awake()
         return await super().prompt_logprobs(token_ids, temperature)
 
     async def cached_logprob(self, token_ids):
         """The beginning of a prompt keeps the version that computed it first."""
-        await self._pass()
-        self._is_awake()
+        await self.until_reached()
+        self.assert_awake()
         writer = self.cache.setdefault(tuple(token_ids[:4]), self.held)
         return logprob_of(int(token_ids[-1]), writer)
 
@@ -223,14 +224,14 @@ class ScriptedCheck:
         self.version, self.gate, self.asked = version, None, []
 
     async def prepare(self, sampler):
-        await sampler._pass()
-        sampler._is_awake()
+        await sampler.until_reached()
+        sampler.assert_awake()
         if sampler.is_paused:
             await asyncio.Event().wait()
         sampler.events.append(f"prepare {self.version}")
 
     async def __call__(self, sampler):
-        await sampler._pass()
+        await sampler.until_reached()
         sampler.events.append(f"check {self.version}")
         self.asked.append(sampler.name)
         if self.gate is not None:

@@ -30,12 +30,12 @@ async def test_tensors_of_the_trainer_reach_every_worker(
     pool = await vllm_backend(BackendInputs(model=path, context_length=512, sender=sender), settings)
     assert isinstance(pool, ServerPool)
     await pool.check_replicas(trained.canary())
-    ids, largest = trained.trainer.ids(160), 0.0
+    ids, largest, replicas = trained.trainer.ids(160), 0.0, [server.replica() for server in servers]
     for number in range(10):
         await pool.update_replicas(*trained.step(SIZES[number % 2], f"sent{number}"))
         expected = trained.trainer.logprobs(ids)
-        for member in pool._members:
-            found = await member.replica.prompt_logprobs(ids)
+        for replica in replicas:
+            found = await replica.prompt_logprobs(ids)
             largest = max(largest, float(np.abs(found[1:] - expected).max()))
     assert [report.fault for report in sender.reports] == [None] * 11
     assert {order.size for order in sender.orders} == {4} and len({order.group for order in sender.orders}) == 1
@@ -43,4 +43,6 @@ async def test_tensors_of_the_trainer_reach_every_worker(
     seconds = [report.seconds for report in sender.reports]
     print(f"largest |delta logprob| over 10 broadcasts: {largest:.2g}; seconds: {seconds}")
     assert largest <= TOLERANCE
+    for replica in replicas:
+        await replica.close()
     await pool.close()

@@ -29,7 +29,7 @@ from inference.vllm.real_servers import (
     end_all_requests,
     until_drawn,
 )
-from inference.vllm.test_replica import FAULTS
+from inference.vllm.test_replica import FAULTS, controlling
 from inference.vllm.test_server_pool import PLANTED
 from inference.vllm.tiny_model import CONTEXT, TinyModel
 from inference.vllm.vllm_double import VllmDouble, as_json, serving, shape_of
@@ -200,10 +200,11 @@ async def test_a_damaged_folder_is_refused_by_the_server_too(served: Served[Tiny
     damage(damaged)
     with pytest.raises(ModelError):
         await replica.update_weights(damaged, 2)
-    await replica._control.pause()
-    await replica._control.start_update()
-    await replica._control.load({"path": str(damaged)})
-    (report,) = await replica._control.reports()  # and the update is not finished
+    async with controlling(replica, phase_timeout=HANGS) as control:
+        await control.pause()
+        await control.start_update()
+        await control.load({"path": str(damaged)})
+        (report,) = await control.reports()  # and the update is not finished
     assert report.error is not None
     assert damage is half_a_file or "up_proj" in report.error or "gate_up_proj" in report.error
     await replica.update_weights(path, 2)

@@ -21,8 +21,9 @@ from inference.vllm.vllm_double import VllmDouble, serving
 from verbatim.core.errors import ModelError, RecordError, SamplerFault, UsageError
 from verbatim.core.types import StopReason
 from verbatim.inference import Sampler, SampleRequest, SamplingParams
+from verbatim.inference.http.client import HttpClient
 from verbatim.inference.pool.base import ReplicaLoad
-from verbatim.inference.vllm.control import read_metrics
+from verbatim.inference.vllm.control import VllmControl, read_metrics
 from verbatim.inference.vllm.facts import ServerFacts
 from verbatim.inference.vllm.replica import VllmReplica
 from waiting import HANGS, until
@@ -63,6 +64,16 @@ async def connected(trainer: TinyModel, **settings: Any) -> AsyncIterator[tuple[
             yield double, replica
         finally:
             await replica.close()
+
+
+@contextlib.asynccontextmanager
+async def controlling(replica: VllmReplica, *, phase_timeout: float) -> AsyncIterator[VllmControl]:
+    """The phases of an update of a replica's server, one by one, with this limit for each."""
+    client = HttpClient(replica.url, request_timeout=HANGS, max_retries=0, headers={"Connection": "close"})
+    try:
+        yield VllmControl(client, name=replica.name, phase_timeout=phase_timeout)
+    finally:
+        await client.close()
 
 
 def request(ids: np.ndarray, **params: Any) -> SampleRequest:
@@ -145,15 +156,8 @@ async def test_a_packed_answer_and_that_of_a_server_without_our_middleware_are_t
     for packs in (True, False):
         async with connected(tied) as (double, replica):
             double.packs, double.says = packs, [5, 0, 7, 3]
-            read = replica._http._client._attempt
-
-            async def attempt(*args: Any, read: Any = read) -> Any:
-                answer = await read(*args)
-                sizes.append(len(answer.body))
-                return answer
-
-            replica._http._client._attempt = attempt  # type: ignore[method-assign]
             found.append(await replica.generate(request(tied.ids(9), max_tokens=9, stop_token_ids=(3,))))
+            sizes.append(double.answered[-1])
     one, other = found
     assert (one.ids.tolist(), one.stop_reason) == ([5, 0, 7, 3], StopReason.STOP)
     assert (one.ids.tolist(), one.stop_reason) == (other.ids.tolist(), other.stop_reason)
@@ -397,10 +401,18 @@ HANGING = {
 @pytest.mark.slow
 @pytest.mark.parametrize("route", HANGING)
 async def test_a_phase_that_hangs_is_named_with_its_replica_and_its_limit(tied: TinyModel, route: str):
-    async with connected(tied, phase_timeout=0.2) as (double, replica):
+    async with connected(tied) as (double, replica):
         double.hangs_at = route
         with pytest.raises(SamplerFault, match=rf"^replica 3: {PHASES[route]}: no answer within 0\.2 s$"):
-            await HANGING[route](replica._control)
+            async with controlling(replica, phase_timeout=0.2) as control:
+                await HANGING[route](control)
+
+
+async def test_the_limit_of_a_phase_is_the_one_that_the_replica_was_given(tied: TinyModel):
+    async with connected(tied, phase_timeout=0.2) as (double, replica):
+        double.hangs_at = "/pause"
+        with pytest.raises(SamplerFault, match=r"^replica 3: pause: no answer within 0\.2 s$"):
+            await replica.update_weights(tied.step("v1", 1e-3), 1)
 
 
 async def test_an_update_that_was_given_up_in_the_middle_is_made_again(tied: TinyModel):

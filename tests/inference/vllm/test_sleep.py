@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from inference.vllm.test_replica import connected, request, tied, trainer
+from inference.vllm.test_replica import connected, controlling, request, tied, trainer
 from verbatim.core.errors import SamplerFault
 from verbatim.inference.vllm.command import server_command
 from verbatim.inference.vllm.settings import VllmSettings
@@ -96,10 +96,11 @@ HANGING = {
 @pytest.mark.parametrize("phase", HANGING)
 async def test_a_phase_that_hangs_is_named_with_its_replica_and_its_limit(tied, phase):
     route, call = HANGING[phase]
-    async with connected(tied, phase_timeout=0.2) as (double, replica):
+    async with connected(tied) as (double, replica):
         double.hangs_at = route
         with pytest.raises(SamplerFault, match=rf"^replica 3: {phase}: no answer within 0\.2 s$"):
-            await call(replica._control)
+            async with controlling(replica, phase_timeout=0.2) as control:
+                await call(control)
 
 
 @pytest.mark.slow
@@ -109,8 +110,7 @@ async def test_a_server_that_says_that_it_still_sleeps_is_named(tied):
         double.fault = "stays asleep"
         double.asleep = {"kv_cache"}
         with pytest.raises(SamplerFault, match=r"replica 3: wake up kv_cache: it says .*sleeping.*, expected awake"):
-            await replica._wake_up("weights")
-            await replica._wake_up("kv_cache")
+            await replica.update_weights(tied.step("v1", 1e-3), 1)
 
 
 async def test_a_request_in_flight_ends_before_the_server_sleeps(tied):

@@ -22,7 +22,7 @@ from inference.vllm.vllm_double import serving
 from verbatim.core.errors import ModelError, SamplerFault, UsageError
 from verbatim.inference import BackendInputs, SampleRequest, SamplingParams
 from verbatim.inference.vllm.command import server_command, server_environment
-from verbatim.inference.vllm.digests import Piece, PublishedFolder, digest
+from verbatim.inference.vllm.digests import Piece, PublishedFolder, WorkerReport, digest
 from verbatim.inference.vllm.replica import VllmReplica
 from verbatim.inference.vllm.servers import vllm_servers
 from verbatim.inference.vllm.settings import VllmSettings
@@ -132,7 +132,8 @@ async def test_each_version_has_a_name_of_its_own_and_the_former_ones_are_unload
         assert [name.partition("-")[0] for name in double.names] == ["v1", "v2", "v3"]
         assert [name.partition("-")[0] for name in double.unloaded] == ["v1", "v2", "v3", "v4"]
         assert len(set(double.unloaded)) == 4
-        assert list(double.adapters) == [replica._route.adapter]
+        await replica.generate(request(max_tokens=2))
+        assert list(double.adapters) == [double.names[-1]]
 
 
 async def test_the_server_samples_on_while_it_loads(trainer: AdaptedModel):
@@ -199,9 +200,8 @@ async def test_the_canary_passes_and_sees_a_server_that_has_another_adapter(trai
             await sync.load(
                 StepReport(version=version, weights=path, num_trained_tokens=1, metrics={}, probes=trainer.probes())
             )
-        held = double.adapters[replica._route.adapter]
-        wrong = {name: tensor + 0.05 for name, tensor in held.items()}
-        double.adapters[replica._route.adapter] = wrong
+        ((adapter, held),) = double.adapters.items()
+        double.adapters[adapter] = {name: tensor + 0.05 for name, tensor in held.items()}
         with pytest.raises(Exception, match="does not hold policy version 2"):
             await sync.check_first()
 
@@ -285,5 +285,11 @@ def test_the_digest_is_that_of_what_vllm_holds(trainer: AdaptedModel, dtype: str
     held *= 2.4 / RANK
     folder = PublishedFolder(path)
     piece = Piece(name=FIRST_B, dim=0, start=0, shape=tuple(held.shape), dtype=dtype)
-    folder.prepare([piece])
-    assert folder._digests[piece] == digest(held)
+    others = tuple(name for name in folder.shapes if name != FIRST_B)
+
+    def fault_of(tensor: torch.Tensor) -> str | None:
+        digests = ((piece, digest(tensor), "kernel"),)
+        return folder.compare([WorkerReport(error=None, digests=digests, stale=(), unmapped=others)]).fault
+
+    assert fault_of(held) is None
+    assert fault_of(held / 0.3) == f"other values: {FIRST_B}"

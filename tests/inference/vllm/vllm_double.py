@@ -57,6 +57,8 @@ class VllmDouble:
         self.gates: dict[str, asyncio.Event] = {}
         self.key: str | None = None
         self.calls: list[str] = []
+        self.answered: list[int] = []
+        """Characters of each answer."""
         self.running = asyncio.Event()
         self.running.set()
         self.version = "default"
@@ -182,6 +184,8 @@ class VllmDouble:
             self.fails_at = "" if self.fails_once else self.fails_at
             return web.json_response({"error": {"message": "it burns", "code": 500}}, status=500)
         response: web.StreamResponse = await handler(request)
+        if isinstance(response, web.Response):
+            self.answered.append(len(response.text or ""))
         return response
 
     async def _health(self, _: web.Request) -> web.Response:
