@@ -20,14 +20,14 @@ BOUNDS = {
         "logs/monitors/test_mlflow.py": 1,
         "models/test_source.py": 4,
         "rollouts/test_process_pool.py": 4, "rollouts/test_ray_pool.py": 1, "run/orchestrator/faulty_runs.py": 1,
-        "run/test_ask_to_end.py": 1, "run/test_run_log.py": 1, "token_identity.py": 3, "trainer/faulty_rank.py": 1,
+        "run/test_ask_to_end.py": 1, "token_identity.py": 3, "trainer/faulty_rank.py": 1,
         "trainer/parallel_jobs.py": 7, "trainer/test_device_memory.py": 1, "trainer/test_failure_watch.py": 1,
         "trainer/test_fused.py": 3, "trainer/test_reference_model.py": 4,
     },
     "it waits for a moment that nothing public tells": {
         "environments/tools/test_mcp.py": 1,
         "rollouts/gateway/test_gateway_limits.py": 2, "rollouts/gateway/test_program.py": 1,
-        "run/orchestrator/test_ledger_reasons.py": 1, "run/test_fate_log.py": 1,
+        "run/test_fate_log.py": 1,
     },
     "it tests one part of a module by itself": {
         "inference/test_compiled_kernel.py": 3, "models/native/test_library.py": 12,
@@ -40,8 +40,7 @@ BOUNDS = {
     },
     "it looks at what is kept in memory or on disk": {
         "conftest.py": 4,
-        "run/orchestrator/test_collector.py": 2, "run/orchestrator/test_dispatcher_search.py": 1,
-        "run/orchestrator/test_turn_rewards.py": 2,
+        "run/orchestrator/test_dispatcher_search.py": 1,
     },
     "the attribute is another library's": {
         "cuda/fake_cuda.py": 10, "faults/strikes.py": 2, "house/test_docs_snippets.py": 1,

@@ -23,7 +23,7 @@ from verbatim.logs.checkpoints import CheckpointStore, Origin, RunFolder, read_j
 from verbatim.logs.fates.files import FateFolder, files_in, read_fates
 from verbatim.logs.fates.retention import Retention
 from verbatim.logs.monitors import Alarm, read_alarms
-from verbatim.logs.monitors.jsonl import measure, read_jsonl
+from verbatim.logs.monitors.jsonl import JsonlWriter, measure, read_jsonl
 from verbatim.logs.monitors.trajectory_log import read_evaluated, read_trajectories
 from verbatim.run import run_log
 from verbatim.run.orchestrator.evaluate import Evaluation
@@ -185,12 +185,14 @@ def test_a_summary_says_how_many_steps_its_sums_do_not_have(four_steps: RunFolde
 
 
 def test_a_log_that_cannot_be_synced_costs_no_checkpoint(four_steps: RunFolder, caplog, monkeypatch):
-    log = log_of(four_steps, 3)
+    log, sync = log_of(four_steps, 3), JsonlWriter.sync
 
-    def refuse() -> None:
-        raise OSError(5, "Input/output error")
+    def refuse(writer: JsonlWriter) -> object:
+        if writer.path.name == "metrics.jsonl":
+            raise OSError(5, "Input/output error")
+        return sync(writer)
 
-    monkeypatch.setattr(log._writers["metrics.jsonl"], "sync", refuse)
+    monkeypatch.setattr(JsonlWriter, "sync", refuse)
     train(log, 4)
     save(log, 4)
     kept = CheckpointStore(four_steps.checkpoints, read_only=True).logs(4)

@@ -235,6 +235,7 @@ def make(
     routing=None,
     eval_interval=2,
     progress=None,
+    reads_turn_rewards=True,
 ):
     environment = environment or Coins()
     sampler = sampler or ScriptedSampler(
@@ -276,6 +277,7 @@ def make(
         on_break=on_break,
         max_length=max_length,
         max_off_policy_steps=max_off_policy_steps,
+        reads_turn_rewards=reads_turn_rewards,
     )
     notes, trainer = notes or Notes(), trainer or FakeTrainer(tmp_path)
     schedule = RunSchedule(

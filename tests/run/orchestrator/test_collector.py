@@ -121,7 +121,7 @@ def test_a_few_cycles_that_hold_much_memory_are_found(is_over, monkeypatch):
     """From 2 GiB on, once there are more than 1.5 times that and 1 GiB more; then from what is left."""
     gib = 1 << 30
     memory = [2 * gib]
-    monkeypatch.setattr(collector, "_resident", lambda: memory[0])
+    monkeypatch.setattr(collector, "resident", lambda: memory[0])
     with seldom_collected():
         is_over()
         (kept,) = gone_cycles(1)
@@ -139,12 +139,12 @@ def test_a_few_cycles_that_hold_much_memory_are_found(is_over, monkeypatch):
 
 
 def test_memory_that_is_not_counted_as_objects_is_that_of_the_process():
-    before = collector._resident()
+    before = collector.resident()
     if not before:
         pytest.skip("this system does not say")
     with mmap.mmap(-1, 1 << 26) as array:  # pages of its own: the C library may hand out freed memory again
         array[:] = bytes(1 << 26)
-        assert (1 << 25) < collector._resident() - before < (1 << 28)
+        assert (1 << 25) < collector.resident() - before < (1 << 28)
 
 
 async def test_where_as_many_objects_end_as_begin_no_pass_has_to_look_at_all_that_began():

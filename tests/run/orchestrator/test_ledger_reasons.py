@@ -273,6 +273,13 @@ async def test_a_break_starts_another_sample_where_the_run_does_not_mind(tmp_pat
     assert [metrics["samples"] for _, metrics, _ in notes.steps] == [3 * BATCH] * 2
 
 
+def ended(recorder):
+    """Set as soon as the recorder's episode has ended."""
+    event, close = asyncio.Event(), recorder.close
+    recorder.close = lambda: (close(), event.set())
+    return event
+
+
 class Lingering(Coins):
     """Its first episode ends while something that it started still wants to sample."""
 
@@ -287,12 +294,12 @@ class Lingering(Coins):
             async def run(self, agent):
                 await agent.sample([{"role": "user", "content": "one"}])
                 if not environment.left:
-                    environment.left.append(asyncio.ensure_future(environment.linger(agent)))
+                    environment.left.append(asyncio.ensure_future(environment.linger(agent, ended(agent.recorder))))
 
         return Game(seed, False)
 
-    async def linger(self, agent):
-        await until(lambda: agent.recorder._closed)
+    async def linger(self, agent, ended):
+        await ended.wait()
         await agent.sample([{"role": "user", "content": "two"}])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 import pytest
 
@@ -40,9 +39,7 @@ class Rewarding(Coins):
 
 
 async def played(tmp_path, environment, reads=False):
-    orchestrator, notes, _ = make(tmp_path, environment=environment, steps=3)
-    rules = orchestrator._producer.rules["coins"]
-    orchestrator._producer.rules = {"coins": replace(rules, reads_turn_rewards=reads)}
+    orchestrator, notes, _ = make(tmp_path, environment=environment, steps=3, reads_turn_rewards=reads)
     assert await orchestrator.run()
     return orchestrator, [t for _, _, groups in notes.steps for group in groups for t in group.trajectories]
 

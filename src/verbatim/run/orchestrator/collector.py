@@ -58,7 +58,7 @@ def seldom_collected() -> Iterator[None]:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*(max(one, other) for one, other in zip(before, THRESHOLDS, strict=True)))
-    _known[:] = [_Known(_num_objects(), _resident())]
+    _known[:] = [_Known(_num_objects(), resident())]
     try:
         yield
     finally:
@@ -95,7 +95,7 @@ def step_is_over(num_held: int) -> None:
     known = _known[0]
     grown = _num_objects() - known.at_start
     if known.per_episode is None and num_held:
-        known.per_episode, known.memory = grown / num_held, _resident()
+        known.per_episode, known.memory = grown / num_held, resident()
     elif grown > GROWTH * (known.per_episode or 0.0) * num_held + SLACK or _has_grown_in_memory(known):
         _look_through_everything(known)
         known.per_episode = max(0, _num_objects() - known.at_start) / max(1, num_held)
@@ -111,14 +111,14 @@ def _look_through_everything(known: _Known) -> None:
     gc.unfreeze()
     gc.collect()
     gc.freeze()
-    known.memory = _resident()
+    known.memory = resident()
 
 
 def _has_grown_in_memory(known: _Known) -> bool:
-    return _resident() > MEMORY_GROWTH * known.memory + MEMORY_SLACK
+    return resident() > MEMORY_GROWTH * known.memory + MEMORY_SLACK
 
 
-def _resident() -> int:
+def resident() -> int:
     """Bytes of this process in memory; 0 where the system does not say."""
     try:
         with open("/proc/self/statm", "rb", buffering=0) as file:
