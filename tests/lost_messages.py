@@ -158,9 +158,18 @@ def renderer_of(template: str, **options: Any) -> Any:
     return create_renderer("template", stand_in_tokenizer(source, template), **options)
 
 
+def end_of_answer(renderer: Any) -> int:
+    """The token that the renderer's template writes behind an answer."""
+    asks, answers = ({"role": role, "content": f"zq{role}"} for role in ("user", "assistant"))
+    dialogues = [asks, answers], [asks, answers, asks]
+    texts = [renderer.decode(renderer.write_ids(dialogue, None, False)) for dialogue in dialogues]
+    behind = [token for text in texts for token in renderer.tokenizer.encode(text.partition("zqassistant")[2])]
+    return next(token for token in behind if token in renderer.stop_token_ids)
+
+
 def sampler_for(renderer: Any) -> ScriptedSampler:
     """Says "ok" to every prompt."""
-    said = np.array([*renderer.tokenizer.encode("ok"), renderer._answer_ends()[0]], np.int32)
+    said = np.array([*renderer.tokenizer.encode("ok"), end_of_answer(renderer)], np.int32)
     vocab_size = len(renderer.tokenizer.unguarded)
     return ScriptedSampler(script=lambda _: said, vocab_size=vocab_size, context_length=100_000)
 

@@ -31,9 +31,8 @@ BOUNDS = {
     },
     "it tests one part of a module by itself": {
         "inference/test_compiled_kernel.py": 3, "models/native/test_library.py": 12,
-        "models/renderers/random_dialogues.py": 4, "models/renderers/test_bridge.py": 1,
-        "models/renderers/test_package_renderer.py": 3, "models/renderers/test_read_calls.py": 1,
-        "models/renderers/test_tool_syntax.py": 1, "models/renderers/test_no_message_lost.py": 1, "lost_messages.py": 1,
+        "models/renderers/random_dialogues.py": 4, 
+        
         "rollouts/gateway/test_matching.py": 1, "trainer/test_attention_flex.py": 3,
         "trainer/test_attention_native.py": 8, "trainer/test_bfloat16.py": 1, "trainer/test_offload.py": 4,
         "trainer/test_router_loss.py": 2,

@@ -100,8 +100,8 @@ def test_what_is_behind_a_turn_of_a_long_conversation_is_found_without_rendering
     renderer = renderer_of(KEPT["ChatML"])
     conversation = long_conversation(renderer, 20)
     conversation.bridged([user("so?")])
-    sizes, render = [], renderer._render
-    monkeypatch.setattr(renderer, "_render", lambda *given: sizes.append(len(given[0])) or render(*given))
+    sizes, write = [], renderer.tokenizer.chat_text
+    monkeypatch.setattr(renderer.tokenizer, "chat_text", lambda *given: sizes.append(len(given[0])) or write(*given))
     following = conversation.bridged([user("and so?")])
     assert renderer.decode(following.prompt_ids).endswith(
         "yo<|im_end|>\n\n<|im_start|>user\nand so?<|im_end|>\n\n<|im_start|>assistant\n"

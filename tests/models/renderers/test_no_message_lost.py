@@ -11,7 +11,7 @@ from random_dialogues import byte_tokenizer
 from test_bridge_campaign import TEMPLATES, TEXTLESS
 
 from campaigns import sized
-from lost_messages import Talk, lost
+from lost_messages import Talk, end_of_answer, lost
 from verbatim.core.errors import EnvironmentFault, ModelError
 from verbatim.core.types import ToolCall
 from verbatim.models.renderers import Conversation, create_renderer
@@ -65,7 +65,7 @@ def continued(name, seed):
     talk.appended()
     new = talk.messages[before + 1 :]
     calls = tuple(ToolCall(name="look", arguments={}, id=call["id"]) for call in turn.get("tool_calls", ()))
-    end = renderer._answer_ends()[0] if name.endswith(".jinja") else renderer.stop_token_ids[0]
+    end = end_of_answer(renderer) if name.endswith(".jinja") else renderer.stop_token_ids[0]
     sampled = np.array([*renderer.tokenizer.encode("sampled"), end], dtype=np.int32)
     try:
         conversation = Conversation.open(renderer, talk.messages[:before], talk.tools)

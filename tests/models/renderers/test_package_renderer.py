@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verbatim.core.errors import EnvironmentFault, ModelError
-from verbatim.models.renderers import Renderer
+from verbatim.models.renderers import Renderer, package
 from verbatim.models.renderers.nesting import MAX_DEPTH
 from verbatim.models.renderers.package import PackageRenderer
 
@@ -56,13 +56,25 @@ def test_a_bridge_to_a_tools_answer_is_the_full_render(qwen3, tokenizer):
     assert bridged[: len(prompt) + len(completion)].tolist() == [*prompt, *completion]
 
 
+def counting_bridges(tokenizer, monkeypatch):
+    """A renderer, and the bridges that its family computes."""
+    computed, create = [], package.create_family
+
+    def counted(*given):
+        family = create(*given)
+        bridge = family.bridge_to_next_turn
+        family.bridge_to_next_turn = lambda *turn, **how: computed.append(turn) or bridge(*turn, **how)
+        return family
+
+    monkeypatch.setattr(package, "create_family", counted)
+    return PackageRenderer(tokenizer), computed
+
+
 def test_a_bridge_that_comes_again_is_remembered_and_any_other_is_not(tokenizer, monkeypatch):
-    renderer = PackageRenderer(tokenizer)
+    renderer, computed = counting_bridges(tokenizer, monkeypatch)
     prompt, completion = renderer.render_ids([ASK], TOOLS), sampled(tokenizer, CALL_TEXT)
     first = renderer.bridge_to_next_turn(prompt, completion, [SEES], TOOLS)
-    computed = []
-    added = renderer._behind_by_family
-    monkeypatch.setattr(renderer, "_behind_by_family", lambda *turn: computed.append(turn) or added(*turn))
+    computed.clear()
     first[-1] = -1  # what the caller does with its array changes nothing
     again = renderer.bridge_to_next_turn(prompt.copy(), completion.copy(), [dict(SEES)], TOOLS)
     assert again.tolist() == renderer.render_ids([ASK, CALL, SEES], TOOLS).tolist()
@@ -74,13 +86,15 @@ def test_a_bridge_that_comes_again_is_remembered_and_any_other_is_not(tokenizer,
     assert len(computed) == 2
 
 
-def test_a_long_bridge_is_not_remembered(tokenizer):
-    renderer = PackageRenderer(tokenizer)
+def test_a_long_bridge_is_not_remembered(tokenizer, monkeypatch):
+    renderer, computed = counting_bridges(tokenizer, monkeypatch)
     prompt, completion = renderer.render_ids([ASK], TOOLS), sampled(tokenizer, CALL_TEXT)
-    renderer.bridge_to_next_turn(prompt, completion, [SEES], TOOLS)
-    known = dict(renderer._bridged)
-    renderer.bridge_to_next_turn(prompt, completion, [{**SEES, "content": "rain " * 400}], TOOLS)
-    assert renderer._bridged == known
+    renderer.bridge_to_next_turn(prompt, completion, [SEES], TOOLS)  # the first one tries the family too
+    for answer, times in (("rain", 1), ("rain " * 400, 2)):
+        computed.clear()
+        for _ in range(2):
+            renderer.bridge_to_next_turn(prompt, completion, [{**SEES, "content": answer}], TOOLS)
+        assert len(computed) == times
 
 
 def test_a_bridge_keeps_thinking_that_the_template_keeps_too(qwen3, tokenizer):

@@ -37,7 +37,7 @@ def templates():
             renderer = create_renderer("template", byte_tokenizer(file.read_text(encoding="utf-8")))
         except ModelError:  # written for contents that are lists of parts
             continue
-        if renderer._syntax is not None:
+        if renderer.tool_support.read:
             found.append(file.stem)
     return found
 

@@ -372,7 +372,7 @@ def test_a_format_that_writes_values_otherwise_than_they_are_is_not_read():
         TemplateRenderer(byte_tokenizer(source.replace("VALUE", f"{{{{ {value} }}}}"))) for value in ("v", "v | e")
     )
     assert [call.arguments for call in read(plain, text).tool_calls] == [{"at": "a &lt; b"}]
-    assert (escaped._syntax, read(escaped, text).content) == (None, text)
+    assert (escaped.tool_support.read, read(escaped, text).content) == (False, text)
 
 
 def test_a_format_without_an_end_of_values_is_not_read():
