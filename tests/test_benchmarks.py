@@ -21,8 +21,7 @@ def test_benchmarks_use_what_is_there():
 @pytest.mark.slow
 def test_a_method_that_is_gone_is_found(tmp_path: Path):
     old = tmp_path / "old.py"
-    old.write_text(
-        "from verbatim.rollouts.agent_loop import AgentLoop\n\n\ndef f(loop: AgentLoop) -> int:\n    return loop.last_turn\n"
-    )
+    lines = ("from verbatim.rollouts.agent_loop import AgentLoop", "", "", "def f(loop: AgentLoop) -> None:")
+    old.write_text("\n".join((*lines, "    loop.last_turn()", "")))
     found = subprocess.run((*COMMAND, str(old)), cwd=ROOT, capture_output=True, text=True, check=False)
     assert '"AgentLoop" has no attribute "last_turn"' in found.stdout

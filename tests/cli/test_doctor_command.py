@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import warm
 from inspection.doctor.corpus import ASK, END, NEXT, Case, assistant, cases, render, tokenizer, turn
@@ -95,10 +97,38 @@ def test_a_machine_without_a_compiler_answers_1_and_says_what_to_install(tmp_pat
 @pytest.mark.skipif(native.find_compiler() is None, reason="this machine has no C compiler")
 @pytest.mark.usefixtures("_fresh_libraries")
 def test_a_kernel_that_computes_something_else_answers_1(monkeypatch, capsys):
-    monkeypatch.setattr(CompiledForward, "agrees", lambda *_: False)
+    def wrong(self, *given, run=CompiledForward._run):
+        return run(self, *given) * (1 + 1e-3 * torch.arange(64))
+
+    monkeypatch.setattr(CompiledForward, "_run", wrong)
     status, out, _ = run(capsys, "--machine")
     assert status == 1
-    assert "compiled, and not used: in float32, " in out and "it gives other hidden states than the model" in out
+    assert "compiled, and not used: in float32, it computes something else than LlamaForCausalLM: layer 0 " in out
+
+
+@pytest.mark.realtime
+@pytest.mark.skipif(native.find_compiler() is None, reason="this machine has no C compiler")
+@pytest.mark.usefixtures("_fresh_libraries")
+def test_a_machine_is_asked_for_one_model(tmp_path: Path, monkeypatch, capsys):
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 97}
+    for name, inner in (("fits", 96), ("odd", 100)):
+        LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=inner)).save_pretrained(tmp_path / name)
+    status, out, _ = run(capsys, "--machine", str(tmp_path / "fits"))
+    assert status == 0
+    parts = ["kernel.c in float32", "layers.c", "kernel.c in bfloat16"]
+    assert out.splitlines()[6:] == [
+        f"model      {tmp_path / 'fits'}",
+        *(f"{'':10} {part} computes it" for part in parts),
+    ]
+    status, out, _ = run(capsys, "--machine", str(tmp_path / "odd"), "--json")
+    reason = "the inner width is 100, and no multiple of 16"
+    assert status == 1
+    assert json.loads(out)["model"] == {
+        "name": str(tmp_path / "odd"),
+        "not_computed": {"kernel.c in float32": reason, "layers.c": "", "kernel.c in bfloat16": reason},
+    }
+    status, _, err = run(capsys, "--machine", str(tmp_path / "none"))
+    assert status == 2 and "none" in err
 
 
 def test_a_machine_is_no_log(capsys):

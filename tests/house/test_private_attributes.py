@@ -30,8 +30,8 @@ BOUNDS = {
         "run/test_fate_log.py": 1,
     },
     "it tests one part of a module by itself": {
-        "inference/test_compiled_kernel.py": 3, 
-        "models/renderers/random_dialogues.py": 4, 
+        "inference/test_compiled_kernel.py": 3,
+        "models/renderers/random_dialogues.py": 4,
         "rollouts/gateway/test_matching.py": 1, "trainer/test_attention_flex.py": 3,
         "trainer/test_attention_native.py": 8, "trainer/test_bfloat16.py": 1, "trainer/test_offload.py": 4,
         "trainer/test_router_loss.py": 2,

@@ -18,12 +18,11 @@ from campaigns import sized
 from pairs import all_rows, pairs
 from verbatim.inference.embedded.compiled import forward as compiled_forward
 from verbatim.inference.embedded.compiled import library
-from verbatim.inference.embedded.compiled.forward import CompiledForward, widened
+from verbatim.inference.embedded.compiled.forward import CompiledForward
 from verbatim.inference.embedded.decoder import Decoder
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.inference.embedded.torch_forward import TorchForward
 from verbatim.models import native
-from verbatim.models.attention import WholeSequencePlan
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model, load_weights
 
@@ -298,22 +297,6 @@ def test_float32_is_as_before_beside_it(kernel, models):
 
 
 # ---- the check at the start
-
-
-def test_widened_models_compute_in_float32_and_are_afterwards_as_they_were(models):
-    model = CausalLM(load_model(models["tied"], dtype="bfloat16").requires_grad_(False))
-    before = {name: (p, p.data_ptr(), p.clone()) for name, p in model.model.named_parameters()}
-    ids = np.arange(60) % 97
-    inputs = (torch.from_numpy(ids), torch.arange(60), WholeSequencePlan())
-    with torch.inference_mode(), widened(model.backbone):
-        found = model.hidden(*inputs)
-    assert found.dtype == torch.float32
-    assert (found - expected_hidden(models["tied"], ids, rounds=False)).abs().max() <= 5e-5
-    for name, parameter in model.model.named_parameters():
-        same_one, address, values = before[name]
-        assert parameter is same_one and parameter.data_ptr() == address and torch.equal(parameter, values)
-    with torch.inference_mode():
-        assert model.hidden(*inputs).dtype == torch.bfloat16
 
 
 @TWO_BUILDS

@@ -1,7 +1,7 @@
 """`verbatim doctor FILE.jsonl`: finds where prompts do not extend what was sampled, why, and what it cost.
 
 With `--template` instead of a file: what a chat template lets a renderer promise. With `--machine`: whether the C
-parts of this package are compiled here.
+parts of this package are compiled here, and compute a model.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "exit status: 0 no breaks but sub-agents' first turns, 1 breaks, 2 something could not be read or checked; "
         "with --template: 0 every kind of message may be appended and tools are written and read, 1 if not; "
-        "with --machine: 0 everything is compiled and computes what PyTorch does, 1 if not"
+        "with --machine: 0 everything is compiled and computes what PyTorch does, and MODEL, 1 if not"
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
@@ -50,8 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument(
         "--machine",
-        action="store_true",
-        help="print instead whether the parts in C are compiled here, and compute what PyTorch does",
+        nargs="?",
+        const="",
+        metavar="MODEL",
+        help="print instead whether the parts in C are compiled here, and compute what PyTorch does; of a model too",
     )
     parser.add_argument("--model", metavar="FOLDER_OR_ID", help="whose tokenizer reads the ids; found beside our logs")
     parser.add_argument("--json", action="store_true", help="one JSON object, with every break")
@@ -65,13 +67,13 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         UsageError: no such file, no log, a tokenizer that cannot be the log's, or options that exclude each other.
-        ModelError: `--model` cannot be loaded, or has no chat template.
+        ModelError: a model cannot be loaded, or `--model` has no chat template.
     """
-    if args.machine:
-        _refuse_options_of_logs(args, "--machine")
+    if args.machine is not None:
+        _refuse_options_of_logs(args, "--machine", *filter(None, [args.machine]))
         from verbatim.cli.doctor_machine import report as report_machine
 
-        return int(not report_machine(as_json=args.json))
+        return int(not report_machine(model=args.machine, as_json=args.json))
     if args.template is not None:
         _refuse_options_of_logs(args, "--template", args.template)
         from verbatim.cli.doctor_template import report as report_template

@@ -1,5 +1,5 @@
-"""`verbatim doctor --machine`: whether the C files of this package are compiled here, and whether the sampler's kernel
-computes what PyTorch does."""
+"""`verbatim doctor --machine`: whether the C files of this package are compiled here and compute what PyTorch does, and
+whether they compute a model that is named."""
 
 from __future__ import annotations
 
@@ -7,28 +7,31 @@ import json
 import os
 import subprocess
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from verbatim.core.errors import ModelError
 from verbatim.core.plain_console import PlainConsole
 from verbatim.inference.embedded.compiled.library import SOURCE as KERNEL
-from verbatim.inference.embedded.forward import open_forward
+from verbatim.inference.embedded.forward import why_no_kernel
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.models import native
 from verbatim.models.attention import follow_plans
 from verbatim.models.head import CausalLM
 from verbatim.models.instructions import has_bfloat16
+from verbatim.models.loading import load_model
 from verbatim.trainer.attention.native_tree import SOURCE as TREE
 from verbatim.trainer.fused import SOURCE as LAYERS
+from verbatim.trainer.fused import fuse_layers
 
 _PARTS = {
     KERNEL: "passes of the embedded sampler on a CPU, several times as fast as PyTorch's",
     TREE: "attention of prefix trees in a training step on a CPU",
     LAYERS: "norms, gated parts and rotations in a training step on a CPU",
 }
+_Dtype: TypeAlias = Literal["float32", "bfloat16"]
+_DTYPES: tuple[_Dtype, ...] = ("float32", "bfloat16")
 _INSTALL = "install one; on Debian and Ubuntu: apt install gcc"
 _SMALL = LlamaConfig(
     vocab_size=97,
@@ -65,11 +68,20 @@ class _Part:
         return f"compiled ({self.options}{slower}): {self.what}"
 
 
-def report(*, as_json: bool) -> bool:
-    """Print what was found; whether all parts are compiled and used."""
+def report(*, model: str, as_json: bool) -> bool:
+    """Print what was found; whether all parts are compiled and used.
+
+    Args:
+        model: A folder or a hub id of one that they are to compute, or "".
+        as_json: Print one JSON object.
+
+    Raises:
+        ModelError: the model cannot be loaded.
+    """
     compiler = native.find_compiler()
     parts = [_look(source, what) for source, what in _PARTS.items()]
     version = _version(compiler) if compiler else []
+    not_computed = _try_model(model) if model else {}
     found = {
         "processor": torch.backends.cpu.get_cpu_capability(),
         "bfloat16": has_bfloat16(),
@@ -79,7 +91,8 @@ def report(*, as_json: bool) -> bool:
         "libraries": str(native.library_folder()),
     }
     if as_json:
-        print(json.dumps({**found, "parts": [asdict(part) for part in parts]}, indent=2))
+        tried = {"model": {"name": model, "not_computed": not_computed}} if model else {}
+        print(json.dumps({**found, "parts": [asdict(part) for part in parts], **tried}, indent=2))
     else:
         console = PlainConsole()
         for line in (
@@ -88,9 +101,14 @@ def report(*, as_json: bool) -> bool:
             f"compiler   {found['compiler']} ({found['version']})" if compiler else f"compiler   none; {_INSTALL}",
             f"libraries  {found['libraries']}",
             *(f"{part.file:10} {part}" for part in parts),
+            *([f"model      {model}"] if model else []),
+            *(
+                f"{'':10} {part} {f'does not compute it: {reason}' if reason else 'computes it'}"
+                for part, reason in not_computed.items()
+            ),
         ):
             console.print(line, soft_wrap=True)
-    return all(part.compiled and not part.disagrees for part in parts)
+    return all(part.compiled and not part.disagrees for part in parts) and not any(not_computed.values())
 
 
 def _version(compiler: tuple[str, ...]) -> list[str]:
@@ -116,15 +134,30 @@ def _look(source: native.CSource, what: str) -> _Part:
 
 def _try_kernel() -> str:
     """Compute a small model with the sampler's kernel in both number formats; why it cannot be used, or empty."""
-    dtypes: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
-    for dtype in dtypes:
-        with torch.random.fork_rng(devices=()), torch.inference_mode():
+    for dtype in _DTYPES:
+        with torch.random.fork_rng(devices=()):
             torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(_SMALL, dtype=getattr(torch, dtype)).eval().requires_grad_(False)
+            model = AutoModelForCausalLM.from_config(_SMALL, dtype=getattr(torch, dtype)).eval()
             follow_plans(model)
-            settings = TorchSettings(device="cpu", dtype=dtype, kernel="compiled")
-            try:
-                open_forward(CausalLM(model), settings, context_length=64, keep_cache=False, record_experts=False)
-            except ModelError as error:
-                return f"in {dtype}, {error}"
+            if reason := _why_no_kernel(model, dtype):
+                return f"in {dtype}, {reason}"
     return ""
+
+
+def _try_model(source: str) -> dict[str, str]:
+    """Why a model is not computed by the sampler's kernel in a number format, or by the trainer's C; or empty."""
+    reasons = {}
+    for dtype in _DTYPES:
+        model = load_model(source, dtype=dtype)
+        reasons[f"{KERNEL.name} in {dtype}"] = _why_no_kernel(model, dtype)
+        if dtype == "float32":
+            differing = fuse_layers(model)
+            is_fused = any("forward" in vars(module) for module in model.modules())
+            reasons[LAYERS.name] = "; ".join(differing) if differing or is_fused else "it knows no part of it"
+    return reasons
+
+
+@torch.inference_mode()
+def _why_no_kernel(model: Any, dtype: _Dtype) -> str:
+    settings = TorchSettings(device="cpu", dtype=dtype)
+    return why_no_kernel(CausalLM(model.requires_grad_(False)), settings, context_length=64)

@@ -52,11 +52,11 @@ def _rms_norm(weight: Tensor, eps: float, x: Tensor) -> Tensor:
 
 
 def _in_float64(forward: Any, *args: Any, **kwargs: Any) -> Any:
-    with _NoFloat32():
+    with NoFloat32():
         return forward(*args, **kwargs)
 
 
-class _NoFloat32(TorchFunctionMode):
+class NoFloat32(TorchFunctionMode):
     """Leaves out conversions of float64 to float32."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

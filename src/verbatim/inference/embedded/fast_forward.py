@@ -5,8 +5,8 @@ A small model spends more time in the code around its layers than in them. This 
     h += o(attend(rope(norm(q(x))), rope(norm(k(x))), v(x)))   with x = rms_norm(h)
     h += down(silu(gate(x)) * up(x))                           with x = rms_norm(h)
 
-from the model's own parameters, with its own position encoding. `compared_backbone` accepts only the classes in
-`_KNOWN`, and only if both forward passes give the same hidden states. Every other model runs its own `forward`.
+from the model's own parameters, with its own position encoding, for the classes in `_KNOWN`. It is taken where its
+layers differ from the model's own by rounding only (`disagreement`). Every other model runs its own `forward`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from verbatim.core.errors import ModelError
 from verbatim.inference.embedded.kv_cache import KeyValueShape
+from verbatim.models import agreement
 from verbatim.models.attention import AttentionCall, AttentionPlan, WholeSequencePlan
 from verbatim.models.head import CausalLM
 from verbatim.models.products import onednn_is_faster, onednn_product
@@ -30,8 +31,6 @@ _ROW_MULTIPLE = 16
 """oneDNN prepares a kernel for each number of rows, in half a millisecond, and keeps 1,024: passes have a multiple."""
 _WORTH_A_CALL = 1 << 20
 """Multiplications from which oneDNN's product is faster than MKL's, in spite of its longer call (10 us)."""
-_PROBE = 48
-"""Tokens on which both forward passes must agree; more than the tests' sliding windows."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -88,16 +87,29 @@ class FastBackbone:
         num_rows = len(input_ids_T if rows_N is None else rows_N)
         h = F.embedding(self._padded(input_ids_T), self._embedding.weight)
         cos, sin = self.cos[position_ids_T], self.sin[position_ids_T]
-        for index, layer in enumerate(self.layers):
-            attended = self._attended(h, index, layer, cos, sin, plan)
-            if rows_N is not None and index + 1 == len(self.layers):
-                rows_N = self._padded(rows_N)
-                h, attended = h[rows_N], attended[rows_N]
-            h = self._product(layer.attention.o_proj, self._padded(attended)).add_(h)
-            x = _normed(layer.before_mlp, h)
-            gated = F.silu(self._product(layer.mlp.gate_proj, x)).mul_(self._product(layer.mlp.up_proj, x))
-            h = self._product(layer.mlp.down_proj, gated).add_(h)
+        last = len(self.layers) - 1
+        for index in range(last + 1):
+            h = self._behind(index, h, cos, sin, plan, rows_N if index == last else None)
         return _normed(self._norm, h)[:num_rows]
+
+    def layer(self, index: int, hidden_TW: Tensor, position_ids_T: Tensor, plan: AttentionPlan) -> Tensor:
+        """The hidden states behind one layer, of those before it: [T, W]."""
+        cos, sin = self.cos[position_ids_T], self.sin[position_ids_T]
+        return self._behind(index, self._padded(hidden_TW), cos, sin, plan, None)[: len(hidden_TW)]
+
+    def _behind(
+        self, index: int, h: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan, rows_N: Tensor | None
+    ) -> Tensor:
+        """The hidden states behind a layer, with padding; of the last one, those of the rows `rows_N` only."""
+        layer = self.layers[index]
+        attended = self._attended(h, index, layer, cos, sin, plan)
+        if rows_N is not None:
+            rows_N = self._padded(rows_N)
+            h, attended = h[rows_N], attended[rows_N]
+        h = self._product(layer.attention.o_proj, self._padded(attended)).add_(h)
+        x = _normed(layer.before_mlp, h)
+        gated = F.silu(self._product(layer.mlp.gate_proj, x)).mul_(self._product(layer.mlp.up_proj, x))
+        return self._product(layer.mlp.down_proj, gated).add_(h)
 
     def _padded(self, x: Tensor) -> Tensor:
         """With rows of zeros to a number of rows that recurs; few rows are as they are."""
@@ -138,32 +150,15 @@ def known_backbone(
     return FastBackbone(model, calls, context_length, fixed_rows=fixed_rows) if why_unknown(model) is None else None
 
 
-def fast_backbone(
-    model: CausalLM, calls: Sequence[AttentionCall], context_length: int, *, fixed_rows: bool = False
-) -> FastBackbone | None:
-    """The model's fast forward pass; None if it is not known to give the same numbers."""
-    return compared_backbone(model, calls, context_length, fixed_rows=fixed_rows)[0]
-
-
-def compared_backbone(
-    model: CausalLM, calls: Sequence[AttentionCall], context_length: int, *, fixed_rows: bool = False
-) -> tuple[FastBackbone | None, str]:
-    """As `fast_backbone`, and why there is none where the model is known and gave other numbers; else ""."""
-    fast = known_backbone(model, calls, context_length, fixed_rows=fixed_rows)
-    if fast is None or model.output.weight.dtype != torch.float32:
-        return None, ""  # in bfloat16 the order of roundings matters
-    length = min(_PROBE, context_length)
+def disagreement(fast: FastBackbone, model: CausalLM, context_length: int) -> str:
+    """What a model's layers compute here that the model in float32 does not; "" where they differ by rounding only."""
+    length, plan = min(agreement.TOKENS, context_length), WholeSequencePlan()
     positions = torch.arange(length, device=model.device)
-    ids = (positions * 7919 + 1) % model.vocab_size
-    theirs = model.hidden(ids, positions, WholeSequencePlan())
-    ours = fast.hidden(ids, positions, WholeSequencePlan())
-    tolerance = 1e-5 * max(1.0, float(theirs.abs().max()))
-    found = float((ours - theirs).abs().max())
-    if found <= tolerance:
-        return fast, ""
-    return None, (
-        f"the layers of this {type(model.model).__name__} give other hidden states than the model's own "
-        f"forward pass: they differ by {found:.2g}, and {tolerance:.2g} is allowed"
+    return agreement.disagreement(
+        model,
+        lambda index, hidden: fast.layer(index, hidden, positions, plan),
+        lambda ids: fast.hidden(ids, positions, plan),
+        length=length,
     )
 
 

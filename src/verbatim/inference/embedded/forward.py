@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import cache
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -12,17 +13,19 @@ from verbatim.core.errors import ModelError
 from verbatim.inference.embedded.compiled.forward import CompiledForward
 from verbatim.inference.embedded.compiled.library import kernel_build, load_kernel
 from verbatim.inference.embedded.compiled.structures import why_not
-from verbatim.inference.embedded.fast_forward import compared_backbone, known_backbone, probe
+from verbatim.inference.embedded.fast_forward import FastBackbone, disagreement, known_backbone, probe
+from verbatim.inference.embedded.kv_cache import KeyValueShape
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.inference.embedded.torch_forward import TorchForward
+from verbatim.models.attention import AttentionCall
 from verbatim.models.head import CausalLM
 from verbatim.models.native import find_compiler
 
 logger = logging.getLogger(__name__)
 
 _QUIETLY = 'inference.torch.kernel = "torch" takes PyTorch without this warning'
-_DISAGREES = "it gives other hidden states than the model"
-_REPORT = f"Please report that, with what `verbatim doctor --machine` prints; {_QUIETLY}"
+_PLEASE = "Please report that, with what `verbatim doctor --machine MODEL` prints"
+_REPORT = f"{_PLEASE}; {_QUIETLY}"
 _INSTALL = (
     f"Install a C compiler (Debian and Ubuntu: apt install gcc), which `verbatim doctor --machine` tries; {_QUIETLY}"
 )
@@ -43,55 +46,88 @@ def open_forward(
 ) -> Forward:
     """What computes the passes of a model.
 
-    Where the kernel knows the model and still cannot be used, a warning says why, once in a process (`warns`).
+    Where the kernel or the fast form of the layers knows the model and still cannot be used, a warning says why, once
+    in a process (`warns`).
 
     Raises:
         ModelError: `kernel = "compiled"` where the kernel cannot be built, or does not compute this model.
     """
     shape, calls = probe(model)
-    fast, differs = compared_backbone(model, calls, context_length, fixed_rows=settings.deterministic)
+    known = known_backbone(model, calls, context_length, fixed_rows=settings.deterministic)
     if settings.kernel != "torch":
-        known = fast if model.output.weight.dtype == torch.float32 else known_backbone(model, calls, context_length)
-        reason, advice = why_not(model, known, calls), ""
-        if differs and model.output.weight.device.type == "cpu":
-            reason, advice = differs, _REPORT
-        if reason is None:
-            assert known is not None, "why_not refuses models without one"
-            kernel = load_kernel()
-            if kernel is not None:
-                compiled = CompiledForward(
-                    model,
-                    known,
-                    calls,
-                    shape,
-                    num_slots=settings.max_batch_size,
-                    context_length=context_length,
-                    kernel=kernel,
-                )
-                if compiled.agrees(model, context_length):
-                    return compiled
-            reason, advice = (_DISAGREES, _REPORT) if kernel is not None else _why_missing()
+        compiled = _open_kernel(model, known, calls, shape, settings, context_length)
+        if isinstance(compiled, CompiledForward):
+            return compiled
         if settings.kernel == "compiled":
             raise ModelError(
-                f'inference.torch.kernel = "compiled", but the compiled kernel cannot be used: {reason}; use "auto"'
+                'inference.torch.kernel = "compiled", but the compiled kernel cannot be used: '
+                f'{compiled.reason}; use "auto"'
             )
-        if advice and warns:
+        if compiled.advice and warns:
             _warn_once(
-                f"the embedded sampler computes with PyTorch, several times slower than with its compiled "
-                f"kernel: {reason}. {advice}"
+                "the embedded sampler computes with PyTorch, 2 to 3 times slower than with its compiled "
+                f"kernel: {compiled.reason}. {compiled.advice}"
             )
         else:
-            logger.info("the embedded sampler computes with PyTorch, without its compiled kernel: %s", reason)
+            logger.info("the embedded sampler computes with PyTorch, without its compiled kernel: %s", compiled.reason)
+    if model.output.weight.dtype != torch.float32:
+        known = None  # in bfloat16 the order of roundings matters
+    differs = disagreement(known, model, context_length) if known is not None else ""
+    if differs and warns:
+        _warn_once(
+            f"the embedded sampler computes with transformers' {type(model.model).__name__}, slower than with its own "
+            f"form of the layers, which computes something else: {differs}. {_PLEASE}"
+        )
+    backbone = model if known is None or differs else known
     reads_prefixes_once = not keep_cache and not record_experts
-    return TorchForward(model, fast or model, shape, settings, reads_prefixes_once=reads_prefixes_once)
+    return TorchForward(model, backbone, shape, settings, reads_prefixes_once=reads_prefixes_once)
 
 
-def _why_missing() -> tuple[str, str]:
-    """Why there is no kernel, and what to do; nothing, where it is switched off."""
-    made = kernel_build()
-    if made.is_off:
-        return made.reason, ""
-    return made.reason, _INSTALL if find_compiler() is None else _REPORT
+def why_no_kernel(model: CausalLM, settings: TorchSettings, *, context_length: int) -> str:
+    """Why the compiled kernel would not compute a model; "" where it would."""
+    shape, calls = probe(model)
+    opened = _open_kernel(model, known_backbone(model, calls, context_length), calls, shape, settings, context_length)
+    return "" if isinstance(opened, CompiledForward) else opened.reason
+
+
+class _Missing(NamedTuple):
+    """Why there is no kernel, and what to do; nothing, where that is as it should be."""
+
+    reason: str
+    advice: str
+
+
+def _open_kernel(
+    model: CausalLM,
+    known: FastBackbone | None,
+    calls: Sequence[AttentionCall],
+    shape: KeyValueShape,
+    settings: TorchSettings,
+    context_length: int,
+) -> CompiledForward | _Missing:
+    reason = why_not(model, known, calls)
+    if reason is not None:
+        return _Missing(reason, "")
+    assert known is not None, "why_not refuses models without one"
+    kernel = load_kernel()
+    if kernel is None:
+        made = kernel_build()
+        return _Missing(made.reason, "" if made.is_off else _INSTALL if find_compiler() is None else _REPORT)
+    compiled = CompiledForward(
+        model,
+        known,
+        calls,
+        shape,
+        num_slots=settings.max_batch_size,
+        context_length=context_length,
+        kernel=kernel,
+    )
+    differs = compiled.disagreement(model, context_length)
+    return (
+        _Missing(f"it computes something else than {type(model.model).__name__}: {differs}", _REPORT)
+        if differs
+        else compiled
+    )
 
 
 @cache

@@ -6,14 +6,12 @@ A row's bits depend on its own sequence alone, so the deterministic mode needs n
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from verbatim.inference.embedded.compiled.paged_cache import PagedCache
 from verbatim.inference.embedded.compiled.structures import UNIT, DrawFields, KernelModel, PassFields
@@ -23,14 +21,10 @@ from verbatim.inference.embedded.kv_cache import KeyValueShape, up_to
 from verbatim.inference.embedded.pass_layout import PassLayout, Rows
 from verbatim.inference.embedded.sampling import kept_sets, uniforms
 from verbatim.inference.embedded.slots import Drawn, Slots, SlotTable
-from verbatim.models.attention import AttentionCall, WholeSequencePlan
+from verbatim.models import agreement
+from verbatim.models.attention import AttentionCall
 from verbatim.models.head import CausalLM
 
-_PROBE = 48
-"""Tokens on which the kernel and the model must agree."""
-_ROUNDED_TOLERANCE = 0.1
-"""Where inputs of products are rounded to bfloat16. SmolLM2-135M, 30 layers: 0.01; a layer that computes something
-else: near 1."""
 _SCORED_AT_ONCE = 512
 """Tokens of a sequence that a pass computes while the sequence is scored..."""
 _HEADS_AT_ONCE = 64
@@ -92,8 +86,12 @@ class CompiledForward:
         ids = table.ids[layout.slots, layout.positions].astype(np.int64)
         return self._run(ids, layout.positions, layout.slots, np.cumsum(counts) - 1)
 
-    def _run(self, ids: Rows, positions: Rows, slots: Rows, outs: Rows) -> Tensor:
-        fields = self._model.fields
+    def _run(
+        self, ids: Rows, positions: Rows, slots: Rows, outs: Rows, alone: tuple[int, Tensor] | None = None
+    ) -> Tensor:
+        """The hidden states of the rows `outs`: after the final norm; or behind one layer, given those before it."""
+        fields = self._model.fields if alone is None else self._model.layer_alone(alone[0])
+        given_states = None if alone is None else alone[1].contiguous()
         out = torch.empty(len(outs), fields.width)
         kept = [np.ascontiguousarray(rows, dtype=np.int64) for rows in (ids, positions, slots, outs)]
         at_ids, at_positions, at_slots, at_outs = (rows.ctypes.data for rows in kept)
@@ -106,12 +104,14 @@ class CompiledForward:
             out_rows=at_outs,
             out=out.data_ptr(),
             threads=_threads(len(ids) * self._model.num_weights),
+            given=None if given_states is None else given_states.data_ptr(),
         )
         self.cache.fill(given)
-        floats = self._kernel.verbatim_workspace(self._model.address, len(ids), given.threads)
+        address = ctypes.addressof(fields)
+        floats = self._kernel.verbatim_workspace(address, len(ids), given.threads)
         if len(self._memory) < floats:
             self._memory = torch.empty(floats)
-        self._kernel.verbatim_forward(self._model.address, ctypes.addressof(given), self._memory.data_ptr())
+        self._kernel.verbatim_forward(address, ctypes.addressof(given), self._memory.data_ptr())
         return out
 
     def draw(
@@ -181,53 +181,26 @@ class CompiledForward:
             self.cache.truncate(self._scored, 0)
         return found
 
-    def agrees(self, model: CausalLM, context_length: int) -> bool:
-        """Whether kernel and model give the same hidden states, within rounding: norm of the difference over the norm.
+    def disagreement(self, model: CausalLM, context_length: int) -> str:
+        """What the kernel computes that the model does not; "" where they differ by rounding only.
 
-        Of a model in bfloat16, these are the hidden states that its weights have in float32; the kernel rounds inputs
-        of its products. The cache is left empty.
+        The kernel rounds inputs of a bfloat16 model's products, on some processors. The cache is left empty.
         """
-        length = min(_PROBE, context_length)
-        positions = np.arange(length)
-        ids = (positions * 7919 + 1) % model.vocab_size
-        self.cache.extend(np.array([0]), np.array([length]))
-        ours = self._run(ids, positions, np.zeros(length, dtype=np.int64), positions)
-        self.cache.drop()
-        with widened(model.backbone):
-            theirs = model.hidden(torch.from_numpy(ids), torch.from_numpy(positions), WholeSequencePlan())
-        rounds = self._model.is_rounded and self._kernel.verbatim_rounds()
-        tolerance = _ROUNDED_TOLERANCE if rounds else 1e-5
-        return bool((ours - theirs).norm() <= tolerance * theirs.norm())
+        length = min(agreement.TOKENS, context_length)
+        positions, slot = np.arange(length), np.zeros(length, dtype=np.int64)
+        self.cache.extend(slot[:1], np.array([length]))
+        try:
+            return agreement.disagreement(
+                model,
+                lambda index, given: self._run(slot, positions, slot, positions, (index, given)),
+                lambda ids: self._run(ids.numpy(), positions, slot, positions),
+                length=length,
+                rounds=self._model.is_rounded and bool(self._kernel.verbatim_rounds()),
+            )
+        finally:
+            self.cache.drop()
 
 
 def _threads(work: int) -> int:
     """As many as torch uses in this thread; one is enough for little work."""
     return torch.get_num_threads() if work >= _WORTH_A_TEAM else 1
-
-
-@contextmanager
-def widened(module: nn.Module) -> Iterator[None]:
-    """Compute with a module's weights in float32; only those of one of its inner modules are in memory at a time."""
-    kept: dict[int, list[Tensor]] = {}
-
-    def widen(inner: nn.Module, _: Any) -> None:
-        parameters = list(inner.parameters(recurse=False))
-        kept[id(inner)] = [p.data for p in parameters]
-        for parameter in parameters:
-            parameter.data = parameter.data.float()
-
-    def restore(inner: nn.Module, *_: Any) -> None:
-        for parameter, data in zip(inner.parameters(recurse=False), kept.pop(id(inner)), strict=True):
-            parameter.data = data
-
-    hooks = [
-        hook
-        for inner in module.modules()
-        if list(inner.parameters(recurse=False))
-        for hook in (inner.register_forward_pre_hook(widen), inner.register_forward_hook(restore, always_call=True))
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()

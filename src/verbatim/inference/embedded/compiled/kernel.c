@@ -391,7 +391,7 @@ typedef struct {
     int64_t layers, width, heads, kv_heads, head_size, inner, vocab;
     int64_t halves;             /* whether the packed matrices and the embedding are in bfloat16 */
     const void *embedding, *head;
-    const float *norm, *cos, *sin; /* cos, sin: [context, D / 2] */
+    const float *norm, *cos, *sin; /* norm: NULL = none behind the layers; cos, sin: [context, D / 2] */
     const Layer *layer;
     float eps, unused;
 } Model;
@@ -407,6 +407,7 @@ typedef struct {
     const int64_t *out_rows;
     float *out;                 /* [outs, W]: normed last hidden states */
     int64_t threads;
+    const float *given;         /* [rows, W]: hidden states before the first layer; NULL: the ids' embeddings */
 } Pass;
 
 /* ---- attention */
@@ -956,7 +957,8 @@ void verbatim_forward(const Model *m, const Pass *p, float *workspace)
     w->tiles = (Tile *)(w->spare + p->rows);
     plan_tiles(w);
     empty_new_pages(m, p);
-    for (int64_t row = 0; row < p->rows; row++) embed(m, p->ids[row], w->h + row * width);
+    if (p->given) memcpy(w->h, p->given, (size_t)(p->rows * width) * sizeof(float));
+    else for (int64_t row = 0; row < p->rows; row++) embed(m, p->ids[row], w->h + row * width);
     for (w->index = 0; w->index < m->layers; w->index++) {
         w->layer = m->layer + w->index;
         for (w->row = 0; w->row < p->rows; w->row += tile) {
@@ -975,8 +977,11 @@ void verbatim_forward(const Model *m, const Pass *p, float *workspace)
             run(p->threads, add_mlp, w);
         }
     }
-    for (int64_t i = 0; i < p->outs; i++)
-        normed(w->h + p->out_rows[i] * width, m->norm, m->eps, width, p->out + i * width);
+    for (int64_t i = 0; i < p->outs; i++) {
+        const float *h = w->h + p->out_rows[i] * width;
+        if (m->norm) normed(h, m->norm, m->eps, width, p->out + i * width);
+        else memcpy(p->out + i * width, h, (size_t)width * sizeof(float));
+    }
 }
 
 /* ---- the output head and the draw */

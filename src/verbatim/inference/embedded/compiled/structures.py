@@ -78,6 +78,7 @@ class PassFields(ctypes.Structure):
         ("out_rows", _POINTER),
         ("out", _POINTER),
         ("threads", _INT),
+        ("given", _POINTER),
     )
 
 
@@ -189,6 +190,12 @@ class KernelModel:
             self._pack_matrix(weight.data_ptr(), *weight.shape, packed.data_ptr())
         for weight, widened in self._widened:
             widened.copy_(weight)
+
+    def layer_alone(self, index: int) -> ModelFields:
+        """The model as one of its layers, without a norm behind it."""
+        alone = ModelFields.from_buffer_copy(self.fields)
+        alone.layers, alone.layer, alone.norm = 1, ctypes.addressof(self.layers[index]), None
+        return alone
 
     def _pack(self, weight: Tensor) -> int:
         """Where the packed form of a matrix will be."""
