@@ -7,6 +7,7 @@ one that was typed. `args.overrides` holds the configuration overrides, `["--orc
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import os
 import sys
@@ -64,6 +65,7 @@ OVERRIDES_HELP = (
 
 def program() -> NoReturn:
     """The process of the command: ends with its status, whatever threads are left."""
+    gc.disable()  # until `main` has imported the command: modules are no garbage
     sys.excepthook = _show_traceback
     ignore_presses_at_the_very_end()
     sigterm_is_ctrl_c()
@@ -110,6 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         args = parse(sys.argv[1:] if argv is None else argv)
+        gc.enable()
         try:
             return int(args.run(args))
         except SystemExit as error:

@@ -6,7 +6,7 @@ So only a command that has a process to itself makes one (`allow`), as its first
 
 ```
 command                                   its copy
-keep()   imports, forks          ->       waits
+keep()   forks                   ->       imports what only it needs, waits
 spare.start(arguments, ...)      ->       raises Become through the frames that it has copied
                                           `verbatim.cli.main` catches it, and runs the command of these arguments
 ```
@@ -15,6 +15,7 @@ spare.start(arguments, ...)      ->       raises Become through the frames that 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import logging
 import os
@@ -24,7 +25,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, ClassVar
+from typing import IO, ClassVar, NoReturn
 
 from verbatim.core.children import end_with_parent
 
@@ -42,25 +43,18 @@ class Become(BaseException):
 
 
 class Spare:
-    """A copy that waits; from `start` on a child as `subprocess.Popen` has it.
-
-    Raises:
-        Become: in the copy, when it is started.
-    """
+    """A copy that waits; from `start` on a child as `subprocess.Popen` has it."""
 
     allowed: ClassVar[bool] = False
 
     def __init__(self) -> None:
-        reads, self._writes = os.pipe()
-        parent = os.getpid()
+        self._reads, self._writes = os.pipe()
+        self._parent = os.getpid()
         for stream in filter(None, (sys.stdout, sys.stderr)):  # None where it was closed before Python began
             stream.flush()
         self.pid = os.fork()
         self.returncode: int | None = None
-        if not self.pid:
-            os.close(self._writes)
-            raise Become(_wait(reads, parent))
-        os.close(reads)
+        os.close(self._reads if self.pid else self._writes)
 
     def start(self, arguments: Sequence[str], *, quiet: bool, errors: IO[bytes]) -> None:
         """Run a command of ours in the copy.
@@ -94,6 +88,34 @@ class Spare:
             time.sleep(_POLL)
         return status
 
+    def become(self, imports: Sequence[str]) -> NoReturn:
+        """In the copy: import, and wait for what it is to be; end where that never comes.
+
+        Raises:
+            Become: it has come.
+        """
+        os.setsid()
+        end_with_parent(self._parent)
+        for module in imports:
+            with contextlib.suppress(ImportError):  # said by who needs it
+                importlib.import_module(module)
+        with open(self._reads, "rb") as pipe:
+            said = pipe.read()
+        if not said:
+            os._exit(0)
+        order = json.loads(said)
+        os.chdir(order["folder"])
+        nothing = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nothing, 0)
+        if order["quiet"]:
+            os.dup2(nothing, 1)
+        with Path(order["errors"]).open("ab") as errors:
+            os.dup2(errors.fileno(), 2)
+        Path("/proc/self/comm").write_text(f"verbatim-{order['arguments'][0]}"[:15], encoding="ascii")  # for `ps`
+        logging.getLogger().handlers.clear()
+        random.seed()
+        raise Become(order["arguments"])
+
 
 _kept: list[Spare] = []
 
@@ -108,35 +130,22 @@ def is_allowed() -> bool:
     return Spare.allowed
 
 
-def keep() -> None:
-    """Fork this process; the copy is for the next `take`. Where the system allows no further process there is none."""
+def keep(imports: Sequence[str] = ()) -> None:
+    """Fork this process; the copy is for the next `take`. Where the system allows no further process there is none.
+
+    Args:
+        imports: Modules that the copy imports before it is needed.
+
+    Raises:
+        Become: in the copy, when it is started.
+    """
     with contextlib.suppress(OSError):
         _kept.append(Spare())
+    if _kept and not _kept[-1].pid:  # this is the copy
+        _kept.pop().become(imports)
 
 
 def take() -> Spare | None:
     """The copy, once; None where there is none, or it has ended."""
     spare = _kept.pop() if _kept else None
     return spare if spare is not None and spare.poll() is None else None
-
-
-def _wait(reads: int, parent: int) -> list[str]:
-    """Wait in the copy for what it is to be; end where that never comes."""
-    os.setsid()
-    end_with_parent(parent)
-    with open(reads, "rb") as pipe:
-        said = pipe.read()
-    if not said:
-        os._exit(0)
-    order = json.loads(said)
-    os.chdir(order["folder"])
-    nothing = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nothing, 0)
-    if order["quiet"]:
-        os.dup2(nothing, 1)
-    with Path(order["errors"]).open("ab") as errors:
-        os.dup2(errors.fileno(), 2)
-    Path("/proc/self/comm").write_text(f"verbatim-{order['arguments'][0]}"[:15], encoding="ascii")  # for `ps`
-    logging.getLogger().handlers.clear()
-    random.seed()
-    return list(order["arguments"])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from verbatim.config.schema import RunConfig
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.rollouts import derive_seed
-from verbatim.run.parts import frozen_models, make_loss
+from verbatim.run.parts import frozen_models, make_loss, named_weights
 from verbatim.run.rollouts import inference_settings
 
 if TYPE_CHECKING:
@@ -78,6 +78,15 @@ def threads_of(config: RunConfig, own: int | None) -> int | None:
     if config.orchestrator.max_async_level == 0 or "OMP_NUM_THREADS" in os.environ:
         return None
     return max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+def while_both_start(config: RunConfig) -> AbstractContextManager[None]:
+    """For the thread that loads the model: half of its cores, where trainer and sampler do so at the same time."""
+    import torch
+
+    from verbatim.inference.embedded.engine_thread import torch_threads
+
+    return torch_threads(None if named_weights(config) is None else max(1, torch.get_num_threads() // 2))
 
 
 def shares_cores(config: RunConfig) -> bool:

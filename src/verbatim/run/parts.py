@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Mapping
 from inspect import signature
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verbatim.algorithms.curriculum import ExampleSchedule, PoolRules
@@ -21,6 +22,7 @@ from verbatim.core.texts import numbered
 from verbatim.core.trajectories import Ledger
 from verbatim.environments.resolve import examples_of
 from verbatim.logs.monitors.base import METHODS, OpenMonitor, fault_of
+from verbatim.models.catalog import folder_of
 from verbatim.rollouts import RolloutSetup, derive_seed
 from verbatim.run.environments import Environments
 from verbatim.run.orchestrator.assemble import GroupRules
@@ -260,6 +262,15 @@ def needs_first_model(config: RunConfig) -> bool:
     """Whether a trainer that continues a checkpoint reads the model too that the run began with: a checkpoint of
     adapters does not hold their base, and a reference stays what it was."""
     return config.trainer.lora is not None or None in frozen_models(config).values()
+
+
+def named_weights(config: RunConfig) -> str | None:
+    """The weights that a run begins with, as the trainer names them, where they are there before it prepares; None
+    where it builds or warm-starts a model."""
+    if config.model.name is None or config.warm_start is not None:
+        return None
+    path = Path(folder_of(config.model.name))
+    return str(path.resolve() if path.exists() else path)
 
 
 def needs_rewards(config: RunConfig) -> bool:

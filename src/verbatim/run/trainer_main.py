@@ -18,7 +18,7 @@ from verbatim.logs.monitors.live import LiveView
 from verbatim.models.native.cores import CoreShare, own_cores
 from verbatim.run.environments import Environments, make_environments
 from verbatim.run.logs import last_lines
-from verbatim.run.make_trainer import make_trainer, shares_cores, threads_of
+from verbatim.run.make_trainer import make_trainer, shares_cores, threads_of, while_both_start
 from verbatim.run.parts import needs_first_model
 from verbatim.run.rollouts import inference_settings
 from verbatim.run.trainer_ranks import open_ranks
@@ -160,15 +160,16 @@ def serve_trainer(
         Heartbeat(exchange.trainer_beat) as heartbeat,
         open_ranks(config, folder.path / "logs", may_be_launched=session is None) as ranks,
     ):
-        worker, ready = open_trainer(
-            config,
-            lambda: make_environments(config),
-            folder,
-            console,
-            states=exchange.states,
-            ranks=ranks,
-            sends_from=sends_from,
-        )
+        with while_both_start(config):
+            worker, ready = open_trainer(
+                config,
+                lambda: make_environments(config),
+                folder,
+                console,
+                states=exchange.states,
+                ranks=ranks,
+                sends_from=sends_from,
+            )
         if ranks is None:
             set_num_threads(threads_of(config, config.trainer.num_threads))
         if session is not None and shares_cores(config):  # the orchestrator is on this machine

@@ -26,7 +26,7 @@ from verbatim.core import spare
 from verbatim.core.children import Started, end, how_it_ended, open_log, start
 from verbatim.core.ctrl_c import is_ctrl_c
 from verbatim.core.errors import RunStopped, UsageError
-from verbatim.core.imports import child_environment
+from verbatim.core.imports import child_environment, imports_that_stay
 from verbatim.logs.checkpoints import CONFIG, TRAINER, RunFolder
 from verbatim.logs.checkpoints.lock import is_locked
 from verbatim.logs.monitors.live import LiveView
@@ -47,6 +47,7 @@ T = TypeVar("T")
 _USAGE = 2
 """The exit status of a trainer that refuses what was configured (`verbatim.cli.exit_status`)."""
 _IMPORTS = ("verbatim.trainer.worker", "verbatim.trainer.serve", "verbatim.models.build", "verbatim.run.prepare")
+"""What only the trainer needs: its process imports it while this one checks the run."""
 _POLL = 0.02
 _PATIENCE = 20.0
 """Seconds that a trainer which was told to end may take."""
@@ -93,7 +94,8 @@ def trainer_inside(
 
 
 def keep_trainer(config: RunConfig) -> None:
-    """Where this process may be forked, import what trainer and sampler need, once, and keep a copy for the trainer.
+    """Where this process may be forked, import what both trainer and sampler need, once, and keep a copy for the
+    trainer.
 
     Raises:
         ModelError: there is no such model; that is said before PyTorch is imported.
@@ -105,16 +107,23 @@ def keep_trainer(config: RunConfig) -> None:
         with contextlib.suppress(OSError, ValueError, KeyError):  # an id of the hub; what is wrong is said by a check
             found = Path(find_source(config.model.name)) / "config.json"
             kind = json.loads(found.read_text(encoding="utf-8"))["model_type"]
-    for module in (f"transformers.models.{kind}.modeling_{kind}", *_IMPORTS):
-        with contextlib.suppress(ImportError):
-            importlib.import_module(module)
-    spare.keep()
+    with imports_that_stay():
+        for module in (f"transformers.models.{kind}.modeling_{kind}", "verbatim.models.loading"):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(module)
+    spare.keep(_IMPORTS)
 
 
 @contextlib.contextmanager
-def trainer_child(config: RunConfig, folder: RunFolder, console: Console) -> Iterator[TrainerSide]:
+def trainer_child(
+    config: RunConfig, folder: RunFolder, console: Console, meanwhile: Callable[[CoreShare | None], None]
+) -> Iterator[TrainerSide]:
     """In a process that is started here, and ends with this block. It searches for modules where this one does, and
-    prints where this one does, unless the console is quiet."""
+    prints where this one does, unless the console is quiet.
+
+    Args:
+        meanwhile: Called when that process prepares, with the cores that both sides share; must not block.
+    """
     session, log = secrets.token_hex(8), folder.log(TRAINER)
     exchange = Exchange(folder.exchange / session)
     with open_log(log) as errors:
@@ -131,9 +140,12 @@ def trainer_child(config: RunConfig, folder: RunFolder, console: Console) -> Ite
         with LiveView(console).stage("starting the trainer"):  # until it draws bars of its own
             while not exchange.trainer_beat.exists() and ended() is None:
                 time.sleep(_POLL)
+        cores = None
+        if ended() is None:
+            cores = CoreShare(exchange.cores, "sampler", own_cores()) if shares_cores(config) else None
+            meanwhile(cores)
         ready = _wait_until_ready(exchange, config, ended, log)
         exchange.attach()
-        cores = CoreShare(exchange.cores, "sampler", own_cores()) if shares_cores(config) else None
         with _side(ready, exchange, config, ended, log) as side:
             yield replace(side, cores=cores)
         patience = _PATIENCE

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+import threading
 import tomllib
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,12 +23,15 @@ from verbatim.core.redaction import redacted
 from verbatim.core.trajectories import Ledger
 from verbatim.inference.base import Sampler
 from verbatim.inference.chat.client import OpenAI
+from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.logs.checkpoints import CheckpointStore, RunFolder, read_loop_state
 from verbatim.logs.fates.retention import Retention
 from verbatim.logs.monitors.alarm import Alarm
 from verbatim.logs.monitors.alarms import AlarmWatch
 from verbatim.logs.monitors.base import Monitor, OpenMonitor, RunInfo, open_monitors
+from verbatim.models.native.cores import CoreShare
 from verbatim.rollouts import EpisodeTally, RolloutSetup
+from verbatim.rollouts.main_loop import run_in_program
 from verbatim.run.check import find_routing
 from verbatim.run.ending import RunState
 from verbatim.run.environments import Environments
@@ -39,8 +44,9 @@ from verbatim.run.parts import (
     make_rules,
     make_schedule,
     max_failed,
+    named_weights,
 )
-from verbatim.run.rollouts import make_renderer, make_sampler, make_setups, open_runner
+from verbatim.run.rollouts import inference_settings, make_renderer, make_sampler, make_setups, open_runner
 from verbatim.run.run_log import ALARMS, RunLog
 from verbatim.run.weight_transfer import refuse_unreachable
 
@@ -85,6 +91,8 @@ class TrainingRun:
     """After a run that came to its end and learned nothing: why."""
     _stop: Callable[[], None] | None = None
     """Asks the loop to end; None before it is at work."""
+    _starting: Future[Sampler] | None = field(default=None, init=False)
+    """The sampler that is started while the trainer prepares."""
     _store: CheckpointStore = field(init=False)
     _log: RunLog = field(init=False)
 
@@ -100,13 +108,54 @@ class TrainingRun:
         if trainer_elsewhere:
             place = places.trainer_elsewhere(config, folder, self.console)
         elif config.trainer.separate_process:
-            place = places.trainer_child(config, folder, self.console)
+            place = places.trainer_child(config, folder, self.console, self._start_sampler)
         else:
             place = places.trainer_inside(config, self.environments, folder, self.console)
-        with place as side:
-            self.finished = run_loop(self._orchestrate(side), self._ask_to_end, how_to_go_on)
+        try:
+            with place as side:
+                self.finished = run_loop(self._orchestrate(side), self._ask_to_end, how_to_go_on)
+        finally:
+            if self._starting is not None:  # it came to nothing
+                self._starting.add_done_callback(_close)
         if self.finished:
             self.summary = self._log.summarize()
+
+    def _start_sampler(self, cores: CoreShare | None) -> None:
+        """Where the weights that the run begins with are there already, load them on a thread while the trainer does.
+        What goes wrong is said when the trainer is ready."""
+        from verbatim.run.make_trainer import while_both_start
+
+        settings = inference_settings(self.config)
+        is_here = isinstance(settings, TorchSettings) and not settings.urls and not settings.shares_device
+        weights = named_weights(self.config)
+        if not is_here or weights is None or self._store.steps():
+            return
+        self._starting = starting = Future[Sampler]()
+        starting.set_running_or_notify_cancel()  # a loop that is cancelled while it waits does not cancel this
+
+        def start() -> None:
+            try:
+                with while_both_start(self.config):
+                    starting.set_result(asyncio.run(self._make_sampler(weights, 0, cores)))
+            except BaseException as error:  # noqa: BLE001  raised where the sampler is asked for
+                starting.set_exception(error)
+
+        threading.Thread(target=start, name="verbatim-starting", daemon=True).start()
+
+    async def _make_sampler(
+        self, weights: str, version: int, cores: CoreShare | None, sender: SendingTrainer | None = None
+    ) -> Sampler:
+        from verbatim.run.make_trainer import threads_of
+
+        return await make_sampler(
+            self.config,
+            weights,
+            policy_version=version,
+            num_threads=threads_of(self.config, None),
+            logs=self.folder.path / "logs" / "inference",
+            sender=sender,
+            cores=cores,
+        )
 
     def _ask_to_end(self, loop: asyncio.AbstractEventLoop) -> bool:
         """The first Ctrl-C or SIGTERM: end after this step. False where there is no step yet."""
@@ -176,7 +225,6 @@ class TrainingRun:
 
     async def _open_rollouts(self, side: TrainerSide, state: dict[str, Any], stack: contextlib.AsyncExitStack) -> bool:
         from verbatim.models.loading import load_tokenizer
-        from verbatim.run.make_trainer import threads_of
 
         config, ready, settings = self.config, side.ready, self.config.orchestrator
         sending = None
@@ -191,15 +239,11 @@ class TrainingRun:
             chat_teacher = await stack.enter_async_context(api.connect())
         renderer = make_renderer(settings.renderer, load_tokenizer(ready.weights))
         with self._log.stage("starting the sampler"):
-            sampler = await make_sampler(
-                config,
-                ready.weights,
-                policy_version=ready.version,
-                num_threads=threads_of(config, None),
-                logs=self.folder.path / "logs" / "inference",
-                sender=sending,
-                cores=side.cores,
-            )
+            if self._starting is None:
+                sampler = await self._make_sampler(ready.weights, ready.version, side.cores, sending)
+            else:
+                sampler = await asyncio.wrap_future(self._starting)
+                self._starting = None
         stack.push_async_callback(side.link.close)
         stack.push_async_callback(sampler.close)
         made = {"train": self.environments.train, "eval": self.environments.eval}
@@ -299,6 +343,11 @@ class TrainingRun:
 
                 (partial / "merged").mkdir()
                 save_merged(weights, partial / "merged")
+
+
+def _close(started: Future[Sampler]) -> None:
+    if started.exception() is None:
+        run_in_program(started.result().close())
 
 
 def _retention(monitor: MonitorConfig) -> Retention | None:

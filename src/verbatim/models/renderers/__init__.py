@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from verbatim.core.errors import ModelError, TemplateFault, UsageError
+from verbatim.core.imports import import_without
 from verbatim.core.texts import nearest
 from verbatim.models.renderers.base import ParsedResponse, Renderer
 from verbatim.models.renderers.conversation import BreakReason, Conversation, History, ThinkingRetention
@@ -92,6 +93,7 @@ def create_renderer(
             for n in RENDERERS
         ]
         raise UsageError(f"there is no renderer {name!r}{hint} There are: auto, {', '.join(spelt)}")
+    import_without("renderers", "openai")
     from verbatim.models.renderers.guard import GuardedTokenizer
     from verbatim.models.renderers.recognise import check_guarded, first_difference
 
