@@ -128,7 +128,7 @@ def test_conversations_with_the_settings_of_a_run_that_cuts_need_no_server_that_
         Path("run.toml").write_text(text)
         assert main(ROLLOUT) == 0
         assert_logprobs_are_the_models(model, 2)
-        assert main(EVAL) != 0
+        assert main(["eval", "run.toml"]) != 0
         assert "add --return-sampling-mask" in " ".join(capsys.readouterr().err.split())
         double.facts["returns_kept_sets"] = True
         assert main(["eval", "run.toml"]) == 0

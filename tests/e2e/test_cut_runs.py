@@ -154,6 +154,7 @@ def test_a_run_over_vllm_trains_over_the_sets_that_its_servers_kept(place, tmp_p
     assert main(["rl", "vllm.toml", "--run-dir", "vllm"]) == FINISHED
     for line in train_lines(place / "vllm"):
         assert abs(line["metrics"]["mismatch_kl"]) < 1e-8 and line["metrics"]["kept_ids/cut"] == 1
-    assert assert_ledger_adds_up(place / "vllm")["errors"] == 0
+        assert line["metrics"]["rollouts/failed"] == 0
+    assert_ledger_adds_up(place / "vllm")
     found = kept_by_env(place / "vllm")
     assert set(found["few"]) == {3} and 3 < max(found["many"]) <= 100 and 1 < max(found["rest"]) <= 50

@@ -104,7 +104,7 @@ def test_the_expected_gradient_is_that_of_the_expected_reward_of_the_cut_policy(
     model = plain_model(toy)
     drawn = list(every_sequence(model, cut, temperature))
     chances = [math.exp(log_q.item()) for _, _, log_q in drawn]
-    assert math.fsum(chances) == pytest.approx(1, abs=1e-12) and len(drawn) > 3
+    assert math.fsum(chances) == pytest.approx(1, abs=1e-12) and len(drawn) > 1
     # A sample stands for all of its kind: its share is in its advantage, n q R. That is float32, so R is what it says.
     rewards = np.random.default_rng(0).choice([-1.5, -0.5, 0.75, 1.0], len(drawn))
     advantages = np.float32(len(drawn) * np.array(chances) * rewards)

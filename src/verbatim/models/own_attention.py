@@ -148,7 +148,8 @@ _KEPT = 4
 def _refuse_unless_it_works(own: Any) -> None:
     try:
         with torch.no_grad():
-            finite = bool(own(input_ids=torch.arange(8)[None], use_cache=False).logits.isfinite().all())
+            ids = torch.arange(8)[None] % own.get_input_embeddings().weight.shape[0]
+            finite = bool(own(input_ids=ids, use_cache=False).logits.isfinite().all())
         if finite:
             _refuse_unless_causal(own)
     except ModelError:
