@@ -24,6 +24,7 @@ from verbatim.config.fields import keys
 from verbatim.config.load import make_config
 from verbatim.config.recipe_files import recipes
 from verbatim.core.errors import ConfigError, UsageError
+from verbatim.core.formats import FORMATS
 from verbatim.run.tables import component_tables
 
 LANGUAGES = ("", "python", "toml", "json", "bash", "console", "text", "yaml", "ini")
@@ -157,6 +158,7 @@ def test_the_commands_of_the_documentation_can_be_typed():
         "python benchmarks/none.py",
         "verbatim eval --no-such-option 1",
         "pip install 'verbatim-rl[trian]'",
+        "pip install 'verbatim_rl-0.1.0-py3-none-any.whl[train]'",
     ],
 )
 def test_a_command_that_cannot_be_typed_is_seen(line: str):
@@ -180,6 +182,8 @@ def check_command(line: str, *, whole: bool = True) -> None:
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
         for named in re.findall(r"verbatim[_-]rl[^\[]*\[([\w,]+)\]", " ".join(arguments)):
             assert set(named.split(",")) <= set(extras)
+        if "verbatim_rl-" in line:
+            assert {"-c", "--extra-index-url"} <= set(arguments), "without both pip takes torch for CUDA"
     elif arguments[0] != "-m":
         assert (ROOT / arguments[0]).is_file(), arguments[0]
 
@@ -298,6 +302,12 @@ def test_the_script_for_three_nodes_gives_each_its_role(tmp_path: Path):
 
 
 # ---- manifests and other formats
+
+
+def test_the_page_has_the_number_of_each_format():
+    page = (ROOT / "docs/configuration.md").read_text("utf-8")
+    table = re.findall(r"^\| `([^`]+)` \| .* \| (\d+) \|$", page, re.MULTILINE)
+    assert {kind: int(number) for kind, number in table} == dict(FORMATS)
 
 
 def test_json_blocks_are_json():

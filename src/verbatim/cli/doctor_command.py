@@ -41,7 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
-        "file", type=Path, nargs="?", metavar="FILE", help="a log of trajectories: ours, vLLM's or verifiers'"
+        "file",
+        type=Path,
+        nargs="?",
+        metavar="FILE",
+        help="a run's folder, or a log of trajectories: ours, vLLM's or verifiers'",
     )
     what.add_argument(
         "--template",
