@@ -207,10 +207,29 @@ def test_a_missing_model_says_what_to_type(file: Path):
     assert error_of(file) == f"{file}: {expected}"
 
 
-def test_a_model_in_place_of_its_table_says_what_to_type(file: Path):
-    file.write_text('model = "mine"\n[[orchestrator.train.env]]\nid = "guess_number"\n')
-    expected = 'model: found "mine" (a string), expected a table: [model] and below it name = "mine"'
-    assert error_of(file) == f"{file}:1: {expected}"
+@pytest.mark.parametrize(
+    ("line", "key", "name", "expected"),
+    [
+        ("[trainer]\nloss = 'ppo'", "trainer.loss", "ppo", '[trainer.loss] and below it type = "ppo"'),
+        ("[orchestrator]\nadvantage = 'rloo'", "orchestrator.advantage", "rloo",
+         '[orchestrator.advantage] and below it type = "rloo"'),
+        ("[orchestrator]\nfilters = ['truncated']", "orchestrator.filters.0", "truncated", '{ type = "truncated" }'),
+        ("[orchestrator]\nrollout = 'ray'", "orchestrator.rollout", "ray",
+         '[orchestrator.rollout] and below it backend = "ray"'),
+        ("[orchestrator.eval]\nenv = ['delegate']", "orchestrator.eval.env.0", "delegate", '{ id = "delegate" }'),
+        ("\nmodel = 'mine'", "model", "mine", '[model] and below it name = "mine"'),
+    ],
+)  # fmt: skip
+def test_a_name_in_place_of_its_table_says_what_to_type(line: str, key: str, name: str, expected: str, file: Path):
+    rest = "" if key == "model" else '[model]\nname = "mine"\n'
+    file.write_text(f'{line}\n{rest}[[orchestrator.train.env]]\nid = "guess_number"\n')
+    assert error_of(file) == f'{file}:2: {key}: found "{name}" (a string), expected a table: {expected}'
+
+
+def test_a_name_in_place_of_its_table_as_an_option_says_what_to_type(file: Path):
+    file.write_text('[model]\nname = "mine"\n[[orchestrator.train.env]]\nid = "guess_number"\n')
+    said = error_of(file, "--trainer.loss", "ppo")
+    assert said.endswith('expected a table: [trainer.loss] and below it type = "ppo"')
 
 
 def test_a_missing_key_has_the_line_of_its_table(file: Path):

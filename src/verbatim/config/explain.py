@@ -23,6 +23,8 @@ _AN_ENVIRONMENT = ' Type for example: [[orchestrator.train.env]] and below it id
 _TO_TYPE = {name: _AN_ENVIRONMENT for name in ("orchestrator", "orchestrator.train", "orchestrator.train.env")}
 _TO_TYPE["model"] = ' Type for example: [model] and below it name = "Qwen/Qwen3-0.6B"'
 """What to write where a key is missing that every run needs."""
+_NAMED_BY = ("type", "backend", "id", "name")
+"""Keys of a table that say which of several things is meant: what a person means who writes the name alone."""
 _KINDS = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list", dict: "a table"}
 
 
@@ -85,8 +87,11 @@ def explain(error: ErrorDetails, places: Places) -> str:
             return f"{where}: {unknown_key(path, places.schema)}"
         case "model_type" | "dict_type":
             expected = "a table" + _of_a_backend(path, places.schema)
-            if path == ("model",) and isinstance(found, str):
-                expected += f": [model] and below it name = {short(found)}"
+            section = section_at(places.schema, path)
+            key = next((key for key in _NAMED_BY if section and key in section.model_fields), None)
+            if key is not None and isinstance(found, str):
+                line = f"{key} = {short(found)}"
+                expected += f": {{ {line} }}" if isinstance(path[-1], int) else f": [{name}] and below it {line}"
         case "too_short":
             expected = "at least one element"
         case _:
