@@ -209,6 +209,12 @@ def test_a_name_that_can_be_no_model_is_refused_without_asking(name, message, no
     assert asked == slept == []
 
 
+def test_a_misspelt_name_of_the_catalog_is_answered_with_the_right_one(monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match=r"there is no folder 'smolm2-135m' here \(did you mean \"smollm2-135m\"\?\)"):
+        find_source("smolm2-135m")
+
+
 def test_a_folder_without_a_configuration_is_refused(tmp_path):
     with pytest.raises(ModelError, match=r"has no config\.json"):
         find_source(tmp_path)

@@ -6,9 +6,22 @@ from types import SimpleNamespace
 import pytest
 
 from run.orchestrator.loop_runs import nothing_left_behind
+from verbatim.config.load import make_config
+from verbatim.core import spare
+from verbatim.core.errors import ModelError
 from verbatim.rollouts.main_loop import run_main
-from verbatim.run.trainer_process import while_telling
+from verbatim.run.trainer_process import keep_trainer, while_telling
 from waiting import HANGS
+
+
+def test_a_model_that_is_not_there_is_refused_before_a_trainer_is_kept(monkeypatch):
+    kept = []
+    monkeypatch.setattr(spare, "is_allowed", lambda: True)
+    monkeypatch.setattr(spare, "keep", lambda: kept.append(1))
+    config = make_config({"model": {"name": "./nowhere"}, "orchestrator.train.env": [{"id": "guess_number"}]})
+    with pytest.raises(ModelError, match=r"there is no model folder './nowhere'"):
+        keep_trainer(config)
+    assert kept == []
 
 
 class Told:

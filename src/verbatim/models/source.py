@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from verbatim.core.errors import ModelError
-from verbatim.models.catalog import folder_of
+from verbatim.core.texts import nearest
+from verbatim.models.catalog import MODELS, folder_of
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +113,8 @@ def _on_hub(name: str) -> str:
 
     # The errors of the HTTP library that the hub's client uses.
     network = cast("tuple[type[Exception], ...]", HfHubHTTPError.__bases__)
-    taken = f"there is no folder {name!r} here, so it was taken for a hub id"
+    near = nearest(name, MODELS).removeprefix("; ")
+    taken = f"there is no folder {name!r} here{f' ({near})' if near else ''}, so it was taken for a hub id"
     hub = constants.ENDPOINT
     try:
         url = hf_hub_url(name, "config.json")

@@ -104,8 +104,8 @@ def keep_trainer(config: RunConfig) -> None:
         return
     kind = "qwen3"  # of models that are built
     if config.model.name is not None:
+        found = Path(find_source(config.model.name)) / "config.json"
         with contextlib.suppress(OSError, ValueError, KeyError):  # an id of the hub; what is wrong is said by a check
-            found = Path(find_source(config.model.name)) / "config.json"
             kind = json.loads(found.read_text(encoding="utf-8"))["model_type"]
     with imports_that_stay():
         for module in (f"transformers.models.{kind}.modeling_{kind}", "verbatim.models.loading"):
