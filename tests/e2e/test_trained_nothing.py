@@ -272,6 +272,30 @@ def test_every_exit_status_is_documented():
     assert listed == [value for name, value in vars(exit_status).items() if name.isupper()]
 
 
+ADVANTAGES = """
+from types import SimpleNamespace
+
+
+def forgets(inputs):
+    sum(inputs.rewards)
+
+
+def too_few(inputs):
+    return SimpleNamespace(advantages=inputs.rewards[1:])
+"""
+
+
+@pytest.mark.parametrize(("name", "found"), [("forgets", "NoneType"), ("too_few", "1 advantages")])
+@pytest.mark.parametrize("command", ["rl", "config"])
+def test_an_advantage_without_a_result_is_refused_before_there_is_a_folder(place, capsys, command, name, found):
+    (place / "bad_advantages.py").write_text(ADVANTAGES)
+    typed = ["--orchestrator.advantage.type", f"bad_advantages.{name}", "--run-dir", "never"]
+    assert main([command, "run.toml", *typed]) == exit_status.USAGE
+    printed = " ".join(capsys.readouterr().err.split())
+    assert f"advantage {name}, tried on two made-up rollouts: returned {found}; expected Advantage" in printed
+    assert not (place / "never").exists()
+
+
 LOSSES = """
 def forgets(inputs):
     inputs.trainer_logprobs.sum()

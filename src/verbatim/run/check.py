@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from verbatim.algorithms.credit import try_advantage
 from verbatim.config.schema import RunConfig, TeacherConfig
 from verbatim.config.sections import BackendSettings, table_of
 from verbatim.core.errors import ComponentError, ModelError, UsageError
@@ -75,7 +76,7 @@ def check_run(
     """
     environments = make_environments(config, environments_table)
     check_environments(config, environments)
-    make_rules(config, environments)
+    _check_advantages(config, environments)
     make_monitors(config)
     _check_loss(config)
     warn_of_unread_tables(config)
@@ -107,6 +108,17 @@ def _check_inference(config: RunConfig, starts_both: bool) -> None:
     check_broadcast(config, is_trainers_host=starts_both)
     if starts_both:
         check_placement(config, settings)
+
+
+def _check_advantages(config: RunConfig, environments: Environments) -> None:
+    """Make the rules of each environment, filters too, and try the advantages that are not ours."""
+    for label, rules in make_rules(config, environments).items():
+        env, _ = environments.train[label]
+        if (env.advantage or config.orchestrator.advantage).custom_path is not None:
+            try:
+                try_advantage(rules.advantage)
+            except ComponentError as error:
+                raise ComponentError(f"environment {label!r}: {error}") from error
 
 
 def _check_loss(config: RunConfig) -> None:

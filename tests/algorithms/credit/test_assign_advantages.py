@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from algorithms.credit.groups import group, group_of, rollout, turn
-from verbatim.algorithms.credit import ADVANTAGES, AdvantageOutputs, assign_advantages
+from verbatim.algorithms.credit import ADVANTAGES, AdvantageOutputs, assign_advantages, try_advantage
 from verbatim.algorithms.credit.baselines import default_advantage
 from verbatim.algorithms.credit.chunk_returns import TURN_REWARDS_SUM, chunk_returns_advantage
 from verbatim.config.schema import LengthPenaltyConfig
@@ -155,6 +155,32 @@ def raising(inputs):
 def test_anything_else_names_the_function_and_the_group(function, explained):
     with pytest.raises(ComponentError, match=rf"advantage {function.__qualname__}, group g7: .*{explained}"):
         assign_advantages(group(1.0, 0.0), function)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_every_advantage_passes_the_try_before_a_run(name, caplog):
+    try_advantage(ADVANTAGES[name])
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    ("function", "explained"),
+    [
+        (lambda inputs: None, "returned NoneType; expected AdvantageOutputs"),
+        (returning([1.0]), "returned 1 advantages; expected"),
+        (returning([[1.0], [0.0]]), "1 advantages for the 2 turns of rollout 0"),
+        (returning(["high", 0.5]), "returned 'high' for rollout 0"),
+    ],
+)
+def test_what_no_rollout_can_be_credited_with_is_refused_before_a_run(function, explained):
+    with pytest.raises(ComponentError, match=explained):
+        try_advantage(function)
+
+
+def test_an_advantage_that_reads_more_than_made_up_rollouts_have_is_warned_about(caplog):
+    try_advantage(lambda inputs: AdvantageOutputs(advantages=[r.info["seconds"] for r in inputs.rollouts]))
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert "tried on two made-up rollouts: raised KeyError: 'seconds'; a run ends there" in said
 
 
 # ---- length penalties

@@ -6,6 +6,7 @@ from verbatim.algorithms.credit.base import (
     AdvantageInputs,
     AdvantageOutputs,
     assign_advantages,
+    try_advantage,
 )
 from verbatim.algorithms.credit.baselines import default_advantage, normalized_advantage, rloo_advantage
 from verbatim.algorithms.credit.chunk_returns import chunk_returns_advantage
@@ -19,4 +20,12 @@ ADVANTAGES: dict[str, Advantage] = {
     "gigpo": Advantage(gigpo_advantage),
 }
 
-__all__ = ["ADVANTAGES", "Advantage", "AdvantageFunction", "AdvantageInputs", "AdvantageOutputs", "assign_advantages"]
+__all__ = [
+    "ADVANTAGES",
+    "Advantage",
+    "AdvantageFunction",
+    "AdvantageInputs",
+    "AdvantageOutputs",
+    "assign_advantages",
+    "try_advantage",
+]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,9 @@ from verbatim.algorithms.credit.shares import Share, agents_with_rewards, share_
 from verbatim.config.schema import LengthPenaltyConfig
 from verbatim.core.errors import ComponentError
 from verbatim.core.machine_faults import is_out_of_memory
-from verbatim.core.types import Group, Trajectory
+from verbatim.core.types import Group, Trajectory, Turn
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,36 @@ def assign_advantages(
             key = id(share.whole)
             credited[key] = _credit(credited[key], share, advantage, said)
     return dataclasses.replace(group, trajectories=tuple(credited.get(id(t), t) for t in group.trajectories))
+
+
+def try_advantage(function: AdvantageFunction) -> None:
+    """Call an advantage as a run would, with two made-up rollouts of two turns that earned 1 and 0.
+
+    One that raises is logged and not refused: it may read what only an environment's own rollouts have.
+
+    Raises:
+        ComponentError: it returned something else than advantages of these rollouts.
+    """
+    rollouts = [
+        Trajectory(
+            example_id="made-up",
+            sample_index=index,
+            reward=reward,
+            turns=tuple(
+                Turn(prompt_ids=prompt, completion_ids=[2], logprobs=[-1.0], reward=earned, state_key=str(len(prompt)))
+                for prompt, earned in (([1], 0.0), ([1, 2, 1], reward))
+            ),
+        )
+        for index, reward in enumerate((1.0, 0.0))
+    ]
+    try:
+        _call(function, rollouts, f"advantage {function_name(function)}, tried on two made-up rollouts")
+    except ComponentError as error:
+        if error.__cause__ is None:
+            raise
+        logger.warning("%s; a run ends there if its own rollouts lack that too", error)
+        return
+    assign_advantages(Group(group_id="made-up", example_id="made-up", env="", trajectories=tuple(rollouts)), function)
 
 
 def _without_bad_rewards(group: Group) -> Group:
