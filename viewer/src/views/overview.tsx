@@ -152,7 +152,7 @@ function EvaluationCard({ runs, common }: { runs: RunData[]; common: Common }) {
     return (
       <section class="card chart">
         <header><h3>Evaluation</h3></header>
-        <p class="why">{why || "No evaluation yet. Add [[orchestrator.eval.env]] to the configuration to have one."}</p>
+        <p class="why">{why || "None so far. A table [orchestrator.eval] in the configuration asks for evaluations."}</p>
       </section>
     );
   }
