@@ -1,6 +1,8 @@
 """A run beside which its progress is told."""
 
 import asyncio
+import contextlib
+import importlib
 from types import SimpleNamespace
 
 import pytest
@@ -20,8 +22,25 @@ def test_a_model_that_is_not_there_is_refused_before_a_trainer_is_kept(monkeypat
     monkeypatch.setattr(spare, "keep", lambda: kept.append(1))
     config = make_config({"model": {"name": "./nowhere"}, "orchestrator.train.env": [{"id": "guess_number"}]})
     with pytest.raises(ModelError, match=r"there is no model folder './nowhere'"):
-        keep_trainer(config)
+        keep_trainer(config, contextlib.nullcontext())
     assert kept == []
+
+
+def test_what_is_imported_for_the_copy_is_told_until_it_is_made(monkeypatch):
+    order = []
+
+    @contextlib.contextmanager
+    def told():
+        order.append("told")
+        yield
+        order.append("over")
+
+    monkeypatch.setattr(spare, "is_allowed", lambda: True)
+    monkeypatch.setattr(spare, "keep", lambda: order.append("copied"))
+    monkeypatch.setattr(importlib, "import_module", lambda name: order.append("imported"))
+    config = make_config({"model": {"build": {}}, "orchestrator.train.env": [{"id": "guess_number"}]})
+    keep_trainer(config, told())
+    assert [what for i, what in enumerate(order) if order[i - 1] != what] == ["told", "imported", "over", "copied"]
 
 
 class Told:

@@ -13,6 +13,7 @@ from pathlib import Path
 from verbatim.cli import exit_status
 from verbatim.cli.argument_types import COUNT
 from verbatim.cli.own_stdout import own_stdout
+from verbatim.cli.patience import told_if_slow
 from verbatim.config import RunConfig, load_config
 from verbatim.config.recipe_files import recipes
 from verbatim.core.ctrl_c import two_presses
@@ -167,7 +168,8 @@ def train(
     if args.file in recipes().values() and not args.resume:
         console.print(f"{args.file.stem}: {about(args.file)}", soft_wrap=True)
     if not trainer_elsewhere:
-        keep_trainer(config)
+        importing = told_if_slow("importing PyTorch and transformers")
+        keep_trainer(config, contextlib.nullcontext() if args.quiet else importing)
     with own_stdout() if args.json else contextlib.nullcontext(sys.stdout) as stdout:
         try:
             training = execute(

@@ -93,9 +93,13 @@ def trainer_inside(
     yield TrainerSide(ready=ready, link=link, progress=lambda doing: None, wants_to_stop=lambda: False)
 
 
-def keep_trainer(config: RunConfig) -> None:
+def keep_trainer(config: RunConfig, told: contextlib.AbstractContextManager[None]) -> None:
     """Where this process may be forked, import what both trainer and sampler need, once, and keep a copy for the
     trainer.
+
+    Args:
+        config: The run's configuration.
+        told: Entered while modules are imported, which takes seconds. Leaves no thread to the fork.
 
     Raises:
         ModelError: there is no such model; that is said before PyTorch is imported.
@@ -107,7 +111,7 @@ def keep_trainer(config: RunConfig) -> None:
         found = Path(find_source(config.model.name)) / "config.json"
         with contextlib.suppress(OSError, ValueError, KeyError):  # an id of the hub; what is wrong is said by a check
             kind = json.loads(found.read_text(encoding="utf-8"))["model_type"]
-    with imports_that_stay():
+    with told, imports_that_stay():
         for module in (f"transformers.models.{kind}.modeling_{kind}", "verbatim.models.loading"):
             with contextlib.suppress(ImportError):
                 importlib.import_module(module)
