@@ -96,7 +96,24 @@ def comparison_to_json(comparison: Comparison) -> dict[str, Any]:
         return dict(zip(letters, values, strict=True))
 
     found: Mapping[str, Any] = {
-        "runs": [{"letter": name, **_run_to_json(run)} for name, run in zip(letters, comparison.runs, strict=True)],
+        "runs": [
+            {
+                "letter": name,
+                "folder": str(run.folder),
+                "name": run.name,
+                "state": run.state,
+                "steps": run.last_step,
+                "max_steps": run.max_steps,
+                "starts": run.num_starts,
+                "changed_on_resume": list(run.changed),
+                "forked_from": None if run.forked_from is None else run.forked_from.in_short(),
+                "alarms": {
+                    what: {"raised": count, "still": still} for what, (count, still) in alarm_counts(run).items()
+                },
+                "problems": list(run.problems),
+            }
+            for name, run in zip(letters, comparison.runs, strict=True)
+        ],
         "config": [
             {"key": each.key, "default": each.default, "values": by_letter(each.values), "lines": by_letter(each.lines)}
             for each in comparison.settings
@@ -122,21 +139,6 @@ def comparison_to_json(comparison: Comparison) -> dict[str, Any]:
     }
     value: dict[str, Any] = finite(found)
     return value
-
-
-def _run_to_json(run: Run) -> dict[str, Any]:
-    return {
-        "folder": str(run.folder),
-        "name": run.name,
-        "state": run.state,
-        "steps": run.last_step,
-        "max_steps": run.max_steps,
-        "starts": run.num_starts,
-        "changed_on_resume": list(run.changed),
-        "forked_from": None if run.forked_from is None else run.forked_from.in_short(),
-        "alarms": {name: {"raised": count, "still": still} for name, (count, still) in alarm_counts(run).items()},
-        "problems": list(run.problems),
-    }
 
 
 def state_line(run: Run) -> str:

@@ -14,10 +14,10 @@ from verbatim.config.origins import dotted, leaves, line_numbers
 from verbatim.core.errors import CheckpointError
 from verbatim.core.redaction import redacted_at
 from verbatim.inspection.viewer.metrics import MetricsFollower
-from verbatim.inspection.viewer.run_state import check_run, read_config, read_state, read_text
+from verbatim.inspection.viewer.run_state import check_run, origin_in, read_config, read_state, read_text
 from verbatim.logs.checkpoints.hold import ORCHESTRATOR
 from verbatim.logs.checkpoints.json_files import read_record
-from verbatim.logs.checkpoints.origin import Origin, read_origin
+from verbatim.logs.checkpoints.origin import Origin
 from verbatim.logs.checkpoints.stored_config import CONFIG
 from verbatim.run.evaluation.stored import evaluated_steps
 
@@ -121,7 +121,7 @@ def read_run(folder: Path) -> Run:
             if key not in _NO_PART
         },
         changed=list(dict.fromkeys(found[1] for line in log if (found := _CHANGED.search(line)))),
-        forked_from=_origin(folder, problems),
+        forked_from=origin_in(folder, problems),
         steps={step: {name: column[row] for name, column in columns} for row, step in enumerate(metrics.steps)},
         times={step: at for step, at in zip(metrics.steps, metrics.times, strict=True) if at is not None},
         evals=_evals(metrics),
@@ -130,14 +130,6 @@ def read_run(folder: Path) -> Run:
         seconds=float(seconds) if isinstance(seconds, int | float) else None,
         problems=problems,
     )
-
-
-def _origin(folder: Path, problems: list[str]) -> Origin | None:
-    try:
-        return read_origin(folder)
-    except CheckpointError as error:
-        problems.append(str(error))
-        return None
 
 
 def _evals(log: MetricsFollower) -> dict[str, dict[int, Metrics]]:

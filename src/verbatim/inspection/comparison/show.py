@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from verbatim.inspection.comparison.compared import Comparison, state_line
-from verbatim.inspection.comparison.configs import Difference, told
+from verbatim.inspection.comparison.configs import told
 from verbatim.inspection.comparison.evals import ComparedEvals
 from verbatim.inspection.comparison.figures import Figures
 from verbatim.inspection.comparison.read_run import alarm_counts
@@ -30,7 +30,10 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
     letters = [letter(place) for place in range(len(comparison.runs))]
     _show_runs(comparison, console)
     _heading("configuration", console)
-    rows = [_setting(each, len(letters)) for each in told(comparison.settings)]
+    rows = [
+        (each.key, *(_value(value, each.is_default(place)) for place, value in enumerate(each.values)))
+        for each in told(comparison.settings)
+    ]
     if rows:
         print_rows(letters, rows, console)
     else:
@@ -67,10 +70,6 @@ def _show_runs(comparison: Comparison, console: Console) -> None:
 def _heading(text: str, console: Console) -> None:
     console.print()
     console.print(Text(text, style="bold"))
-
-
-def _setting(each: Difference, count: int) -> Row:
-    return (each.key, *(_value(each.values[place], each.is_default(place)) for place in range(count)))
 
 
 def _value(value: Any, is_default: bool) -> str:

@@ -54,7 +54,8 @@ def num_differences(
     places = {
         float(logprob): (request, completion, place)
         for request, completion in returned
-        for place, logprob in enumerate(_floats(completion.logprobs))
+        if completion.logprobs is not None
+        for place, logprob in enumerate(np.asarray(completion.logprobs, dtype=np.float32).tolist())
     }
     num_wrong, trained = 0, set[float]()
     for sample in samples:
@@ -80,7 +81,3 @@ def _is_as_returned(
         and (place > 0 or np.array_equal(sample.token_ids[:at], prompt))
         and (place == 0 or bool(sample.loss_mask[at - 1]))
     )
-
-
-def _floats(logprobs: object) -> list[float]:
-    return [] if logprobs is None else np.asarray(logprobs, dtype=np.float32).tolist()

@@ -154,11 +154,14 @@ def scores(plays: Sequence[Play], environment: Environment) -> Iterator[Finding 
     rewards = [play.trajectory.reward for play in done if play.trajectory.reward is not None]
     if failed:
         first = failed[0]
+        parts, messages = first.trajectory.reward_parts, first.trajectory.messages
+        of_parts = f"its parts are {dict(parts)}; " if parts else ""
+        last = f"{messages[-1]['role']}: {messages[-1].get('content', '')!r:.120}" if messages else "no message"
         yield Finding(
             kind="score_unreached",
             expected="a success: a reward of at least 1, or `is_success` of the environment",
             found=f"{_about(failed, solved)}: the episode's own solution earned {first.trajectory.reward}; "
-            f"{_parts(first)}it ended with: {_last(first)}",
+            f"{of_parts}it ended with: {last}",
             change="mend `score` (does it compare texts with numbers, or read the wrong message?) or `solution`; where "
             "a success earns less than 1, give the environment `is_success(trajectory)`",
         )
@@ -223,13 +226,3 @@ def _about(some: Sequence[Play], all_of: Sequence[Play]) -> str:
 
 def _where(play: Play) -> str:
     return f"example {play.example.id!r} with the {play.player} player"
-
-
-def _parts(play: Play) -> str:
-    parts = play.trajectory.reward_parts
-    return f"its parts are {dict(parts)}; " if parts else ""
-
-
-def _last(play: Play) -> str:
-    messages = play.trajectory.messages
-    return f"{messages[-1]['role']}: {messages[-1].get('content', '')!r:.120}" if messages else "no message"

@@ -62,7 +62,8 @@ class RandomPlayer:
         name, arguments = function["name"], random_arguments(function.get("parameters", {}), words, rng)
         if rng.random() < CARELESS:
             name, arguments = rng.choice([("no_such_tool", arguments), (name, {})])
-        return _calling(name, arguments)
+        call = ToolCall(name=name, arguments=arguments, raw=json.dumps({"name": name, "arguments": arguments}))
+        return ParsedResponse(content="", tool_calls=(call,))
 
 
 class WrittenPlayer:
@@ -125,11 +126,6 @@ def _read(message: Any) -> ParsedResponse:
         read = json.loads(arguments) if isinstance(arguments, str) else dict(arguments)
         calls.append(ToolCall(name=call["function"]["name"], arguments=read, raw=json.dumps(read)))
     return ParsedResponse(content=str(message.get("content") or ""), tool_calls=tuple(calls))
-
-
-def _calling(name: str, arguments: dict[str, Any]) -> ParsedResponse:
-    call = ToolCall(name=name, arguments=arguments, raw=json.dumps({"name": name, "arguments": arguments}))
-    return ParsedResponse(content="", tool_calls=(call,))
 
 
 def _words_of(messages: Sequence[Message]) -> list[str]:

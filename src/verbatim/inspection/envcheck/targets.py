@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.config import ComponentTables, load_config
-from verbatim.config.schema import EnvConfig, RunConfig
+from verbatim.config.schema import RunConfig
 from verbatim.core.ctrl_c import is_ctrl_c
 from verbatim.core.errors import ComponentError, UsageError
 from verbatim.core.imports import told
@@ -61,20 +61,16 @@ def _in_config(path: Path, tables: ComponentTables | None) -> list[Target]:
     evals = orchestrator.eval.env if orchestrator.eval is not None else ()
     found: list[Target] = []
     for env in (*orchestrator.train.env, *evals):
-        target = _target(env, config)
+        target = Target(
+            name=env.import_path or str(env.id),
+            args=env.args,
+            max_turns=env.max_turns,
+            seq_len=orchestrator.seq_len,
+            config=config,
+        )
         if target not in found:
             found.append(target)
     return found
-
-
-def _target(env: EnvConfig, config: RunConfig) -> Target:
-    return Target(
-        name=env.import_path or str(env.id),
-        args=env.args,
-        max_turns=env.max_turns,
-        seq_len=config.orchestrator.seq_len,
-        config=config,
-    )
 
 
 def _in_module(path: Path, attribute: str) -> str:

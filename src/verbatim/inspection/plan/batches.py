@@ -70,7 +70,7 @@ def assumed_batch(config: RunConfig) -> PlannedBatch:
     turns = [min(turn, sampled - start) for start in range(0, sampled, turn)]
     prompt = length - sampled
     rng = np.random.default_rng(0)
-    vocabulary = _vocabulary(config)
+    vocabulary = config.model.build.vocab_size if config.model.build is not None else 256  # every model has as many
     trajectories = []
     for group in range(orchestrator.batch_size // orchestrator.group_size):
         opening = rng.integers(0, vocabulary, prompt, dtype=np.int32)
@@ -119,11 +119,6 @@ def kept_set_bytes(config: RunConfig, batch: PlannedBatch) -> int:
     found = sum(len(sample.kept_sets.ids) for sample in batch.samples if sample.kept_sets is not None)
     samplings = [env.sampling or config.orchestrator.sampling for env in config.orchestrator.train.env]
     return 4 * (found or batch.sampled_tokens * max(sampling.top_k or KEPT_IDS for sampling in samplings))
-
-
-def _vocabulary(config: RunConfig) -> int:
-    """A number of ids that every model has."""
-    return config.model.build.vocab_size if config.model.build is not None else 256
 
 
 def _trajectory(opening: np.ndarray, rest: np.ndarray, lengths: Sequence[int], name: str) -> Trajectory:

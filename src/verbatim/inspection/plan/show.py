@@ -77,7 +77,10 @@ def _head(plan: Plan) -> RenderableType:
     table = _grid()
     name = config.model.name or "[model.build]"
     table.add_row("model", f"{name}: {memory.num_parameters:,} parameters, {trained}")
-    table.add_row("trainer", f"{_times(case.placement.processes, case.device.name)}{_to_set(plan)}, {_how(plan)}")
+    processes, inside = case.placement.processes, config.trainer.parallel.processes
+    on = f"{processes} processes, each on one" if processes > 1 else "1 process on"
+    to_set = "" if processes == inside else f" (--trainer.parallel.processes {processes}; the file has {inside})"
+    table.add_row("trainer", f"{on} {case.device.name}{to_set}, {_how(plan)}")
     table.add_row("sampler", f"{_sampler(plan)}")
     table.add_row("lengths", case.batch.said)
     assumed = case.assumed
@@ -88,12 +91,6 @@ def _head(plan: Plan) -> RenderableType:
         f"{assumed.memory_share:.0%} of the memory for tensors",
     )
     return table
-
-
-def _to_set(plan: Plan) -> str:
-    """What to type so that the run has as many processes as the plan."""
-    processes, inside = plan.case.placement.processes, plan.case.config.trainer.parallel.processes
-    return "" if processes == inside else f" (--trainer.parallel.processes {processes}; the file has {inside})"
 
 
 def _how(plan: Plan) -> str:
@@ -204,10 +201,6 @@ def _grid() -> Table:
     table.add_column(style="bold")
     table.add_column()
     return table
-
-
-def _times(count: int, name: str) -> str:
-    return f"{count} processes, each on one {name}" if count > 1 else f"1 process on {name}"
 
 
 def _gib(num_bytes: float) -> str:

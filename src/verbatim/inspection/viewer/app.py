@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import unquote
@@ -22,9 +22,6 @@ from verbatim.inspection.viewer.query import Filters
 from verbatim.inspection.viewer.run_view import RunView, list_runs
 
 logger = logging.getLogger(__name__)
-Handler = Callable[[Request, RunView, str], Awaitable[Response]]
-"""Answers a request about a run, and the trajectory or the group that its path names."""
-
 _THREADS = 4
 _JSON = "application/json; charset=utf-8"
 _LOOPBACK = re.compile(r"(?:localhost|127(?:\.\d{1,3}){3}|\[::1\])(?::\d{1,5})?", re.IGNORECASE)
@@ -46,17 +43,6 @@ class ViewerApp:
     def __init__(self, runs: Sequence[RunView], assets: Mapping[str, Asset]) -> None:
         self._runs, self._assets = runs, assets
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="viewer")
-        self._handlers: Mapping[tuple[str, ...], Handler] = {
-            ("metrics",): self._metrics,
-            ("config",): self._plain(RunView.config),
-            ("summary",): self._plain(RunView.summary),
-            ("facets",): self._plain(RunView.facets),
-            ("trajectories",): self._rows,
-            ("trajectories", "*"): self._trajectory,
-            ("trajectories", "*", "raw"): self._raw,
-            ("trajectories", "*", "text"): self._text,
-            ("groups", "*"): self._group,
-        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
@@ -96,48 +82,14 @@ class ViewerApp:
                 return await self._answer(lambda: list_runs(self._runs))
             case ["api", "runs", number, *rest] if re.fullmatch("[0-9]+", number):
                 shape = tuple("*" if place == 1 else part for place, part in enumerate(rest))
-                if (handler := self._handlers.get(shape)) is not None:
-                    return await handler(request, self._run(number), rest[1] if len(rest) > 1 else "")
+                if (read := _READERS.get(shape)) is not None:
+                    run, name = self._run(number), rest[1] if len(rest) > 1 else ""
+                    answer = await self._answer(lambda: read(run, name, request))
+                    if shape[2:] == ("raw",):
+                        safe = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)[:80]
+                        answer.headers["Content-Disposition"] = f'attachment; filename="trajectory-{safe}.json"'
+                    return answer
         return self._asset(unquote(path) or INDEX)
-
-    # ---- endpoints
-
-    def _plain(self, read: Callable[[RunView], dict[str, Any]]) -> Handler:
-        async def handle(request: Request, run: RunView, name: str) -> Response:
-            return await self._answer(lambda: read(run))
-
-        return handle
-
-    async def _metrics(self, request: Request, run: RunView, name: str) -> Response:
-        after = _integer(request, "after", None)
-        return await self._answer(lambda: run.metrics(after))
-
-    async def _rows(self, request: Request, run: RunView, name: str) -> Response:
-        offset, limit = _integer(request, "offset", 0), _integer(request, "limit", 100)
-        query = request.query_params
-        sort = query.get("sort", "")
-        filters = Filters.of({each: query.getlist(each) for each in query if each not in _NO_FILTERS})
-        assert offset is not None and limit is not None
-        return await self._answer(lambda: run.rows(filters, sort=sort, offset=offset, limit=limit))
-
-    async def _trajectory(self, request: Request, run: RunView, name: str) -> Response:
-        turn, offset = _integer(request, "turn", None), _integer(request, "offset", 0)
-        if turn is None:
-            return await self._answer(lambda: run.trajectory(name))
-        return await self._answer(lambda: run.part(name, turn, offset or 0))
-
-    async def _raw(self, request: Request, run: RunView, name: str) -> Response:
-        answer = await self._answer(lambda: run.raw(name))
-        safe = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)[:80]
-        answer.headers["Content-Disposition"] = f'attachment; filename="trajectory-{safe}.json"'
-        return answer
-
-    async def _text(self, request: Request, run: RunView, name: str) -> Response:
-        path = request.query_params.get("path", "")
-        return await self._answer(lambda: run.text(name, path))
-
-    async def _group(self, request: Request, run: RunView, name: str) -> Response:
-        return await self._answer(lambda: run.group(name))
 
     def _asset(self, name: str) -> Response:
         asset = self._assets.get(name)
@@ -163,10 +115,37 @@ def _error(status: int, message: str) -> Response:
     return Response(to_json({"error": message}), status, media_type=_JSON)
 
 
-def _integer(request: Request, name: str, default: int | None) -> int | None:
+def _rows(run: RunView, name: str, request: Request) -> Any:
+    query = request.query_params
+    filters = Filters.of({each: query.getlist(each) for each in query if each not in _NO_FILTERS})
+    offset, limit = _integer(request, "offset", 0), _integer(request, "limit", 100)
+    return run.rows(filters, sort=query.get("sort", ""), offset=offset, limit=limit)
+
+
+def _trajectory(run: RunView, name: str, request: Request) -> Any:
+    turn, offset = _integer(request, "turn", None), _integer(request, "offset", 0)
+    return run.trajectory(name) if turn is None else run.part(name, turn, offset)
+
+
+def _integer(request: Request, name: str, default: int | None) -> Any:
     text = request.query_params.get(name, "")
     if not text:
         return default
     if not re.fullmatch(r"-?[0-9]{1,15}", text):
         raise UsageError(f"{name}: expected an integer")
     return int(text)
+
+
+_READERS: Mapping[tuple[str, ...], Callable[[RunView, str, Request], Any]] = {
+    ("metrics",): lambda run, name, request: run.metrics(_integer(request, "after", None)),
+    ("config",): lambda run, name, request: run.config(),
+    ("summary",): lambda run, name, request: run.summary(),
+    ("facets",): lambda run, name, request: run.facets(),
+    ("trajectories",): _rows,
+    ("trajectories", "*"): _trajectory,
+    ("trajectories", "*", "raw"): lambda run, name, request: run.raw(name),
+    ("trajectories", "*", "text"): lambda run, name, request: run.text(name, request.query_params.get("path", "")),
+    ("groups", "*"): lambda run, name, request: run.group(name),
+}
+"""What answers a request about a run, by its path behind the run's number; `*` is the trajectory or the group that it
+names. Called on a thread."""

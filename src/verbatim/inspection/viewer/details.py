@@ -121,7 +121,8 @@ def cut_texts(value: Any, path: str, cuts: list[Part]) -> Any:
         cuts.append({"path": path, "length": len(value), "shown": LONGEST_TEXT})
         return value[:LONGEST_TEXT]
     if isinstance(value, Mapping):
-        return {key: cut_texts(inner, f"{path}/{_escaped(str(key))}", cuts) for key, inner in value.items()}
+        names = {key: str(key).replace("~", "~0").replace("/", "~1") for key in value}
+        return {key: cut_texts(inner, f"{path}/{names[key]}", cuts) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [cut_texts(inner, f"{path}/{index}", cuts) for index, inner in enumerate(value)]
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > _LARGEST_INTEGER:
@@ -147,10 +148,6 @@ def text_at(record: Mapping[str, Any], path: str) -> str:
     if not isinstance(value, str):
         raise UsageError(f"path = {path!r}: a {type(value).__name__}; expected a text")
     return value
-
-
-def _escaped(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1")
 
 
 def _array(arrays: Arrays, name: str) -> Any:

@@ -68,7 +68,9 @@ class MetricsFollower:
                 if not isinstance(alarm.get("name"), str) or not isinstance(alarm.get("step"), int):
                     self._complain(f"alarms.jsonl, byte {place:,}: no alarm")
                 else:
-                    self.alarms.append(_numbers(alarm))
+                    self.alarms.append(
+                        {k: cut(value) if isinstance(value, str) else value for k, value in alarm.items()}
+                    )
         except OSError as error:
             self._complain(f"alarms.jsonl cannot be read: {error.strerror or error}")
 
@@ -157,8 +159,3 @@ def _number(value: Any) -> float | None:
         return float(value) if math.isfinite(value) else None
     except OverflowError:
         return None
-
-
-def _numbers(alarm: dict[str, Any]) -> dict[str, Any]:
-    """The alarm with texts of a length that a page can show."""
-    return {key: cut(value) if isinstance(value, str) else value for key, value in alarm.items()}

@@ -11,11 +11,12 @@ from typing import Any
 import tomli_w
 
 from verbatim.core.disk import is_inside, read_regular
-from verbatim.core.errors import UsageError
+from verbatim.core.errors import CheckpointError, UsageError
 from verbatim.core.redaction import redacted
 from verbatim.core.texts import cut, end_of_file
 from verbatim.logs.checkpoints.hold import ORCHESTRATOR, TRAINER
 from verbatim.logs.checkpoints.lock import is_locked
+from verbatim.logs.checkpoints.origin import Origin, read_origin
 from verbatim.logs.checkpoints.stored_config import CONFIG
 
 _LOCKS = Path("/proc/locks")
@@ -86,6 +87,15 @@ def read_config(folder: Path) -> dict[str, Any]:
         return tomllib.loads(read_text(folder / CONFIG))
     except (OSError, ValueError, RecursionError):
         return {}
+
+
+def origin_in(folder: Path, problems: list[str]) -> Origin | None:
+    """Where the run was forked; None where it was not, and, with a sentence in `problems`, where that is damaged."""
+    try:
+        return read_origin(folder)
+    except CheckpointError as error:
+        problems.append(str(error))
+        return None
 
 
 def config_text(folder: Path) -> str:

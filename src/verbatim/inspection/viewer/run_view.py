@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from verbatim.core.errors import CheckpointError, UsageError, VerbatimError
+from verbatim.core.errors import UsageError, VerbatimError
 from verbatim.core.texts import error_text
 from verbatim.core.trajectory_json import plain
 from verbatim.inspection.viewer import details, query
@@ -24,9 +24,8 @@ from verbatim.inspection.viewer.messages_search import MessageSearch
 from verbatim.inspection.viewer.metrics import MetricsFollower
 from verbatim.inspection.viewer.query import Filters, Rows
 from verbatim.inspection.viewer.records import read_record, trajectory_of
-from verbatim.inspection.viewer.run_state import check_run, config_text, read_state, summary_text
+from verbatim.inspection.viewer.run_state import check_run, config_text, origin_in, read_state, summary_text
 from verbatim.inspection.viewer.tokenizer import RunTokenizer, find_tokenizer
-from verbatim.logs.checkpoints.origin import read_origin
 from verbatim.logs.fates.table import StoredFate
 from verbatim.logs.monitors.trajectory_log import trajectory_line
 
@@ -111,12 +110,7 @@ class RunView:
             step, alarms = self._metrics.last_step, len(self._metrics.alarms)
             generation, problems = self._metrics.generation, list(self._metrics.problems)
         tokenizer, why = self._tokenizer
-        fork = None
-        try:
-            origin = read_origin(self.folder)
-            fork = None if origin is None else origin.in_short()
-        except CheckpointError as error:
-            problems.append(str(error))
+        origin = origin_in(self.folder, problems)
         return {
             "name": state.name,
             "folder": str(self.folder),
@@ -131,7 +125,7 @@ class RunView:
             "problems": [*snapshot.problems, *problems],
             "tokenizer": None if tokenizer is None else tokenizer.name_or_path,
             "tokenizer_problem": why,
-            "forked_from": fork,
+            "forked_from": None if origin is None else origin.in_short(),
         }
 
     def metrics(self, after: int | None) -> dict[str, Any]:
@@ -289,11 +283,9 @@ class RunView:
             assert place is not None
             found = read_record(self.folder, place)
             members.append((trajectory_of(found), found.fates))
-        return {"rows": rows, "num_rows": len(order), "tree": {"nodes": group_tree(members, self._text_of)}}
-
-    def _text_of(self, ids: Sequence[int]) -> str | None:
         tokenizer, _ = self._tokenizer
-        return None if tokenizer is None else tokenizer.decode(ids)[:_TEXT_OF_NODE]
+        nodes = group_tree(members, lambda ids: None if tokenizer is None else tokenizer.decode(ids)[:_TEXT_OF_NODE])
+        return {"rows": rows, "num_rows": len(order), "tree": {"nodes": nodes}}
 
     # ---- the tokenizer
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
 from verbatim.core.texts import counted
@@ -69,10 +68,6 @@ def _name(value: Any) -> str:
     return str(function["name"])
 
 
-def _turns(turns: Sequence[int]) -> str:
-    return f"turn{'s' if len(turns) > 1 else ''} {', '.join(map(str, turns))}"
-
-
 def sampled_again(d: Difference) -> str | None:
     """The prompt is a prefix of the recorded tokens, so nothing was changed."""
     if d.at < len(d.prompt):
@@ -108,7 +103,8 @@ def history_compacted(d: Difference) -> str | None:
     turns = [s.turn for s in d.spans if d.is_gone(s)]
     if put * 2 > lost or not (turns or lost * 4 >= len(d.earlier)):
         return None
-    of_turns = f", with all that was said in {_turns(turns)}" if turns else ""
+    named = f"turn{'s' * (len(turns) > 1)} {', '.join(map(str, turns))}"
+    of_turns = f", with all that was said in {named}" if turns else ""
     return f"of the history {counted(lost, 'token')} went{of_turns}; {counted(put, 'token')} took their place"
 
 
