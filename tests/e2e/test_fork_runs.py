@@ -233,7 +233,7 @@ def killed(place: Path, whole: Path) -> dict[str, Path]:
         return function
 
     with pytest.MonkeyPatch.context() as patched:
-        for name in ("_copy_beginning", "write_origin", "_write_checkpoints", "write_changed_state"):
+        for name in ("_link_fates", "write_origin", "_write_checkpoints", "write_changed_state"):
             patched.setattr(forking, name, watched(name))
         left["never"] = begun(place, f"{whole}@{AT}", "dying")
     return left
@@ -251,7 +251,7 @@ def content(run: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "moment", ["after _copy_beginning", "after write_origin", "before _write_checkpoints", "after write_changed_state"]
+    "moment", ["before _link_fates", "after write_origin", "before _write_checkpoints", "after write_changed_state"]
 )
 def test_a_fork_that_was_killed_while_it_was_made_is_made_again(place: Path, whole: Path, killed, moment: str):
     run, before = killed[moment], snapshot(whole)

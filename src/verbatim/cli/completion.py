@@ -10,11 +10,11 @@ import argparse
 import os
 import shlex
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import argcomplete
-from argcomplete.completers import DirectoriesCompleter, FilesCompleter, SuppressCompleter
+from argcomplete.completers import ChoicesCompleter, DirectoriesCompleter, FilesCompleter, SuppressCompleter
 
 from verbatim.cli.main import KEYED, make_parser
 
@@ -42,16 +42,6 @@ def parser_for(line: str) -> argparse.ArgumentParser:
     return parser
 
 
-class _OneOf:
-    """Completes to one of these words."""
-
-    def __init__(self, words: Sequence[str]) -> None:
-        self._words = words
-
-    def __call__(self, **_: Any) -> Sequence[str]:
-        return self._words
-
-
 def _words(line: str) -> list[str]:
     try:
         return shlex.split(line)
@@ -73,7 +63,7 @@ def _add_completers(command: argparse.ArgumentParser) -> None:
     by_name: Mapping[tuple[str, bool], Callable[..., Iterable[str]]] = {
         ("FILE", True): runs,
         ("ENVIRONMENT", True): environments,
-        ("NAME", True): _OneOf(list(recipes())),
+        ("NAME", True): ChoicesCompleter(dict.fromkeys(recipes(), "")),
         ("NAME", False): SuppressCompleter(),
         ("FOLDER", False): DirectoriesCompleter(),
         ("DIR", True): DirectoriesCompleter(),
@@ -82,7 +72,7 @@ def _add_completers(command: argparse.ArgumentParser) -> None:
     for action in command._actions:
         completer = by_name.get((str(action.metavar), not action.option_strings))
         if action.dest == "env":
-            completer = _OneOf(list(ENVIRONMENTS))
+            completer = ChoicesCompleter(ENVIRONMENTS)
         if completer is not None:
             action.completer = completer  # type: ignore[attr-defined]
 
@@ -98,7 +88,7 @@ def _add_keys(command: argparse.ArgumentParser) -> None:
         option = f"--{key.replace('_', '-')}"
         if option not in command._option_string_actions:
             action = command.add_argument(option, help=(field.description or "").replace("%", "%%"))
-            action.completer = _OneOf(values(field.annotation))  # type: ignore[attr-defined]
+            action.completer = ChoicesCompleter(dict.fromkeys(values(field.annotation), ""))  # type: ignore[attr-defined]
 
 
 def values(annotation: Any) -> list[str]:

@@ -21,7 +21,7 @@ from verbatim.core.plain_console import PlainConsole
 from verbatim.core.texts import printable
 from verbatim.environments import ENVIRONMENTS, EXTRAS
 from verbatim.inspection.envcheck import KINDS, CheckSettings, Report, check_environment
-from verbatim.inspection.envcheck.targets import Target, find_targets
+from verbatim.inspection.envcheck.targets import find_targets
 from verbatim.models.renderers.base import Renderer
 from verbatim.models.renderers.continuations import told
 from verbatim.run.check import renderer_of
@@ -90,7 +90,21 @@ def run(args: argparse.Namespace) -> int:
     targets = find_targets(args.environment, args.args or {}, component_tables())
     with contextlib.redirect_stdout(sys.stderr):  # what environments print is no report
         renderer = _renderer(targets[0].config)
-        reports = [check_environment(target.name, target.args, _settings(args, target, renderer)) for target in targets]
+        standard = CheckSettings()
+        reports = [
+            check_environment(
+                target.name,
+                target.args,
+                CheckSettings(
+                    num_examples=args.examples,
+                    timeout=args.timeout,
+                    max_turns=args.max_turns or target.max_turns or standard.max_turns,
+                    seq_len=args.seq_len or target.seq_len or standard.seq_len,
+                    renderer=renderer,
+                ),
+            )
+            for target in targets
+        ]
     if args.json:
         found = [report.as_json() for report in reports]
         print(json.dumps(found[0] if len(found) == 1 else found, ensure_ascii=False))
@@ -103,17 +117,6 @@ def run(args: argparse.Namespace) -> int:
         for sentence in told(renderer, settings.thinking_retention, settings.history):
             print(printable(f"note: {sentence}"), file=sys.stderr)
     return exit_status.FINISHED if all(report.is_clean for report in reports) else exit_status.STOPPED
-
-
-def _settings(args: argparse.Namespace, target: Target, renderer: Renderer | None) -> CheckSettings:
-    standard = CheckSettings()
-    return CheckSettings(
-        num_examples=args.examples,
-        timeout=args.timeout,
-        max_turns=args.max_turns or target.max_turns or standard.max_turns,
-        seq_len=args.seq_len or target.seq_len or standard.seq_len,
-        renderer=renderer,
-    )
 
 
 def _renderer(config: RunConfig | None) -> Renderer | None:

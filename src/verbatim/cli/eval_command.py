@@ -151,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
             except (KeyboardInterrupt, RunStopped):
                 _say_how_to_go_on(args, told)
                 raise
-    results.show(console, where=_where(args))
+    results.show(console, where="--per-example FILE" if args.per_example is None else f"see {args.per_example}")
     if args.json:
         sys.stdout.write(json.dumps(results.as_json(), indent=2) + "\n")
     for path, write in ((args.per_example, results.write_examples), (args.report, results.write_report)):
@@ -203,10 +203,6 @@ def _api(args: argparse.Namespace, name: str, url: str) -> OpenAI:
     api = OpenAI(model=name, base_url=url, api_key_env=key, **limits)
     api.check_key()
     return api
-
-
-def _where(args: argparse.Namespace) -> str:
-    return f"see {args.per_example}" if args.per_example is not None else "--per-example FILE"
 
 
 def _say_how_to_go_on(args: argparse.Namespace, told: PlainConsole) -> None:

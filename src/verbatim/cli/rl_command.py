@@ -67,7 +67,7 @@ def add_shared_arguments(parser: argparse.ArgumentParser, *, file: str | None = 
         nargs="?",
         const=True,
         default=False,
-        type=_folder,
+        type=lambda text: text == "latest" or Path(text),
         metavar="FOLDER",
         help="continue a run: the latest one of this file, or the one in FOLDER",
     )
@@ -91,10 +91,6 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
         help="print one JSON object on a line for each step, evaluation, alarm, and the end; all else "
         "goes to standard error",
     )
-
-
-def _folder(text: str) -> bool | Path:
-    return text == "latest" or Path(text)
 
 
 def _replay(args: argparse.Namespace) -> int:

@@ -110,9 +110,5 @@ def _is_plausible(value: str) -> bool:
 def _looks_drawn(value: str) -> bool:
     if _PATH.fullmatch(value) or _OTHER.fullmatch(value) or any(c.isspace() for c in value):
         return False
-    return bool(_BEGINNING.fullmatch(value)) or any(_changes(run) >= 3 for run in _RUN.findall(value))
-
-
-def _changes(run: str) -> int:
-    """How often letters and digits take turns."""
-    return sum(a.isdecimal() != b.isdecimal() for a, b in pairwise(run))
+    turns = (sum(a.isdecimal() != b.isdecimal() for a, b in pairwise(run)) for run in _RUN.findall(value))
+    return bool(_BEGINNING.fullmatch(value)) or max(turns, default=0) >= 3

@@ -17,6 +17,7 @@ system has such; others are copied.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -275,7 +276,10 @@ def begin_fork(fork: Fork, origin: Origin, config: RunConfig, path: Path) -> lis
     try:
         write_file(path / FORKING, "".join(f"{name}\n" for name in names).encode())
         for name, size in files.items():
-            _copy_beginning(fork.run / name, path / name, size)
+            shutil.copyfile(fork.run / name, path / name)
+            if size is not None:
+                os.truncate(path / name, size)
+            sync(path / name)
         for name in folders:
             _link_fates(fork, logs.get(name), path / name)
         for name in parts:
@@ -329,15 +333,6 @@ def _size(mark: Any) -> int | None:
     """How many bytes of a log are copied; None = all of them, and a resume finds the place."""
     size = mark.get("size") if isinstance(mark, Mapping) else None
     return size if type(size) is int else None
-
-
-def _copy_beginning(source: Path, target: Path, size: int | None) -> None:
-    left = size
-    with source.open("rb") as whole, target.open("wb") as copy:
-        while block := whole.read(1 << 20 if left is None else min(1 << 20, left)):
-            copy.write(block)
-            left = None if left is None else left - len(block)
-    sync(target)
 
 
 def _link_fates(fork: Fork, marks: Any, target: Path) -> None:

@@ -64,7 +64,8 @@ def make_rules(config: RunConfig, environments: Environments) -> dict[str, Group
         unknown.add("logprobs")
     filters: dict[str, Any] = {}
     for i, component in enumerate(orchestrator.filters):
-        name = _filter_name(component, filters)
+        own = component.custom_path
+        name = numbered(component.type if own is None else table_of(own), filters)
         rule = resolve(component, tables.filters, what="filter", where=f"orchestrator.filters.{i}")
         if getattr(rule, "reads", None) in unknown:
             continue
@@ -100,16 +101,6 @@ def make_rules(config: RunConfig, environments: Environments) -> dict[str, Group
             ),
         )
     return rules
-
-
-def _filter_name(component: ComponentConfig, taken: Mapping[str, Any]) -> str:
-    """A filter's name in metrics: a built-in by its type, a custom one by its function or class; numbered from the
-    second of one name on.
-
-    Example: two filters "repetition" and one "my_filters.TooLong" are `repetition`, `repetition_2` and `TooLong`.
-    """
-    name = table_of(component.custom_path) if component.custom_path is not None else component.type
-    return numbered(name, taken)
 
 
 def make_dispatcher(

@@ -140,19 +140,16 @@ def stored_samples(stored: StoredStep, config: RunConfig) -> list[TrainingSample
         built = build(
             fate.trajectory, strategy=rule.strategy, max_length=rule.max_length, needs_logprobs=rule.needs_logprobs
         )
-        if built.fate.turns != fate.turns:
+        for turn, (now, then) in enumerate(zip(built.fate.turns, fate.turns, strict=True)):
+            if now == then:
+                continue
             raise CheckpointError(
                 f"step {stored.step}: the samples of trajectory {fate.trajectory.trajectory_id} are "
-                f"not those of then: {_first_other(built.fate, fate)}; the configuration, or the "
+                f"not those of then: turn {turn} was {then!r} and is {now!r} now; the configuration, or the "
                 "version of Verbatim, was another one"
             )
         samples += with_teacher(built.samples, fate, needs=TEACHER in logprob_models(config))
     return samples
-
-
-def _first_other(found: Fate, stored: Fate) -> str:
-    turn = next(i for i, (a, b) in enumerate(zip(found.turns, stored.turns, strict=True)) if a != b)
-    return f"turn {turn} was {stored.turns[turn]!r} and is {found.turns[turn]!r} now"
 
 
 def with_teacher(samples: Sequence[TrainingSample], fate: Fate, *, needs: bool) -> list[TrainingSample]:

@@ -97,7 +97,7 @@ class Console(Monitor):
 
     def on_eval(self, step: int, env: str, metrics: Metrics) -> None:
         """One line with the first figures of the evaluation; on a terminal, as many as fit."""
-        self._evals[env] = f"{env}  {_main_figure(metrics)}  after step {step}"
+        self._evals[env] = f"{env}  {'  '.join(_main_figures(metrics)) or 'no result'}  after step {step}"
         width = self.console.width if self.console.is_terminal else None
         self._print(eval_line(step, env, metrics, width), style="bold")
 
@@ -179,20 +179,19 @@ def eval_line(step: int, env: str, metrics: Metrics, width: int | None = None) -
     'eval  game  after step 20  success 0.910 [0.850, 0.950]  15 examples, 30 episodes  turns 2.50'
     """
     known = {name: value for name, value in metrics.items() if not math.isnan(value)}
-    values = [f"{name} {number(known[name])}{_interval(name, known)}" for name in _main(known)]
+    values = _main_figures(known)
     values += [", ".join(f"{known[name]:,} {name}" for name in ("examples", "episodes", "failed") if known.get(name))]
     values += [f"{name} {number(value)}" for name, value in reward_parts(known).items()]
     values += [f"turns {known['turns']:.2f}"] if "turns" in known else []
     return _fit([f"eval  {env}  after step {step}", *filter(None, values)], width)
 
 
-def _main(metrics: Metrics) -> list[str]:
-    """The first figures of an evaluation."""
-    return [
-        name
-        for name in ("success", "reward/mean")
-        if name in metrics and not (name == "reward/mean" and "success" in metrics and reward_is_success(metrics))
-    ]
+def _main_figures(metrics: Metrics) -> list[str]:
+    """The first figures of an evaluation: success, and the reward where it is not the success."""
+    known = {name: metrics[name] for name in ("success", "reward/mean") if not math.isnan(metrics.get(name, math.nan))}
+    if len(known) == 2 and reward_is_success(metrics):
+        known.pop("reward/mean")
+    return [f"{name} {number(value)}{_interval(name, metrics)}" for name, value in known.items()]
 
 
 def _interval(name: str, metrics: Metrics) -> str:
@@ -200,11 +199,6 @@ def _interval(name: str, metrics: Metrics) -> str:
     family = name.removesuffix("/mean")
     low, high = metrics.get(f"{family}/low", math.nan), metrics.get(f"{family}/high", math.nan)
     return "" if math.isnan(low) or math.isnan(high) else f" [{number(low)}, {number(high)}]"
-
-
-def _main_figure(metrics: Metrics) -> str:
-    known = {name: value for name, value in metrics.items() if not math.isnan(value)}
-    return "  ".join(f"{name} {number(known[name])}{_interval(name, known)}" for name in _main(known)) or "no result"
 
 
 def what_waits(metrics: Metrics) -> str:

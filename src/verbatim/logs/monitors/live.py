@@ -165,7 +165,8 @@ class LiveView:
             stage.look()
             bar = ProgressBar(total=stage.total, completed=stage.done, pulse=stage.total is None)
             count = f"{stage.done:,}/{stage.total:,}" if stage.total is not None else ""
-            bars.add_row(stage.what, bar, count, stage.note, _times(stage))
+            left = "" if stage.seconds_left is None else f" left {clock(stage.seconds_left)}"
+            bars.add_row(stage.what, bar, count, stage.note, f"{clock(stage.seconds)}{left}")
         rows = Table.grid(padding=(0, 1), expand=True)
         rows.add_column(no_wrap=True, style="dim")
         rows.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
@@ -173,11 +174,6 @@ class LiveView:
             rows.add_row(label, Text(text.plain.replace("\n", " "), style=text.style))
         drawn = Group(bars, rows) if rows.row_count else bars
         return Constrain(drawn, max(1, self.console.width - _MARGIN))
-
-
-def _times(stage: Stage) -> str:
-    left = stage.seconds_left
-    return clock(stage.seconds) if left is None else f"{clock(stage.seconds)} left {clock(left)}"
 
 
 def clock(seconds: float) -> str:

@@ -66,7 +66,14 @@ def chosen(fates: Iterable[Fate], count: int) -> list[Fate]:
 
     Of equal ones the first by trajectory id, so that the same step gives the same rows.
     """
-    ordered = sorted(fates, key=lambda fate: (-_reward(fate), fate.trajectory.trajectory_id))
+    ordered = sorted(
+        fates,
+        key=lambda fate: (
+            fate.trajectory.reward is None,
+            -(fate.trajectory.reward or 0.0),
+            fate.trajectory.trajectory_id,
+        ),
+    )
     with_reward = [fate for fate in ordered if fate.trajectory.reward is not None]
     found = with_reward if len(with_reward) >= count else ordered
     if len(found) <= count:
@@ -74,11 +81,6 @@ def chosen(fates: Iterable[Fate], count: int) -> list[Fate]:
     if count == 1:
         return found[:1]
     return [found[round(index * (len(found) - 1) / (count - 1))] for index in range(count)]
-
-
-def _reward(fate: Fate) -> float:
-    reward = fate.trajectory.reward
-    return float("-inf") if reward is None else float(reward)
 
 
 def sample_row(step: int, fate: Fate) -> SampleRow:

@@ -70,7 +70,8 @@ class TensorboardMonitor(ServiceMonitor["EventFileWriter"]):
         _add(record, step, at, everything)
 
     def _log_table(self, record: EventFileWriter, at: float, step: int, rows: Sequence[SampleRow]) -> None:
-        _add_text(record, step, at, "trajectories", _table(rows))
+        shown = [[literal("" if value is None else str(value)) for value in astuple(row)] for row in rows]
+        _add_text(record, step, at, "trajectories", [list(COLUMNS), *shown])
 
     def _log_alarm(self, record: EventFileWriter, at: float, alarm: Alarm) -> None:
         """The text of the metric's name has the words."""
@@ -159,11 +160,6 @@ def cut_events(folder: Path, step: int) -> None:
             for record in kept:
                 writer.write(record)
         os.replace(temporary, path)
-
-
-def _table(rows: Sequence[SampleRow]) -> list[list[str]]:
-    """A heading, and a row for each trajectory; nothing in it is read as markdown."""
-    return [list(COLUMNS), *([literal("" if value is None else str(value)) for value in astuple(row)] for row in rows)]
 
 
 def literal(text: str) -> str:

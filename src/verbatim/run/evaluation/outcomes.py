@@ -84,6 +84,7 @@ def outcome_from_json(record: Mapping[str, Any], success: bool | None = None) ->
     if success is None:
         success = bool(info[IS_SUCCESS]) if IS_SUCCESS in info else reward is not None and is_at_least(reward, 1.0)
     failed = error is not None
+    calling = [turn for turn in turns if turn["trained"] and turn["tool_calls"] and not failed]
     has_reward = reward is not None and math.isfinite(reward) and not failed
     return Outcome(
         env=str(record["env"]),
@@ -95,7 +96,7 @@ def outcome_from_json(record: Mapping[str, Any], success: bool | None = None) ->
         error=error,
         stop_reason=stop_reason,
         figures={} if failed else _figures(record, turns, info),
-        tool_turns=(0, 0) if failed else _tool_turns(turns),
+        tool_turns=(sum(turn["parse_status"] == "ok" for turn in calling), len(calling)),
         spent=_spent(record, turns, info),
     )
 
@@ -117,11 +118,6 @@ def _num_sampled(record: _Json, turns: Sequence[_Json], info: _Json) -> int:
     """Sampled tokens; where the server tells no ids, its own count."""
     recorded = sum(len(turn["completion_ids"]) for turn in turns) + record["num_unrecorded_tokens"]
     return recorded or int(_counts(info.get(USAGE)).get("completion_tokens", 0))
-
-
-def _tool_turns(turns: Sequence[_Json]) -> tuple[int, int]:
-    calling = [turn for turn in turns if turn["trained"] and turn["tool_calls"]]
-    return sum(turn["parse_status"] == "ok" for turn in calling), len(calling)
 
 
 def _spent(record: _Json, turns: Sequence[_Json], info: _Json) -> dict[str, float]:

@@ -57,13 +57,16 @@ def result_rows(results: Sequence[EnvResult | None]) -> list[Row]:
     for name, heading in _MEANS.items():
         if any(name in result.figures and (result.figures[name] or name != "tool_errors") for result in there):
             rows.append(row(heading, functools.partial(_mean, name)))
-    rows.append(row("episodes", _episodes))
+    rows.append(
+        row(
+            "episodes",
+            lambda result: (
+                f"{len(result.examples):,} x {result.episodes_each}" if result.examples else f"{result.num_episodes:,}"
+            ),
+        )
+    )
     rows.append(row("failed", lambda result: f"{result.num_failed:,} of {result.num_episodes:,}"))
     return rows
-
-
-def _episodes(result: EnvResult) -> str:
-    return f"{len(result.examples):,} x {result.episodes_each}" if result.examples else f"{result.num_episodes:,}"
 
 
 def _pass(k: int, of: str, result: EnvResult) -> str | None:
