@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,18 @@ def write_json(path: Path, value: Any) -> None:
     write_file(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, parse: Callable[[str], Any] = json.loads) -> Any:
     """The JSON value in a file.
+
+    Args:
+        path: The file.
+        parse: Makes the value of the file's text.
 
     Raises:
         CheckpointError: no such file, a link, or invalid JSON.
     """
     try:
-        return json.loads(read_regular(path).decode("utf-8"))
+        return parse(read_regular(path).decode("utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.core.errors import CheckpointError
-from verbatim.logs.checkpoints.json_files import read_record, write_record
+from verbatim.logs.checkpoints.json_files import read_json, read_record, write_record
 
 STATE = "orchestrator.json"
 POOLS = ("easy", "hard")
@@ -37,7 +37,7 @@ def read_loop_state(folder: Path) -> dict[str, Any]:
     """Read the state that `write_loop_state` wrote.
 
     Raises:
-        CheckpointError: a file is missing, damaged, or of another version; names file and line.
+        CheckpointError: a file is missing, damaged, or of another version; names it.
     """
     state = read_record(folder / STATE)
     try:
@@ -45,21 +45,6 @@ def read_loop_state(folder: Path) -> dict[str, Any]:
     except (LookupError, TypeError):
         raise CheckpointError(f"{folder / STATE} is no state of a run") from None
     for pool in POOLS:
-        pools[pool] = _read_rows(folder / f"{pool}_examples.jsonl")
+        file = folder / f"{pool}_examples.jsonl"
+        pools[pool] = read_json(file, lambda text: [json.loads(line) for line in text.splitlines()])
     return state
-
-
-def _read_rows(path: Path) -> list[Any]:
-    rows = []
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path} is no UTF-8 text: {error}") from None
-    for number, line in enumerate(lines, start=1):
-        try:
-            rows.append(json.loads(line))
-        except ValueError as error:
-            raise CheckpointError(f"{path}:{number}: no JSON: {error}") from None
-    return rows
