@@ -121,7 +121,7 @@ def test_long_texts_and_long_episodes_are_cut_and_say_so(tmp_path):
     (found,) = compared(tmp_path, (0, [before]), (1, [after]))
     text = "\n".join(printed(found))
     assert "36 more messages" in text and "line 11" in text and "line 12" not in text and "line 48" in text
-    assert "(4,600 more" in text and text.count("y") < 450
+    assert "[cut: 4,600 of" in text and text.count("y") < 450
     assert max(map(len, printed(found, width=60))) <= 60
 
 

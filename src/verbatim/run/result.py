@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ STEP = "step"
 """The column of step numbers."""
 
 
-class MetricColumns(Mapping[str, NDArray[Any]]):
+class MetricColumns(dict[str, NDArray[Any]]):
     """Logged metrics as columns: `metrics["reward/mean"]` is float64 [num_records], NaN where a record does not have
     it, and `metrics["step"]` is int64 [num_records].
 
@@ -32,18 +32,9 @@ class MetricColumns(Mapping[str, NDArray[Any]]):
     def __init__(self, records: Iterable[tuple[int, Mapping[str, Any]]]) -> None:
         rows = list(records)
         names = dict.fromkeys(name for _, metrics in rows for name in metrics)
-        self._columns: dict[str, NDArray[Any]] = {STEP: np.array([step for step, _ in rows], dtype=np.int64)}
+        super().__init__({STEP: np.array([step for step, _ in rows], dtype=np.int64)})
         for name in names:
-            self._columns[name] = np.array([float(metrics.get(name, "nan")) for _, metrics in rows], dtype=np.float64)
-
-    def __getitem__(self, name: str) -> NDArray[Any]:
-        return self._columns[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._columns)
-
-    def __len__(self) -> int:
-        return len(self._columns)
+            self[name] = np.array([float(metrics.get(name, "nan")) for _, metrics in rows], dtype=np.float64)
 
     def __repr__(self) -> str:
         return f"<{len(self[STEP])} records of {len(self) - 1} metrics: {', '.join(list(self)[1:6])}, ...>"
@@ -61,7 +52,7 @@ class MetricColumns(Mapping[str, NDArray[Any]]):
                 "to_pandas() needs the package pandas: pip install pandas. Without it every column is a "
                 'numpy array: metrics["reward/mean"]'
             ) from None
-        return pandas.DataFrame(self._columns).set_index(STEP)
+        return pandas.DataFrame(self).set_index(STEP)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -260,8 +260,8 @@ async def ask_servers_of(config: RunConfig) -> None:
 
 def inference_settings(config: RunConfig) -> BackendSettings:
     """The inference backend's own settings."""
-    backend = find_backend(config.inference.backend, SAMPLERS, what=config.inference.what)
-    return settings_for(config.inference, config.inference.backend, backend)
+    inference = config.inference
+    return settings_for(inference, inference.backend, find_backend(inference.backend, SAMPLERS, what=inference.what))
 
 
 def check_backend(config: RunConfig) -> BackendSettings:

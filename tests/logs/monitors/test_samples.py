@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from logs.monitors.fates import HOSTILE, fate
-from verbatim.core.errors import UsageError
 from verbatim.logs.monitors.conversation import conversation_text
-from verbatim.logs.monitors.samples import LONGEST, SampleRule, chosen, sample_row
+from verbatim.logs.monitors.samples import LONGEST, chosen, sample_row, sample_rows
 
 
 def names(found: list) -> list[str]:
@@ -45,7 +44,7 @@ def test_control_characters_are_written_out_and_long_conversations_cut():
     row = sample_row(1, fate("a", 1.0, text=HOSTILE))
     assert "\\x1b[31mred" in row.conversation and "\x1b" not in row.conversation
     long = sample_row(1, fate("a", 1.0, text="x" * 50_000)).conversation
-    assert len(long) < LONGEST + 50 and long.endswith("more characters)")
+    assert len(long) < LONGEST + 50 and "x [cut: " in long
 
 
 def test_a_key_of_the_environment_is_not_in_a_row(monkeypatch: pytest.MonkeyPatch):
@@ -60,8 +59,6 @@ def test_messages_of_any_shape_are_shown():
 
 
 def test_only_some_steps_have_a_table():
-    rule = SampleRule(count=1, interval=4)
-    assert [step for step in range(1, 10) if rule.rows(step, [fate("a", 1.0)])] == [1, 4, 8]
-    assert SampleRule(count=0, interval=1).rows(1, [fate("a", 1.0)]) == []
-    with pytest.raises(UsageError, match="sample_interval = 0; expected at least 0 and at least 1"):
-        SampleRule(count=1, interval=0)
+    table = [fate("a", 1.0)]
+    assert [step for step in range(1, 10) if sample_rows(step, table, count=1, interval=4)] == [1, 4, 8]
+    assert sample_rows(1, table, count=0, interval=1) == []

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from verbatim.core.texts import number
+from verbatim.logs.monitors.text_curve import column_means
 from verbatim.run.evaluation.texts import letter
 
 Series = Sequence[tuple[int, float]]
@@ -40,7 +41,7 @@ def text_plot(series: Sequence[Series], *, width: int = 79, height: int = 11) ->
     columns = max(40, width) - margin - 2
     cells: list[list[tuple[str, str]]] = [[(" ", "")] * columns for _ in range(height)]
     for place, each in enumerate(series):
-        for column, value in _means(each, first, last, columns):
+        for column, value in column_means(each, (first, last), columns):
             row = round((high - value) / (high - low) * (height - 1))
             taken = cells[row][column][0]
             mark = letter(place)[0] if taken in (" ", letter(place)[0]) else SEVERAL
@@ -56,15 +57,3 @@ def text_plot(series: Sequence[Series], *, width: int = 79, height: int = 11) ->
     begin, end = f"step {first}", str(last)
     text.append(" " * (margin + 2) + begin.ljust(columns - len(end)) + (end if last > first else ""), style="dim")
     return text
-
-
-def _means(points: Series, first: int, last: int, columns: int) -> list[tuple[int, float]]:
-    """The mean of the points of each column.
-
-    >>> _means([(1, 0.0), (2, 1.0), (9, 3.0)], 1, 9, 3)
-    [(0, 0.5), (2, 3.0)]
-    """
-    found: dict[int, list[float]] = {}
-    for step, value in points:
-        found.setdefault(round((step - first) / max(1, last - first) * (columns - 1)), []).append(value)
-    return [(column, sum(values) / len(values)) for column, values in sorted(found.items())]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from verbatim.core.texts import cut
+
 
 def message_text(message: Mapping[str, Any], longest: int) -> str:
     """A message as one text: its content, then its tool calls as Python calls, cut after `longest` characters.
@@ -21,7 +23,7 @@ def message_text(message: Mapping[str, Any], longest: int) -> str:
         if isinstance(arguments, Mapping):
             arguments = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
         parts.append(f"{function.get('name', '?')}({arguments})")
-    return shortened("\n".join(part for part in parts if part) or "(nothing)", longest)
+    return cut("\n".join(part for part in parts if part) or "(nothing)", longest)
 
 
 def conversation_text(messages: Iterable[Mapping[str, Any]], longest: int) -> str:
@@ -41,9 +43,4 @@ def conversation_text(messages: Iterable[Mapping[str, Any]], longest: int) -> st
             break
         parts.append(f"[{message.get('role', '')}]\n{message_text(message, longest)}")
         left -= len(parts[-1])
-    return shortened("\n\n".join(parts), longest)
-
-
-def shortened(text: str, longest: int) -> str:
-    """The text, or its beginning with how much more there is."""
-    return text if len(text) <= longest else f"{text[:longest]}... ({len(text) - longest:,} more characters)"
+    return cut("\n\n".join(parts), longest)

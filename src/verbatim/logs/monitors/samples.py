@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
-from verbatim.core.errors import UsageError
 from verbatim.core.redaction import without_secrets
 from verbatim.core.texts import printable
 from verbatim.core.trajectories import Fate
@@ -38,27 +37,18 @@ class SampleRow:
 COLUMNS = tuple(f.name for f in fields(SampleRow))
 
 
-@dataclass(frozen=True, kw_only=True)
-class SampleRule:
-    """Which trajectories a service shows."""
+def sample_rows(step: int, fates: Sequence[Fate], *, count: int, interval: int) -> list[SampleRow]:
+    """The rows of a step's table; empty where it has none.
 
-    count: int
-    """For each step that has a table; 0 = no tables."""
-    interval: int
-    """Steps between two tables; the first step has one too."""
-
-    def __post_init__(self) -> None:
-        if self.count < 0 or self.interval < 1:
-            raise UsageError(
-                f"found samples = {self.count} and sample_interval = {self.interval}; expected at least 0 "
-                "and at least 1"
-            )
-
-    def rows(self, step: int, fates: Sequence[Fate]) -> list[SampleRow]:
-        """The rows of this step; empty where it has no table."""
-        if self.count == 0 or not (step == 1 or step % self.interval == 0):
-            return []
-        return [sample_row(step, fate) for fate in chosen(fates, self.count)]
+    Args:
+        step: The step; the first one has a table too.
+        fates: Its trajectories.
+        count: Rows of a table; 0 = no tables.
+        interval: Steps between two tables.
+    """
+    if count == 0 or not (step == 1 or step % interval == 0):
+        return []
+    return [sample_row(step, fate) for fate in chosen(fates, count)]
 
 
 def chosen(fates: Iterable[Fate], count: int) -> list[Fate]:

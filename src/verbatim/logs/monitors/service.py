@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic
 
+from verbatim.core.errors import UsageError
 from verbatim.core.imports import refuse_without
 from verbatim.core.trajectories import Fate
 from verbatim.logs.monitors.alarm import Alarm
 from verbatim.logs.monitors.background import Background, Handle
 from verbatim.logs.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics, Monitor, RunInfo
-from verbatim.logs.monitors.samples import SampleRow, SampleRule
+from verbatim.logs.monitors.samples import SampleRow, sample_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,11 @@ class ServiceSettings:
 
     def __post_init__(self) -> None:
         refuse_without(self.package, extra=self.package, what=f"[monitor.{self.package}]")
-        SampleRule(count=self.samples, interval=self.sample_interval)  # refuses what makes no sense
+        if self.samples < 0 or self.sample_interval < 1:
+            raise UsageError(
+                f"found samples = {self.samples} and sample_interval = {self.sample_interval}; expected at least 0 "
+                "and at least 1"
+            )
 
 
 class ServiceMonitor(Monitor, Generic[Handle]):
@@ -52,8 +57,7 @@ class ServiceMonitor(Monitor, Generic[Handle]):
     """As for `Background`."""
 
     def __init__(self, settings: ServiceSettings, run: RunInfo) -> None:
-        self._run = run
-        self._samples = SampleRule(count=settings.samples, interval=settings.sample_interval)
+        self._run, self._tables = run, settings
         self._state = "stopped"
         """How the run ended, as `on_end` has it."""
         self._work = Background[Handle](
@@ -68,7 +72,8 @@ class ServiceMonitor(Monitor, Generic[Handle]):
         self._put(self._log_metrics, step, "", dict(metrics), distributions)
 
     def on_trajectories(self, step: int, fates: Sequence[Fate]) -> None:
-        if rows := self._samples.rows(step, fates):
+        asked = self._tables
+        if rows := sample_rows(step, fates, count=asked.samples, interval=asked.sample_interval):
             self._put(self._log_table, step, rows)
 
     def on_eval(self, step: int, env: str, metrics: Metrics) -> None:

@@ -90,7 +90,7 @@ class _Frame:
     marks: Marks
     width: int
     height: int
-    steps: Point
+    steps: tuple[int, int]
 
     def drawn(self, panel: Panel, best_constant: Mapping[str, float]) -> str:
         """The plot, its axes and its legend: from 0 to 1 where no value lies outside."""
@@ -112,7 +112,7 @@ class _Frame:
         self._draw_line(cells, panel.train, low, high)
         for mark, points in zip(itertools.cycle(self.marks.evals), evals.values(), strict=False):
             for step, value in points:
-                cells[row_of(value)][self._column(step, columns)] = mark
+                cells[row_of(value)][_column(step, self.steps, columns)] = mark
         labelled, plain, corner, bottom = self.marks.axes
         lines = [
             f"{labels[row] if row % _TICKS == 0 else '':>{margin}} {labelled if row % _TICKS == 0 else plain}"
@@ -127,13 +127,10 @@ class _Frame:
         """The mean of the points of each column of dots; a line from one to the next."""
         across, down = (2, 4) if self.marks.line is None else (1, 1)
         columns, rows = across * len(cells[0]), down * self.height
-        at: dict[int, list[float]] = {}
-        for step, value in points:
-            at.setdefault(self._column(step, columns), []).append(value)
-        means = {x: sum(values) / len(values) for x, values in at.items()}
+        means = column_means(points, self.steps, columns)
         # The centre of the first row of cells is `high`, that of the last one `low`, as for marks.
-        dots = {x: (high - mean) / (high - low) * (rows - down) + (down - 1) // 2 for x, mean in means.items()}
-        for x, y in _joined(sorted(dots.items())):
+        dots = [(x, (high - mean) / (high - low) * (rows - down) + (down - 1) // 2) for x, mean in means]
+        for x, y in _joined(dots):
             row, column = y // down, x // across
             if self.marks.line is not None:
                 cells[row][column] = self.marks.line
@@ -141,10 +138,6 @@ class _Frame:
                 before = ord(cells[row][column])
                 drawn = before if before >= _BRAILLE and before < _BRAILLE + 256 else _BRAILLE
                 cells[row][column] = chr(drawn | _DOTS[y % down][x % across])
-
-    def _column(self, step: int, columns: int) -> int:
-        first, last = self.steps
-        return round((step - first) / max(1, last - first) * (columns - 1))
 
     def _step_labels(self, columns: int) -> str:
         first, last = self.steps
@@ -176,6 +169,23 @@ class _Frame:
             for env, value in constants.items()
         ]
         return found
+
+
+def _column(step: int, steps: tuple[int, int], columns: int) -> int:
+    first, last = steps
+    return round((step - first) / max(1, last - first) * (columns - 1))
+
+
+def column_means(points: Sequence[Point], steps: tuple[int, int], columns: int) -> list[Point]:
+    """The mean of the points of each column that has some, where the columns go from the first step to the last.
+
+    >>> column_means([(1, 0.0), (2, 1.0), (9, 3.0)], (1, 9), 3)
+    [(0, 0.5), (2, 3.0)]
+    """
+    found: dict[int, list[float]] = {}
+    for step, value in points:
+        found.setdefault(_column(step, steps, columns), []).append(value)
+    return [(column, sum(values) / len(values)) for column, values in sorted(found.items())]
 
 
 def _joined(points: Sequence[tuple[int, float]]) -> Iterable[tuple[int, int]]:

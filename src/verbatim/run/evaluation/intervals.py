@@ -43,11 +43,6 @@ class Estimate:
         """Whether the interval is known."""
         return not math.isnan(self.low)
 
-    @property
-    def is_clear(self) -> bool:
-        """Whether the interval leaves out 0: for differences."""
-        return self.low > 0 or self.high < 0
-
 
 UNKNOWN = Estimate(value=math.nan)
 
