@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 from pathlib import Path
 
 from verbatim.cli import exit_status
-from verbatim.core.disk import rename, temporary_beside
+from verbatim.core.disk import replacing, temporary_beside
 from verbatim.core.errors import UsageError
 from verbatim.core.plain_console import PlainConsole
 from verbatim.logs.monitors.trajectory_log import TrajectoryLog, read_trajectories
@@ -30,21 +31,17 @@ def run(args: argparse.Namespace) -> int:
     if args.out.exists():
         raise UsageError(f"--out {args.out} is there already; name a new file")
     count = 0
-    partial = temporary_beside(args.out)  # a damaged file further on leaves no half of an export
-    log = TrajectoryLog(partial)
-    try:
+    with (
+        replacing(args.out, temporary=temporary_beside(args.out)) as partial,  # damage further on leaves no half of it
+        contextlib.closing(TrajectoryLog(partial)) as log,
+    ):
         for step, trajectory in read_trajectories(args.folder):
             if first <= step and (last is None or step <= last):
                 log.write(step, trajectory)
                 count += 1
-        log.close()
         if not count:
             asked = f" of the steps {args.steps}" if args.steps else ""
             raise UsageError(f"{args.folder} has no trajectories{asked}; {args.out} was not written")
-        rename(partial, args.out)
-    finally:
-        log.close()
-        partial.unlink(missing_ok=True)
     PlainConsole().print(f"wrote {count:,} trajectories to {args.out}", soft_wrap=True)
     return exit_status.FINISHED
 

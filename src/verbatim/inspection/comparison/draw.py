@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from verbatim.core.disk import rename, temporary_beside
+from verbatim.core.disk import replacing, temporary_beside
 from verbatim.core.imports import refuse_without
 from verbatim.inspection.comparison.compared import Comparison
 from verbatim.inspection.comparison.read_run import Run
@@ -51,9 +51,8 @@ def draw_comparison(comparison: Comparison, path: Path) -> None:
     legend = figure.legend(handles, labels, loc="outside lower center", fontsize="small")
     for text in legend.get_texts():
         text.set_parse_math(False)
-    temporary = temporary_beside(path)
-    figure.savefig(temporary, dpi=120, format="png")
-    rename(temporary, path)
+    with replacing(path, temporary=temporary_beside(path)) as temporary:
+        figure.savefig(temporary, dpi=120, format="png")
 
 
 def _draw_evals(axes: Any, runs: Sequence[Run], env: str) -> None:

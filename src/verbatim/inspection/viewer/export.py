@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import gzip
 import hashlib
-import io
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import quote
 
-from verbatim.core.disk import rename, temporary_beside
+from verbatim.core.disk import replacing, temporary_beside
 from verbatim.core.errors import UsageError
 from verbatim.inspection.viewer.assets import INDEX, Asset
 from verbatim.inspection.viewer.encoding import to_json
@@ -74,9 +73,8 @@ def export(
         raise UsageError(f"--export {path}: there is no folder {path.parent}; name a file in one that is there")
     asked = Filters.of(filters)
     begin, end = _page(assets)
-    partial = temporary_beside(path)
-    count = total = 0
-    try:
+    count = 0
+    with replacing(path, temporary=temporary_beside(path)) as partial:
         with partial.open("wb") as file:
             file.write(begin)
             for run in runs:
@@ -93,9 +91,6 @@ def export(
         if most and total and not count:
             raise UsageError(f"--export {path}: the filters match no trajectory of {total:,}; nothing was written")
         size = partial.stat().st_size
-        rename(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
     return Written(count, total, size)
 
 
@@ -129,11 +124,8 @@ def _or_problem(read: Callable[[str], dict[str, Any]], key: str) -> dict[str, An
 
 
 def _write(file: BinaryIO, url: str, answer: Any) -> None:
-    packed = io.BytesIO()
-    with gzip.GzipFile(fileobj=packed, mode="wb", compresslevel=_LEVEL, mtime=0) as stream:
-        stream.write(to_json(answer))
     file.write(f'<script type="application/json" data-url="{url}" data-encoding="gzip-base64">'.encode())
-    file.write(base64.b64encode(packed.getvalue()))
+    file.write(base64.b64encode(gzip.compress(to_json(answer), _LEVEL, mtime=0)))
     file.write(b"</script>\n")
 
 

@@ -116,16 +116,11 @@ class MessageSearch:
 
 
 def _rows_of(table: pa.Table, hits: list[tuple[int, int, int]]) -> NDArray[np.bool_]:
-    found = np.zeros(table.num_rows, dtype=bool)
-    if not hits:
-        return found
-    names = ("source", "file", "place")
     kinds = [("source", np.int8), ("file", np.int32), ("place", np.int64)]
-    wanted = np.array(hits, dtype=kinds)
     rows = np.empty(table.num_rows, dtype=kinds)
-    for name in names:
+    for name, _ in kinds:
         rows[name] = np.asarray(table.column(name))
-    return np.isin(rows, wanted)
+    return np.isin(rows, np.array(hits, dtype=kinds))
 
 
 def _rows_in_file(path: Path, needle: str, search: _Search) -> list[int]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from verbatim.core.disk import replacing
 from verbatim.core.imports import is_installed, refuse_without
 from verbatim.logs.monitors.base import Metrics, Monitor
 from verbatim.logs.monitors.metrics_log import Rows, read_history
@@ -130,9 +131,8 @@ def draw_curve(curve: Curve, path: Path, *, title: str = "", best_constant: Mapp
         _draw_panel(axes, panel, best_constant or {} if panel.name == "success" else {})
     figure.axes[-1].set(xlabel="step")
     figure.axes[0].set_title(title, parse_math=False)  # a name may hold a $
-    temporary = path.with_name(f".{path.name}.tmp")
-    figure.savefig(temporary, dpi=120, format="png")
-    temporary.replace(path)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=120, format="png")
 
 
 class LearningCurve(Monitor):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from verbatim.core.disk import replacing
 from verbatim.logs.monitors.alarm import Alarm
 from verbatim.logs.monitors.base import NO_DISTRIBUTIONS, Distributions, Metrics, RunInfo
 from verbatim.logs.monitors.metric_table import about
@@ -154,12 +154,10 @@ def cut_events(folder: Path, step: int) -> None:
         kept = [record for record in records if Event.FromString(record).step <= step]
         if len(kept) == len(records):
             continue
-        temporary = path.with_name(f".{path.name}.tmp")
-        with temporary.open("wb") as file:
+        with replacing(path) as temporary, temporary.open("wb") as file:
             writer = RecordWriter(file)
             for record in kept:
                 writer.write(record)
-        os.replace(temporary, path)
 
 
 def literal(text: str) -> str:
