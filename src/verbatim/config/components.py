@@ -15,7 +15,7 @@ from typing import Any
 from verbatim.config.knobs import check_knobs, is_made_of_knobs
 from verbatim.config.known_names import known_elsewhere
 from verbatim.config.origins import KeyPath, dotted
-from verbatim.config.schema import ComponentConfig, EnvConfig, RunConfig
+from verbatim.config.schema import ComponentConfig, RunConfig
 from verbatim.core.errors import ComponentError
 from verbatim.core.imports import import_object, is_import_path
 from verbatim.core.texts import nearest
@@ -214,20 +214,6 @@ def _use_of_name(name: str, what: str, key: KeyPath, **knobs: Any) -> _Use:
     return _Use(path=key, what=what, name=name, is_own=is_import_path(name), name_key=key, knobs=knobs, knobs_key=key)
 
 
-def _use_of_environment(env: EnvConfig, path: KeyPath) -> _Use:
-    is_own = env.import_path is not None
-    return _Use(
-        path=path,
-        what="environment",
-        name=str(env.import_path if is_own else env.id),
-        is_own=is_own,
-        num_inputs=0,
-        name_key=(*path, "import_path" if is_own else "id"),
-        knobs=env.args,
-        knobs_key=(*path, "args"),
-    )
-
-
 def _uses(config: RunConfig, tables: ComponentTables) -> Iterator[tuple[_Use, Table]]:
     trainer, orchestrator = config.trainer, config.orchestrator
     yield _use(trainer.loss, "loss", ("trainer", "loss")), tables.losses
@@ -249,7 +235,18 @@ def _uses(config: RunConfig, tables: ComponentTables) -> Iterator[tuple[_Use, Ta
     for kind, envs in (("train", orchestrator.train.env), ("eval", evals)):
         for i, env in enumerate(envs):
             path: KeyPath = ("orchestrator", kind, "env", i)
-            yield _use_of_environment(env, path), tables.environments
+            is_own = env.import_path is not None
+            use = _Use(
+                path=path,
+                what="environment",
+                name=str(env.import_path if is_own else env.id),
+                is_own=is_own,
+                num_inputs=0,
+                name_key=(*path, "import_path" if is_own else "id"),
+                knobs=env.args,
+                knobs_key=(*path, "args"),
+            )
+            yield use, tables.environments
             strategies.append((path, env.trajectory_strategy))
             if env.advantage is not None:
                 yield _use(env.advantage, "advantage", (*path, "advantage")), tables.advantages

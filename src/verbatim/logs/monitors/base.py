@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -161,20 +160,17 @@ class Monitors:
 
     def _tell(self, method: str, *arguments: object) -> None:
         for monitor in self.monitors:
-            if (call := getattr(monitor, method, None)) is not None:
-                self._guard(monitor, functools.partial(call, *arguments))
-
-    def _guard(self, monitor: Monitor, call: Callable[[], object]) -> None:
-        try:
-            if inspect.iscoroutine(answer := call()):
-                answer.close()
-                raise TypeError(f"{answer.__qualname__} is async and has not run; expected a plain function: def")
-        except Exception as error:  # a full disk or a plotting library must not cost hours of training
-            self.num_failures += 1
-            told = is_machine_fault(error)
-            logger.error(
-                "monitor %s failed; the run goes on without what it would have shown%s",
-                type(monitor).__name__,
-                f": {describe(error)}" if told else "",
-                exc_info=not told,
-            )
+            call = getattr(monitor, method, lambda *_: None)
+            try:
+                if inspect.iscoroutine(answer := call(*arguments)):
+                    answer.close()
+                    raise TypeError(f"{answer.__qualname__} is async and has not run; expected a plain function: def")
+            except Exception as error:  # a full disk or a plotting library must not cost hours of training
+                self.num_failures += 1
+                told = is_machine_fault(error)
+                logger.error(
+                    "monitor %s failed; the run goes on without what it would have shown%s",
+                    type(monitor).__name__,
+                    f": {describe(error)}" if told else "",
+                    exc_info=not told,
+                )
