@@ -85,7 +85,11 @@ def check_run(
     rollout_settings(config).check()
     _check_runners(config, environments)
     _check_devices(config)
-    _check_inference(config, starts_both)
+    check_turns(config, inference_settings(config))
+    settings = check_backend(config)
+    check_broadcast(config, is_trainers_host=starts_both)
+    if starts_both:
+        check_placement(config, settings)
     if config.orchestrator.teacher is not None:
         _check_teacher(config.orchestrator.teacher)
     for name, model in frozen_models(config).items():
@@ -100,14 +104,6 @@ def check_run(
     if told is not None:
         told(renderer)
     return environments
-
-
-def _check_inference(config: RunConfig, starts_both: bool) -> None:
-    check_turns(config, inference_settings(config))
-    settings = check_backend(config)
-    check_broadcast(config, is_trainers_host=starts_both)
-    if starts_both:
-        check_placement(config, settings)
 
 
 def _check_advantages(config: RunConfig, environments: Environments) -> None:

@@ -181,22 +181,17 @@ class RunLog:
             CheckpointNotWritten: the disk or the trainer refused.
         """
         with self.stage("checkpoint"):
-            await self._save(step, trainer, state, trainer_state)
-
-    async def _save(
-        self, step: int, trainer: TrainerLink, state: Mapping[str, Any], trainer_state: Path | None
-    ) -> None:
-        if trainer_state is None:
-            trainer_state = self._folder.path / ".trainer_state"
-            shutil.rmtree(trainer_state, ignore_errors=True)
-            try:
-                trainer_state.mkdir()
-                await trainer.save(trainer_state, step)
-            except (RunStopped, OSError) as error:
+            if trainer_state is None:
+                trainer_state = self._folder.path / ".trainer_state"
                 shutil.rmtree(trainer_state, ignore_errors=True)
-                raise self._store.refused(step, error) from error
-        alarms = {} if self._detector is None else {ALARMS: self._detector.state_dict()}
-        await asyncio.to_thread(self._seal, step, {**state, "seconds": self.seconds, **alarms}, trainer_state)
+                try:
+                    trainer_state.mkdir()
+                    await trainer.save(trainer_state, step)
+                except (RunStopped, OSError) as error:
+                    shutil.rmtree(trainer_state, ignore_errors=True)
+                    raise self._store.refused(step, error) from error
+            alarms = {} if self._detector is None else {ALARMS: self._detector.state_dict()}
+            await asyncio.to_thread(self._seal, step, {**state, "seconds": self.seconds, **alarms}, trainer_state)
 
     def _seal(self, step: int, state: Mapping[str, Any], trainer_state: Path) -> None:
         try:
