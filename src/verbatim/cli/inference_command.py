@@ -90,7 +90,12 @@ def run(args: argparse.Namespace) -> int:
         return exit_status.FINISHED
     if args.file is None:
         raise UsageError("verbatim inference needs the run's TOML file, or --install DIR")
-    key = _key(args)
+    key = key_of(args)
+    if key is None and args.host not in _LOOPBACK:
+        raise UsageError(
+            f"--host {args.host}: whoever reaches this server could load other weights; give it a key: "
+            "--api-key-env VARIABLE"
+        )
     log_to_console(PlainConsole(stderr=True), logging.INFO)
     config = load_config(args.file, args.overrides, component_tables())
     model = args.model or config.model.name
@@ -113,16 +118,6 @@ def run(args: argparse.Namespace) -> int:
     serve = _serve_standing if stands else _serve_sampler
     run_until_asked(lambda stop: serve(config, str(model), args, key, console, stop))
     return exit_status.FINISHED
-
-
-def _key(args: argparse.Namespace) -> str | None:
-    key = key_of(args)
-    if key is None and args.host not in _LOOPBACK:
-        raise UsageError(
-            f"--host {args.host}: whoever reaches this server could load other weights; give it a key: "
-            "--api-key-env VARIABLE"
-        )
-    return key
 
 
 async def _serve_sampler(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import shlex
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
@@ -78,7 +77,16 @@ def _report(
         write_file(folder.summary_text, text.file.getvalue().encode())
     except OSError as error:
         logger.error("%s could not be written: %s", folder.summary_text, error.strerror or error)
-    _print_paths(folder, console)
+    kept = {
+        "trained model": folder.final,
+        "summary": folder.summary,
+        "this report": folder.summary_text,
+        "learning curve": folder.learning_curve,
+    }
+    for what, path in kept.items():
+        if path.exists():
+            console.print(f"{what:<15} {path}", soft_wrap=True)
+    console.print(f"{'as a page':<15} verbatim view {shlex.quote(str(folder.path))}", soft_wrap=True)
     best = summary.get("best")
     if best is not None and folder.best.exists():
         figure = f"{best['metric']} {number(best['value'])} after step {best['step']}"
@@ -123,16 +131,3 @@ def _shown(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_shown, value))}]"
     return number(value) if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _print_paths(folder: RunFolder, console: Console) -> None:
-    kept: Sequence[tuple[str, Path]] = (
-        ("trained model", folder.final),
-        ("summary", folder.summary),
-        ("this report", folder.summary_text),
-        ("learning curve", folder.learning_curve),
-    )
-    for what, path in kept:
-        if path.exists():
-            console.print(f"{what:<15} {path}", soft_wrap=True)
-    console.print(f"{'as a page':<15} verbatim view {shlex.quote(str(folder.path))}", soft_wrap=True)

@@ -148,18 +148,9 @@ def _seconds(turns: Sequence[Turn], part: str) -> Callable[[], list[float | None
 
 
 def _array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
-    if kind == NAME:
-        return _names(values)
-    if kind == pa.string():
+    if kind in (NAME, pa.string()):  # an environment may name a part of its reward, or an agent, by a number
         values = [value if value is None else _text(str(value)) for value in values]
     return pa.array(values, kind)
-
-
-def _names(values: Sequence[Any]) -> pa.DictionaryArray:
-    """Each distinct text once. An environment may name a part of its reward, or an agent, by a number."""
-    numbers: dict[str, int] = {}
-    places = [None if value is None else numbers.setdefault(_text(str(value)), len(numbers)) for value in values]
-    return pa.DictionaryArray.from_arrays(pa.array(places, pa.int32()), pa.array(list(numbers), pa.string()))
 
 
 def _token_lists(arrays: Sequence[NDArray[Any] | None], dtype: type) -> pa.ListArray:
