@@ -22,7 +22,7 @@ from verbatim.run.evaluation.outcomes import Outcome, outcome_from_json, outcome
 from verbatim.run.evaluation.pairs import difference
 from verbatim.run.evaluation.results import env_result
 from verbatim.run.evaluation.rows import Compared, difference_rows
-from verbatim.run.evaluation.stored import evaluated_steps, read_outcomes
+from verbatim.run.evaluation.stored import evaluation_files, read_outcomes
 from verbatim.run.summary import summary_of
 
 
@@ -221,7 +221,7 @@ def test_outcomes_are_read_from_the_files_of_evaluations_by_step(tmp_path: Path)
     files = FateFolder(tmp_path / "evaluations")
     for step in (0, 5, 10):
         files.write(step, [Fate.of_evaluated(trajectory) for trajectory in played()])
-    assert evaluated_steps(tmp_path) == [0, 5, 10]
+    assert list(evaluation_files(tmp_path)) == [0, 5, 10]
     found = list(read_outcomes(tmp_path, {5}))
     assert [step for step, _ in found] == [5] * 4
     assert [one for _, one in found] == [outcome_of(t, succeeded(game, t)) for t in played()]
@@ -230,7 +230,7 @@ def test_outcomes_are_read_from_the_files_of_evaluations_by_step(tmp_path: Path)
     assert len(list(read_outcomes(tmp_path, {0, 5}))) == 8
     with pytest.raises(UsageError, match=r"step-000010\.parquet cannot be read as trajectories"):
         list(read_outcomes(tmp_path))
-    assert evaluated_steps(tmp_path / "nothing") == [] and list(read_outcomes(tmp_path / "nothing")) == []
+    assert not evaluation_files(tmp_path / "nothing") and list(read_outcomes(tmp_path / "nothing")) == []
 
 
 def test_an_environments_own_verdict_stands_in_the_log(tmp_path: Path):

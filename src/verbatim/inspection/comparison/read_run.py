@@ -19,7 +19,7 @@ from verbatim.logs.checkpoints.hold import ORCHESTRATOR
 from verbatim.logs.checkpoints.json_files import read_record
 from verbatim.logs.checkpoints.origin import Origin
 from verbatim.logs.checkpoints.stored_config import CONFIG
-from verbatim.run.evaluation.stored import evaluated_steps
+from verbatim.run.evaluation.stored import evaluation_files
 
 Metrics = Mapping[str, float]
 
@@ -126,7 +126,7 @@ def read_run(folder: Path) -> Run:
         times={step: at for step, at in zip(metrics.steps, metrics.times, strict=True) if at is not None},
         evals=_evals(metrics),
         alarms=metrics.alarms,
-        kept_evals=evaluated_steps(folder),
+        kept_evals=list(evaluation_files(folder)),
         seconds=float(seconds) if isinstance(seconds, int | float) else None,
         problems=problems,
     )

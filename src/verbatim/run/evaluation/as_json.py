@@ -1,4 +1,4 @@
-"""Turns results of an evaluation into plain JSON values; what is unknown is null."""
+"""Turns results of an evaluation into plain values; `finite` makes null of what is unknown."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def estimate_to_json(found: Estimate) -> dict[str, Any]:
     {'value': 0.5, 'interval_95': [0.25, 0.75], 'examples': 4, 'episodes': 8}
     """
     return {
-        "value": known(found.value),
+        "value": found.value,
         "interval_95": [found.low, found.high] if found.has_interval else None,
         "examples": found.num_examples,
         "episodes": found.num_values,
@@ -38,8 +38,8 @@ def result_to_json(result: EnvResult) -> dict[str, Any]:
         "reward": estimate_to_json(result.reward),
         "pass_at": {str(k): estimate_to_json(found) for k, found in result.pass_at.items()},
         "pass_hat": {str(k): estimate_to_json(found) for k, found in result.pass_hat.items()},
-        "metrics": {name: known(value) for name, value in result.metrics().items()},
-        "spent": {name: known(value) for name, value in result.spent.items()},
+        "metrics": result.metrics(),
+        "spent": dict(result.spent),
     }
 
 
@@ -51,7 +51,7 @@ def example_to_json(example: ExampleResult) -> dict[str, Any]:
         "failed": example.num_failed,
         "successes": example.num_successes,
         "success": example.success,
-        "reward": known(example.mean_reward),
+        "reward": example.mean_reward,
         "pass_at": {str(k): value for k, value in example.pass_at.items()},
         "first_error": example.first_error,
     }
@@ -72,17 +72,12 @@ def difference_to_json(found: Difference) -> dict[str, Any]:
     }
 
 
-def known(value: float) -> float | None:
-    """The number; None for NaN and infinities, which JSON does not have."""
-    return float(value) if math.isfinite(value) else None
-
-
 def finite(value: Any) -> Any:
-    """A value with `known` numbers all the way down, and arrays as lists."""
+    """A value with None for NaN and infinities, which JSON does not have, and lists for arrays."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, float):
-        return known(value)
+        return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {str(key): finite(inner) for key, inner in value.items()}
     return [finite(inner) for inner in value] if isinstance(value, list | tuple) else value

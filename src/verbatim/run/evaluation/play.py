@@ -203,7 +203,13 @@ class _Playing:
         made = {plan.env: (plan.config, plan.environment) for plan in self._plans}
         slots = asyncio.Semaphore(self._concurrency)
         if model.api is not None:
-            _refuse_elsewhere(self._config, self._plans, model)
+            for plan in self._plans:
+                if plays_elsewhere(orchestrator, plan.config):
+                    raise UsageError(
+                        f"environment {plan.env!r} plays in other processes, and with {model.label}, a model behind an "
+                        "API, episodes are played in this one; add --orchestrator.rollout.backend local, and "
+                        "isolated = false"
+                    )
             async with model.api.connect() as connection:
                 runner = ChatRunner(connection=connection, extra_body=self._settings.extra_body)
                 yield {
@@ -308,12 +314,3 @@ def digest_of(example: Example) -> str:
     """Tells the content of an example from that of another one with its id."""
     text = json.dumps(dataclasses.asdict(example), sort_keys=True, default=repr)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-
-
-def _refuse_elsewhere(config: RunConfig, plans: Sequence[EnvPlan], model: EvalModel) -> None:
-    for plan in plans:
-        if plays_elsewhere(config.orchestrator, plan.config):
-            raise UsageError(
-                f"environment {plan.env!r} plays in other processes, and with {model.label}, a model behind an API, "
-                "episodes are played in this one; add --orchestrator.rollout.backend local, and isolated = false"
-            )

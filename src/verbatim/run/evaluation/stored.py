@@ -22,13 +22,26 @@ def read_outcomes(run: Path, steps: Collection[int] | None = None) -> Iterator[t
     Raises:
         UsageError: a file that holds no evaluated episodes, and says which; a link; a Parquet file without pyarrow.
     """
-    for step, path in _files_of(run).items():
+    for step, path in evaluation_files(run).items():
         if steps is None or step in steps:
-            yield from _read_file(step, path)
+            from verbatim.logs.fates.files import read_records
+
+            for record in read_records(path):
+                try:
+                    outcome = outcome_from_json(record)
+                except (AttributeError, KeyError, TypeError, ValueError) as error:
+                    raise UsageError(
+                        f"{path}: no evaluated episode of ours ({type(error).__name__}: {error})"
+                    ) from None
+                yield step, outcome
 
 
-def _files_of(run: Path) -> Mapping[int, Path]:
-    """The files of a run's evaluations by step."""
+def evaluation_files(run: Path) -> Mapping[int, Path]:
+    """The files of a run's evaluations by the step that each came after, ascending.
+
+    Raises:
+        UsageError: it has Parquet files, and pyarrow is not there; a link.
+    """
     folder = run / EVALUATIONS
     if not folder.is_dir():
         return {}
@@ -36,23 +49,3 @@ def _files_of(run: Path) -> Mapping[int, Path]:
     from verbatim.logs.fates.files import own_files_in
 
     return own_files_in(folder)
-
-
-def _read_file(step: int, path: Path) -> Iterator[tuple[int, Outcome]]:
-    from verbatim.logs.fates.files import read_records
-
-    for record in read_records(path):
-        try:
-            outcome = outcome_from_json(record)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise UsageError(f"{path}: no evaluated episode of ours ({type(error).__name__}: {error})") from None
-        yield step, outcome
-
-
-def evaluated_steps(run: Path) -> list[int]:
-    """After which steps a run folder has evaluated episodes, ascending.
-
-    Raises:
-        UsageError: it has Parquet files, and pyarrow is not there.
-    """
-    return list(_files_of(run))
