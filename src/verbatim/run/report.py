@@ -67,7 +67,16 @@ def _report(
         logger.error("the report leaves out what it cannot read: %s", error)
     text = PlainConsole(file=io.StringIO(), width=WIDTH)
     for out in (console, text):
-        _print_curve(curve, title, best_constants(environments), out)
+        drawn = text_curve(
+            curve,
+            best_constant=best_constants(environments),
+            marks=ASCII if out.options.ascii_only else UNICODE,
+            width=min(out.width, WIDTH),
+        )
+        if drawn:
+            out.print(Text(f"\n{title}: learning curve", style="bold"), soft_wrap=True)
+            out.print(Text(drawn))
+            out.print()
         for comparison in comparisons:
             print_comparison(comparison, out)
             out.print()
@@ -91,19 +100,6 @@ def _report(
     if best is not None and folder.best.exists():
         figure = f"{best['metric']} {number(best['value'])} after step {best['step']}"
         console.print(f"{'best checkpoint':<15} {folder.best} ({figure})", soft_wrap=True)
-
-
-def _print_curve(curve: Curve, title: str, best_constant: Mapping[str, float], console: Console) -> None:
-    drawn = text_curve(
-        curve,
-        best_constant=best_constant,
-        marks=ASCII if console.options.ascii_only else UNICODE,
-        width=min(console.width, WIDTH),
-    )
-    if drawn:
-        console.print(Text(f"\n{title}: learning curve", style="bold"), soft_wrap=True)
-        console.print(Text(drawn))
-        console.print()
 
 
 def _print_figures(summary: Mapping[str, Any], title: str, console: Console) -> None:

@@ -89,12 +89,9 @@ class ViewerApp:
                         safe = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)[:80]
                         answer.headers["Content-Disposition"] = f'attachment; filename="trajectory-{safe}.json"'
                     return answer
-        return self._asset(unquote(path) or INDEX)
-
-    def _asset(self, name: str) -> Response:
-        asset = self._assets.get(name)
+        asset = self._assets.get(unquote(path) or INDEX)
         if asset is None:
-            raise LookupError(f"there is no /{name[:100]}")
+            raise LookupError(f"there is no /{unquote(path)[:100]}")
         return Response(asset.data, media_type=asset.content_type)
 
     # ---- shared

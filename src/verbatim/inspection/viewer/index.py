@@ -72,7 +72,11 @@ class RunIndex:
         new = self._new_files()
         self._left = sum(mark[1] for _, _, mark in new)
         for file, path, mark in new:
-            self._take_in(file, path, mark)
+            try:
+                self._new.append(read_columns(path, file[1], file[0]))
+                self._files[file] = mark
+            except UsageError as error:
+                self._bad[file] = (mark, f"{path.parent.name}/{error}")
             self._read, self._left = self._read + mark[1], self._left - mark[1]
             if stop is not None and stop.is_set():
                 return
@@ -80,14 +84,6 @@ class RunIndex:
                 self._publish()
         self._left = 0
         self._publish()
-
-    def _take_in(self, file: _File, path: Path, mark: _Mark) -> None:
-        source, step = file
-        try:
-            self._new.append(read_columns(path, step, source))
-            self._files[file] = mark
-        except UsageError as error:
-            self._bad[file] = (mark, f"{path.parent.name}/{error}")
 
     def _new_files(self) -> list[tuple[_File, Path, _Mark]]:
         """Fate files that are not in the table as they are now, the newest first."""

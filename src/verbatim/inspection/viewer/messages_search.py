@@ -59,8 +59,10 @@ class MessageSearch:
                 self._searches.popitem(last=False)[1].given_up = True
             self._snapshot = snapshot
             pending = search.version != snapshot.version
-            if pending:
-                self._wake()
+            if pending and self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="message-search", daemon=True)
+                self._thread.start()
+            self._wanted.notify_all()
             hits = list(search.hits)
         return _rows_of(snapshot.table, hits), pending
 
@@ -75,12 +77,6 @@ class MessageSearch:
         for search in self._searches.values():
             search.given_up = True
         self._searches.clear()
-
-    def _wake(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="message-search", daemon=True)
-            self._thread.start()
-        self._wanted.notify_all()
 
     def _work(self) -> None:
         while True:

@@ -28,7 +28,6 @@ class MetricsFollower:
         self.generation = 0
         """Grows where the history was rewritten."""
         self._clear()
-        self.alarms: list[dict[str, Any]] = []
         self._looked_up: set[str] = set()
         self._named: dict[str, dict[str, str]] = {}
 
@@ -38,6 +37,7 @@ class MetricsFollower:
         """When each step was logged, in seconds since 1970."""
         self._columns: dict[str, array[float]] = {}
         self.evals: list[dict[str, Any]] = []
+        self.alarms: list[dict[str, Any]] = []
         self.problems: list[str] = []
 
     @property
@@ -47,32 +47,18 @@ class MetricsFollower:
 
     def refresh(self) -> None:
         """Take in the lines that are new."""
-        if self._lines.was_rewritten():
-            self._lines.restart()
+        logs = ((self._lines, self._take), (self._alarm_lines, self._take_alarm))
+        if any(lines.was_rewritten() for lines, _ in logs):
+            for lines, _ in logs:
+                lines.restart()
             self._clear()
             self.generation += 1
-        try:
-            for place, line in self._lines.new_lines():
-                self._take(place, line)
-        except OSError as error:
-            self._complain(f"metrics.jsonl cannot be read: {error.strerror or error}")
-        if self._alarm_lines.was_rewritten():
-            self._alarm_lines.restart()
-            self.alarms = []
-            self.generation += 1
-        try:
-            for place, line in self._alarm_lines.new_lines():
-                alarm = self._content("alarms.jsonl", place, line)
-                if alarm is None:
-                    continue
-                if not isinstance(alarm.get("name"), str) or not isinstance(alarm.get("step"), int):
-                    self._complain(f"alarms.jsonl, byte {place:,}: no alarm")
-                else:
-                    self.alarms.append(
-                        {k: cut(value) if isinstance(value, str) else value for k, value in alarm.items()}
-                    )
-        except OSError as error:
-            self._complain(f"alarms.jsonl cannot be read: {error.strerror or error}")
+        for lines, take in logs:
+            try:
+                for place, line in lines.new_lines():
+                    take(place, line)
+            except OSError as error:
+                self._complain(f"{lines.path.name} cannot be read: {error.strerror or error}")
 
     def answer(self, after: int | None = None) -> dict[str, Any]:
         """The API's answer: the steps behind `after`, or all; evaluations and alarms are always whole."""
@@ -125,6 +111,15 @@ class MetricsFollower:
         for column in self._columns.values():
             if len(column) < len(self.steps):
                 column.append(math.nan)
+
+    def _take_alarm(self, place: int, line: bytes) -> None:
+        alarm = self._content("alarms.jsonl", place, line)
+        if alarm is None:
+            return
+        if isinstance(alarm.get("name"), str) and isinstance(alarm.get("step"), int):
+            self.alarms.append({k: cut(value) if isinstance(value, str) else value for k, value in alarm.items()})
+        else:
+            self._complain(f"alarms.jsonl, byte {place:,}: no alarm")
 
     def _content(self, name: str, place: int, line: bytes) -> dict[str, Any] | None:
         """The record of a line; None, and a problem, where it is none of ours."""
