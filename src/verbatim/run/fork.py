@@ -234,7 +234,11 @@ def open_fork(
         UsageError: as `check_held_examples` and `begin_fork`, or the folder holds a run.
     """
     check_held_examples(fork, environments)
-    _announce(origin, console)
+    console.print(f"fork        of {origin.run} after step {origin.step}", soft_wrap=True)
+    for part in origin.fresh:
+        console.print(f"fork        fresh {part}")
+    for change in origin.changes or ("no key is changed",):
+        console.print(f"fork        {change}", soft_wrap=True)
     return RunFolder.create(
         config,
         name=str(config.name),
@@ -242,15 +246,6 @@ def open_fork(
         beginning=lambda path: begin_fork(fork, origin, config, path),
         held=held,
     )
-
-
-def _announce(origin: Origin, console: Console) -> None:
-    """Say where a run begins, and with which changes."""
-    console.print(f"fork        of {origin.run} after step {origin.step}", soft_wrap=True)
-    for part in origin.fresh:
-        console.print(f"fork        fresh {part}")
-    for change in origin.changes or ("no key is changed",):
-        console.print(f"fork        {change}", soft_wrap=True)
 
 
 def begin_fork(fork: Fork, origin: Origin, config: RunConfig, path: Path) -> list[str]:

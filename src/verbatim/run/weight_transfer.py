@@ -59,7 +59,14 @@ def own_address(config: RunConfig) -> str | None:
         return None
     setting = f"inference.{table_of(config.inference.backend)}.transfer_address"
     if settings.address is not None:
-        _refuse_anothers(settings.address, setting)
+        family = socket.AF_INET6 if ":" in settings.address else socket.AF_INET
+        try:  # before a model is prepared
+            socket.create_server((settings.address, 0), family=family).close()
+        except OSError as error:
+            raise UsageError(
+                f'{setting} = "{settings.address}": the trainer cannot listen there ({error.strerror or error}); '
+                f"expected an address of its host ({socket.gethostname()}) that the sampler's servers reach"
+            ) from None
         return settings.address
     from verbatim.inference.weight_group import address_towards
 
@@ -80,17 +87,6 @@ def own_address(config: RunConfig) -> str | None:
             f'"{outside[0]}"'
         )
     return outside[0]
-
-
-def _refuse_anothers(address: str, setting: str) -> None:
-    """Refuse an address on which this host cannot listen, before a model is prepared."""
-    try:
-        socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET).close()
-    except OSError as error:
-        raise UsageError(
-            f'{setting} = "{address}": the trainer cannot listen there ({error.strerror or error}); '
-            f"expected an address of its host ({socket.gethostname()}) that the sampler's servers reach"
-        ) from None
 
 
 def refuse_unreachable(store: WeightStore) -> None:

@@ -318,10 +318,9 @@ def test_an_evaluation_plays_at_most_its_episodes(episodes, most, played):
     """Of 120 examples. 24 episodes played all of them, and 300 played 360."""
     environment = SimpleNamespace(examples=lambda split: [Example(id=f"e{i}") for i in range(120)])
     setup = SimpleNamespace(env="e", environment=environment, tally=EpisodeTally())
-    planned = plan(setup, episodes=episodes, most=most)
-    assert (len(planned.examples), planned.episodes_each) == played
-    assert planned.num_episodes == played[0] * played[1] <= episodes
-    assert [example.id for example in planned.examples] == [f"e{i}" for i in range(played[0])]
+    examples, each = plan(setup, episodes=episodes, most=most)
+    assert (len(examples), each) == played and len(examples) * each <= episodes
+    assert [example.id for example in examples] == [f"e{i}" for i in range(played[0])]
 
 
 async def test_an_evaluation_says_how_many_examples_and_episodes_it_has(tmp_path):

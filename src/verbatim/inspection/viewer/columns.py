@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,7 +123,14 @@ def read_columns(path: Path, step: int, source: int = FATES) -> pa.Table:
         table = pa.concat_tables([_with_plain_flags(group) for group in groups])
         columns = {name: table.column(name).combine_chunks() for name in _STORED}
         columns["error"] = pc.utf8_slice_codeunits(columns["error"], 0, LONGEST_ERROR)
-        return _located(columns, source, step, np.arange(table.num_rows))
+        count = table.num_rows
+        columns |= {
+            "source": pa.array(np.full(count, source, np.int8)),
+            "file": pa.array(np.full(count, step, np.int32)),
+            "place": pa.array(np.arange(count), pa.int64()),
+            "kind": pa.DictionaryArray.from_arrays(pa.array(np.zeros(count, np.int32)), [KINDS[source]]),
+        }
+        return pa.Table.from_arrays([columns[field.name].cast(field.type) for field in COLUMNS], schema=COLUMNS)
     except (pa.ArrowException, AttributeError, IndexError, KeyError, ValueError, TypeError) as error:
         raise UsageError(f"{path.name} has other columns than trajectories of ours: {cut(str(error), 200)}") from error
 
@@ -134,18 +140,6 @@ def _with_plain_flags(group: pa.Table) -> pa.Table:
     flags = group.column("flags").combine_chunks()
     plain = pa.ListArray.from_arrays(flags.offsets, pc.cast(flags.values, pa.string()))
     return group.set_column(group.schema.get_field_index("flags"), "flags", plain)
-
-
-def _located(columns: Mapping[str, Any], source: int, file: int, places: Any) -> pa.Table:
-    count = len(places)
-    where = {
-        "source": pa.array(np.full(count, source, np.int8)),
-        "file": pa.array(np.full(count, file, np.int32)),
-        "place": pa.array(places, pa.int64()),
-        "kind": pa.DictionaryArray.from_arrays(pa.array(np.zeros(count, np.int32)), [KINDS[source]]),
-    }
-    all_columns = {**columns, **where}
-    return pa.Table.from_arrays([all_columns[field.name].cast(field.type) for field in COLUMNS], schema=COLUMNS)
 
 
 def _text(value: Any) -> str:

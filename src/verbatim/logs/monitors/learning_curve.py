@@ -167,7 +167,13 @@ def _draw_panel(axes: Any, panel: Panel, constants: Mapping[str, float]) -> None
         axes.plot(steps, values, color="tab:gray", linewidth=1, label=f"training {panel.train_name or panel.name}")
     for index, env in enumerate(sorted({*panel.evals, *constants})):
         if env in panel.evals:
-            _draw_evals(axes, f"{env}: {panel.name}", panel.evals[env], f"C{index}")
+            points, color = panel.evals[env], f"C{index}"
+            axes.plot(
+                *zip(*points, strict=True), "o-", color=color, markersize=4, linewidth=1.5, label=f"{env}: {panel.name}"
+            )
+            for name, point in (("before", points[0]), ("after", points[-1]))[: len(points)]:
+                axes.plot(*point, "o", color=color, markersize=9, fillstyle="none")
+                axes.annotate(f"{name}: {point[1]:.2f}", point, textcoords="offset points", xytext=(0, 9), ha="center")
         if env in constants:
             axes.axhline(
                 constants[env],
@@ -180,11 +186,3 @@ def _draw_panel(axes: Any, panel: Panel, constants: Mapping[str, float]) -> None
     axes.set(ylabel="success, reward" if panel.train_name else panel.name)
     if axes.get_legend_handles_labels()[1]:
         axes.legend(loc="best", fontsize="small")
-
-
-def _draw_evals(axes: Any, label: str, points: Points, color: str) -> None:
-    steps, values = zip(*points, strict=True)
-    axes.plot(steps, values, "o-", color=color, markersize=4, linewidth=1.5, label=label)
-    for name, point in (("before", points[0]), ("after", points[-1]))[: len(points)]:
-        axes.plot(*point, "o", color=color, markersize=9, fillstyle="none")
-        axes.annotate(f"{name}: {point[1]:.2f}", point, textcoords="offset points", xytext=(0, 9), ha="center")

@@ -33,18 +33,8 @@ class Evaluation:
     trajectories: tuple[Trajectory, ...]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Plan:
-    """What is played of one environment."""
-
-    examples: Sequence[Example]
-    """Empty where the environment failed to give them."""
-    episodes_each: int
-
-    @property
-    def num_episodes(self) -> int:
-        """In all."""
-        return len(self.examples) * self.episodes_each
+Plan = tuple[Sequence[Example], int]
+"""The examples that are played of one environment, none where it failed to give them; and the episodes of each."""
 
 
 def plan(setup: RolloutSetup, *, episodes: int, most: int | None) -> Plan:
@@ -53,9 +43,8 @@ def plan(setup: RolloutSetup, *, episodes: int, most: int | None) -> Plan:
         examples = examples_of(setup.environment, setup.env, "eval")
     except UsageError as error:
         setup.tally.not_evaluated(str(error))
-        return Plan(examples=(), episodes_each=0)
-    first, each = chosen(examples, episodes=episodes, most=most)
-    return Plan(examples=first, episodes_each=each)
+        return (), 0
+    return chosen(examples, episodes=episodes, most=most)
 
 
 async def evaluate(setup: RolloutSetup, planned: Plan, *, seed: int) -> Evaluation:
@@ -64,7 +53,7 @@ async def evaluate(setup: RolloutSetup, planned: Plan, *, seed: int) -> Evaluati
     Where the environment failed to give its examples, nothing is measured: the evaluation has no episodes, its success
     is NaN, and it counts in `errors/environment`.
     """
-    examples, size = planned.examples, planned.episodes_each
+    examples, size = planned
     if not examples:
         metrics = {"success": math.nan, "examples": 0.0, "episodes": 0.0, "failed": 0.0, "errors/environment": 1.0}
         return Evaluation(env=setup.env, num_episodes=0, num_failed=0, metrics=metrics, trajectories=())

@@ -322,7 +322,7 @@ class Orchestrator:
             running = asyncio.ensure_future(evaluate(setup, planned, seed=self.schedule.eval_seed))
             stop = asyncio.ensure_future(self._asked_to_end.wait())
             try:
-                with self._evaluating(setup, planned.num_episodes):
+                with self._evaluating(setup, len(planned[0]) * planned[1]):
                     await asyncio.wait({running, stop}, return_when=asyncio.FIRST_COMPLETED)
                     if not running.done() and not is_last:
                         return False
