@@ -153,17 +153,19 @@ def _show(report: Report) -> None:
 
 
 def _list(name: str | None, *, as_json: bool) -> int:
-    if name is not None:
-        return _list_inside(name.replace("-", "_"), as_json=as_json)
-    about = {id: (import_object(path).__doc__ or "").strip().split("\n\n")[0] for id, path in ENVIRONMENTS.items()}
-    missing = {
-        id: f"not installed: pip install 'verbatim-rl[{extra}]'"
-        for id, (module, extra) in EXTRAS.items()
-        if importlib.util.find_spec(module) is None
-    }
+    """The bundled environments, or the tasks or games of one that has many."""
+    if name is None:
+        about = {id: (import_object(path).__doc__ or "").strip().split("\n\n")[0] for id, path in ENVIRONMENTS.items()}
+    else:
+        about = _tasks_of(name.replace("-", "_"))
     if as_json:
         print(json.dumps(about))
         return exit_status.FINISHED
+    missing = {
+        id: f"not installed: pip install 'verbatim-rl[{extra}]'"
+        for id, (module, extra) in EXTRAS.items()
+        if name is None and importlib.util.find_spec(module) is None
+    }
     console = PlainConsole()
     for known, text in about.items():
         note = (f" ({missing[known]})", "yellow") if known in missing else ""
@@ -171,19 +173,12 @@ def _list(name: str | None, *, as_json: bool) -> int:
     return exit_status.FINISHED
 
 
-def _list_inside(name: str, *, as_json: bool) -> int:
-    """The tasks or games of a bundled environment that has many."""
+def _tasks_of(name: str) -> dict[str, str]:
     listing = getattr(import_object(ENVIRONMENTS[name]), "listing", None) if name in ENVIRONMENTS else None
     if listing is None:
         many = [known for known, path in ENVIRONMENTS.items() if hasattr(import_object(path), "listing")]
         raise UsageError(f"verbatim env list {name}: expected one with tasks of its own: {', '.join(many)}")
-    entries = listing()
+    entries = dict(listing())
     if not entries:
         raise UsageError(f"{name} is not installed: pip install 'verbatim-rl[{EXTRAS[name][1]}]'")
-    if as_json:
-        print(json.dumps(dict(entries)))
-        return exit_status.FINISHED
-    console = PlainConsole()
-    for entry, text in entries:
-        console.print(Text.assemble((entry, "bold"), f": {text}"), soft_wrap=True)
-    return exit_status.FINISHED
+    return entries

@@ -28,17 +28,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare DIR and --kind."""
     parser.epilog = "kinds: " + "; ".join(f"{name}: {about}" for name, about in KINDS.items())
     parser.add_argument("folder", type=Path, metavar="DIR", help="a new or an empty folder")
-    parser.add_argument("--kind", default="tools", metavar="KIND", help=f"{', '.join(KINDS)}")
+    parser.add_argument("--kind", choices=tuple(KINDS), default="tools", metavar="KIND", help=f"{', '.join(KINDS)}")
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the files, and say what to type next.
 
     Raises:
-        UsageError: a kind that there is not, or a folder that is not empty.
+        UsageError: a folder that is not empty.
     """
-    if args.kind not in KINDS:
-        raise UsageError(f"--kind {args.kind}; there are {', '.join(KINDS)}")
     written = write_project(args.folder, args.kind)
     console = PlainConsole()
     console.print(f"wrote {', '.join(written)} in {args.folder}; next:", soft_wrap=True)
