@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from logs.monitors.fates import HOSTILE, fate
+from verbatim.core.errors import UsageError
 from verbatim.logs.monitors.conversation import conversation_text
 from verbatim.logs.monitors.samples import LONGEST, chosen, sample_row, sample_rows
+from verbatim.logs.monitors.service import ServiceSettings
 
 
 def names(found: list) -> list[str]:
@@ -62,3 +64,12 @@ def test_only_some_steps_have_a_table():
     table = [fate("a", 1.0)]
     assert [step for step in range(1, 10) if sample_rows(step, table, count=1, interval=4)] == [1, 4, 8]
     assert sample_rows(1, table, count=0, interval=1) == []
+
+
+@pytest.mark.parametrize("knobs", [{"sample_interval": 0}, {"samples": -1}])
+def test_tables_that_cannot_be_made_are_refused(knobs: dict[str, int]):
+    class Settings(ServiceSettings):
+        package = "pytest"
+
+    with pytest.raises(UsageError, match="expected at least 0 and at least 1"):
+        Settings(**knobs)
