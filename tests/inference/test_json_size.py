@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from verbatim.core.errors import UsageError
-from verbatim.inference.http import json_size, pace
+from verbatim.inference.http import doors, json_size
 from verbatim.inference.http.json_size import check_json_size
 
 TEXTS = st.text(alphabet='a"\\[]{},:é', max_size=6)
@@ -55,12 +55,12 @@ def test_too_many_values_and_levels_are_refused_and_text_is_neither():
 
 
 def test_the_examples_are_true_and_a_pace_is_kept():
-    assert doctest.testmod(json_size).failed == doctest.testmod(pace).failed == 0
+    assert doctest.testmod(json_size).failed == doctest.testmod(doors).failed == 0
     now = [0.0]
-    even = pace.Pace(10, 1, now=lambda: now[0])
+    even = doors.Pace(10, 1, now=lambda: now[0])
     waits = []
     for _ in range(50):
         waits.append(even.delay())
         now[0] += 0.2
     assert max(waits) < 1e-9, "what comes more slowly than that never waits"
-    assert inspect.signature(pace.Pace).parameters["now"].default is time.monotonic
+    assert inspect.signature(doors.Pace).parameters["now"].default is time.monotonic

