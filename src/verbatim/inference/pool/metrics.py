@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from verbatim.inference.pool.base import CanSleep, ReplicaLoad
 from verbatim.inference.pool.member import Member
@@ -16,14 +15,6 @@ MOST_NAMED = 32
 """Replicas that have metrics each. Of more, 1,000 would have 10,000 a step, and their distribution is reported."""
 
 
-@dataclass(frozen=True)
-class _Before:
-    """A replica's counts at the last reading."""
-
-    load: ReplicaLoad
-    num_restarts: int
-
-
 class PoolMetrics:
     """Reads the members; rates are since the reading before.
 
@@ -33,7 +24,8 @@ class PoolMetrics:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._before: dict[int, _Before] = {}
+        self._before: dict[tuple[int, int], ReplicaLoad] = {}
+        """A replica's counts at the last reading, by its index and how often it was started again."""
         self._read_at = clock()
 
     def read(self, members: list[Member], places: Places, counts: Counts) -> dict[str, float]:
@@ -61,7 +53,7 @@ class PoolMetrics:
         return metrics
 
     def _of(self, member: Member, places: Places, seconds: float) -> dict[str, float]:
-        load, before = member.load, self._before.get(member.index)
+        load, start = member.load, (member.index, member.num_restarts)
         figures: dict[str, float] = {
             "serving": float(member.state == "serving"),
             "in_flight": places.router.num_running(member.index),
@@ -73,8 +65,8 @@ class PoolMetrics:
             figures["waking_seconds"] = member.replica.seconds_waking
         if load is None:
             return figures
-        since = before.load if before is not None and before.num_restarts == member.num_restarts else NOTHING
-        self._before[member.index] = _Before(load, member.num_restarts)
+        since = self._before.get(start, NOTHING)
+        self._before[start] = load
         queries = load.cache_queries - since.cache_queries
         tokens = load.generated_tokens - since.generated_tokens
         return figures | {
