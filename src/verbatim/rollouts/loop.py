@@ -320,8 +320,7 @@ class EpisodeLoop(abc.ABC):
         self.recorder.refuse_if_closed()
         if self.turns_left <= 0:
             self._end(StopReason.MAX_TURNS)
-        if self.tokens_left is not None and self.tokens_left <= 0:
-            self._end(StopReason.LENGTH)
+        self._within_budget(0)
 
     def _end(self, reason: StopReason) -> None:
         self.stop_reason = reason

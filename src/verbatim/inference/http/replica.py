@@ -112,6 +112,9 @@ class HttpReplica(ServedReplica):
         UsageError: no plain http(s) address, or a limit or key that cannot be used.
     """
 
+    num_unverified = 0
+    """The engine takes every tensor of a folder, or none; which ones, the canary shows."""
+
     def __init__(
         self,
         url: str,
@@ -150,11 +153,6 @@ class HttpReplica(ServedReplica):
         self._weight_transfer = weight_transfer
         self._update_timeout = update_timeout
         self._sessions = uuid.uuid4().hex  # another run may have left sessions of the same names
-
-    @property
-    def num_unverified(self) -> int:
-        """0: the engine takes every tensor of a folder, or none; which ones, the canary shows."""
-        return 0
 
     # ---- the Sampler protocol
 

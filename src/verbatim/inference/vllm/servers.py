@@ -121,6 +121,8 @@ class StartedServers:
         finally:
             await asyncio.to_thread(shutil.rmtree, kept, ignore_errors=True)
 
+    start_again = start
+
     async def _start(self, index: int, model: Path, version: int) -> VllmReplica:
         for attempt in itertools.count(1):
             process = make_process(
@@ -146,10 +148,6 @@ class StartedServers:
                 if attempt == _ATTEMPTS or "address already in use" not in str(fault).lower():
                     raise
         raise AssertionError("unreachable")
-
-    async def start_again(self, index: int) -> VllmReplica:
-        """As `start`."""
-        return await self.start(index)
 
     async def close(self) -> None:
         """End them; their logs go too, unless the run has a folder for them."""
