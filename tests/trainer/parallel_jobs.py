@@ -18,8 +18,11 @@ from transformers import AutoModelForCausalLM
 from verbatim.algorithms.losses import LOSSES, Loss
 from verbatim.config.schema import OptimConfig, TrainerConfig
 from verbatim.core.errors import RunStopped, SamplerFault, UsageError
+from verbatim.trainer import optim
+from verbatim.trainer import trainer as trainer_module
 from verbatim.trainer.optimizer_state import local
 from verbatim.trainer.parallel import failures, publish
+from verbatim.trainer.parallel.sequence import SequenceGroup
 from verbatim.trainer.trainer import Trainer
 from waiting import HANGS, wait_until
 
@@ -69,25 +72,26 @@ def _taught(sample, seed):
     return replace(sample, logprob_streams={"teacher": np.where(sample.loss_mask, values, 0).astype(np.float32)})
 
 
-def noted_gradients(trainer):
-    """The whole gradient of each optimizer step that follows, by parameter name."""
-    steps, take = [], trainer._step
+NOTED = weakref.WeakKeyDictionary()
+"""By model: the gradients of its optimizer steps."""
 
-    def step():
-        if trainer._sharding is not None:
-            trainer._sharding.drop_unused()
-            trainer._sharding._used.fill_(1)
-        steps.append(
+
+def noted_gradients(trainer):
+    """The whole gradient of each optimizer step that follows, before it is clipped, by parameter name."""
+    trainer_module.clip_gradients = _note_and_clip
+    return NOTED.setdefault(trainer.model, [])
+
+
+def _note_and_clip(model, *rest):
+    if model in NOTED:
+        NOTED[model].append(
             {
                 name: getattr(p.grad, "full_tensor", lambda p=p: p.grad)().clone()
-                for name, p in trainer.model.named_parameters()
+                for name, p in model.named_parameters()
                 if p.grad is not None
             }
         )
-        return take()
-
-    trainer._step = step
-    return steps
+    return optim.clip_gradients(model, *rest)
 
 
 def whole(tensor):
@@ -130,7 +134,6 @@ def compare_compiled(ranks, backend, cases):
 
 def _compare(ranks, model, batches, **settings):
     trainer = trainer_of(Path(model), ranks, **settings)
-    assert (trainer._targets.sequence is None) == ("parallel" not in settings)
     found = noted_gradients(trainer)
     if not ranks.leads:
         ranks.follow(trainer.obey)
@@ -138,7 +141,9 @@ def _compare(ranks, model, batches, **settings):
         return None
     taken = [batch_of(kind, seed) for kind, seed in batches]
     tokens, alone_tokens = [], []
-    metrics = [trainer.train_batch(batch, tokens.append) for batch in taken]
+    with mock.patch.object(SequenceGroup, "slice", autospec=True, side_effect=SequenceGroup.slice) as sliced:
+        metrics = [trainer.train_batch(batch, tokens.append) for batch in taken]
+    assert sliced.called == ("parallel" in settings)
     logprobs, rounded = (trainer.logprobs(taken[0], rounded=rounded) for rounded in (False, True))
     ranks.end()
     alone = trainer_of(Path(model), None, **by_one(settings))

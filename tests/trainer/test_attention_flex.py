@@ -41,6 +41,21 @@ def seen(depths, ends, window):
     return found if window is None else found & (depths[:, None] - depths[None] < window)
 
 
+def masks_given(monkeypatch, depths, ends, *windows):
+    """The masks that FlexAttention gets from a plan, for layers with these windows."""
+    given = []
+
+    def attention(query, key, value, *, block_mask, **_):
+        given.append(block_mask)
+        return value, None
+
+    monkeypatch.setattr(flex, "flex_attention", attention)
+    plan, x = FlexPlan(depths, ends, "cpu"), torch.zeros(1, 1, len(ends), 16)
+    for layer, window in enumerate(windows):
+        plan.attend(layer, x, x, x, attention_call("plain", window))
+    return given
+
+
 CASES = ([(0, 8), (1, 8), (2, 4)], [None, 1, 3, 100], [4, 32], list(KINDS))
 
 
@@ -73,10 +88,10 @@ def test_a_window_that_is_one_token_too_wide_is_found(block):
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 @pytest.mark.parametrize("seed", range(3))
-def test_pairs_are_those_of_the_intervals(seed, window, block):
+def test_pairs_are_those_of_the_intervals(seed, window, block, monkeypatch):
     depths, ends = padded(seed, block)
-    mask_mod = FlexPlan(depths, ends, "cpu")._mask(window).mask_mod
-    found = create_mask(mask_mod, 1, 1, len(ends), len(ends), device="cpu")[0, 0].numpy()
+    (mask,) = masks_given(monkeypatch, depths, ends, window)
+    found = create_mask(mask.mask_mod, 1, 1, len(ends), len(ends), device="cpu")[0, 0].numpy()
     assert (found == seen(depths, ends, window)).all()
 
 
@@ -94,10 +109,10 @@ def test_no_pair_lies_in_a_block_that_is_skipped_and_none_is_missing_in_a_full_o
         assert (partial == pairs.any(axis=(2, 3)) & ~full).all()
 
 
-def test_the_backward_pass_visits_the_same_blocks(block):
+def test_the_backward_pass_visits_the_same_blocks(block, monkeypatch):
     """Its kernel walks the mask by keys: the lists that torch derives for it are those of the forward pass, turned."""
     depths, ends = padded(0, block)
-    mask = FlexPlan(depths, ends, "cpu")._mask(None)
+    (mask,) = masks_given(monkeypatch, depths, ends, None)
     partial, full = visible_blocks(depths, ends, None)
     for which, counts, numbers in (
         (partial, mask.q_num_blocks, mask.q_indices),
@@ -114,13 +129,11 @@ def test_the_worked_example():
     assert full.tolist() == [[False, False], [True, False]]
 
 
-def test_a_mask_is_made_once_for_all_layers_of_a_window():
-    ends = np.full(128, 128, dtype=np.int32)
-    plan = FlexPlan(np.arange(128, dtype=np.int32), ends, "cpu")
-    qkv = [torch.randn(1, 2, 128, 16) for _ in range(3)]
-    for layer, window in enumerate([None, 5, None, 5]):
-        plan.attend(layer, *qkv, attention_call("plain", window))
-    assert set(plan._masks) == {None, 5}
+def test_a_mask_is_made_once_for_all_layers_of_a_window(monkeypatch):
+    depths, ends = np.arange(128, dtype=np.int32), np.full(128, 128, dtype=np.int32)
+    first, second, *others = masks_given(monkeypatch, depths, ends, None, 5, None, 5)
+    assert first is not second
+    assert [first is others[0], second is others[1]] == [True, True]
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """Products in bfloat16 on a CPU: within the bounds of their rounding, and everything between them in float32."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -66,8 +68,10 @@ def test_layers_that_read_one_tensor_share_what_it_is_rounded_to_while_it_lives(
     assert torch.equal(products.rounded(x), x.bfloat16()), "it was changed in place"
     y = torch.randn(4, 8)
     assert torch.equal(products.rounded(y), y.bfloat16())
+    kept = weakref.ref(products.rounded(y))
+    assert kept() is not None
     del y
-    assert products._rounded is None
+    assert kept() is None
 
 
 def test_float32_is_there_again_inside_of_a_context_and_contexts_may_nest(qwen):

@@ -110,12 +110,13 @@ def test_on_a_cpu_nothing_is_moved(qwen):
 
 @pytest.mark.slow
 def test_a_device_without_room_for_it_ends_the_run_as_any_lack_of_memory(qwen, tmp_path, no_cuda):
-    _, worker = make_worker(qwen, tmp_path, Places())
+    class SmallDevice(Places):
+        def move(self, tensor, place):
+            if place == DEVICE:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            return super().move(tensor, place)
+
+    _, worker = make_worker(qwen, tmp_path, SmallDevice())
     worker.memory.leave()
-
-    def full(tensor, place):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-    worker.memory._move = full
     with pytest.raises(RunStopped, match=r"batch 0 could not be trained: .*memory"):
         worker.train(make_batch(1), 1)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from trainer_helpers import make_batch, write_model
 
 from verbatim.algorithms.losses import LOSSES
@@ -55,15 +56,20 @@ def test_layer_inputs_leave_the_device_and_the_gradient_is_the_same_bit_for_bit(
 
 
 def test_host_memory_is_free_after_the_backward_pass():
-    moving = offload.ActivationOffload(CPU)
+    hooks, kept = offload.ActivationOffload(CPU).hooks(), []
+
+    def noted(tensor):
+        held = hooks.pack_hook(tensor)
+        kept.append(weakref.ref(held))
+        return held
+
     x = torch.ones(3, requires_grad=True)
-    with moving.hooks():
+    with saved_tensors_hooks(noted, hooks.unpack_hook):
         y = x.exp().sin()
-    last = moving._last
-    assert last() is not None and last().before() is not None
+    assert [held() is not None for held in kept] == [True, True]
     y.sum().backward()
     del y
-    assert last() is None
+    assert [held() for held in kept] == [None, None]
     assert torch.allclose(x.grad, torch.e * torch.cos(torch.tensor(torch.e)) * torch.ones(3))
 
 
@@ -103,8 +109,8 @@ def test_copies_are_ordered_by_streams_and_come_back_one_layer_ahead(monkeypatch
     cuda = SimpleNamespace(Stream=lambda device: side, stream=on, current_stream=lambda device: compute)
     monkeypatch.setattr(offload, "torch", SimpleNamespace(cuda=cuda, empty=empty))
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda t, s: log.append(f"{s.name} uses {int(t[0])}"))
-    moving = offload.ActivationOffload(torch.device("cuda"))
-    kept = [moving._keep(torch.full((2,), float(number))) for number in (1, 2)]
+    hooks = offload.ActivationOffload(torch.device("cuda")).hooks()
+    kept = [hooks.pack_hook(torch.full((2,), float(number))) for number in (1, 2)]
     assert log == [
         "side waits for compute",
         "[side",
@@ -118,7 +124,7 @@ def test_copies_are_ordered_by_streams_and_come_back_one_layer_ahead(monkeypatch
         "side uses 2",
     ]
     log.clear()
-    assert moving._bring_back(kept[1]).tolist() == [2, 2]
+    assert hooks.unpack_hook(kept[1]).tolist() == [2, 2]
     assert log == [
         "[side",
         "back 2 async",
@@ -130,7 +136,7 @@ def test_copies_are_ordered_by_streams_and_come_back_one_layer_ahead(monkeypatch
         "]",
     ]
     log.clear()
-    assert moving._bring_back(kept[0]).tolist() == [1, 1]
+    assert hooks.unpack_hook(kept[0]).tolist() == [1, 1]
     assert log == ["compute waits for side", "compute uses 1"]
 
 

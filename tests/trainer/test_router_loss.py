@@ -1,5 +1,6 @@
 """The load-balancing loss is that of the whole optimizer step, whatever its micro-batches are."""
 
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -129,13 +130,28 @@ def test_the_balance_of_single_micro_batches_would_be_another(experts):
 def test_its_gradient_is_not_rounded_where_the_model_computes_in_bfloat16():
     """The loads of two experts differ by less than bfloat16 can tell apart. Both have the probability 1/2, so the
     gradient of the first logit is 1/2 (s_0 - (s_0 + s_1) / 2), where s is the gradient of a probability."""
-    loss = object.__new__(RouterLoss)
-    loss._slope_LE = torch.tensor([[0.25, 0.25 + 2.0**-12]], dtype=torch.float64)
-    logits = torch.zeros(1, 2, requires_grad=True)
+    loads = torch.tensor([1024, 1025])
+    count = int(loads.sum())
+    experts = torch.repeat_interleave(torch.arange(2), loads)[:, None]
+    logits, weights = torch.zeros(count, 2, requires_grad=True), torch.ones(count, 1)
+
+    class Batch:
+        input_ids_T, source_positions_M, router_pass = torch.zeros(count), torch.arange(count), None
+
+        def __len__(self):
+            return count
+
+    def hidden(batch):
+        return batch.router_pass.observe(0, slice(None), logits, weights, experts)
+
+    routers, calls = SimpleNamespace(layers=[None], num_experts=2), SimpleNamespace(release=lambda: None)
+    model = SimpleNamespace(routers=routers, device=torch.device("cpu"), calls=calls)
+    loss, batch = RouterLoss(SimpleNamespace(model=model, hidden=hidden), count**2 / 2**13), Batch()
+    loss.measure([batch], None)  # s is 2 * coefficient * load / count^2: 1/4, and 1/4 + 2^-12
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        weights = loss._attach(torch.ones(1).double(), 0, slice(None), logits, torch.ones(1, 1), torch.zeros(1, 1))
-    weights.sum().backward()
-    assert logits.grad.tolist() == [[-(2.0**-14), 2.0**-14]]
+        attached = hidden(batch)
+    attached.sum().backward()
+    assert logits.grad.unique(dim=0).tolist() == [[-(2.0**-14), 2.0**-14]]
 
 
 def test_without_the_option_nothing_is_added(experts):

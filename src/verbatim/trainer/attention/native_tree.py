@@ -66,7 +66,7 @@ class NativeForest:
         self._queries = np.arange(len(depths), dtype=np.int32) if queries is None else queries
         self.queries_per_block = max(1, int(library.rows_per_block()) // groups)
         assert groups <= library.rows_per_block(), f"{groups} query heads for each key/value head"
-        keys = [*_keys_of_blocks(self._depths, self._queries, self.queries_per_block, window)]
+        keys = [*keys_of_blocks(self._depths, self._queries, self.queries_per_block, window)]
         self._keys = np.concatenate(keys)
         assert len(self._keys) <= MOST_KEYS, f"{len(self._keys)} keys of {len(keys)} blocks are more than int32 counts"
         self._begins = np.cumsum([0, *map(len, keys)], dtype=np.int32)
@@ -99,9 +99,12 @@ class NativeForest:
         )
 
 
-def _keys_of_blocks(depths: Int32, queries: Int32, queries_per_block: int, window: int | None) -> list[Int32]:
+def keys_of_blocks(depths: Int32, queries: Int32, queries_per_block: int, window: int | None) -> list[Int32]:
     """For each block of neighbouring queries the path to the first one, as far as a window reaches, and the tokens from
-    there to the last one."""
+    there to the last one.
+
+    Example: a path of 3 tokens with branches of 2 and of 1 tokens, in blocks of 3: `[0, 1, 2]` and all six tokens.
+    """
     found = []
     path = np.zeros(int(depths.max()) + 1, dtype=np.int32)
     done = 0
