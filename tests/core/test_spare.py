@@ -87,6 +87,16 @@ def test_a_copy_becomes_the_command_that_it_is_told_to_be(tmp_path: Path, quiet:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="copies are made on Linux only")
+def test_what_only_the_copy_needs_is_imported_by_the_copy_alone(tmp_path: Path):
+    (tmp_path / "heavy.py").write_text("import os\nwith open('imported', 'a') as file: file.write(f'{os.getpid()} ')\n")
+    program = PROGRAM.replace("spare.keep()", "spare.keep(['there_is_none', 'heavy'])")
+    program = program.replace("    PARENT", STARTS.replace("QUIET", "False").replace("WAIT", "").strip("\n"))
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, timeout=HANGS, check=True, capture_output=True, text=True)
+    assert (tmp_path / "imported").read_text().split() == done.stdout.splitlines()[1:2]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="copies are made on Linux only")
 def test_a_command_whose_streams_are_closed_has_a_copy_too(tmp_path: Path):
     program = PROGRAM.replace("    PARENT", STARTS.replace("QUIET", "True").replace("WAIT", "").strip("\n"))
     command = ["bash", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, program]

@@ -10,6 +10,7 @@ from verbatim.cli import exit_status
 from verbatim.cli.patience import told_if_slow
 from verbatim.cli.rl_command import add_strategy
 from verbatim.config import dump_config, load_config
+from verbatim.core.imports import imports_that_stay
 from verbatim.core.texts import printable
 from verbatim.models.renderers.base import Renderer
 from verbatim.models.renderers.continuations import told
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     with told_if_slow(f"reading {args.file} and what it names"):
         config = load_config(args.file, args.overrides, component_tables())
     with contextlib.redirect_stdout(sys.stderr):  # what environments print is no TOML
-        with told_if_slow("checking environments, components and the model's renderer"):
+        with told_if_slow("checking environments, components and the model's renderer"), imports_that_stay():
             environments = check_run(config, plays=False, told=made.append)
         with told_if_slow("measuring the opening prompts of all examples"):
             looked_at = list(look_at_openings(config, environments, made[0]))

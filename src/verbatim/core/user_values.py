@@ -40,6 +40,8 @@ def why_refused(value: Any, *, of_json: bool = True, of_info: bool = False) -> s
     >>> why_refused({"when": {1, 2}})
     "['when'] is a set; expected texts, numbers, booleans, None, lists and mappings"
     """
+    if _is_texts(value):
+        return None
     try:
         _Look(of_json, of_info).size(value, ())
     except _Refused as refused:
@@ -47,6 +49,16 @@ def why_refused(value: Any, *, of_json: bool = True, of_info: bool = False) -> s
     except Exception as error:  # noqa: BLE001  a user's own mapping raises what it likes
         return f"it cannot be read: {error_text(error, 200)}"
     return None
+
+
+def _is_texts(value: Any) -> bool:
+    """Whether it is a mapping of a few texts, as most messages are: there is nothing to walk through."""
+    return (
+        type(value) is dict
+        and len(value) < MOST_VALUES
+        and all(type(key) is type(item) is str for key, item in value.items())
+        and sum(map(len, (*value, *value.values()))) <= MOST_CHARACTERS
+    )
 
 
 def is_short(number: int) -> bool:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
+import jinja2
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from verbatim.core.types import Message
+from verbatim.core.user_values import as_atom
 
 END_OF_TURN = "<|im_end|>"
 END_OF_TEXT = "<|endoftext|>"
@@ -28,20 +31,39 @@ MARKUP_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_respo
 SPLIT = r"\p{N}+|[\r\n]|[^\p{N}\r\n]+"
 
 
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""The fields in which a message may carry reasoning; the template reads the first."""
+
+
+@cache
 def chat_template() -> str:
     """ChatML as a Jinja template, equal to the output of the `qwen3` renderer."""
     return files("verbatim.models").joinpath("chatml.jinja").read_text(encoding="utf-8")
 
 
 def chat_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-    """Render a conversation with the chat template, without a tokenizer, as training text for `build_model`."""
-    rendered, _ = render_jinja_template(
-        [[dict(message) for message in messages]],
-        tools=[dict(tool) for tool in tools] or None,
-        chat_template=chat_template(),
-    )
-    text: str = rendered[0]
-    return text
+    """Render a conversation with the chat template, without a tokenizer, as training text for `build_model`: as
+    `transformers` does, in half the time, because our own template needs no sandbox."""
+    written = []
+    for message in messages:
+        fields: dict[str, Any] = dict(message)
+        reasoning = next((fields[name] for name in _REASONING if fields.get(name) is not None), None)
+        written.append(fields if reasoning is None else {**fields, "reasoning_content": reasoning})
+    return _program().render(messages=written, tools=list(tools) or None)
+
+
+@cache
+def _program() -> jinja2.Template:
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
+    environment.filters["tojson"] = lambda value: json.dumps(_plain(value), ensure_ascii=False)
+    return environment.from_string(chat_template())
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON's own types: a user's may hold numbers of numpy."""
+    if isinstance(value, Mapping):
+        return {as_atom(key): _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else as_atom(value)
 
 
 def build_tokenizer(texts: Iterable[str], *, vocab_size: int, context_length: int) -> Any:

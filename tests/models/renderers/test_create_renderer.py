@@ -161,3 +161,17 @@ def test_importing_renderers_loads_no_heavy_library():
     code = f"import sys, verbatim.models.renderers; print(sorted({heavy} & set(sys.modules)))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[]"
+
+
+@pytest.mark.slow
+@pytest.mark.realtime
+def test_a_renderer_is_made_without_openai():
+    code = (
+        "import sys\n"
+        "from verbatim.models.renderers import create_renderer\n"
+        "from verbatim.models.trained_tokenizer import build_tokenizer\n"
+        "tokenizer = build_tokenizer(['a text'], vocab_size=300, context_length=64)\n"
+        "print(create_renderer('auto', tokenizer).name, {'openai', 'torch'} & set(sys.modules))\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "qwen3 set()"
