@@ -317,8 +317,8 @@ def test_a_kernel_that_computes_something_else_is_not_used(kernel, models, monke
 
 
 @TWO_BUILDS
-def test_without_roundings_of_inputs_a_small_difference_is_no_rounding(kernel, models, monkeypatch):
-    """Two numbers of a matrix are missing: 1e-5 and more of the hidden states, less than what roundings make."""
+def test_a_small_difference_is_no_rounding(kernel, models, monkeypatch):
+    """Two numbers of a matrix are missing, also where inputs are rounded, which makes 5e-3 of a layer's results."""
 
     class Wrong:
         def __getattr__(self, name):
@@ -331,5 +331,4 @@ def test_without_roundings_of_inputs_a_small_difference_is_no_rounding(kernel, m
                 ctypes.memset(to, 0, 4)
 
     monkeypatch.setattr("verbatim.inference.embedded.forward.load_kernel", Wrong)
-    found = make_halves(models["tied"], kernel="auto").forward
-    assert isinstance(found, TorchForward) == (not kernel.verbatim_rounds())
+    assert isinstance(make_halves(models["tied"], kernel="auto").forward, TorchForward)

@@ -92,8 +92,8 @@ def test_a_model_in_bfloat16_is_computed_in_float32_with_rounded_inputs_where_as
 
 
 def own_form(model):
-    """The model's own layers, and all of it, as another way to compute it would be given."""
-    positions, plan = torch.arange(48), WholeSequencePlan()
+    """The layers of a copy of the model, and all of it, as another way to compute it would be given."""
+    model, positions, plan = CausalLM(copy.deepcopy(model.model)), torch.arange(48), WholeSequencePlan()
     tables = model.backbone.rotary_emb(torch.zeros(1, 48, 64), positions[None])
 
     def layer(index, hidden):
