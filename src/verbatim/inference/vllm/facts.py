@@ -128,22 +128,7 @@ def refuse_inexact(
                 f"it adapts the output head, which ends vLLM 0.32 in a step with prompt logprobs: add "
                 f"--lora-target-modules {' '.join(_LAYERS)}",
             ),
-            (
-                facts.returns_routed_experts or not return_routed_experts,
-                f"it does not return the experts that computed each token (inference.return_routed_experts): add "
-                f"{RETURN_EXPERTS}, and the environment variable VLLM_USE_V2_MODEL_RUNNER=1",
-            ),
-            (
-                facts.returns_kept_sets or not return_kept_sets,
-                "it does not return the ids among which it draws each token, and this run cuts the distribution "
-                f"(top_p, top_k or min_p): add {RETURN_KEPT_SETS}, which vLLM 0.32 has, and the environment variable "
-                "VLLM_USE_V2_MODEL_RUNNER=1",
-            ),
-            (
-                return_kept_sets or not facts.returns_kept_sets,
-                "it returns the ids among which it draws each token, and so takes no request without top_k: leave out "
-                f"{RETURN_KEPT_SETS}",
-            ),
+            *_returned(facts, routed_experts=return_routed_experts, kept_sets=return_kept_sets),
             (
                 adapter_rank is not None or facts.max_lora_rank is None,
                 "it was started for adapters, and this run sends it whole weights: leave out --enable-lora",
@@ -153,3 +138,25 @@ def refuse_inexact(
     ]
     if wrong:
         raise UsageError(f"{name} cannot be used: " + "; ".join(wrong))
+
+
+def _returned(facts: ServerFacts, *, routed_experts: bool, kept_sets: bool) -> tuple[tuple[bool, str], ...]:
+    """What completions have beside ids and logprobs: whether it is what is asked for, and else what to do."""
+    runner = "and the environment variable VLLM_USE_V2_MODEL_RUNNER=1"
+    return (
+        (
+            facts.returns_routed_experts or not routed_experts,
+            f"it does not return the experts that computed each token (inference.return_routed_experts): add "
+            f"{RETURN_EXPERTS}, {runner}",
+        ),
+        (
+            facts.returns_kept_sets or not kept_sets,
+            "it does not return the ids among which it draws each token, and this run cuts the distribution (top_p, "
+            f"top_k or min_p): add {RETURN_KEPT_SETS}, which vLLM 0.32 has, {runner}",
+        ),
+        (
+            kept_sets or not facts.returns_kept_sets,
+            "it returns the ids among which it draws each token, and so takes no request without top_k: leave out "
+            f"{RETURN_KEPT_SETS}",
+        ),
+    )
