@@ -11,6 +11,7 @@ from verbatim.cli import exit_status
 from verbatim.core.disk import replacing, temporary_beside
 from verbatim.core.errors import UsageError
 from verbatim.core.plain_console import PlainConsole
+from verbatim.inspection.viewer.run_state import check_run
 from verbatim.logs.monitors.trajectory_log import TrajectoryLog, read_trajectories
 
 
@@ -30,6 +31,8 @@ def run(args: argparse.Namespace) -> int:
     first, last = _steps(args.steps)
     if args.out.exists():
         raise UsageError(f"--out {args.out} is there already; name a new file")
+    if not args.folder.is_file() and not any(args.folder.glob("*.parquet")):
+        check_run(args.folder, "verbatim export")
     count = 0
     with (
         replacing(args.out, temporary=temporary_beside(args.out)) as partial,  # damage further on leaves no half of it
