@@ -38,8 +38,8 @@ def test_every_trajectory_of_the_steps_is_a_line(run: Path, capsys, options, ste
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["nowhere", "--out", "out.jsonl"], "there is no folder nowhere. Type verbatim export run"),
-        ([".", "--out", "out.jsonl"], "found run. Type verbatim export run"),
+        (["nowhere", "--out", "out.jsonl"], "there is no folder nowhere. Type verbatim export FOLDER with"),
+        ([".", "--out", "out.jsonl"], "found run. Type verbatim export FOLDER with"),
         (["run", "--out", "out.jsonl", "--steps", "9-2"], "--steps 9-2: expected a step or a range, such as 7 or 3-9"),
         (["run", "--out", "out.jsonl", "--steps", "5"], "run has no trajectories of the steps 5; out.jsonl was not"),
         (["run", "--out", "out.jsonl", "--steps", "0"], "run has no trajectories of the steps 0; out.jsonl was not"),
