@@ -85,11 +85,14 @@ BASE = {"model": {"name": "some/model"}, "orchestrator": {"train": {"env": [{"id
 
 def test_toml_blocks_are_accepted_by_the_schema(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Alone where it is a whole run, else beside a model and an environment."""
-    loss = "def my_loss(inputs, clip_eps: float = 0.1):\n    return None\n"
+    own_code = {
+        "my_module": "def my_loss(inputs, clip_eps: float = 0.1):\n    return None\n",
+        "my_env": "class MyEnv:\n    async def score(self, trajectory):\n        return 1.0\n",
+    }
     monkeypatch.syspath_prepend(tmp_path)
-    for name, text in {**MODULES, "my_module": loss}.items():
+    for name, text in {**MODULES, **own_code}.items():
         (tmp_path / f"{name}.py").write_text(text)
-    own = {*MODULES, "my_module"} - set(sys.modules)
+    own = {*MODULES, *own_code} - set(sys.modules)
     blocks = snippets("toml", *PAGES)
     assert len(blocks) > 40
     assert [f"{snippet}: {wrong}" for snippet in blocks if (wrong := refusal(snippet))] == []

@@ -13,6 +13,7 @@ OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields", "_make", "_field_defaults"}
 
 BOUNDS = {
     "it plants a fault, or stops a clock, where nothing public leads": {
+        "cli/test_doctor_command.py": 1,
         "faults/recorder.py": 2,
         "inference/step_gate.py": 5,
         "inference/vllm/test_broadcast.py": 1,
@@ -38,6 +39,7 @@ BOUNDS = {
         "run/orchestrator/test_dispatcher_search.py": 1,
     },
     "the attribute is another library's": {
+        "models/test_forms_of_layers.py": 1,
         "cuda/fake_cuda.py": 10, "faults/strikes.py": 2, "house/test_docs_snippets.py": 1,
         "inference/test_torch_engine.py": 1, "inference/vllm/faulty_plugin/verbatim_faulty.py": 1,
         "inference/vllm/test_answers.py": 2, "inference/vllm/vllm_double.py": 2, "models/test_mixing.py": 2,
