@@ -369,9 +369,9 @@ async def test_a_stream_that_waits_shows_that_it_lives(monkeypatch):
     def counted(self):
         if next(pings) == 1:
             enough.set()
-        return ping(self)
+        return ping
 
-    monkeypatch.setattr(AnthropicStream, "ping", counted)
+    monkeypatch.setattr(AnthropicStream, "ping", property(counted))
     sampler = scripted(say("yo"), say("yo"), pause=lambda _: enough.wait())
     async with serving(Whole(sampler)) as server, messages_client(server) as client:
         async with plain_client(server) as plain:
