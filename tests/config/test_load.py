@@ -336,3 +336,48 @@ def test_every_optional_key_has_no_value_by_default():
     }
     assert len(found) > 5
     assert set(found.values()) == {None}
+
+
+BOTH = """
+[model]
+name = "m"
+[orchestrator]
+sampling = {{ {run} }}
+[[orchestrator.train.env]]
+id = "guess_number"
+[[orchestrator.train.env]]
+id = "calculator"
+sampling = {{ {other} }}
+[orchestrator.eval]
+[[orchestrator.eval.env]]
+id = "guess_number"
+sampling = {{ {evaluated} }}
+[inference]
+backend = "vllm"
+"""
+
+
+@pytest.mark.parametrize(
+    ("run", "other", "evaluated", "where"),
+    [
+        ("top_k = 9", "top_k = 512, top_p = 0.9", "temperature = 0.0", None),
+        ("top_p = 0.9", "top_k = 9", "top_k = 9", "orchestrator.sampling"),
+        ("top_k = 9", "min_p = 0.1", "top_k = 9", "orchestrator.train.env.1.sampling"),
+        ("top_k = 9", "temperature = 0.7", "top_k = 9", "orchestrator.train.env.1.sampling"),
+        ("top_k = 9", "top_k = 9", "temperature = 0.7", "orchestrator.eval.env.0.sampling"),
+        ("temperature = 0.7", "temperature = 1.0", "top_p = 0.9", None),
+        ("top_p = 0.9, accept_truncation_mismatch = true", "temperature = 0.7", "top_p = 0.9", None),
+    ],
+)
+def test_where_vllm_returns_kept_sets_every_sampling_has_a_top_k(
+    tmp_path: Path, run: str, other: str, evaluated: str, where: str | None
+):
+    """It takes no other request; greedy ones are sent with 1, and what is only evaluated needs no sets."""
+    file = tmp_path / "run.toml"
+    file.write_text(BOTH.format(run=run, other=other, evaluated=evaluated))
+    if where is None:
+        load_config(file)
+    else:
+        assert f"{where}.top_k = 0, and this run trains on a cut distribution" in error_of(file)
+        assert "set top_k = 512" in error_of(file)
+        load_config(file, ["--inference.backend", "torch"])
