@@ -74,10 +74,10 @@ def campaign(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Campaig
 @pytest.fixture(autouse=True, scope="module")
 def modules_beside_a_file_are_forgotten() -> Iterator[None]:
     """A run stores the folders in which modules were found beside configurations of earlier tests, too."""
-    beside, files = list(imports._BESIDE), set(imports._FILES_IN)
-    yield
-    imports._BESIDE[:] = beside
-    imports._FILES_IN.intersection_update(files)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(imports, "_BESIDE", list(imports._BESIDE))
+        patched.setattr(imports, "_FILES_IN", set(imports._FILES_IN))
+        yield
 
 
 @pytest.fixture(autouse=True)

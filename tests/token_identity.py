@@ -157,7 +157,7 @@ def _compare(watch: Watch, recorder: Recorder, stream: list[Told]) -> None:
     Turns that were under way side by side are recorded as they end, which is the order of the stream too.
     """
     turns = recorder.turns
-    where = recorder._trajectory_id or "an episode"
+    where = f"an episode of {len(turns)} turns"
     watch.expect(len(turns) == len(stream), f"{where}: {len(turns)} turns recorded, {len(stream)} sampled")
     for index, (turn, told) in enumerate(zip(turns, stream, strict=False)):
         recorded = (turn.prompt_ids.tolist(), turn.completion_ids.tolist(), _listed(turn.logprobs))
