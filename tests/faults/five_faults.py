@@ -24,7 +24,7 @@ from run.orchestrator.loop_runs import FakeTrainer, Notes
 from verbatim import Example
 from verbatim.algorithms.credit.baselines import default_advantage
 from verbatim.algorithms.curriculum import ExampleSchedule
-from verbatim.algorithms.filters.simple import ZeroAdvantage
+from verbatim.algorithms.filters.zero_advantage import ZeroAdvantage
 from verbatim.core.trajectories import Ledger
 from verbatim.environments.base import Episode, Reply
 from verbatim.environments.tools import FunctionTool

@@ -10,7 +10,7 @@ from verbatim.algorithms.credit import ADVANTAGES, AdvantageOutputs, assign_adva
 from verbatim.algorithms.credit.baselines import default_advantage
 from verbatim.algorithms.credit.chunk_returns import chunk_returns_advantage
 from verbatim.algorithms.curriculum.pools import flatness
-from verbatim.algorithms.filters.simple import ZeroAdvantage
+from verbatim.algorithms.filters.zero_advantage import ZeroAdvantage
 from verbatim.config.schema import LengthPenaltyConfig
 from verbatim.core.errors import ComponentError, RecordError
 

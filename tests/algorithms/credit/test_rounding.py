@@ -9,7 +9,7 @@ from verbatim import Trajectory
 from verbatim.algorithms.credit import ADVANTAGES
 from verbatim.algorithms.credit.length_penalty import with_relative_bonus
 from verbatim.algorithms.curriculum import PoolRules, flatness
-from verbatim.algorithms.filters.simple import ZeroAdvantage
+from verbatim.algorithms.filters.zero_advantage import ZeroAdvantage
 from verbatim.config.schema import CriterionConfig
 from verbatim.core.records.equality import are_equal, deviation
 from verbatim.run.evaluation.intervals import mean_interval, unpaired_mean

@@ -7,7 +7,7 @@ import pytest
 
 from algorithms.credit.groups import group_of, rollout, turn
 from verbatim.algorithms.credit import ADVANTAGES
-from verbatim.algorithms.filters.simple import ZeroAdvantage
+from verbatim.algorithms.filters.zero_advantage import ZeroAdvantage
 from verbatim.config import load_config
 from verbatim.config.schema import LengthPenaltyConfig
 from verbatim.core.errors import ConfigError

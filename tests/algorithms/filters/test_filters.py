@@ -5,7 +5,7 @@ from typing import Literal
 
 from verbatim import Trajectory, Turn
 from verbatim.algorithms.filters import apply_filters
-from verbatim.algorithms.filters.simple import ZeroAdvantage
+from verbatim.algorithms.filters.zero_advantage import ZeroAdvantage
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import pytest
 
 from verbatim import Trajectory, Turn
-from verbatim.algorithms.filters.simple import Gibberish
+from verbatim.algorithms.filters.gibberish import Gibberish
 from verbatim.core.errors import ComponentError
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from verbatim import Trajectory, Turn
-from verbatim.algorithms.filters.simple import Truncated
+from verbatim.algorithms.filters.truncated import Truncated
 from verbatim.core.errors import ComponentError
 from verbatim.core.types import StopReason
 

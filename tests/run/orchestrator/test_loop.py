@@ -7,7 +7,7 @@ import pytest
 from loop_runs import GROUP, GROUPS, Coins, FakeTrainer, make, until, versions
 
 from verbatim.algorithms.credit.baselines import default_advantage
-from verbatim.algorithms.filters.simple import ZeroAdvantage
+from verbatim.algorithms.filters.zero_advantage import ZeroAdvantage
 from verbatim.core.errors import RunStopped
 from verbatim.run.orchestrator.assemble import GroupRules, assemble_group
 

@@ -1,8 +1,10 @@
 """Filters: flag trajectories between scoring and training."""
 
 from verbatim.algorithms.filters.base import Filter, FilterVerdict, apply_filters
+from verbatim.algorithms.filters.gibberish import Gibberish
 from verbatim.algorithms.filters.repetition import Repetition
-from verbatim.algorithms.filters.simple import Gibberish, Truncated, ZeroAdvantage
+from verbatim.algorithms.filters.truncated import Truncated
+from verbatim.algorithms.filters.zero_advantage import ZeroAdvantage
 
 FILTERS: dict[str, type[Filter]] = {
     "gibberish": Gibberish,

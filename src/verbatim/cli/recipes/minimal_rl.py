@@ -24,7 +24,7 @@ from verbatim.algorithms.credit import assign_advantages
 from verbatim.algorithms.credit.baselines import default_advantage
 from verbatim.algorithms.curriculum import ExampleSchedule
 from verbatim.algorithms.filters import apply_filters
-from verbatim.algorithms.filters.simple import ZeroAdvantage
+from verbatim.algorithms.filters.zero_advantage import ZeroAdvantage
 from verbatim.config.schema import BuildConfig, OptimConfig, TrainerConfig
 from verbatim.core.trajectories import Ledger, build
 from verbatim.environments.guess_number import GuessNumber

@@ -1,0 +1,41 @@
+"""The `gibberish` filter: flags trajectories whose tokens the policy itself found very unlikely."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from verbatim.algorithms.filters.base import Action, Reads
+from verbatim.core.errors import ComponentError
+from verbatim.core.types import Trajectory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gibberish:
+    """Flags a trajectory when the mean logprob of its sampled tokens is below `threshold`.
+
+    Turns without logprobs, and those that are not trained, are left out; where none has any, nothing is flagged.
+
+    Example: turns with the logprobs `[-6, -1]` and `[-8]` have the mean -5, which is below -4.
+    """
+
+    reads: ClassVar[Reads] = "logprobs"
+
+    threshold: Annotated[float, Field(le=0)] = -4.0
+    """In nats; e^-4 is a probability of 0.018."""
+    action: Action = "drop"
+    """"drop" or "monitor"."""
+
+    def __post_init__(self) -> None:
+        if not self.threshold <= 0:
+            raise ComponentError(f"gibberish: threshold = {self.threshold}; expected a logprob <= 0, for example -4.0")
+
+    def __call__(self, trajectory: Trajectory) -> bool:
+        """Whether the tokens are too unlikely."""
+        logprobs = [turn.logprobs for turn in trajectory.turns if turn.trained and turn.logprobs is not None]
+        count = sum(map(len, logprobs))
+        total = math.fsum(float(own.sum(dtype="float64")) for own in logprobs)
+        return count > 0 and total / count < self.threshold
