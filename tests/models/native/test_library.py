@@ -250,7 +250,7 @@ def test_a_compiler_that_does_not_say_its_version_is_told_too(tmp_path, monkeypa
     monkeypatch.setattr(native, "_PATIENCE", 0.1)
     monkeypatch.setattr(native, "_HUNG", set())
     assert native.build(write(tmp_path, SUM)).reason == f"{compiler} took more than 0.1 s"
-    doctor_machine.report(as_json=True)
+    doctor_machine.report(model="", as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert (found["compiler"], found["version"]) == (str(compiler), None)
 

@@ -174,7 +174,7 @@ class ToolManager(Mapping[str, Tool]):
         if call.name not in self._tools:
             name = str(call.name)[:80]
             hint = nearest(name, self._tools)
-            return "unknown_tool", f"there is no tool {name}; there is {', '.join(self._tools) or 'none'}{hint}"
+            return "unknown_tool", f"there is no tool {name}; there is {', '.join(self._tools) or 'none'}{hint or '.'}"
         return None
 
 
