@@ -224,8 +224,9 @@ def test_a_log_of_another_model_is_refused(tmp_path: Path, model: Path, capsys):
     assert "the log holds the id 150000" in err
 
 
-def test_the_tokenizer_of_a_run_is_found_beside_its_log(tmp_path: Path, model: Path, capsys):
-    shutil.copytree(model, tmp_path / "model")
+@pytest.mark.parametrize("folder", ["model", "final", "warm_start"])
+def test_the_tokenizer_of_a_run_is_found_beside_its_log(tmp_path: Path, model: Path, capsys, folder: str):
+    shutil.copytree(model, tmp_path / folder)
     assert "found beside the log" in run(capsys, write(tmp_path / "log.jsonl", QWEN3))[1]
 
 
@@ -260,6 +261,15 @@ def test_the_tokenizer_of_a_run_is_found_by_its_configuration(tmp_path: Path, mo
     status, out, _ = run(capsys, write(tmp_path / "log.jsonl", QWEN3))
     assert status == 1
     assert f"{model}, named in" in " ".join(out.split())
+
+
+def test_the_tokenizer_of_a_run_is_that_of_a_model_of_the_catalog(tmp_path: Path, model: Path, capsys, monkeypatch):
+    monkeypatch.setenv("VERBATIM_MODELS", str(tmp_path / "kept"))
+    shutil.copytree(model, tmp_path / "kept" / "smollm2-135m")
+    (tmp_path / "config.toml").write_text('[model]\nname = "smollm2-135m"\n')
+    status, out, _ = run(capsys, write(tmp_path / "log.jsonl", QWEN3))
+    assert status == 1
+    assert "tokenizer  smollm2-135m, named in" in " ".join(out.split("\n"))
 
 
 def test_a_hub_id_in_the_configuration_is_offered_not_looked_up(tmp_path: Path, capsys):

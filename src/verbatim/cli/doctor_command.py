@@ -25,6 +25,7 @@ from verbatim.inspection.doctor.diagnosis import Choice, TemplateLine
 from verbatim.inspection.doctor.logs import Format
 from verbatim.inspection.doctor.show import ConsoleReport
 from verbatim.inspection.doctor.text import TokenText
+from verbatim.models.catalog import kept_model
 
 _SHOWN = 10
 """Breaks that people are shown in full."""
@@ -153,14 +154,16 @@ def _find_model(asked: str | None, log: Path) -> tuple[str | None, str]:
     if asked is not None:
         return asked, asked
     run = _run_of(log)
-    for folder in (run / "model", run / "final"):
+    for folder in (run / "model", run / "final", run / "warm_start"):
         if (folder / "config.json").is_file():
             _refuse_odd_files(folder)
             return str(folder), f"{folder}, found beside the log"
     config = run / "config.toml"
     name = _configured_model(config) if config.is_file() else None
-    if name is not None and (Path(name) / "config.json").is_file():
-        return name, f"{name}, named in {config}"
+    places = [Path(name), kept_model(name)] if name is not None else []
+    for place in places:
+        if place is not None and (place / "config.json").is_file():
+            return str(place), f"{name}, named in {config}"
     hint = name or "FOLDER_OR_ID"
     return None, f"none: ids only, and no telling why most breaks happen; add --model {hint}"
 
