@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -11,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import warm
 from inspection.doctor.corpus import ASK, END, NEXT, Case, assistant, cases, render, tokenizer, turn
 from verbatim import Trajectory
 from verbatim.cli.main import main
-from verbatim.inference.embedded.compiled.forward import CompiledForward
+from verbatim.inference.embedded.compiled.library import load_kernel
 from verbatim.logs.monitors.trajectory_log import TrajectoryLog
 from verbatim.models import native
 
@@ -97,10 +97,20 @@ def test_a_machine_without_a_compiler_answers_1_and_says_what_to_install(tmp_pat
 @pytest.mark.skipif(native.find_compiler() is None, reason="this machine has no C compiler")
 @pytest.mark.usefixtures("_fresh_libraries")
 def test_a_kernel_that_computes_something_else_answers_1(monkeypatch, capsys):
-    def wrong(self, *given, run=CompiledForward._run):
-        return run(self, *given) * (1 + 1e-3 * torch.arange(64))
+    kernel = load_kernel()
 
-    monkeypatch.setattr(CompiledForward, "_run", wrong)
+    class Wrong:
+        """A matrix is packed without its first number."""
+
+        def __getattr__(self, name):
+            return getattr(kernel, name)
+
+        @staticmethod
+        def verbatim_pack(source, rows, columns, to):
+            kernel.verbatim_pack(source, rows, columns, to)
+            ctypes.memset(to, 0, 4)
+
+    monkeypatch.setattr("verbatim.inference.embedded.forward.load_kernel", Wrong)
     status, out, _ = run(capsys, "--machine")
     assert status == 1
     assert "compiled, and not used: in float32, it computes something else than LlamaForCausalLM: layer 0 " in out

@@ -16,7 +16,6 @@ from verbatim.inference import SampleRequest, SamplingParams
 from verbatim.inference.embedded import fast_forward
 from verbatim.inference.embedded import forward as forward_choice
 from verbatim.inference.embedded.compiled import forward, library
-from verbatim.inference.embedded.compiled.forward import CompiledForward
 from verbatim.inference.embedded.compiled.library import load_kernel
 from verbatim.inference.embedded.compiled.structures import why_not
 from verbatim.inference.embedded.decoder import Decoder
@@ -368,10 +367,20 @@ def test_after_memory_ran_out_caches_are_those_of_the_present_weights(models, mo
 
 @pytest.mark.usefixtures("built")
 def test_a_kernel_that_computes_something_else_is_not_used(models, monkeypatch, said):
-    def wrong(self, *given, run=CompiledForward._run):
-        return run(self, *given) * (1 + 1e-3 * torch.arange(64))
+    kernel = load_kernel()
 
-    monkeypatch.setattr(CompiledForward, "_run", wrong)
+    class Wrong:
+        """A matrix is packed without its first number."""
+
+        def __getattr__(self, name):
+            return getattr(kernel, name)
+
+        @staticmethod
+        def verbatim_pack(source, rows, columns, to):
+            kernel.verbatim_pack(source, rows, columns, to)
+            ctypes.memset(to, 0, 4)
+
+    monkeypatch.setattr(forward_choice, "load_kernel", Wrong)
     assert isinstance(make(models["tied"], kernel="auto").forward, TorchForward)
     (warning,) = said()
     assert (

@@ -112,11 +112,23 @@ def test_the_layer_that_computes_something_else_is_named(config):
     def wrong(index, given):
         return layer(index, given) * (1 + 1e-4 * (index == 1))
 
+    given = torch.arange(9), torch.arange(9), WholeSequencePlan()
+    before = model.hidden(*given)
     said = disagreement(model, wrong, hidden, length=48)
     assert said.startswith(
         "layer 1 (of 0 to 2) is 1.0e-04 away from its numbers in float64 (relative), and the model's"
     )
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.model.modules())
+    assert torch.equal(model.hidden(*given), before), "the model is as it was"
+
+
+def test_a_large_number_in_a_row_hides_no_other_row_and_its_rounding_refuses_nothing():
+    exact = torch.linspace(1, 2, 8 * 16, dtype=torch.float64).view(8, 16)
+    own = exact.float()
+    ours = own.clone()
+    ours[0, 3] *= 1 + 1e-5
+    assert beyond_rounding(ours, own, exact) == ""
+    ours[4:, 5] *= 1 + 1e-4
+    assert beyond_rounding(ours, own, exact)
 
 
 def test_what_is_around_the_layers_is_compared_too():
