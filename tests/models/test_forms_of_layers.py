@@ -131,6 +131,13 @@ def test_a_large_number_in_a_row_hides_no_other_row_and_its_rounding_refuses_not
     assert beyond_rounding(ours, own, exact)
 
 
+def test_a_single_row_that_is_wrong_is_found():
+    exact = torch.linspace(1, 2, 28 * 16, dtype=torch.float64).view(28, 16)
+    ours = exact.float()
+    ours[27, 3] *= 1 + 1e-3
+    assert beyond_rounding(ours, exact.float(), exact)
+
+
 def test_what_is_around_the_layers_is_compared_too():
     model = model_of(CONFIGS[0])
     layer, hidden = own_form(model)
