@@ -127,17 +127,17 @@ def _memory(plan: Plan) -> RenderableType:
     table.add_column("GiB", justify="right")
     for kind, said in _KINDS.items():
         if plan.memory.parts.get(kind):
-            table.add_row(said, f"{plan.memory.parts[kind] / GIB:,.2f}")
-    table.add_row("at the highest point of a step", f"{plan.memory.peak / GIB:,.2f}", style="bold")
-    table.add_row("between steps", f"{plan.memory.between_steps / GIB:,.2f}", style="dim")
+            table.add_row(said, _in_gib(plan.memory.parts[kind]))
+    table.add_row("at the highest point of a step", _in_gib(plan.memory.peak), style="bold")
+    table.add_row("between steps", _in_gib(plan.memory.between_steps), style="dim")
     if not plan.case.device.is_cuda and plan.case.placement.processes > 1:
         table.add_row(
             f"all {plan.case.placement.processes} processes on this machine",
-            f"{plan.memory.peak * plan.case.placement.processes / GIB:,.2f}",
+            _in_gib(plan.memory.peak * plan.case.placement.processes),
         )
     if plan.case.placement.where == "beside the trainer":
         copies = ", their packed copy" if plan.sampler.packed else ""
-        table.add_row(f"the sampler beside it: weights{copies}, keys and values", f"{plan.sampler.memory / GIB:,.2f}")
+        table.add_row(f"the sampler beside it: weights{copies}, keys and values", _in_gib(plan.sampler.memory))
     return table
 
 
@@ -192,7 +192,7 @@ def show_changes(changes: Sequence[Change], console: Console) -> None:
             table.add_row(change.typed, "", Text(f"refused: {change.refused}", style="dim"))
         else:
             said = Text("fits", style="bold green") if change.fits else Text("")
-            table.add_row(change.typed, f"{change.needed / GIB:,.2f}", said)
+            table.add_row(change.typed, _in_gib(change.needed), said)
     console.print(table)
 
 
@@ -203,8 +203,18 @@ def _grid() -> Table:
     return table
 
 
+def _in_gib(num_bytes: float) -> str:
+    """GiB, with two digits of small models.
+
+    >>> _in_gib(3 * GIB), _in_gib(GIB / 320)
+    ('3.00', '0.0031')
+    """
+    gib = num_bytes / GIB
+    return f"{gib:,.2f}" if gib >= 0.1 or not gib else f"{gib:.2g}"
+
+
 def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:,.2f} GiB"
+    return f"{_in_gib(num_bytes)} GiB"
 
 
 def _seconds(seconds: float) -> str:
