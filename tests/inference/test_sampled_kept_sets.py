@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from step_gate import StepGate
 from test_torch_engine import make, request
 
 from waiting import until
@@ -71,10 +72,12 @@ async def test_sets_are_returned_where_they_are_asked_for_and_something_is_cut(s
     assert all_kept.kept_sets.counts.tolist() == [0, 0, 0]
 
 
-async def test_new_weights_leave_one_set_for_each_token(sampler, models):
+async def test_new_weights_leave_one_set_for_each_token(sampler, models, monkeypatch):
+    gate = StepGate(sampler, monkeypatch, tokens=4)
     asked = asyncio.ensure_future(sampler.generate(request(max_tokens=100, top_k=4, return_kept_sets=True)))
-    await until(lambda: sampler.stats().sampled_tokens > 3)
+    await until(lambda: sampler.stats().sampled_tokens >= 4)
     await sampler.update_weights(models["tied_later"], 1)
+    gate.open()
     answer = await asked
     assert set(answer.policy_versions.tolist()) == {0, 1}
     assert answer.kept_sets.counts.tolist() == [4] * 100

@@ -19,7 +19,7 @@ from waiting import HANGS
 def test_a_model_that_is_not_there_is_refused_before_a_trainer_is_kept(monkeypatch):
     kept = []
     monkeypatch.setattr(spare, "is_allowed", lambda: True)
-    monkeypatch.setattr(spare, "keep", lambda: kept.append(1))
+    monkeypatch.setattr(spare, "keep", lambda imports: kept.append(1))
     config = make_config({"model": {"name": "./nowhere"}, "orchestrator.train.env": [{"id": "guess_number"}]})
     with pytest.raises(ModelError, match=r"there is no model folder './nowhere'"):
         keep_trainer(config, contextlib.nullcontext())
@@ -36,7 +36,7 @@ def test_what_is_imported_for_the_copy_is_told_until_it_is_made(monkeypatch):
         order.append("over")
 
     monkeypatch.setattr(spare, "is_allowed", lambda: True)
-    monkeypatch.setattr(spare, "keep", lambda: order.append("copied"))
+    monkeypatch.setattr(spare, "keep", lambda imports: order.append("copied"))
     monkeypatch.setattr(importlib, "import_module", lambda name: order.append("imported"))
     config = make_config({"model": {"build": {}}, "orchestrator.train.env": [{"id": "guess_number"}]})
     keep_trainer(config, told())

@@ -125,7 +125,7 @@ class Precision(NoFloat32):
         super().__init__()
         self._dtype = dtype
         self._rounds = rounds
-        self._memory = torch.empty(0)
+        self._memory = torch.empty(0, device="cpu")  # replaced where the weights are
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear:
