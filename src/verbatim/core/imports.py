@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,11 +61,12 @@ def refuse_without(*packages: str, extra: str, what: str) -> None:
 
 def import_without(package: str, unused: str) -> None:
     """Import a package that imports another one for type hints only, or for what is not called here; that one is not
-    imported, and whoever imports it later gets it.
+    imported, and whoever imports it later gets it. Where other threads run, which could import it meanwhile, it is
+    imported.
 
     Example: `renderers` imports `openai`, half a second, for the annotations of a client.
     """
-    if package in sys.modules or unused in sys.modules:
+    if package in sys.modules or unused in sys.modules or threading.active_count() > 1:
         return
     stand_in = ModuleType(unused)
     stand_in.__getattr__ = lambda name: Any  # type: ignore[method-assign]
