@@ -13,13 +13,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from verbatim.core.types import Int32, KeptSets
 from verbatim.inference.embedded.compiled.paged_cache import PagedCache
 from verbatim.inference.embedded.compiled.structures import UNIT, DrawFields, KernelModel, PassFields
 from verbatim.inference.embedded.expert_record import ExpertRecord
 from verbatim.inference.embedded.fast_forward import FastBackbone
 from verbatim.inference.embedded.kv_cache import KeyValueShape, up_to
 from verbatim.inference.embedded.pass_layout import PassLayout, Rows
-from verbatim.inference.embedded.sampling import kept_sets, uniforms
+from verbatim.inference.embedded.sampling import uniforms
 from verbatim.inference.embedded.slots import Drawn, Slots, SlotTable
 from verbatim.models import agreement
 from verbatim.models.attention import AttentionCall
@@ -68,6 +69,7 @@ class CompiledForward:
         self._scored = num_slots  # the slot of a sequence that is scored; none is sampled in it
         self._memory = torch.empty(0)
         self._logits = torch.empty(0)
+        self._kept: Int32 = np.empty(0, dtype=np.int32)
 
     def refresh(self) -> None:
         """The model's weights were replaced in place."""
@@ -76,6 +78,7 @@ class CompiledForward:
     def give_back_memory(self) -> None:
         """Free the working memory of passes and draws; the next ones take what they need."""
         self._memory, self._logits = torch.empty(0), torch.empty(0)
+        self._kept = np.empty(0, dtype=np.int32)
 
     def hidden(
         self, layout: PassLayout, slots: Slots, counts: Rows, table: SlotTable, record: ExpertRecord | None
@@ -133,12 +136,19 @@ class CompiledForward:
         given.top_k, given.top_p, given.min_p = (column.ctypes.data for column in cuts)
         scratch = torch.empty(given.threads * given.stride)
         given.scratch = scratch.data_ptr()
-        self._kernel.verbatim_draw(ctypes.addressof(given))
-        needs = np.flatnonzero(table.needs_kept_sets[slots])
-        if not len(needs):
+        needs = table.needs_kept_sets[slots]
+        if not needs.any():
+            self._kernel.verbatim_draw(ctypes.addressof(given))
             return tokens, logprobs, None
-        logits = self._logits[: num * given.stride].view(num, given.stride)[:, : self._model.fields.vocab]
-        return tokens, logprobs, kept_sets(logits[torch.from_numpy(needs)] > -torch.inf).spread(needs, num)
+        if len(self._kept) < num * given.stride:
+            self._kept = np.empty(num * given.stride, dtype=np.int32)
+        num_kept = np.empty(num, dtype=np.int64)
+        given.kept, given.num_kept = self._kept.ctypes.data, num_kept.ctypes.data
+        self._kernel.verbatim_draw(ctypes.addressof(given))
+        num_kept[~needs] = 0
+        starts = given.stride * np.arange(num)
+        ids = [self._kept[start : start + count] for start, count in zip(starts, num_kept, strict=True)]
+        return tokens, logprobs, KeptSets.of_counts(np.concatenate(ids), num_kept)
 
     def _head(self, hidden: Tensor) -> DrawFields:
         """Write the logits of hidden states, [rows, W], into `_logits`: row r begins at r times the stride."""

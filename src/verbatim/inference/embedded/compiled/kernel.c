@@ -1000,6 +1000,8 @@ typedef struct {
     const int64_t *top_k;       /* [rows], 0 = off; NULL = no row is cut */
     const float *top_p, *min_p; /* [rows], 1 and 0 = off */
     float *scratch;             /* [threads][stride], where rows are cut */
+    int32_t *kept;              /* [rows, stride]: the ids that a row is drawn among, ascending; NULL = not asked for */
+    int64_t *num_kept;          /* [rows], 0 = nothing was cut */
 } Draw;
 
 static void head(void *arg, int64_t index, int64_t count)
@@ -1096,12 +1098,35 @@ static float edge(const Draw *d, int64_t row, const float *x, int64_t end, float
     return least;
 }
 
+/* Take the logits below the edge out of a row. Returns how many are left; their ids, ascending, go to `kept`, or none
+   where it is NULL. */
+static int64_t cut(float *x, int64_t vocab, float least, int32_t *kept)
+{
+    int64_t n = 0, end = ROUND(vocab);
+    for (int64_t i = 0, next; i < end; i = next) {
+        vec best = all(-INFINITY);
+        next = smaller(i + 128, end);
+        for (int64_t j = i; j < next; j += LANES) {
+            vec some = load(x + j);
+            best = larger(some, best);
+            store(x + j, where(some >= all(least), some, all(-INFINITY)));
+        }
+        if (kept == NULL || largest(best) < least) continue;
+        for (int64_t j = i; j < smaller(next, vocab); j++) {
+            kept[n] = (int32_t)j;
+            n += x[j] >= least;
+        }
+    }
+    return n;
+}
+
 /* Inverse CDF: the first token whose cumulative probability is above the row's uniform number. */
 static void draw_row(const Draw *d, int64_t row, float *scratch)
 {
     int64_t vocab = d->m->vocab, end = ROUND(vocab);
     float *x = d->logits + row * d->stride, temperature = d->temperatures[row];
     int is_greedy = temperature == 0.0f;
+    if (d->kept != NULL) d->num_kept[row] = 0;
     for (int64_t i = vocab; i < end; i++) x[i] = -INFINITY;
     vec by = all(is_greedy ? 1.0f : temperature), best = all(-INFINITY), odd = all(0.0f);
     for (int64_t i = 0; i < end; i += LANES) {
@@ -1123,8 +1148,10 @@ static void draw_row(const Draw *d, int64_t row, float *scratch)
         return;
     }
     if (d->top_k != NULL) {
+        int32_t *kept = d->kept == NULL ? NULL : d->kept + row * d->stride;
         float least = edge(d, row, x, end, top, scratch);
-        for (int64_t i = 0; i < end; i++) x[i] = x[i] >= least ? x[i] : -INFINITY;
+        int64_t n = least > -INFINITY ? cut(x, vocab, least, kept) : vocab;
+        if (kept != NULL) d->num_kept[row] = n == vocab ? 0 : n;
     }
     double total = 0.0;
     for (int64_t i = 0; i < end; i += 16) {
@@ -1174,6 +1201,6 @@ static void draw_rows(void *arg, int64_t index, int64_t count)
 /* The logits of all rows. */
 void verbatim_logits(Draw *d) { run(d->threads, head, d); }
 
-/* A token of each row and its logprob, from the logits that are there. Of a row that is cut, those of other ids than it
-   was drawn among are -INFINITY behind it. */
+/* A token of each row and its logprob, from the logits that are there; of a row that is cut, the ids that it was drawn
+   among. */
 void verbatim_draw(Draw *d) { run(d->threads, draw_rows, d); }

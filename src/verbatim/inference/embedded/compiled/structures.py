@@ -100,6 +100,8 @@ class DrawFields(ctypes.Structure):
         ("top_p", _POINTER),
         ("min_p", _POINTER),
         ("scratch", _POINTER),
+        ("kept", _POINTER),
+        ("num_kept", _POINTER),
     )
 
 
