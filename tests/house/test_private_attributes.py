@@ -36,13 +36,12 @@ BOUNDS = {
         "inference/test_compiled_kernel.py": 1, "models/renderers/random_dialogues.py": 4,
     },
     "it plants a wrong number in what the kernel computes": {
-        "cli/test_doctor_command.py": 1, "inference/test_compiled_kernel.py": 2,
+        "inference/test_compiled_kernel.py": 2,
     },
     "the public way is a signal to this process, or the death of a machine": {
         "rollouts/test_ray_pool.py": 1, "run/test_ask_to_end.py": 1,
     },
     "the attribute is another library's": {
-        "models/test_forms_of_layers.py": 1,
         "conftest.py": 1, "cuda/fake_cuda.py": 10, "faults/strikes.py": 2, "house/test_docs_snippets.py": 1,
         "inference/test_torch_engine.py": 1, "inference/vllm/faulty_plugin/verbatim_faulty.py": 1,
         "inference/vllm/test_answers.py": 2, "inference/vllm/vllm_double.py": 2, "models/test_mixing.py": 2,
