@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import shutil
@@ -18,9 +17,9 @@ import warm
 from inspection.doctor.corpus import ASK, END, NEXT, Case, assistant, cases, render, tokenizer, turn
 from verbatim import Trajectory
 from verbatim.cli.main import main
-from verbatim.inference.embedded.compiled.library import load_kernel
 from verbatim.logs.monitors.trajectory_log import TrajectoryLog
 from verbatim.models import native
+from wrong_kernel import WrongKernel
 
 
 @pytest.fixture(scope="module")
@@ -97,20 +96,7 @@ def test_a_machine_without_a_compiler_answers_1_and_says_what_to_install(tmp_pat
 @pytest.mark.skipif(native.find_compiler() is None, reason="this machine has no C compiler")
 @pytest.mark.usefixtures("_fresh_libraries")
 def test_a_kernel_that_computes_something_else_answers_1(monkeypatch, capsys):
-    kernel = load_kernel()
-
-    class Wrong:
-        """A matrix is packed without its first number."""
-
-        def __getattr__(self, name):
-            return getattr(kernel, name)
-
-        @staticmethod
-        def verbatim_pack(source, rows, columns, to):
-            kernel.verbatim_pack(source, rows, columns, to)
-            ctypes.memset(to, 0, 4)
-
-    monkeypatch.setattr("verbatim.inference.embedded.forward.load_kernel", Wrong)
+    monkeypatch.setattr("verbatim.inference.embedded.forward.load_kernel", WrongKernel)
     status, out, _ = run(capsys, "--machine")
     assert status == 1
     assert "compiled, and not used: in float32, it computes something else than LlamaForCausalLM: layer 0 " in out

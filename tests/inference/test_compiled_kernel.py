@@ -26,6 +26,7 @@ from verbatim.inference.embedded.torch_forward import TorchForward
 from verbatim.models import native
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model, load_weights
+from wrong_kernel import WrongKernel
 
 SMALL = {
     "vocab_size": 97,
@@ -367,20 +368,7 @@ def test_after_memory_ran_out_caches_are_those_of_the_present_weights(models, mo
 
 @pytest.mark.usefixtures("built")
 def test_a_kernel_that_computes_something_else_is_not_used(models, monkeypatch, said):
-    kernel = load_kernel()
-
-    class Wrong:
-        """A matrix is packed without its first number."""
-
-        def __getattr__(self, name):
-            return getattr(kernel, name)
-
-        @staticmethod
-        def verbatim_pack(source, rows, columns, to):
-            kernel.verbatim_pack(source, rows, columns, to)
-            ctypes.memset(to, 0, 4)
-
-    monkeypatch.setattr(forward_choice, "load_kernel", Wrong)
+    monkeypatch.setattr(forward_choice, "load_kernel", WrongKernel)
     assert isinstance(make(models["tied"], kernel="auto").forward, TorchForward)
     (warning,) = said()
     assert (

@@ -24,7 +24,7 @@ def number(kind: type[int] | type[float], expected: str, fits: Callable[[float],
     """Reads an option that is a number.
 
     Args:
-        kind: What it is; text that is none counts as NaN.
+        kind: The type of the number; other text counts as NaN.
         expected: What has to be typed, for the message.
         fits: Whether it may be this number.
     """

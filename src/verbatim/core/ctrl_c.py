@@ -66,8 +66,8 @@ def is_ctrl_c(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def users_errors(told: Callable[[BaseException], Exception], *passed: type[BaseException]) -> Iterator[None]:
-    """Raise, in place of whatever a user's code raises in the block (also `sys.exit`), the error that tells of it;
-    Ctrl-C and the errors of the classes `passed` are raised as they are."""
+    """Replace any exception that a user's code raises in the block (also `sys.exit`) by the error that `told` makes of
+    it. Ctrl-C and the errors of the classes `passed` are raised as they are."""
     try:
         yield
     except BaseException as error:
